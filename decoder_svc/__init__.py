@@ -1,0 +1,1 @@
+"""The decoder service: prompt and image references → tokens."""

@@ -1,0 +1,1 @@
+"""What differs between vision-language families on the decoder's side."""

@@ -1,0 +1,214 @@
+"""One request as the engine sees it: prompt, parameters, progress. Plain Python."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NewType
+
+from lookonce.content_key import ContentKey, ProcessorOptions
+
+RequestId = NewType("RequestId", str)
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended with an answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class RequestState(enum.Enum):
+    """Where a request stands in the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Validated sampling parameters; defaults are already filled in."""
+
+    # 0 is greedy.
+    temperature: float = 0.0
+    top_p: float = 1.0
+    # None: no limit.
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # (token id, addend) pairs.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # Budget of generated tokens.
+    max_tokens: int = 256
+    # No end of sequence and no stop id before this many tokens.
+    min_tokens: int = 0
+    # End-of-sequence ids of the model (empty with ignore_eos) and the request's own stop ids.
+    stop_token_ids: frozenset[int] = frozenset()
+    # None: drawn by the server.
+    seed: int | None = None
+    # Alternatives reported per generated token; 0: the sampled token's only; None: no log probabilities.
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [offset, offset + length) of a prompt."""
+
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class ImageItem:
+    """One image in a prompt: where its tokens are and which rows they take."""
+
+    key: ContentKey
+    span: Span
+    # Rows of the embedding.
+    num_rows: int
+    options: ProcessorOptions
+    # The original file where the request brought it; None for a reference by digest.
+    data: bytes | None = field(repr=False)
+    # Row of each token of the span, None for a token without a row. None: every token takes the next row.
+    row_of_token: tuple[int | None, ...] | None = None
+
+    def rows_between(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows [first, last) that the prompt's tokens [start, stop) take; first == last when they take none."""
+        first = max(start, self.span.offset) - self.span.offset
+        last = min(stop, self.span.stop) - self.span.offset
+        if first >= last:
+            return (0, 0)
+        if self.row_of_token is None:
+            return (first, last)
+        rows = [row for row in self.row_of_token[first:last] if row is not None]
+        return (rows[0], rows[-1] + 1) if rows else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Rotary positions of a prompt where they are not simply 0, 1, 2, …"""
+
+    # [num_axes][num_prompt_tokens].
+    axes: tuple[tuple[int, ...], ...]
+    # A generated token at index i has position i + delta on every axis.
+    delta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids with every image placeholder expanded."""
+
+    token_ids: tuple[int, ...]
+    # In prompt order, spans disjoint.
+    images: tuple[ImageItem, ...] = ()
+    # None: 0, 1, 2, …
+    positions: Positions | None = None
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Placeholder tokens that take a row."""
+        return sum(item.num_rows for item in self.images)
+
+
+@dataclass(slots=True)
+class RequestUsage:
+    """Token accounting of one request; the words are those of the wire contract's Usage."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    image_tokens: int = 0
+    cached_image_tokens: int = 0
+    encoded_image_tokens: int = 0
+    skipped_image_tokens: int = 0
+    completion_tokens: int = 0
+    queue_time_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one generated position: (token id, logprob), the sampled token first."""
+
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What happened to a request since the previous output; several steps are coalesced when its reader is behind."""
+
+    # Newly generated ids; empty in the first output (admission) and possibly in the last.
+    token_ids: tuple[int, ...]
+    # One per new token where they were asked for, else empty.
+    logprobs: tuple[TokenLogprobs, ...]
+    # Set in exactly one output, the last.
+    finish_reason: FinishReason | None
+    # A snapshot.
+    usage: RequestUsage
+
+
+class Request:
+    """The scheduler's record of one request. Only the engine thread touches it after submission."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        # Monotonic clock, seconds.
+        self.arrival_s = arrival_s
+        self.deadline_s = deadline_s
+        # Lower runs earlier.
+        self.priority = priority
+        # Prompt, then generated.
+        self.token_ids = list(prompt.token_ids)
+        # Tokens whose KV is in the cache; catches up with len(token_ids).
+        self.num_computed_tokens = 0
+        self.state = RequestState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_preemptions = 0
+        self.usage = RequestUsage(prompt_tokens=len(prompt.token_ids), image_tokens=prompt.num_image_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, image placeholders included."""
+        return len(self.prompt.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.token_ids) - len(self.prompt.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated ids."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id}, {self.state.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"

@@ -1,0 +1,41 @@
+"""Settings of the decoder service."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from lookonce.settings import ServiceSettings
+
+
+class DecoderSettings(ServiceSettings):
+    """The decoder service: a prompt and image references in, tokens out."""
+
+    encoder_target: str | None = Field(
+        None, description="gRPC target of the encoder, e.g. dns:///encoder:50051. Unset: text and cached images only."
+    )
+    encoder_timeout_s: float = Field(
+        60.0, gt=0, description="Longest time an image's rows may take to arrive, seconds."
+    )
+
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    num_kv_blocks: int | None = Field(None, ge=2, description="KV blocks of the pool; overrides kv_cache_memory_bytes.")
+    kv_cache_memory_bytes: int = Field(512 << 20, ge=1 << 16, description="Memory of the KV pool, bytes.")
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="Longest prompt plus completion. Default: what the model was built for."
+    )
+
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens computed in one engine step.")
+    max_num_seqs: int = Field(64, ge=1, description="Requests in the running batch.")
+    max_waiting_requests: int = Field(1024, ge=1, description="Queue length; beyond it requests are refused.")
+    max_images_per_prompt: int = Field(16, ge=0, description="Most images in one prompt.")
+    encoder_cache_rows: int | None = Field(
+        None,
+        ge=1,
+        description="Embedding rows held by the decoder. Default: computed from the batch and the largest image.",
+    )
+
+    default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not say.")
+    max_stop_strings: int = Field(16, ge=0, description="Most stop strings of a request.")
+    max_logprobs: int = Field(20, ge=0, description="Most alternatives per token that a request may ask for.")
+    prompt_workers: int = Field(2, ge=1, description="Threads that hash, template and tokenize prompts.")
+    fetch_workers: int = Field(2, ge=1, description="Threads that read embedding rows from the shared cache.")

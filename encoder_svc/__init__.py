@@ -1,0 +1,1 @@
+"""The vision-encoder service: image bytes → embedding rows in the shared cache."""

@@ -1,0 +1,110 @@
+"""Identity of an embedding: the only place where a digest, an encoder fingerprint or a cache key is computed.
+
+    key = SHA-256( schema ‖ HMAC-SHA-256(tenant secret, image digest) ‖ encoder fingerprint ‖ processor options )
+
+Two requests share an embedding exactly when their keys are equal. Nothing is ever truncated, and Python's `hash()` has
+no part in it. A client may refer to an image by its digest; the key is derived here, by the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NewType
+
+from lookonce.errors import InvalidParameterError
+
+ImageDigest = NewType("ImageDigest", bytes)
+"""SHA-256 of the image file's original bytes, 32 bytes."""
+
+EncoderFingerprint = NewType("EncoderFingerprint", str)
+"""64 hex characters: which encoder made the rows."""
+
+DIGEST_BYTES = 32
+# Part of every fingerprint and key. Raise it whenever the meaning of stored rows changes.
+EMBEDDING_SCHEMA = 1
+_KEY_DOMAIN = b"lookonce/content-key/1"
+_FINGERPRINT_DOMAIN = b"lookonce/encoder-fingerprint/1"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorOptions:
+    """Per-request options of the image processor that change the rows."""
+
+    # Upper bound of pixels after resizing; None: the model's default.
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whom a key belongs to; comes from the authenticated identity only."""
+
+    name: str
+    # HMAC key: without it nobody can compute the tenant's cache keys from a digest.
+    secret: bytes
+
+
+DEFAULT_TENANT = Tenant("default", b"lookonce/default-tenant")
+
+
+@dataclass(frozen=True, slots=True)
+class ContentKey:
+    """The identity of one embedding."""
+
+    # What names the entry in the cache and enters block hashes, 32 bytes.
+    value: bytes
+    # Of the original bytes; what a client knows.
+    digest: ImageDigest
+    # Which encoder's rows.
+    fingerprint: EncoderFingerprint
+
+    @property
+    def hex(self) -> str:
+        """The key as 64 hex characters."""
+        return self.value.hex()
+
+
+def image_digest(data: bytes) -> ImageDigest:
+    """SHA-256 of the original file bytes (0.6 ms per MiB with SHA-NI: off the event loop for photos)."""
+    return ImageDigest(hashlib.sha256(data).digest())
+
+
+def parse_digest(digest: bytes, field: str) -> ImageDigest:
+    """Checks the length of a digest that came from outside. Raises InvalidParameterError naming `field`."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidParameterError(field, f"a SHA-256 digest has {DIGEST_BYTES} bytes, this one has {len(digest)}")
+    return ImageDigest(digest)
+
+
+def content_key(
+    digest: ImageDigest, fingerprint: EncoderFingerprint, options: ProcessorOptions, tenant: Tenant
+) -> ContentKey:
+    """Derives the cache key. Changing any argument changes the key."""
+    tenant_digest = hmac.new(tenant.secret, _framed([tenant.name.encode(), digest]), hashlib.sha256).digest()
+    max_pixels = b"" if options.max_pixels is None else str(options.max_pixels).encode()
+    fields = [_KEY_DOMAIN, str(EMBEDDING_SCHEMA).encode(), tenant_digest, fingerprint.encode(), max_pixels]
+    return ContentKey(hashlib.sha256(_framed(fields)).digest(), digest, fingerprint)
+
+
+def encoder_fingerprint(
+    architecture: str, tensors: Iterable[tuple[str, memoryview]], processor_config: bytes, dtype: str
+) -> EncoderFingerprint:
+    """Digest over everything that decides an encoder's rows.
+
+    `tensors` yields (name, raw bytes) of the vision tower and the projector in a fixed order; `processor_config` is
+    canonical JSON that names the image processor's class and backend; `dtype` is that of the forward pass.
+    """
+    digest = hashlib.sha256(_framed([_FINGERPRINT_DOMAIN, str(EMBEDDING_SCHEMA).encode(), architecture.encode()]))
+    digest.update(_framed([dtype.encode(), processor_config]))
+    for name, data in tensors:
+        digest.update(_framed([name.encode()]))
+        digest.update(data.nbytes.to_bytes(8, "little"))
+        digest.update(data)
+    return EncoderFingerprint(digest.hexdigest())
+
+
+def _framed(fields: Iterable[bytes]) -> bytes:
+    """Length-prefixed concatenation, so that no two lists of fields give the same bytes."""
+    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
