@@ -11,6 +11,15 @@ from lookonce.content_key import ContentKey, ProcessorOptions
 RequestId = NewType("RequestId", str)
 
 
+class RowSource(enum.Enum):
+    """Where an image's rows came from."""
+
+    ENCODED = "encoded"
+    SHARED_CACHE = "shared"
+    # They were on this decoder already.
+    DEVICE = "device"
+
+
 class FinishReason(enum.Enum):
     """Why a request ended with an answer."""
 
@@ -96,6 +105,23 @@ class ImageItem:
             return (first, last)
         rows = [row for row in self.row_of_token[first:last] if row is not None]
         return (rows[0], rows[-1] + 1) if rows else (0, 0)
+
+    def tokens_with_row(self, start: int, stop: int) -> list[int]:
+        """Prompt tokens of [start, stop) that take a row, one per row of `rows_between`."""
+        first, last = max(start, self.span.offset), min(stop, self.span.stop)
+        if self.row_of_token is None:
+            return list(range(first, last))
+        return [token for token in range(first, last) if self.row_of_token[token - self.span.offset] is not None]
+
+    def first_token_with_row(self, start: int) -> int:
+        """First prompt token at or after `start` that takes a row; the span's end when none is left."""
+        first = max(start, self.span.offset)
+        if self.row_of_token is None:
+            return first
+        for token in range(first, self.span.stop):
+            if self.row_of_token[token - self.span.offset] is not None:
+                return token
+        return self.span.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +214,12 @@ class Request:
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_preemptions = 0
+        # Images before this index are computed to their last token.
+        self.num_images_passed = 0
+        # Images already counted in `usage`; a recomputation after preemption does not count again.
+        self.num_images_accounted = 0
+        # Where each image's rows came from, as first seen by this request.
+        self.row_sources: dict[ContentKey, RowSource] = {}
         self.usage = RequestUsage(prompt_tokens=len(prompt.token_ids), image_tokens=prompt.num_image_tokens)
 
     @property

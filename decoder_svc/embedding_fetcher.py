@@ -1,0 +1,110 @@
+"""Brings embedding rows to the decoder: from the shared cache, else from the encoder. Runs beside the engine loop.
+
+One fetch per key serves every request that needs it. Rows that nobody has any more and no bytes to encode from are an
+EmbeddingNotCachedError; trouble with the shared cache is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from decoder_svc.encoder_client import EncoderClient, EncoderInfo
+from decoder_svc.fetched_rows import FetchedRows
+from decoder_svc.request import RowSource
+from decoder_svc.scheduler_output import RowFetch
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.errors import InternalError, LookonceError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+
+class EmbeddingFetcher:
+    """Owns the fetches in flight. All methods belong to the event loop; reads of the shared cache run in threads."""
+
+    def __init__(
+        self,
+        store: EmbeddingStore | None,
+        encoder: EncoderClient | None,
+        *,
+        num_workers: int,
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._encoder = encoder
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(
+        self,
+        fetch: RowFetch,
+        on_arrived: Callable[[FetchedRows], None],
+        on_failed: Callable[[RowFetch, LookonceError], None],
+    ) -> None:
+        """Begins one fetch; exactly one of the two callbacks is called, on the event loop."""
+        task = asyncio.get_running_loop().create_task(self._run(fetch, on_arrived, on_failed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancels what is in flight and frees the threads."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(
+        self,
+        fetch: RowFetch,
+        on_arrived: Callable[[FetchedRows], None],
+        on_failed: Callable[[RowFetch, LookonceError], None],
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                rows = await self._fetch(fetch)
+        except LookonceError as error:
+            on_failed(fetch, error)
+        except TimeoutError:
+            on_failed(fetch, UnavailableError(f"an image's embedding did not arrive within {self._timeout_s:g} s"))
+        except Exception:
+            incident = uuid.uuid4().hex
+            logger.exception("fetch of embedding rows failed, incident %s", incident)
+            on_failed(fetch, InternalError(f"internal error {incident}"))
+        else:
+            on_arrived(rows)
+
+    async def _fetch(self, fetch: RowFetch) -> FetchedRows:
+        if self._encoder is None:
+            raise UnavailableError("this decoder has no encoder; it serves text only")
+        info = await self._encoder.info()
+        buffer = bytearray(fetch.num_rows * info.row_bytes)
+        if await self._read_shared(fetch, buffer):
+            return _rows(fetch, buffer, info, RowSource.SHARED_CACHE)
+        source = RowSource.SHARED_CACHE
+        if fetch.data is not None:
+            encoded = await self._encoder.encode(fetch.key, fetch.data, fetch.options, self._timeout_s)
+            if encoded.meta.num_rows != fetch.num_rows:
+                raise InternalError("the encoder made another number of rows than the prompt has placeholders")
+            source = RowSource.ENCODED if encoded.was_computed else RowSource.SHARED_CACHE
+            if encoded.stored and await self._read_shared(fetch, buffer):
+                return _rows(fetch, buffer, info, source)
+        await self._encoder.read_rows(fetch.key, 0, fetch.num_rows, memoryview(buffer), self._timeout_s)
+        return _rows(fetch, buffer, info, source)
+
+    async def _read_shared(self, fetch: RowFetch, buffer: bytearray) -> bool:
+        """Whether the shared cache filled the buffer with verified rows."""
+        if self._store is None:
+            return False
+        loop = asyncio.get_running_loop()
+        miss = await loop.run_in_executor(
+            self._threads, self._store.read_rows, fetch.key, 0, fetch.num_rows, memoryview(buffer)
+        )
+        return miss is None
+
+
+def _rows(fetch: RowFetch, buffer: bytearray, info: EncoderInfo, source: RowSource) -> FetchedRows:
+    return FetchedRows(fetch.key, buffer, fetch.num_rows, info.dtype, source)

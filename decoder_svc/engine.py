@@ -1,0 +1,289 @@
+"""The engine: one thread that schedules, runs and updates, and its two-way bridge to the event loop.
+
+`submit` and `abort` come from the event loop through an unbounded inbox that is bounded by the number of live requests;
+outputs go back in one call per step. Every submitted request gets exactly one terminal answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from decoder_svc.embedding_fetcher import EmbeddingFetcher
+from decoder_svc.engine_interface import EngineLimits, EngineLoad
+from decoder_svc.fetched_rows import FetchedRows
+from decoder_svc.output_stream import OutputStream
+from decoder_svc.request import FinishReason, Prompt, Request, RequestId, RequestOutput, SamplingParams
+from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.scheduler import Scheduler, TokenUpdate
+from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
+from lookonce.errors import (
+    ContextTooLongError,
+    EmbeddingNotCachedError,
+    InternalError,
+    InvalidParameterError,
+    LookonceError,
+    OverloadedError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+# A step that fails takes its requests with it; so many in a row and the engine is taken to be broken.
+_MAX_CONSECUTIVE_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedRows:
+    fetch: RowFetch
+    error: LookonceError
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: RequestId
+    reason: FinishReason
+
+
+_Message = Request | FetchedRows | _FailedRows | _Abort | None
+_Answer = RequestOutput | LookonceError
+
+
+class Engine:
+    """Continuous batching over one model runner."""
+
+    def __init__(
+        self,
+        runner: ModelRunnerBase,
+        scheduler: Scheduler,
+        fetcher: EmbeddingFetcher,
+        limits: EngineLimits,
+        max_live_requests: int,
+    ) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._scheduler = scheduler
+        self._fetcher = fetcher
+        self._max_live_requests = max_live_requests
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Event loop only.
+        self._streams: dict[RequestId, OutputStream] = {}
+        # Engine thread only: answers of the step in hand.
+        self._outbox: list[tuple[RequestId, _Answer]] = []
+        self._num_failures = 0
+        self._made_progress = False
+        # Written by the engine thread, read by `load`.
+        self._num_waiting_for_rows = 0
+        self._is_running = False
+
+    # Event loop side.
+
+    def start(self) -> None:
+        """Starts the engine thread; call it on the event loop that will submit."""
+        self._loop = asyncio.get_running_loop()
+        self._is_running = True
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after its current step; requests still alive get UNAVAILABLE."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+        await asyncio.sleep(0)
+        for stream in self._streams.values():
+            stream.fail(UnavailableError("the server is shutting down"))
+        self._streams.clear()
+        await self._fetcher.close()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine thread is alive and steps succeed."""
+        return self._is_running and self._thread.is_alive()
+
+    def submit(
+        self,
+        request_id: RequestId,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> OutputStream:
+        """Admits a request and returns its outputs.
+
+        Raises ContextTooLongError when it can never fit, OverloadedError when too many requests are alive,
+        InvalidParameterError for an id that is alive, UnavailableError when the engine is down.
+        """
+        if not self.is_healthy:
+            raise UnavailableError("the engine is not running")
+        self._check_fits(prompt, params)
+        if request_id in self._streams:
+            raise InvalidParameterError("request_id", "another request with this id is running")
+        if len(self._streams) >= self._max_live_requests:
+            raise OverloadedError(f"{len(self._streams)} requests are running or waiting, the limit")
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(64))
+        request = Request(
+            request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, deadline_s=deadline_s
+        )
+        stream = self._streams[request_id] = OutputStream()
+        self._inbox.put(request)
+        return stream
+
+    def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request in any state with this reason; unknown and ended ones are fine."""
+        self._inbox.put(_Abort(request_id, reason))
+
+    def load(self) -> EngineLoad:
+        """Figures of this moment for routers and autoscalers."""
+        return EngineLoad(
+            running_requests=self._scheduler.num_running,
+            waiting_requests=max(0, len(self._streams) - self._scheduler.num_running),
+            waiting_for_embeddings=self._num_waiting_for_rows,
+            kv_cache_usage=self._scheduler.kv_cache.usage,
+            encoder_cache_rows=self._scheduler.encoder_cache.num_reserved_rows,
+        )
+
+    def _check_fits(self, prompt: Prompt, params: SamplingParams) -> None:
+        num_tokens = len(prompt.token_ids) + params.max_tokens
+        if num_tokens > self.limits.max_context_tokens:
+            raise ContextTooLongError(
+                f"prompt ({len(prompt.token_ids)}) and max_tokens ({params.max_tokens}) are {num_tokens} tokens, "
+                f"the limit is {self.limits.max_context_tokens}"
+            )
+        for item in prompt.images:
+            if item.num_rows > self.limits.encoder_cache_size_rows:
+                raise ContextTooLongError(
+                    f"an image has {item.num_rows} embedding rows, this decoder holds "
+                    f"{self.limits.encoder_cache_size_rows}"
+                )
+
+    def _deliver(self, answers: list[tuple[RequestId, _Answer]]) -> None:
+        for request_id, answer in answers:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue
+            if isinstance(answer, LookonceError):
+                stream.fail(answer)
+            else:
+                stream.push(answer)
+            if stream.is_closed:
+                del self._streams[request_id]
+
+    # Engine thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_messages():
+                self._step()
+                self._flush()
+        except Exception:
+            incident = uuid.uuid4().hex
+            logger.exception("the engine stopped, incident %s", incident)
+            self._outbox.extend(
+                (request_id, InternalError(f"internal error {incident}")) for request_id in self._live()
+            )
+        finally:
+            self._is_running = False
+            self._flush()
+
+    def _live(self) -> list[RequestId]:
+        return [request.request_id for request in self._scheduler.live_requests()]
+
+    def _take_messages(self) -> bool:
+        """Handles everything in the inbox; waits for something when there is nothing to run. False: stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not (self._made_progress and self._scheduler.has_requests()))
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._handle(message)
+            self._made_progress = True
+
+    def _handle(self, message: Request | FetchedRows | _FailedRows | _Abort) -> None:
+        if isinstance(message, Request):
+            self._scheduler.add(message)
+        elif isinstance(message, FetchedRows):
+            if self._scheduler.rows_arrived(message.key, message.source):
+                self._runner.put_rows(message)
+        elif isinstance(message, _FailedRows):
+            self._fail_rows(message)
+        else:
+            request = self._scheduler.abort(message.request_id)
+            if request is not None:
+                output = RequestOutput((), (), message.reason, replace(request.usage))
+                self._outbox.append((request.request_id, output))
+
+    def _fail_rows(self, message: _FailedRows) -> None:
+        had_data = message.fetch.data is not None
+        for request in self._scheduler.rows_failed(message.fetch.key, had_data=had_data):
+            error = message.error
+            if isinstance(error, EmbeddingNotCachedError):
+                indexes = [i for i, item in enumerate(request.prompt.images) if item.key == message.fetch.key]
+                error = EmbeddingNotCachedError(error.message, indexes=indexes)
+            self._outbox.append((request.request_id, error))
+
+    def _step(self) -> None:
+        output = self._scheduler.schedule()
+        self._num_waiting_for_rows = self._scheduler.num_waiting_for_rows
+        self._made_progress = bool(output.chunks or output.fetches or output.released)
+        self._start_fetches(output)
+        self._outbox.extend(
+            (admitted.request_id, self._admission(admitted.request_id))
+            for admitted in output.admitted
+            if admitted.num_prompt_tokens == len(admitted.token_ids)
+        )
+        try:
+            sampled = self._runner.execute_model(output)
+        except Exception:
+            self._fail_step(output)
+            return
+        self._num_failures = 0
+        for update in self._scheduler.update(output, sampled):
+            self._outbox.append((update.request.request_id, _output(update)))
+
+    def _admission(self, request_id: RequestId) -> RequestOutput:
+        return RequestOutput((), (), None, replace(self._scheduler.request(request_id).usage))
+
+    def _fail_step(self, output: SchedulerOutput) -> None:
+        """The step's requests fail, everybody else goes on."""
+        incident = uuid.uuid4().hex
+        logger.exception("an engine step failed, incident %s", incident)
+        for chunk in output.chunks:
+            self._scheduler.abort(chunk.request_id)
+            self._outbox.append((chunk.request_id, InternalError(f"internal error {incident}")))
+        self._num_failures += 1
+        if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
+            raise RuntimeError(f"{self._num_failures} engine steps failed in a row")
+
+    def _start_fetches(self, output: SchedulerOutput) -> None:
+        for fetch in output.fetches:
+            self._call_on_loop(self._fetcher.start, fetch, self._inbox.put, self._put_failed_rows)
+
+    def _put_failed_rows(self, fetch: RowFetch, error: LookonceError) -> None:
+        self._inbox.put(_FailedRows(fetch, error))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            answers, self._outbox = self._outbox, []
+            self._call_on_loop(self._deliver, answers)
+
+    def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None, "start() comes first"
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _output(update: TokenUpdate) -> RequestOutput:
+    logprobs = () if update.token.logprobs is None else (update.token.logprobs,)
+    return RequestOutput((update.token.token_id,), logprobs, update.finish_reason, replace(update.request.usage))

@@ -1,0 +1,69 @@
+"""What one request produces, on its way from the engine thread to the coroutine that answers the caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from decoder_svc.request import RequestOutput
+from lookonce.errors import LookonceError
+
+
+class OutputStream:
+    """An async iterator of RequestOutput. All methods belong to the event loop.
+
+    The first output is the admission, the last one has a finish reason; a failure raises its error instead. A reader
+    that is behind finds the steps between coalesced, so the backlog never grows beyond two outputs.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: deque[RequestOutput] = deque()
+        self._error: LookonceError | None = None
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the terminal answer has been given."""
+        return self._is_closed
+
+    def push(self, output: RequestOutput) -> None:
+        """Appends an output; after the terminal one it is ignored."""
+        if self._is_closed:
+            return
+        if self._outputs and self._outputs[-1].token_ids:
+            self._outputs.append(_merged(self._outputs.pop(), output))
+        else:
+            self._outputs.append(output)
+        self._is_closed = output.finish_reason is not None
+        self._changed.set()
+
+    def fail(self, error: LookonceError) -> None:
+        """Ends the stream with an error; after a terminal answer it is ignored."""
+        if not self._is_closed:
+            self._error = error
+            self._is_closed = True
+            self._changed.set()
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._outputs.popleft()
+
+
+def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    return RequestOutput(
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        finish_reason=second.finish_reason,
+        usage=second.usage,
+    )

@@ -1,0 +1,1 @@
+"""Model runners: one thin base class over small parts, one subclass per kind of device."""

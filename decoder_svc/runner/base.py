@@ -1,0 +1,176 @@
+"""ModelRunnerBase: everything about running a step that does not depend on the device.
+
+A device overrides `_cache_device_properties`, `load_model`, `profile_run` and `capture_model`; the rest is shared, as
+the ModelRunnerBase proposal for vLLM has it, but as a thin class over parts with one job each: input batch, attention
+backend, row cache, sampler.
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoder_svc.fetched_rows import FetchedRows
+from decoder_svc.models.base import FamilyAdapter
+from decoder_svc.request import RequestId
+from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, forward_context
+from decoder_svc.runner.input_batch import FlatInputs, InputBatch
+from decoder_svc.runner.row_cache import RowCache
+from decoder_svc.runner.sampler import SampleRow, sample
+from decoder_svc.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """What a runner is told."""
+
+    # Folder of the Hugging Face model.
+    folder: pathlib.Path
+    # None: what the checkpoint says.
+    dtype: torch.dtype | None
+    # Tokens per KV block.
+    block_size: int
+    # Threads for tensor work; None: the CPUs of this process.
+    num_threads: int | None
+
+
+class ModelRunnerBase(ABC):
+    """Owns the language model, the KV pools and the rows on the device; turns a SchedulerOutput into tokens."""
+
+    device: torch.device
+    model: Any
+    backend: AttentionBackend
+
+    def __init__(self, config: RunnerConfig, family: FamilyAdapter) -> None:
+        self.config = config
+        self.family = family
+        self._cache_device_properties()
+        self.load_model()
+        self.batch = InputBatch(config.block_size, family.num_position_axes)
+        self.row_cache = RowCache(self.device, self.model.dtype)
+
+    # What a device decides.
+
+    @abstractmethod
+    def _cache_device_properties(self) -> None:
+        """Sets `device` and whatever the device wants to remember."""
+
+    @abstractmethod
+    def load_model(self) -> None:
+        """Sets `model` (language half only) and `backend`."""
+
+    @abstractmethod
+    def profile_run(self) -> None:
+        """Runs the heaviest step once, so that what remains of the memory is known."""
+
+    @abstractmethod
+    def capture_model(self) -> None:
+        """Prepares fixed-shape graphs where the device has them."""
+
+    # What all share.
+
+    def get_model(self) -> Any:
+        """The language half."""
+        return self.model
+
+    def get_kv_cache_spec(self) -> KVCacheSpec:
+        """The KV cache that this model needs."""
+        text = self.model.config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return KVCacheSpec(
+            num_layers=text.num_hidden_layers,
+            num_kv_heads=text.num_key_value_heads,
+            head_dim=head_dim,
+            dtype=self.model.dtype,
+            block_size=self.config.block_size,
+        )
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the pools of all layers."""
+        spec = self.get_kv_cache_spec()
+        self.backend.allocate(spec, num_blocks, self.device)
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.1f MiB, attention backend %s",
+            num_blocks, spec.block_size, num_blocks * spec.block_bytes / 2**20, self.backend.name,
+        )  # fmt: skip
+
+    def put_rows(self, fetched: FetchedRows) -> None:
+        """Takes rows that arrived for a key that the scheduler has room for."""
+        self.row_cache.put(fetched)
+
+    def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
+        """Runs one step; returns the next token of every request whose chunk reached its last known token."""
+        self._update_states(output)
+        if not output.chunks:
+            return []
+        inputs = self.batch.flatten(output.chunks)
+        with torch.inference_mode():
+            logits = self._forward(inputs, self._embed(inputs, output.chunks))
+            return self._sample(inputs.sampled_ids, logits)
+
+    def _update_states(self, output: SchedulerOutput) -> None:
+        """Forgets what left, learns what came, extends block tables."""
+        for request_id in output.released:
+            self.batch.remove(request_id)
+        for key in output.evicted_keys:
+            self.row_cache.drop(key)
+        for admitted in output.admitted:
+            self.batch.add(admitted)
+        for chunk in output.chunks:
+            self.batch[chunk.request_id].append_blocks(chunk.new_block_ids)
+
+    def _embed(self, inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Tensor:
+        """Token table lookup with the images' rows over their placeholders, `[1, num_tokens, hidden]`."""
+        table = self.model.get_input_embeddings()
+        ids = torch.from_numpy(inputs.token_ids).to(self.device)
+        # Placeholder ids may lie outside the table; their rows are overwritten anyway.
+        embeddings: Tensor = table(ids.clamp_(max=table.num_embeddings - 1))
+        first = 0
+        for chunk in chunks:
+            stop = chunk.start + chunk.num_tokens
+            for item in self.batch[chunk.request_id].images:
+                if item.span.offset < stop and item.span.stop > chunk.start:
+                    self.row_cache.place(embeddings, first, item, chunk.start, stop)
+            first += chunk.num_tokens
+        return embeddings[None]
+
+    def _forward(self, inputs: FlatInputs, embeddings: Tensor) -> Tensor:
+        """Logits of the sampled positions, `[num_sampled, vocab]`."""
+        metadata = AttentionMetadata(
+            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(self.device),
+            block_tables=tuple(torch.from_numpy(table).to(self.device) for table in inputs.block_tables),
+            query_lens=inputs.query_lens,
+            kv_lens=inputs.kv_lens,
+        )
+        positions = torch.from_numpy(inputs.positions).to(self.device)
+        # [1, T] for plain rotary positions, [axes, 1, T] for M-RoPE.
+        positions = positions if self.family.num_position_axes == 1 else positions[:, None]
+        with forward_context(self.backend, metadata):
+            result = self.model(
+                inputs_embeds=embeddings,
+                position_ids=positions,
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(inputs.sampled_indexes).to(self.device),
+            )
+        logits: Tensor = result.logits[0]
+        return logits
+
+    def _sample(self, request_ids: tuple[RequestId, ...], logits: Tensor) -> list[SampledToken]:
+        if not request_ids:
+            return []
+        rows = [self.batch[request_id] for request_id in request_ids]
+        token_ids, logprobs = sample(
+            logits, [SampleRow(row.params, row.token_ids, row.num_prompt_tokens) for row in rows]
+        )
+        for row, token_id in zip(rows, token_ids, strict=True):
+            row.append_token(token_id)
+        return [SampledToken(*result) for result in zip(request_ids, token_ids, logprobs, strict=True)]

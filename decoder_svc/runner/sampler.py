@@ -1,0 +1,112 @@
+"""Logits → next tokens, each row by its own request's parameters.
+
+Greedy rows cost one argmax. A sampled row uses one uniform number that is a function of the request's seed and the
+token's index alone: the same request gives the same tokens in any batch, and again after a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from decoder_svc.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What one row of logits belongs to."""
+
+    params: SamplingParams
+    # Prompt and generated ids, [num_tokens].
+    token_ids: npt.NDArray[np.int64]
+    num_prompt_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Index of the token to be sampled in the answer."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """One token per row of `logits` `[num_rows, vocab]`, with log probabilities of the raw logits where asked."""
+    logits = logits.float()
+    adjusted = _adjusted(logits, rows)
+    token_ids: list[int] = adjusted.argmax(dim=-1).tolist()
+    for index, row in enumerate(rows):
+        if not row.params.is_greedy:
+            token_ids[index] = _draw(adjusted[index], row)
+    return token_ids, [_logprobs(logits[i], token_ids[i], row.params.logprobs) for i, row in enumerate(rows)]
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """Penalties, biases and the stop ids that may not come yet; copies only if there is anything to change."""
+    changed = [index for index, row in enumerate(rows) if _changes_logits(row)]
+    if not changed:
+        return logits
+    logits = logits.clone()
+    for index in changed:
+        _adjust(logits[index], rows[index])
+    return logits
+
+
+def _changes_logits(row: SampleRow) -> bool:
+    params = row.params
+    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalised or bool(params.logit_bias) or row.num_output_tokens < params.min_tokens - 1
+
+
+def _adjust(logits: Tensor, row: SampleRow) -> None:
+    """In place on one row `[vocab]`. Repetition penalty as in CTRL (arXiv:1909.05858), over prompt and output."""
+    params = row.params
+    if params.repetition_penalty != 1:
+        seen = torch.from_numpy(np.unique(row.token_ids)).to(logits.device)
+        scores = logits[seen]
+        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if params.presence_penalty != 0 or params.frequency_penalty != 0:
+        ids, counts = np.unique(row.token_ids[row.num_prompt_tokens :], return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(logits)
+        logits[torch.from_numpy(ids).to(logits.device)] -= penalty
+    for token_id, bias in params.logit_bias:
+        logits[token_id] += bias
+    if row.num_output_tokens < params.min_tokens - 1:
+        logits[list(params.stop_token_ids)] = -torch.inf
+
+
+def _draw(logits: Tensor, row: SampleRow) -> int:
+    """Temperature, then top-k, top-p and min-p, in this order, then one draw by the inverse distribution function."""
+    params = row.params
+    values, ids = (logits / params.temperature).sort(descending=True)
+    if params.top_k is not None:
+        values, ids = values[: params.top_k], ids[: params.top_k]
+    probabilities = values.double().softmax(dim=-1)
+    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    if params.top_p < 1:
+        # A token stays while the mass before it is below top_p: the first one always does.
+        keep &= probabilities.cumsum(dim=-1) - probabilities < params.top_p
+    if params.min_p > 0:
+        keep &= probabilities >= params.min_p * probabilities[0]
+    mass = torch.where(keep, probabilities, 0.0).cumsum(dim=-1)
+    point = _uniform(params.seed or 0, row.num_output_tokens) * mass[-1]
+    index = torch.searchsorted(mass, point, right=True).clamp_(max=int(keep.sum()) - 1)
+    return int(ids[index])
+
+
+def _uniform(seed: int, index: int) -> float:
+    """A number of [0, 1) from a counter-based generator (Philox), so that no state must survive a preemption."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
+
+
+def _logprobs(logits: Tensor, token_id: int, num_alternatives: int | None) -> TokenLogprobs | None:
+    if num_alternatives is None:
+        return None
+    logprobs = logits.log_softmax(dim=-1)
+    top = [(token_id, float(logprobs[token_id]))]
+    if num_alternatives > 0:
+        values, ids = logprobs.topk(min(num_alternatives, len(logprobs)))
+        top += list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(tuple(top))

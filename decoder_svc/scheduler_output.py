@@ -1,0 +1,77 @@
+"""The one message from the scheduler to the runner, and the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoder_svc.request import ImageItem, Positions, RequestId, SamplingParams, TokenLogprobs
+from lookonce.content_key import ContentKey, ProcessorOptions
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request that the runner does not know: new, or back from preemption."""
+
+    request_id: RequestId
+    # Prompt and, after a preemption, what was generated before it.
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    images: tuple[ImageItem, ...]
+    positions: Positions | None
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens [start, start + num_tokens) of one request are computed in this step."""
+
+    request_id: RequestId
+    # The request's num_computed_tokens before this step.
+    start: int
+    # At least 1.
+    num_tokens: int
+    # Blocks to append to the request's block table.
+    new_block_ids: tuple[int, ...]
+    # The chunk ends with the request's last known token: sample the next one.
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowFetch:
+    """Rows of one image that must be brought to the device."""
+
+    key: ContentKey
+    num_rows: int
+    options: ProcessorOptions
+    # The original file, to encode from when no cache has the rows; None: by digest only.
+    data: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """Everything that the runner must know about one step."""
+
+    # Requests that appear for the first time; each also has a chunk.
+    admitted: tuple[AdmittedRequest, ...]
+    # In scheduling order; may be empty.
+    chunks: tuple[ScheduledChunk, ...]
+    # Finished, aborted or preempted since the previous step: the runner forgets them first.
+    released: tuple[RequestId, ...]
+    # Rows whose room was given away: the runner frees their tensors.
+    evicted_keys: tuple[ContentKey, ...]
+    # Rows to bring; started before the step runs, so that they travel meanwhile.
+    fetches: tuple[RowFetch, ...]
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one request."""
+
+    request_id: RequestId
+    token_id: int
+    logprobs: TokenLogprobs | None

@@ -1,0 +1,100 @@
+"""Loads one half of a Hugging Face vision-language checkpoint: vision tower and projector, or the language model.
+
+The architecture's own class is subclassed so that the unwanted half is built as empty modules (transformers builds on
+the meta device), and its keys are declared ignorable: `from_pretrained` then reads only the wanted tensors, with its own
+renaming of legacy keys, sharding and weight tying. Only the services import this module; it needs torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+import re
+from typing import Any
+
+import torch
+import transformers
+
+from lookonce.errors import ModelFolderError
+
+_TEXT_CHILDREN = ("language_model", "text_model")
+
+
+class Half(enum.Enum):
+    """Which half of the checkpoint."""
+
+    VISION = "vision"
+    TEXT = "text"
+
+
+def load_vision_half(folder: pathlib.Path, dtype: torch.dtype | None) -> Any:
+    """The model with vision tower and projector only; `get_image_features` works, attention is SDPA.
+
+    `dtype` None takes the checkpoint's. Raises ModelFolderError when a wanted tensor is missing or has another shape.
+    """
+    return _load(folder, Half.VISION, dtype, {"vision_config": "sdpa"})
+
+
+def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str) -> Any:
+    """The model with language model and head only; `attention` is a name registered with transformers' interface.
+
+    `dtype` None takes the checkpoint's. Raises ModelFolderError when a wanted tensor is missing or has another shape.
+    """
+    return _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"})
+
+
+def half_class(base: Any, half: Half) -> Any:
+    """A subclass of an architecture's `…ForConditionalGeneration` that holds one half.
+
+    It keeps the base class's name: transformers' renaming of legacy keys goes by class name and model type.
+    """
+    ignored: set[str] = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+    def __init__(self: Any, config: Any) -> None:
+        base.__init__(self, config)
+        dropped = _dropped_modules(self, half)
+        for parent, name in dropped:
+            setattr(parent, name, torch.nn.Module())
+        prefixes = {("model." if parent is self.model else "") + name for parent, name in dropped}
+        self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
+
+    attributes: dict[str, Any] = {"__init__": __init__, "__module__": base.__module__}
+    if half is Half.VISION:
+        attributes["_tied_weights_keys"] = None
+    return type(base.__name__, (base,), attributes)
+
+
+def text_child(model: Any) -> str:
+    """Name of the language model inside `model.model`."""
+    for name in _TEXT_CHILDREN:
+        if hasattr(model.model, name):
+            return name
+    raise ModelFolderError(f"{type(model).__name__} has no separate language model; it cannot be split")
+
+
+def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
+    text = text_child(model)
+    if half is Half.VISION:
+        return [(model.model, text), (model, "lm_head")]
+    return [(model.model, name) for name, _ in model.model.named_children() if name != text]
+
+
+def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention: dict[str, str]) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    base = getattr(transformers, config.architectures[0], None)
+    if base is None:
+        raise ModelFolderError(f"architecture {config.architectures[0]} is not known to transformers")
+    model, report = half_class(base, half).from_pretrained(
+        folder,
+        config=config,
+        dtype="auto" if dtype is None else dtype,
+        attn_implementation=attention,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    problems = {name: sorted(report[f"{name}_keys"]) for name in ("missing", "unexpected", "mismatched")}
+    wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
+    if wrong:
+        raise ModelFolderError(f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}")
+    return model.eval().requires_grad_(False)
