@@ -218,8 +218,8 @@ class Request:
         self.num_images_passed = 0
         # Images already counted in `usage`; a recomputation after preemption does not count again.
         self.num_images_accounted = 0
-        # Where each image's rows came from, as first seen by this request.
-        self.row_sources: dict[ContentKey, RowSource] = {}
+        # Where each image's rows came from as this request first saw them; None: they were not there yet.
+        self.row_sources: dict[ContentKey, RowSource | None] = {}
         self.usage = RequestUsage(prompt_tokens=len(prompt.token_ids), image_tokens=prompt.num_image_tokens)
 
     @property

@@ -206,8 +206,8 @@ class Scheduler:
                     return
                 self.encoder_cache.reserve(item.key, item.num_rows, for_running=is_running)
                 step.fetches.append(RowFetch(item.key, item.num_rows, item.options, item.data))
-            elif self.encoder_cache.is_resident(item.key):
-                request.row_sources.setdefault(item.key, RowSource.DEVICE)
+            is_resident = self.encoder_cache.is_resident(item.key)
+            request.row_sources.setdefault(item.key, RowSource.DEVICE if is_resident else None)
             self.encoder_cache.use(item.key, request.request_id, running=is_running)
 
     def _runnable_stop(self, request: Request) -> int:
@@ -282,10 +282,10 @@ class Scheduler:
                 self.encoder_cache.release(item.key, request.request_id)
 
     def _account(self, request: Request, item: ImageItem) -> None:
-        if request.num_preemptions > 0 and request.num_images_passed <= request.num_images_accounted:
+        if request.num_images_passed <= request.num_images_accounted:
             return
-        request.num_images_accounted += 1
-        source = request.row_sources.setdefault(item.key, self.encoder_cache.source(item.key) or RowSource.DEVICE)
+        request.num_images_accounted = request.num_images_passed
+        source = request.row_sources.get(item.key) or self.encoder_cache.source(item.key)
         if source is RowSource.ENCODED:
             request.usage.encoded_image_tokens += item.num_rows
             # The same image again in this prompt is served by the first one's rows.

@@ -1,0 +1,75 @@
+"""Puts the engine together: runner, pools, budgets, fetcher. What each limit came to is logged once."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from decoder_svc.embedding_fetcher import EmbeddingFetcher
+from decoder_svc.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.encoder_client import EncoderClient
+from decoder_svc.engine import Engine
+from decoder_svc.engine_interface import EngineLimits
+from decoder_svc.kv_cache_manager import KVCacheManager
+from decoder_svc.models.base import FamilyAdapter
+from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
+from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.settings import DecoderSettings
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def build_engine(
+    settings: DecoderSettings, family: FamilyAdapter, store: EmbeddingStore | None, encoder: EncoderClient | None
+) -> Engine:
+    """Loads the language half and sizes its pools; blocks for as long as loading takes.
+
+    Raises ModelFolderError for weights that do not fit, ConfigurationError for a KV pool that holds no request.
+    """
+    config = RunnerConfig(
+        folder=settings.model,
+        dtype=_TORCH_DTYPES.get(settings.dtype),
+        block_size=settings.block_size,
+        num_threads=settings.num_threads,
+    )
+    runner = CPUModelRunner(config, family)
+    limits = _limits(settings, runner, family)
+    logger.info("engine limits: %s", limits)
+    runner.initialize_kv_cache(limits.num_kv_blocks)
+    runner.profile_run()
+    runner.capture_model()
+    scheduler = Scheduler(
+        SchedulerLimits(limits.max_batched_tokens, limits.max_running_requests, limits.max_context_tokens),
+        KVCacheManager(limits.num_kv_blocks, limits.block_size),
+        EncoderCacheManager(limits.encoder_cache_size_rows),
+    )
+    fetcher = EmbeddingFetcher(store, encoder, num_workers=settings.fetch_workers, timeout_s=settings.encoder_timeout_s)
+    return Engine(runner, scheduler, fetcher, limits, settings.max_num_seqs + settings.max_waiting_requests)
+
+
+def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: FamilyAdapter) -> EngineLimits:
+    block_bytes = runner.get_kv_cache_spec().block_bytes
+    num_blocks = settings.num_kv_blocks or settings.kv_cache_memory_bytes // block_bytes
+    if num_blocks < 2:
+        raise ConfigurationError(
+            f"kv_cache_memory_bytes is {settings.kv_cache_memory_bytes}; one block of this model takes {block_bytes}"
+        )
+    model_context = runner.model.config.get_text_config().max_position_embeddings
+    context = min(settings.max_context_tokens or model_context, model_context, num_blocks * settings.block_size)
+    rows = settings.encoder_cache_rows or max(settings.max_num_batched_tokens, family.max_rows_per_image)
+    return EngineLimits(
+        max_context_tokens=context,
+        block_size=settings.block_size,
+        num_kv_blocks=num_blocks,
+        max_batched_tokens=settings.max_num_batched_tokens,
+        max_running_requests=settings.max_num_seqs,
+        encoder_compute_budget_rows=rows,
+        encoder_cache_size_rows=rows,
+        max_rows_per_image=family.max_rows_per_image,
+    )

@@ -1,0 +1,83 @@
+"""Builds small requests and drives a scheduler without a model, for the scheduler's tests."""
+
+from __future__ import annotations
+
+from decoder_svc.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.kv_cache_manager import KVCacheManager
+from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span
+from decoder_svc.scheduler import Scheduler, SchedulerLimits, TokenUpdate
+from decoder_svc.scheduler_output import SampledToken, SchedulerOutput
+from lookonce.content_key import (
+    DEFAULT_TENANT,
+    ContentKey,
+    EncoderFingerprint,
+    ProcessorOptions,
+    content_key,
+    image_digest,
+)
+
+IMAGE_TOKEN = 1
+BLOCK_SIZE = 4
+
+
+def key(name: str) -> ContentKey:
+    """The key of a picture that is only a name."""
+    return content_key(image_digest(name.encode()), EncoderFingerprint("f"), ProcessorOptions(), DEFAULT_TENANT)
+
+
+def image(name: str, offset: int, num_rows: int, *, data: bytes | None = b"file") -> ImageItem:
+    """A picture whose every token takes a row."""
+    return ImageItem(key(name), Span(offset, num_rows), num_rows, ProcessorOptions(), data)
+
+
+def request(
+    name: str,
+    num_tokens: int,
+    images: tuple[ImageItem, ...] = (),
+    *,
+    max_tokens: int = 3,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    stop_token_ids: frozenset[int] = frozenset(),
+) -> Request:
+    """A request whose prompt is text but for its images."""
+    token_ids = [10 + i for i in range(num_tokens)]
+    for item in images:
+        token_ids[item.span.offset : item.span.stop] = [IMAGE_TOKEN] * item.span.length
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+    return Request(RequestId(name), Prompt(tuple(token_ids), images), params, arrival_s=arrival_s, priority=priority)
+
+
+def scheduler(
+    *, token_budget: int = 16, num_blocks: int = 64, cache_rows: int = 64, max_num_seqs: int = 8, context: int = 200
+) -> Scheduler:
+    """A scheduler with blocks of four tokens and a clock that stands still."""
+    return Scheduler(
+        SchedulerLimits(token_budget, max_num_seqs, context),
+        KVCacheManager(num_blocks, BLOCK_SIZE),
+        EncoderCacheManager(cache_rows),
+        clock=lambda: 0.0,
+    )
+
+
+def finish_step(target: Scheduler, output: SchedulerOutput, token_id: int = 7) -> list[TokenUpdate]:
+    """Pretends that the runner computed the step and sampled `token_id` everywhere."""
+    sampled = [SampledToken(chunk.request_id, token_id, None) for chunk in output.chunks if chunk.samples]
+    updates = target.update(output, sampled)
+    target.check_integrity()
+    return updates
+
+
+def step(target: Scheduler, *, rows_arrive: bool = True, source: RowSource = RowSource.ENCODED) -> SchedulerOutput:
+    """One whole step; fetches that it started arrive right after it."""
+    output = target.schedule()
+    finish_step(target, output)
+    if rows_arrive:
+        for fetch in output.fetches:
+            target.rows_arrived(fetch.key, source)
+    return output
+
+
+def chunks(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    """(request, start, tokens) of a step."""
+    return [(chunk.request_id, chunk.start, chunk.num_tokens) for chunk in output.chunks]

@@ -1,0 +1,96 @@
+"""Layouts and positions equal what the Hugging Face processor and model compute."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from decoder_svc.models.llava import num_rows
+from decoder_svc.models.registry import load_family
+from decoder_svc.request import ImageItem, Span
+from lookonce.content_key import ProcessorOptions
+from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError
+from lookonce.half_model import load_text_half
+from lookonce.model_folder import ModelFolder
+from tests import tiny_models
+from tests.decoder_svc.scheduling import key
+
+SIZES = [(80, 60), (56, 56), (140, 60), (60, 140), (400, 300), (28, 28), (500, 40)]
+
+
+@pytest.fixture(scope="module", params=sorted(tiny_models.BUILDERS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("models") / request.param
+    tiny_models.BUILDERS[request.param](path)
+    return path
+
+
+def expanded(processor: Any, sizes: list[tuple[int, int]], family: Any) -> list[int]:
+    images = [tiny_models.random_image(index, *size) for index, size in enumerate(sizes)]
+    text = " a ".join([family.image_token] * len(sizes))
+    token_ids: list[int] = processor(text=text, images=images)["input_ids"][0]
+    return list(token_ids)
+
+
+def test_layouts_have_as_many_tokens_as_the_processor_makes(folder: pathlib.Path) -> None:
+    processor = tiny_models.load_processor(folder)
+    family = load_family(ModelFolder.open(folder), processor.tokenizer)
+    for size in SIZES:
+        layout = family.image_layout(*size, ProcessorOptions())
+        count = expanded(processor, [size], family).count(family.image_token_id)
+        assert len(layout.token_ids) == layout.num_rows == count
+        assert layout.num_rows <= family.max_rows_per_image
+
+
+def test_rotary_positions_equal_the_models_own(folder: pathlib.Path) -> None:
+    processor = tiny_models.load_processor(folder)
+    family = load_family(ModelFolder.open(folder), processor.tokenizer)
+    token_ids = expanded(processor, SIZES, family)
+    items, layouts, offset = [], [], 0
+    for index, size in enumerate(SIZES):
+        layouts.append(family.image_layout(*size, ProcessorOptions()))
+        offset = token_ids.index(family.image_token_id, offset)
+        span = Span(offset, len(layouts[-1].token_ids))
+        items.append(ImageItem(key(str(index)), span, layouts[-1].num_rows, ProcessorOptions(), None))
+        offset = span.stop
+    positions = family.positions(token_ids, items, layouts)
+    if family.num_position_axes == 1:
+        assert positions is None
+        return
+    assert positions is not None
+    model = load_text_half(folder, torch.float32, "sdpa")
+    ids = torch.tensor([token_ids])
+    grids = torch.tensor([layout.grid for layout in layouts])
+    grids[:, 1:] *= 2
+    expected, delta = model.model.get_rope_index(
+        input_ids=ids, mm_token_type_ids=(ids == family.image_token_id).int(), image_grid_thw=grids
+    )
+    assert torch.equal(torch.tensor(positions.axes), expected[:, 0])
+    assert positions.delta == int(delta)
+
+
+def test_text_only_positions_count_from_zero(folder: pathlib.Path) -> None:
+    processor = tiny_models.load_processor(folder)
+    family = load_family(ModelFolder.open(folder), processor.tokenizer)
+    positions = family.positions([5, 6, 7], [], [])
+    assert positions is None or (positions.axes == ((0, 1, 2),) * 3 and positions.delta == 0)
+
+
+def test_qwen2_vl_takes_fewer_rows_for_fewer_pixels_and_refuses_what_it_cannot(tmp_path: pathlib.Path) -> None:
+    path = tiny_models.build_qwen2_vl(tmp_path / "qwen")
+    family = load_family(ModelFolder.open(path), tiny_models.load_processor(path).tokenizer)
+    whole = family.image_layout(400, 300, ProcessorOptions())
+    fewer = family.image_layout(400, 300, ProcessorOptions(max_pixels=8 * 28 * 28))
+    assert fewer.num_rows <= 8 < whole.num_rows
+    with pytest.raises(InvalidParameterError, match="max_pixels"):
+        family.image_layout(400, 300, ProcessorOptions(max_pixels=10**9))
+    with pytest.raises(ImageTooLargeError, match="elongated"):
+        family.image_layout(5000, 10, ProcessorOptions())
+
+
+def test_llava_with_an_unknown_tower_is_refused() -> None:
+    with pytest.raises(ModelFolderError, match="pixtral"):
+        num_rows({"vision_config": {"model_type": "pixtral"}})
