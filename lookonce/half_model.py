@@ -17,6 +17,7 @@ import transformers
 
 from lookonce.errors import ModelFolderError
 
+_PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
 
 
@@ -92,8 +93,10 @@ def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
+        # Reported and refused below, with names.
+        ignore_mismatched_sizes=True,
     )
-    problems = {name: sorted(report[f"{name}_keys"]) for name in ("missing", "unexpected", "mismatched")}
+    problems = {name: sorted(str(key) for key in report[f"{name}_keys"]) for name in _PROBLEMS}
     wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
     if wrong:
         raise ModelFolderError(f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}")
