@@ -66,7 +66,7 @@ def build(folder: pathlib.Path, num_prompts: int, images_per_prompt: tuple[int, 
             for _ in range(images_per_prompt[index % len(images_per_prompt)])
         ]
         questions.append(_question(processor, reference, family, images, rng, rows))
-    runner = CPUModelRunner(RunnerConfig(folder, torch.float32, block_size=8, num_threads=2), family)
+    runner = CPUModelRunner(RunnerConfig(folder, torch.float32, block_size=8, num_threads=1), family)
     return OfflineModel(runner, questions, rows)
 
 

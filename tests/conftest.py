@@ -1,0 +1,27 @@
+"""Settings that hold for every test, and one running system that the end-to-end tests share."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from lookonce.local_stack import LocalStack
+
+# Nothing is downloaded; tiny models are faster on one thread, and the servers need the other core.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+DEMO_MODEL = REPOSITORY / "models" / "demo"
+ONE_THREAD = ("--num-threads", "1")
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[LocalStack]:
+    """Redis, one encoder and two decoders with the demo model."""
+    with LocalStack(DEMO_MODEL, num_decoders=2, encoder_arguments=ONE_THREAD, decoder_arguments=ONE_THREAD) as stack:
+        yield stack

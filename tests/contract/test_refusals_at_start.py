@@ -1,0 +1,54 @@
+"""Processes that must not start: exit status 2 and the reason on one line."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import DEMO_MODEL
+
+
+def refusal(module: str, *arguments: str) -> str:
+    """stderr of a service that refuses to start."""
+    process = subprocess.run(
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert process.returncode == 2, process.stderr
+    assert "Traceback" not in process.stderr
+    return process.stderr
+
+
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+def test_plaintext_on_a_reachable_address_is_refused(module: str) -> None:
+    assert "insecure" in refusal(module, "--model", str(DEMO_MODEL), "--listen", "0.0.0.0:0")
+
+
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+@pytest.mark.parametrize("fault", ["pickled weights", "own code", "other architecture", "no folder"])
+def test_a_model_folder_that_cannot_be_served_is_refused(module: str, fault: str, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "model"
+    if fault != "no folder":
+        shutil.copytree(DEMO_MODEL, folder)
+    config_file = folder / "config.json"
+    if fault == "pickled weights":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    elif fault == "own code":
+        config = json.loads(config_file.read_text())
+        config_file.write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_own.Own"}}))
+    elif fault == "other architecture":
+        config = json.loads(config_file.read_text())
+        config_file.write_text(
+            json.dumps(config | {"architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama"})
+        )
+    expected = {
+        "pickled weights": "safetensors",
+        "own code": "auto_map",
+        "other architecture": "mllama",
+        "no folder": "not a folder",
+    }[fault]
+    assert expected in refusal(module, "--model", str(folder))
