@@ -92,7 +92,9 @@ class EmbeddingFetcher:
             source = RowSource.ENCODED if encoded.was_computed else RowSource.SHARED_CACHE
             if encoded.stored and await self._read_shared(fetch, buffer):
                 return _rows(fetch, buffer, info, source)
-        await self._encoder.read_rows(fetch.key, 0, fetch.num_rows, memoryview(buffer), self._timeout_s)
+        await self._encoder.read_rows(
+            fetch.key, 0, fetch.num_rows, memoryview(buffer), self._timeout_s, options=fetch.options
+        )
         return _rows(fetch, buffer, info, source)
 
     async def _read_shared(self, fetch: RowFetch, buffer: bytearray) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from lookonce.settings import MIB, ServiceSettings
 
@@ -12,12 +14,27 @@ class EncoderSettings(ServiceSettings):
 
     max_batch_items: int = Field(64, ge=1, description="Most images in one Encode call.")
     max_forward_images: int = Field(8, ge=1, description="Most images in one forward pass.")
+    max_forward_bytes: int = Field(
+        256 * MIB, ge=1, description="Most pixel bytes in one forward pass; a single larger image still gets one."
+    )
     max_queued_images: int = Field(256, ge=1, description="Images waiting for preprocessing or a forward pass.")
     preprocess_workers: int = Field(2, ge=1, description="Threads that decode and preprocess images.")
-    max_image_aspect: float = Field(200.0, ge=1, description="Largest ratio of an image's longer to its shorter side.")
+    store_workers: int = Field(4, ge=1, description="Threads that talk to the shared cache.")
+    max_image_aspect: float = Field(200.0, ge=1, le=200, description="Largest ratio of longer to shorter side.")
     local_cache_bytes: int = Field(
         256 * MIB, ge=0, description="Rows kept in this process for ReadEmbedding and hot images."
     )
     max_entry_bytes: int = Field(
         128 * MIB, ge=4096, description="Largest embedding that is written to the shared cache."
     )
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        if self.max_batch_items > self.max_queued_images:
+            raise ValueError(
+                f"max_batch_items={self.max_batch_items} images in one call can never fit into "
+                f"max_queued_images={self.max_queued_images}"
+            )
+        if self.redis_url is None and not self.local_cache_bytes:
+            raise ValueError("without redis_url rows live in this process only, so local_cache_bytes must not be 0")
+        return self

@@ -1,8 +1,8 @@
 """Loads one half of a Hugging Face vision-language checkpoint: vision tower and projector, or the language model.
 
 The architecture's own class is subclassed so that the unwanted half is built as empty modules (transformers builds on
-the meta device), and its keys are declared ignorable: `from_pretrained` then reads only the wanted tensors, with its own
-renaming of legacy keys, sharding and weight tying. Only the services import this module; it needs torch.
+the meta device), and its keys are declared ignorable: `from_pretrained` then reads only the wanted tensors, with its
+own renaming of legacy keys, sharding and weight tying. Only the services import this module; it needs torch.
 """
 
 from __future__ import annotations

@@ -139,14 +139,15 @@ def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], pr
     Raises ConfigurationError naming each wrong field and what it should be; `--help` prints and exits as argparse does.
     """
     arguments, config = _split_config(list(arguments))
-    overrides: dict[str, Any] = {"toml_file": config, "cli_prog_name": program}
-    configured = type(settings_class.__name__, (settings_class,), {"model_config": SettingsConfigDict(**overrides)})
-    configured.__doc__ = settings_class.__doc__
+    overrides = SettingsConfigDict(toml_file=config, cli_prog_name=program)
+    attributes = {"model_config": overrides, "__doc__": settings_class.__doc__, "__module__": settings_class.__module__}
+    configured: Any = type(settings_class.__name__, (settings_class,), attributes)
     try:
-        return configured(_cli_parse_args=arguments)
+        settings: SettingsT = configured(_cli_parse_args=arguments)
     except ValidationError as error:
         lines = [f"{_flag(item['loc'])}: {item['msg'].removeprefix('Value error, ')}" for item in error.errors()]
         raise ConfigurationError("; ".join(lines)) from None
+    return settings
 
 
 def exit_with(error: Exception) -> None:

@@ -90,7 +90,11 @@ def code_number(error: errors.LookonceError) -> int:
 
 def from_rpc_error(rpc_error: grpc.RpcError) -> errors.LookonceError:
     """The typed error behind a failed call. Never raises; an unknown status becomes InternalError."""
-    status = rpc_status.from_call(rpc_error)
+    try:
+        status = rpc_status.from_call(rpc_error)
+    except ValueError:
+        # A proxy changed code or text, so that details and status disagree; the code is what the caller acts on.
+        status = None
     if status is not None:
         return from_status(status)
     code = rpc_error.code()

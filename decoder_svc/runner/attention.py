@@ -34,7 +34,7 @@ class KVCacheSpec:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values."""
         elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return elements * self.dtype.itemsize
+        return elements * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import PIL.Image
@@ -44,15 +45,15 @@ def decoder(stack: LocalStack, picture: Picture) -> Iterator[pb_grpc.DecoderServ
         assert load.running_requests == load.waiting_requests == 0
 
 
-def source(**fields: object) -> common_pb2.ImageSource:
-    return common_pb2.ImageSource(**fields)  # type: ignore[arg-type]
+def source(**fields: Any) -> common_pb2.ImageSource:
+    return common_pb2.ImageSource(**fields)
 
 
-def request(*images: common_pb2.ImageSource, text: str = QUESTION, **sampling: object) -> pb.GenerateRequest:
+def request(*images: common_pb2.ImageSource, text: str = QUESTION, **sampling: Any) -> pb.GenerateRequest:
     parts = [pb.ContentPart(image=image) for image in images] + [pb.ContentPart(text=text)]
     chat = pb.ChatPrompt(messages=[pb.ChatMessage(role=pb.ROLE_USER, parts=parts)])
     params = {"max_tokens": 16} | sampling
-    return pb.GenerateRequest(params=pb.GenerateParams(chat=chat, sampling=pb.SamplingParams(**params)))  # type: ignore[arg-type]
+    return pb.GenerateRequest(params=pb.GenerateParams(chat=chat, sampling=pb.SamplingParams(**params)))
 
 
 def text_request(text: str, *images: common_pb2.ImageSource) -> pb.GenerateRequest:
@@ -228,7 +229,7 @@ def test_empty_prompt(decoder: pb_grpc.DecoderServiceStub) -> None:
     ],
 )
 def test_sampling_out_of_range_is_a_field_violation(
-    decoder: pb_grpc.DecoderServiceStub, field: str, value: object
+    decoder: pb_grpc.DecoderServiceStub, field: str, value: Any
 ) -> None:
     bad = request(**{field: value})
     refused(decoder, bad, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
@@ -240,7 +241,7 @@ def test_sampling_out_of_range_is_a_field_violation(
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"json_schema": "{}"}])
-def test_what_is_not_offered_says_so(decoder: pb_grpc.DecoderServiceStub, sampling: dict[str, object]) -> None:
+def test_what_is_not_offered_says_so(decoder: pb_grpc.DecoderServiceStub, sampling: dict[str, Any]) -> None:
     refused(decoder, request(**sampling), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
 
 

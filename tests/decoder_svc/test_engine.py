@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pathlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,13 +48,8 @@ class PoisonableRunner(CPUModelRunner):
         for chunk in output.chunks:
             if self.batch[chunk.request_id].token_ids[0] == POISON:
                 raise ValueError("secret inner detail")
-        return super().execute_model(SchedulerOutput((), _without_blocks(output), (), (), ()))
-
-
-def _without_blocks(output: SchedulerOutput) -> tuple[object, ...]:
-    from dataclasses import replace
-
-    return tuple(replace(chunk, new_block_ids=()) for chunk in output.chunks)
+        known = tuple(replace(chunk, new_block_ids=()) for chunk in output.chunks)
+        return super().execute_model(SchedulerOutput((), known, (), (), ()))
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,8 @@ SIZES = [(80, 60), (56, 56), (140, 60), (60, 140), (400, 300), (28, 28), (500, 4
 
 @pytest.fixture(scope="module", params=sorted(tiny_models.BUILDERS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp("models") / request.param
-    tiny_models.BUILDERS[request.param](path)
-    return path
+    path: pathlib.Path = tmp_path_factory.mktemp("models") / request.param
+    return tiny_models.BUILDERS[request.param](path)
 
 
 def expanded(processor: Any, sizes: list[tuple[int, int]], family: Any) -> list[int]:

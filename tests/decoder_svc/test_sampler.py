@@ -106,7 +106,9 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     token_ids, logprobs = sample(LOGITS[None], [row(params)])
     expected = LOGITS.log_softmax(0).tolist()
     assert logprobs[0] is not None
-    assert logprobs[0].top[0] == (token_ids[0], pytest.approx(expected[token_ids[0]]))
+    first_id, first_logprob = logprobs[0].top[0]
+    assert first_id == token_ids[0]
+    assert first_logprob == pytest.approx(expected[first_id])
     assert [token for token, _ in logprobs[0].top[1:]] == [0, 1]
     assert all(math.isfinite(value) for _, value in logprobs[0].top)
     assert sample(LOGITS[None], [row(SamplingParams())])[1] == [None]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import lookonce
+from lookonce.aio import AsyncClient
+from lookonce.generation import Generation
+from lookonce.images import ImageRef
 from lookonce.local_stack import LocalStack
 from tests.e2e.pictures import QUESTION, Picture, fresh
 
@@ -13,7 +15,7 @@ def num_encodes(stack: LocalStack) -> int:
     return int(stack.metric(stack.encoders, "lookonce_encoder_encodes_total"))
 
 
-async def answers(stack: LocalStack, pictures: list[Picture], requests_per_decoder: int) -> list[lookonce.Generation]:
+async def answers(stack: LocalStack, pictures: list[Picture], requests_per_decoder: int) -> list[Generation]:
     """All requests at once, pictures in turn, the same ones on every decoder."""
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -24,8 +26,8 @@ async def answers(stack: LocalStack, pictures: list[Picture], requests_per_decod
     return [task.result() for task in tasks]
 
 
-async def ask(target: str, picture: Picture) -> lookonce.Generation:
-    async with lookonce.AsyncClient.connect(target) as client:
+async def ask(target: str, picture: Picture) -> Generation:
+    async with AsyncClient.connect(target) as client:
         return await client.generate(QUESTION, images=[picture.data], max_tokens=16)
 
 
@@ -53,9 +55,9 @@ async def test_the_second_question_about_a_picture_encodes_nothing(stack: LocalS
 
 async def test_an_uploaded_picture_is_asked_about_by_digest(stack: LocalStack) -> None:
     (picture,) = fresh(1)
-    async with lookonce.AsyncClient.connect(stack.decoder_targets[0]) as client:
+    async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         (uploaded,) = await client.encode([picture.data])
-        reference = lookonce.ImageRef.from_digest(uploaded.digest)
+        reference = ImageRef.from_digest(uploaded.digest)
         generation = await client.generate(QUESTION, images=[reference], max_tokens=16)
         assert await client.lookup([reference]) == [True]
     assert generation.text == picture.answer

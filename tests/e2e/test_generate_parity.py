@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import lookonce
+from lookonce.aio import AsyncClient
 from lookonce.generation import Message
 from lookonce.local_stack import LocalStack
 from tests import tiny_models
@@ -37,7 +37,7 @@ class Chat:
 
 @pytest.fixture(scope="module", params=["llava_siglip", "qwen2_vl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp("models") / request.param
+    path: pathlib.Path = tmp_path_factory.mktemp("models") / request.param
     return tiny_models.BUILDERS[request.param](path)
 
 
@@ -83,7 +83,7 @@ def png(image: Any) -> bytes:
 
 
 async def answer(target: str, one: Chat) -> list[int]:
-    async with lookonce.AsyncClient.connect(target) as client:
+    async with AsyncClient.connect(target) as client:
         generation = await client.generate(
             [Message("user", one.parts)], max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS, temperature=0.0
         )
@@ -100,7 +100,7 @@ async def test_all_at_once_cold_and_then_cached(stack: LocalStack, chats: list[C
 
 
 async def test_streams_carry_the_same_tokens(stack: LocalStack, chats: list[Chat]) -> None:
-    async with lookonce.AsyncClient.connect(stack.decoder_targets[0]) as client:
+    async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         for one in chats[:6]:
             stream = client.stream([Message("user", one.parts)], max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS)
             text = "".join([piece async for piece in stream])

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-import lookonce
+from lookonce.aio import AsyncClient
+from lookonce.generation import Generation
 from lookonce.local_stack import LocalStack
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, Picture, fresh
@@ -29,7 +30,7 @@ def kill_redis(stack: LocalStack) -> None:
     os.kill(stack.redis.pid, signal.SIGKILL)
 
 
-async def stream_text(client: lookonce.AsyncClient, started: asyncio.Event) -> tuple[int, ...]:
+async def stream_text(client: AsyncClient, started: asyncio.Event) -> tuple[int, ...]:
     stream = client.stream("Tell me about shapes.", max_tokens=NUM_TOKENS, ignore_eos=True)
     async for _ in stream:
         started.set()
@@ -38,13 +39,13 @@ async def stream_text(client: lookonce.AsyncClient, started: asyncio.Event) -> t
     return generation.token_ids
 
 
-async def describe(client: lookonce.AsyncClient, picture: Picture) -> lookonce.Generation:
+async def describe(client: AsyncClient, picture: Picture) -> Generation:
     return await client.generate(QUESTION, images=[picture.data], max_tokens=16, timeout_s=30)
 
 
 async def test_killing_redis_while_requests_stream_changes_no_answer(stack: LocalStack) -> None:
     cached, unseen = fresh(4), fresh(12)
-    async with lookonce.AsyncClient.connect(stack.decoder_targets[0]) as client:
+    async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         expected = await stream_text(client, asyncio.Event())
         for picture in cached:
             assert (await describe(client, picture)).text == picture.answer
@@ -63,7 +64,7 @@ async def test_killing_redis_while_requests_stream_changes_no_answer(stack: Loca
 async def test_without_redis_text_and_pictures_go_on_and_caching_returns_with_it(stack: LocalStack) -> None:
     picture, later = fresh(2)
     kill_redis(stack)
-    async with lookonce.AsyncClient.connect(stack.decoder_targets[0]) as client:
+    async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         assert (await describe(client, picture)).text == picture.answer
         assert stack.redis is not None
         stack.redis.start()

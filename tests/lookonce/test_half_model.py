@@ -18,9 +18,8 @@ from tests import tiny_models
 
 @pytest.fixture(scope="module", params=sorted(tiny_models.BUILDERS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp("models") / request.param
-    tiny_models.BUILDERS[request.param](path)
-    return path
+    path: pathlib.Path = tmp_path_factory.mktemp("models") / request.param
+    return tiny_models.BUILDERS[request.param](path)
 
 
 def test_the_halves_are_disjoint_and_together_the_whole(folder: pathlib.Path) -> None:

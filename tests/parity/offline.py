@@ -108,7 +108,7 @@ def _prompt(
         key = content_key(digest, EncoderFingerprint("test"), options, DEFAULT_TENANT)
         if key not in rows:
             rows[key] = _rows(processor, reference, image)
-        layout = family.image_layout(*image.size, options)
+        layout = family.image_layout(image.width, image.height, options)
         offset = token_ids.index(family.image_token_id, offset)
         items.append(ImageItem(key, Span(offset, len(layout.token_ids)), layout.num_rows, options, None))
         layouts.append(layout)

@@ -1,0 +1,76 @@
+# Everything a newcomer or CI needs: `make help` lists it. Python >= 3.11 and pip are enough on a fresh machine.
+#
+#   PYTHON=python3.12       another interpreter for the virtual environment
+#   PIP_EXTRA_INDEX_URL=…   where pip also looks; on x86-64 Linux PyTorch's own index of CPU builds saves gigabytes
+#   TESTS="tests/k8s -k x"  arguments of pytest
+
+PYTHON ?= python3
+TESTS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints/cpu.txt
+PROTOS := $(wildcard protos/lookonce/*/*/*.proto)
+
+# No test, benchmark or demo may fetch a model.
+export HF_HUB_OFFLINE := 1
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check format lint types imports contract bench docs clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+venv: $(INSTALLED) ## the virtual environment in .venv, with everything installed
+
+demo: $(INSTALLED) ## start all services, draw three pictures, ask five questions
+	@$(BIN)/python -m demo.run
+
+test: $(INSTALLED) ## all tests
+	@$(BIN)/python -m pytest $(TESTS)
+
+check: lint types imports contract ## format, lint, types, imports and the wire contract; changes nothing
+
+format: $(INSTALLED) ## put code and contract into their format
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/buf format --write
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+
+types: $(INSTALLED)
+	@$(BIN)/mypy
+	@$(BIN)/mypy -p docs -p benchmarks
+
+imports: $(INSTALLED)
+	@$(BIN)/lint-imports --no-logo
+
+contract: $(INSTALLED)
+	@$(BIN)/buf lint
+	@$(BIN)/buf format --diff --exit-code
+
+bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.encode_once
+
+docs: $(INSTALLED) ## rewrite what the documentation takes from the code
+	@$(BIN)/python docs/generate_settings.py
+
+clean: ## remove what was installed and generated
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf lookonce/common lookonce/encoder lookonce/decoder
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: with it in place nothing that asks for a range of versions fetches another build.
+$(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is no Python >= 3.11; say make PYTHON=…" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing PyTorch into .venv; this may take a few minutes …"
+	@$(PIP) "$$(grep '^torch==' constraints/cpu.txt)"
+	@echo "Installing Lookonce and its tools …"
+	@$(PIP) --editable ".[serve,dev]"
+	@touch $@

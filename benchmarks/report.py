@@ -1,0 +1,77 @@
+"""Where figures go: JSON in `benchmarks/results/`, and each script's own section of RESULTS.md. Measures nothing."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_FOLDER = pathlib.Path(__file__).parent
+RESULTS = _FOLDER / "RESULTS.md"
+_JSON_FOLDER = _FOLDER / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where figures were taken."""
+
+    # As the processor calls itself.
+    cpu: str
+    # CPUs that this process may use.
+    num_cpus: int
+    system: str
+    python: str
+
+    def __str__(self) -> str:
+        return f"{self.num_cpus} × {self.cpu}, {self.system}, Python {self.python}"
+
+
+def this_machine() -> Machine:
+    """The machine that this runs on."""
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(_cpu_name(), num_cpus, f"{platform.system()} {platform.machine()}", platform.python_version())
+
+
+def write_json(script: str, figures: Mapping[str, object]) -> pathlib.Path:
+    """Replaces the script's JSON file and returns its path."""
+    _JSON_FOLDER.mkdir(exist_ok=True)
+    path = _JSON_FOLDER / f"{script}.json"
+    path.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    return path
+
+
+def write_section(script: str, text: str, machine: Machine) -> None:
+    """Replaces the script's section of RESULTS.md, or appends it where there is none yet."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    page = RESULTS.read_text("utf-8")
+    RESULTS.write_text(page_with_section(page, script, f"{text}\n\n{today}, {machine}."), "utf-8")
+
+
+def page_with_section(page: str, script: str, text: str) -> str:
+    """`page` with `text` between the script's marks; where they are missing they are appended."""
+    begin, end = f"<!-- {script} -->", f"<!-- end of {script} -->"
+    if begin not in page:
+        page += f"\n{begin}{end}\n"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def _cpu_name() -> str:
+    """Linux has no better place than this file; elsewhere the platform's word must do."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown CPU"

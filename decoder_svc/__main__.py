@@ -1,0 +1,38 @@
+"""`python -m decoder_svc`: settings → model → engine → gRPC server, until SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+
+from decoder_svc.service import open_service
+from decoder_svc.settings import DecoderSettings
+from lookonce import serving
+from lookonce.settings import parse_settings
+from lookonce.telemetry import Telemetry
+
+
+async def serve(arguments: list[str]) -> None:
+    """Runs the service. Raises StartupError when it must not start."""
+    settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
+    telemetry = Telemetry.from_settings(settings)
+    _quieten_loading(settings)
+    async with open_service(settings, telemetry.registry) as service:
+        server = serving.GrpcService(settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy)
+        await server.serve_until_stopped()
+
+
+def main() -> None:
+    """Entry point."""
+    serving.run(serve(sys.argv[1:]))
+
+
+def _quieten_loading(settings: DecoderSettings) -> None:
+    """No progress bars between the lines of a JSON log."""
+    if settings.log_format == "json":
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Renders a conversation with the model's own chat template, and says which of the text the template wrote.
+
+The messages are data: nothing in them is run as template code, and what a user wrote stays marked as a user's, however
+the template moves it about. Tokenizes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jinja2
+
+from decoder_svc.prompt_spec import ChatMessage, ImagePart, Role, TextPart
+from decoder_svc.text_tokenizer import TextPiece
+from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
+
+# Marks consist of digits only: no case filter or escaping of a template changes them.
+_NONCE_DIGITS = 32
+_INDEX_DIGITS = 6
+# So many digits of a mark's beginning or end show that it was there.
+_FRAGMENT_DIGITS = 10
+_OPEN, _CLOSE, _WHOLE = "1", "2", "3"
+
+
+class ChatTemplate:
+    """The chat template of one model folder; safe to use from several threads at once."""
+
+    def __init__(self, pretrained: Any, source: str, image_token: str) -> None:
+        """`pretrained` is the folder's tokenizer in transformers, `source` the Jinja text.
+
+        Raises ModelFolderError when the template does not write `image_token` once for one image.
+        """
+        self._pretrained = pretrained
+        self._source = source
+        self._check_image_placement(image_token)
+
+    @classmethod
+    def load(cls, folder: pathlib.Path, pretrained: Any, image_token: str) -> ChatTemplate | None:
+        """The folder's template (chat_template.jinja, chat_template.json, tokenizer_config.json), None without one."""
+        source = _folder_source(folder, pretrained)
+        if isinstance(source, dict):
+            source = source.get("default")
+        return None if source is None else cls(pretrained, source, image_token)
+
+    def render(self, messages: Sequence[ChatMessage]) -> list[TextPiece]:
+        """The conversation up to where the assistant's answer begins.
+
+        Raises PromptEmptyError without messages and InvalidParameterError for a conversation that the template refuses
+        or that ends with the assistant's turn.
+        """
+        if not messages:
+            raise PromptEmptyError("chat.messages is empty; send at least one message")
+        if messages[-1].role is Role.ASSISTANT:
+            raise InvalidParameterError(
+                "chat.messages", "the last message is the assistant's; continuing it is not offered, end with a user's"
+            )
+        marks = _Marks()
+        pieces = marks.bordered_pieces(self._rendered(messages, marks.bordered))
+        if pieces is not None:
+            return pieces
+        # The template cut a text in two (it drops a thinking passage, say). Then it gets to see no text at all.
+        marks = _Marks()
+        return marks.whole_pieces(self._rendered(messages, marks.whole))
+
+    def _rendered(self, messages: Sequence[ChatMessage], mark: Callable[[str], str]) -> str:
+        conversation = [
+            {"role": message.role.value, "content": [_template_part(part, mark) for part in message.parts]}
+            for message in messages
+        ]
+        try:
+            return self._apply(conversation)
+        except jinja2.TemplateError as error:
+            # The class itself: the template's author speaks. A subclass: Jinja does, and its words stay here.
+            reason = str(error) if type(error) is jinja2.TemplateError else "it could not be rendered"
+            raise InvalidParameterError("chat.messages", f"the model's chat template refuses: {reason}") from None
+
+    def _apply(self, conversation: list[dict[str, Any]]) -> str:
+        rendered = self._pretrained.apply_chat_template(
+            conversation, chat_template=self._source, add_generation_prompt=True, tokenize=False
+        )
+        return str(rendered)
+
+    def _check_image_placement(self, image_token: str) -> None:
+        try:
+            rendered = self._apply([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
+        except jinja2.TemplateError as error:
+            raise ModelFolderError(f"the chat template cannot be rendered: {error}") from error
+        if rendered.count(image_token) != 1:
+            raise ModelFolderError(
+                f"the chat template writes {rendered.count(image_token)} × {image_token} for one image; it must be one"
+            )
+
+
+class _Marks:
+    """Marks around the texts of one conversation, by which they are found again in the rendered string."""
+
+    def __init__(self) -> None:
+        self._nonce = str(secrets.randbelow(9 * 10 ** (_NONCE_DIGITS - 1)) + 10 ** (_NONCE_DIGITS - 1))
+        self._pattern = re.compile(rf"{self._nonce}(\d{{{_INDEX_DIGITS}}})([{_OPEN}{_CLOSE}{_WHOLE}])")
+        self._texts: list[str] = []
+
+    def bordered(self, text: str) -> str:
+        """The text with a mark before its first and after its last visible character: stripping still works."""
+        return self._marked(text, lambda index, core: f"{self._nonce}{index}{_OPEN}{core}{self._nonce}{index}{_CLOSE}")
+
+    def whole(self, text: str) -> str:
+        """The text with a mark in place of everything between its first and its last visible character."""
+        return self._marked(text, lambda index, core: f"{self._nonce}{index}{_WHOLE}")
+
+    def bordered_pieces(self, rendered: str) -> list[TextPiece] | None:
+        """Pieces of a string that was rendered from bordered texts; None when a text lost one of its two marks."""
+        pieces: list[TextPiece] = []
+        end, opened = 0, None
+        for match in self._pattern.finditer(rendered):
+            index, kind = match[1], match[2]
+            if opened != (None if kind == _OPEN else index):
+                return None
+            pieces.append(TextPiece(rendered[end : match.start()], is_trusted=kind == _OPEN))
+            end, opened = match.end(), index if kind == _OPEN else None
+        if opened is not None:
+            return None
+        return _non_empty([*pieces, TextPiece(rendered[end:], is_trusted=True)])
+
+    def whole_pieces(self, rendered: str) -> list[TextPiece]:
+        """Pieces of a string that was rendered from marks in place of texts.
+
+        Raises InvalidParameterError when the template left a part of a mark only.
+        """
+        pieces: list[TextPiece] = []
+        end = 0
+        for match in self._pattern.finditer(rendered):
+            pieces.append(TextPiece(rendered[end : match.start()], is_trusted=True))
+            pieces.append(TextPiece(self._texts[int(match[1])], is_trusted=False))
+            end = match.end()
+        pieces.append(TextPiece(rendered[end:], is_trusted=True))
+        fragments = (self._nonce[:_FRAGMENT_DIGITS], self._nonce[-_FRAGMENT_DIGITS:])
+        if any(piece.is_trusted and fragment in piece.text for piece in pieces for fragment in fragments):
+            raise InvalidParameterError("chat.messages", "the model's chat template cuts the messages' texts")
+        return _non_empty(pieces)
+
+    def _marked(self, text: str, mark: Callable[[str, str], str]) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        start = text.find(core)
+        self._texts.append(core)
+        index = f"{len(self._texts) - 1:0{_INDEX_DIGITS}d}"
+        return text[:start] + mark(index, core) + text[start + len(core) :]
+
+
+def _non_empty(pieces: list[TextPiece]) -> list[TextPiece]:
+    return [piece for piece in pieces if piece.text]
+
+
+def _template_part(part: TextPart | ImagePart, mark: Callable[[str], str]) -> dict[str, str]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": mark(part.text)}
+    return {"type": "image"}
+
+
+def _folder_source(folder: pathlib.Path, pretrained: Any) -> Any:
+    """Jinja text, or a mapping from name to Jinja text, or None; a file of its own beats one inside a configuration."""
+    legacy = folder / "chat_template.json"
+    if (folder / "chat_template.jinja").is_file() or not legacy.is_file():
+        return pretrained.chat_template
+    try:
+        return json.loads(legacy.read_text("utf-8"))["chat_template"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFolderError("chat_template.json is not JSON with a chat_template") from error

@@ -1,0 +1,310 @@
+"""The decoder's client of the encoder service: what it serves, encode one image, describe it, read its rows.
+
+Every call has a deadline, and everything that goes wrong is a LookonceError whose text may be shown to a client:
+addresses and gRPC's own words stay in the log. All methods belong to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+import structlog
+
+from decoder_svc.row_stream import RowStreamReader
+from lookonce import errors, status_codes
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import ContentKey, EncoderFingerprint, ProcessorOptions
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
+from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
+from lookonce.telemetry import current_request_id
+
+_SERVICE = "lookonce.encoder.v1.EncoderService"
+_INFO_TIMEOUT_S = 5.0
+_LOOKUP_TIMEOUT_S = 5.0
+# gRPC's default grows to two minutes, so long after an encoder is back.
+_MAX_RECONNECT_BACKOFF_MS = 2000
+_SERVICE_CONFIG = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}
+)
+_STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_DTYPES = {
+    common_pb2.DATA_TYPE_FLOAT32: RowDtype.FLOAT32,
+    common_pb2.DATA_TYPE_FLOAT16: RowDtype.FLOAT16,
+    common_pb2.DATA_TYPE_BFLOAT16: RowDtype.BFLOAT16,
+}
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """The rows that the decoder's language model takes."""
+
+    # Hugging Face model type, e.g. "llava".
+    model_type: str
+    # Width of one level of one row.
+    hidden_size: int
+    # Extra levels per row.
+    num_levels: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSettings:
+    """How to talk to the encoder."""
+
+    # Largest message, both directions.
+    max_message_bytes: int
+    # Idle time before a keepalive ping, seconds.
+    keepalive_time_s: float
+    # A peer that does not answer a ping so long is gone, seconds.
+    keepalive_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo:
+    """What an encoder serves; checked against what the decoder expects."""
+
+    fingerprint: EncoderFingerprint
+    model_type: str
+    hidden_size: int
+    num_levels: int
+    # Element type of the rows.
+    dtype: RowDtype
+    # Largest image file, bytes.
+    max_image_bytes: int
+    # Largest image, width times height.
+    max_image_pixels: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row with its levels."""
+        return (1 + self.num_levels) * self.hidden_size * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image whose rows exist."""
+
+    meta: EmbeddingMeta
+    # Whether the shared cache has the rows; if not, `read_rows` does for a while.
+    stored: bool
+    # Whether the rows were encoded for this call or for one that it joined, rather than found.
+    was_computed: bool
+
+
+class EncoderClient:
+    """One gRPC channel to all replicas behind a target."""
+
+    def __init__(self, target: str, expected: ExpectedRows, settings: ChannelSettings) -> None:
+        """`target` is a gRPC target such as dns:///encoder:50051. Connects on first use."""
+        self._expected = expected
+        self._channel = grpc.aio.insecure_channel(target, options=_channel_options(settings))
+        self._stub = encoder_service_pb2_grpc.EncoderServiceStub(self._channel)
+        self._info: EncoderInfo | None = None
+        self._info_lock = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel; calls in flight fail with UnavailableError."""
+        await self._channel.close()
+
+    async def info(self) -> EncoderInfo:
+        """What the encoder serves. Asked once, and again after the encoder refused the fingerprint.
+
+        Raises FingerprintMismatchError when its rows do not fit this decoder's model, UnavailableError when it cannot
+        be reached.
+        """
+        async with self._info_lock:
+            if self._info is None:
+                request = encoder_service_pb2.GetEncoderInfoRequest()
+                call = self._stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=_metadata())
+                try:
+                    response = await call
+                except grpc.aio.AioRpcError as error:
+                    raise _typed(error, _INFO_TIMEOUT_S) from None
+                self._info = self._checked(response)
+            return self._info
+
+    async def encode(
+        self, key: ContentKey, data: bytes | None, options: ProcessorOptions, timeout_s: float
+    ) -> EncodedImage:
+        """Makes sure that the image's rows exist. Without `data` they must: else EmbeddingNotCachedError.
+
+        Raises what is wrong with the image as its own type, else UnavailableError, OverloadedError or
+        FingerprintMismatchError.
+        """
+        image = common_pb2.ImageSource(max_pixels=options.max_pixels)
+        if data is None:
+            image.key.CopyFrom(_wire_key(key))
+        else:
+            image.data = data
+            image.expected_digest = key.digest
+        result = await self._encode(key, image, encoder_service_pb2.CACHE_POLICY_UNSPECIFIED, timeout_s)
+        was_computed = result.source in (
+            encoder_service_pb2.RESULT_SOURCE_COMPUTED,
+            encoder_service_pb2.RESULT_SOURCE_COALESCED,
+        )
+        return EncodedImage(_meta(result.embedding), result.stored, was_computed)
+
+    async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
+        """Shape of the rows where the encoder knows them, without encoding; None for an unknown image."""
+        request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], max_pixels=options.max_pixels)
+        try:
+            response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=_metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
+        found = [result.embedding for result in response.results if result.cached]
+        if not found:
+            return None
+        _check_key(found[0], key)
+        return _meta(found[0])
+
+    async def read_rows(
+        self, key: ContentKey, start: int, stop: int, out: memoryview, timeout_s: float, *, options: ProcessorOptions
+    ) -> None:
+        """Reads rows [start, stop) into `out`, which has exactly their size. Useful where the shared cache is away.
+
+        Raises EmbeddingNotCachedError when the encoder does not hold them, UnavailableError when they cannot be had.
+        """
+        reader = RowStreamReader(key, start, stop, out)
+        request = encoder_service_pb2.ReadEmbeddingRequest(
+            key=_wire_key(key), row_offset=start, row_count=stop - start, max_pixels=options.max_pixels
+        )
+        call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=_metadata())
+        try:
+            async for chunk in call:
+                reader.take(chunk)
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_typed(error, timeout_s)) from None
+        finally:
+            call.cancel()
+        reader.finish()
+
+    async def _encode(
+        self,
+        key: ContentKey,
+        image: common_pb2.ImageSource,
+        policy: encoder_service_pb2.CachePolicy.ValueType,
+        timeout_s: float,
+    ) -> encoder_service_pb2.EncodeResult:
+        request = encoder_service_pb2.EncodeRequest(
+            items=[encoder_service_pb2.EncodeItem(image=image)],
+            cache_policy=policy,
+            expected_encoder_fingerprint=key.fingerprint,
+        )
+        try:
+            response = await self._stub.Encode(request, timeout=timeout_s, metadata=_metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_without_position(_typed(error, timeout_s))) from None
+        if len(response.results) != 1:
+            raise UnavailableError("the encoder service gave no result for an image")
+        _check_key(response.results[0].embedding, key)
+        return response.results[0]
+
+    def _checked(self, response: encoder_service_pb2.GetEncoderInfoResponse) -> EncoderInfo:
+        found = ExpectedRows(response.model_type, response.hidden_size, response.num_levels)
+        if found != self._expected:
+            raise FingerprintMismatchError(
+                f"the encoder service makes rows for {found.model_type} of width {found.hidden_size} with "
+                f"{found.num_levels} levels; this decoder serves {self._expected.model_type} of width "
+                f"{self._expected.hidden_size} with {self._expected.num_levels} levels"
+            )
+        return EncoderInfo(
+            fingerprint=EncoderFingerprint(response.encoder_fingerprint),
+            model_type=response.model_type,
+            hidden_size=response.hidden_size,
+            num_levels=response.num_levels,
+            dtype=_dtype(response.dtype),
+            max_image_bytes=response.max_image_bytes,
+            max_image_pixels=response.max_image_pixels,
+        )
+
+    def _noted(self, error: LookonceError) -> LookonceError:
+        if isinstance(error, FingerprintMismatchError):
+            self._info = None
+        return error
+
+
+def _wire_key(key: ContentKey) -> common_pb2.ContentKey:
+    return common_pb2.ContentKey(
+        digest=key.digest, algorithm=common_pb2.HASH_ALGORITHM_SHA256, encoder_fingerprint=key.fingerprint
+    )
+
+
+def _check_key(info: common_pb2.EmbeddingInfo, expected: ContentKey) -> None:
+    if info.key.digest != expected.digest or info.key.encoder_fingerprint != expected.fingerprint:
+        raise UnavailableError("the encoder service answered for another image")
+
+
+def _meta(info: common_pb2.EmbeddingInfo) -> EmbeddingMeta:
+    return EmbeddingMeta(
+        num_rows=info.num_rows,
+        hidden_size=info.hidden_size,
+        num_levels=info.num_levels,
+        dtype=_dtype(info.dtype),
+        image_width=info.image_width,
+        image_height=info.image_height,
+    )
+
+
+def _dtype(value: common_pb2.DataType.ValueType) -> RowDtype:
+    dtype = _DTYPES.get(value)
+    if dtype is None:
+        raise UnavailableError("the encoder service uses an element type that this decoder does not know")
+    return dtype
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    """Carries the request id over, so that one id finds the log lines of both services."""
+    request_id = current_request_id()
+    return () if request_id is None else (("x-request-id", request_id),)
+
+
+def _channel_options(settings: ChannelSettings) -> list[tuple[str, int | str]]:
+    timeout_ms = int(settings.keepalive_timeout_s * 1000)
+    return [
+        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def _without_position(error: LookonceError) -> LookonceError:
+    """Drops where the image stood in the call to the encoder: our caller asked in other words."""
+    if isinstance(error, InvalidParameterError):
+        return InvalidParameterError(error.field.rpartition(".")[2], error.description)
+    error.metadata.pop("index", None)
+    return error
+
+
+def _typed(error: grpc.aio.AioRpcError, timeout_s: float) -> LookonceError:
+    """The encoder's own error, or UnavailableError for what gRPC says about the connection."""
+    typed = status_codes.from_rpc_error(error)
+    if isinstance(typed, errors.MessageTooLargeError):
+        return errors.ImageTooLargeError("the image is over the encoder service's message limit; send a smaller file")
+    speaks_for_itself = _STATUS_DETAILS_KEY in error.trailing_metadata()
+    if speaks_for_itself and not isinstance(typed, errors.DeadlineError | errors.AbortedError):
+        return typed
+    _log.warning("encoder call failed", code=error.code().name, details=error.details())
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(f"the encoder service did not answer within {timeout_s:g} s; retry")
+    return UnavailableError("the encoder service cannot be reached; retry")

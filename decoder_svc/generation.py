@@ -1,0 +1,98 @@
+"""One request in the engine, from submission to its answer. Whatever way it is left, the engine is rid of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from decoder_svc.engine_interface import Engine
+from decoder_svc.generated_text import GeneratedText, TextIncrement
+from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.preparation import PreparedRequest
+from decoder_svc.request import FinishReason, RequestId, RequestOutput, RequestUsage
+from decoder_svc.text_tokenizer import TextTokenizer
+from lookonce.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """What the engine is told beside prompt and parameters."""
+
+    # Lower runs earlier.
+    priority: int
+    # When the call came in, monotonic clock, seconds.
+    arrival_s: float
+    # When its answer is no longer wanted, monotonic clock, seconds; None: never.
+    deadline_s: float | None
+
+
+class Generation:
+    """A request that the engine has admitted."""
+
+    def __init__(self, outputs: AsyncIterator[RequestOutput], text: GeneratedText, prepared_s: float) -> None:
+        """`prepared_s` is the time before submission, seconds; it counts as waiting."""
+        self._outputs = outputs
+        self._text = text
+        self._prepared_s = prepared_s
+        # What the engine said last.
+        self.usage = RequestUsage()
+
+    async def admission(self) -> RequestUsage:
+        """Waits until the scheduler has admitted the request; returns prompt-side usage."""
+        self._note(await self._next())
+        return self.usage
+
+    async def increments(self) -> AsyncIterator[TextIncrement]:
+        """What is generated, as it comes. The last increment has the finish reason; a failure raises its error."""
+        while True:
+            output = await self._next()
+            increment = self._text.push(output)
+            self._note(output)
+            yield increment
+            if increment.finish_reason is not None:
+                return
+
+    async def _next(self) -> RequestOutput:
+        try:
+            return await anext(self._outputs)
+        except StopAsyncIteration:
+            raise InternalError("a request ended without an answer") from None
+
+    def _note(self, output: RequestOutput) -> None:
+        """Takes over the engine's figures; tokens after a stop string do not count."""
+        usage = output.usage
+        is_begun = usage.queue_time_s > 0
+        has_token = self._text.num_tokens > 0
+        self.usage = replace(
+            usage,
+            completion_tokens=self._text.num_tokens,
+            queue_time_s=usage.queue_time_s + (self._prepared_s if is_begun else 0.0),
+            time_to_first_token_s=usage.time_to_first_token_s + (self._prepared_s if has_token else 0.0),
+        )
+
+
+@asynccontextmanager
+async def generating(
+    engine: Engine,
+    request_id: RequestId,
+    prepared: PreparedRequest,
+    options: GenerationOptions,
+    tokenizer: TextTokenizer,
+    metrics: DecoderMetrics,
+) -> AsyncIterator[Generation]:
+    """Submits a request; on leaving the block, for whatever reason, the engine frees what it still holds.
+
+    Raises OverloadedError and ContextTooLongError.
+    """
+    stream = engine.submit(
+        request_id, prepared.prompt, prepared.params, priority=options.priority, deadline_s=options.deadline_s
+    )
+    text = GeneratedText(tokenizer, prepared.sampling)
+    generation = Generation(aiter(stream), text, time.monotonic() - options.arrival_s)
+    try:
+        yield generation
+    finally:
+        engine.abort(request_id, FinishReason.STOP)
+        metrics.observe(generation.usage)

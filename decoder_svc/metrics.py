@@ -1,0 +1,65 @@
+"""Prometheus metrics of the decoder service. Labels are bounded: never a digest, never a request id."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from decoder_svc.engine_interface import Engine
+from decoder_svc.request import RequestUsage
+
+_LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class DecoderMetrics:
+    """Counters and histograms of finished requests, gauges of the engine."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ttft = Histogram(
+            "lookonce_decoder_ttft_seconds",
+            "From a request's arrival to its first generated token.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._queue = Histogram(
+            "lookonce_decoder_queue_seconds",
+            "From a request's arrival to the first step that computed a token of it.",
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "lookonce_decoder_prompt_tokens", "Prompt tokens, image tokens included.", registry=registry
+        )
+        self._generated_tokens = Counter("lookonce_decoder_generated_tokens", "Generated tokens.", registry=registry)
+        self._image_rows = Counter(
+            "lookonce_decoder_image_rows",
+            "Embedding rows of prompts: encoded for the request, found in the shared cache, or not needed at all.",
+            labelnames=("tier",),
+            registry=registry,
+        )
+        self._registry = registry
+        for tier in ("encoded", "shared", "skipped"):
+            self._image_rows.labels(tier)
+
+    def watch(self, engine: Engine) -> None:
+        """Adds gauges that ask the engine when they are scraped."""
+        running = Gauge("lookonce_decoder_running_requests", "Requests in the running batch.", registry=self._registry)
+        running.set_function(lambda: engine.load().running_requests)
+        waiting = Gauge(
+            "lookonce_decoder_waiting_requests", "Requests that wait for admission.", registry=self._registry
+        )
+        waiting.set_function(lambda: engine.load().waiting_requests)
+        usage = Gauge(
+            "lookonce_decoder_kv_cache_usage", "KV blocks in use over all blocks, 0..1.", registry=self._registry
+        )
+        usage.set_function(lambda: engine.load().kv_cache_usage)
+
+    def observe(self, usage: RequestUsage) -> None:
+        """Counts one request that ended, with an answer or without."""
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._generated_tokens.inc(usage.completion_tokens)
+        self._image_rows.labels("encoded").inc(usage.encoded_image_tokens)
+        self._image_rows.labels("shared").inc(usage.cached_image_tokens)
+        self._image_rows.labels("skipped").inc(usage.skipped_image_tokens)
+        if usage.completion_tokens:
+            self._queue.observe(usage.queue_time_s)
+            self._ttft.observe(usage.time_to_first_token_s)

@@ -1,0 +1,206 @@
+"""Prompt and resolved images → token ids with every placeholder expanded and the images' spans. Knows no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from decoder_svc.chat_template import ChatTemplate
+from decoder_svc.models.base import FamilyAdapter, ImageLayout
+from decoder_svc.prompt_spec import ChatPrompt, PromptSpec, TextPart, TextPrompt, TokenPrompt
+from decoder_svc.request import ImageItem, Prompt, Span
+from decoder_svc.text_tokenizer import TextTokenizer
+from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.errors import (
+    ContextTooLongError,
+    ImageCountError,
+    InvalidParameterError,
+    PlaceholderMismatchError,
+    PromptEmptyError,
+    UnsupportedError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedImage:
+    """An image whose identity and size are known; its rows need not exist yet."""
+
+    key: ContentKey
+    # Upright, in pixels.
+    width: int
+    height: int
+    options: ProcessorOptions
+    # The original file where the request brought it; None for a reference by digest.
+    data: bytes | None = field(repr=False)
+    # Rows that the cache says it has; None where it was not asked.
+    num_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What a prompt may have at most."""
+
+    # Prompt plus completion, tokens.
+    max_context_tokens: int
+    max_images_per_prompt: int
+    # Rows of the model's embedding table: valid ids are 0..vocab_size - 1, and the image token.
+    vocab_size: int
+
+
+class PromptBuilder:
+    """Builds prompts for one model; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate | None,
+        family: FamilyAdapter,
+        limits: PromptLimits,
+    ) -> None:
+        """`template` None: chat prompts are refused."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._family = family
+        self._limits = limits
+
+    def check(self, spec: PromptSpec) -> None:
+        """What can be told at once, before any image is hashed or looked up.
+
+        Raises PromptEmptyError, ImageCountError, ContextTooLongError (more text than the context can hold in the
+        longest tokens), InvalidParameterError (ids outside the vocabulary, max_pixels that mean nothing here) and
+        UnsupportedError (chat without a template).
+        """
+        if len(spec.images) > self._limits.max_images_per_prompt:
+            raise ImageCountError(
+                f"the prompt has {len(spec.images)} images, the limit is {self._limits.max_images_per_prompt}"
+            )
+        for index, source in enumerate(spec.images):
+            if source.options.max_pixels is not None and not self._family.has_max_pixels:
+                raise InvalidParameterError(
+                    f"images[{index}].max_pixels", f"{self._family.model_type} resizes every image to one size"
+                )
+        if isinstance(spec, ChatPrompt):
+            self._check_chat(spec)
+        elif isinstance(spec, TextPrompt):
+            if not spec.text:
+                raise PromptEmptyError("text.text is empty; send some text")
+            self._check_text([spec.text])
+        else:
+            self._check_tokens(spec)
+
+    def build(self, spec: PromptSpec, images: Sequence[ResolvedImage]) -> Prompt:
+        """The prompt; `images` are those of the spec in order. Takes milliseconds: not for an event loop.
+
+        Chat: rendered by the model's template; control tokens spelled in the messages are plain text.
+        Text: rendered by the caller, so control tokens count, and each image placeholder stands for one image.
+        Tokens: one placeholder id per image, or every image's tokens already in place.
+        Raises ImageCountError, PlaceholderMismatchError, ImageTooLargeError, and InvalidParameterError for a
+        conversation that the template refuses.
+        """
+        layouts = [self._family.image_layout(image.width, image.height, image.options) for image in images]
+        for image, layout in zip(images, layouts, strict=True):
+            if image.num_rows is not None and image.num_rows != layout.num_rows:
+                raise PlaceholderMismatchError(
+                    f"an image has {image.num_rows} cached rows where this model's layout takes {layout.num_rows}"
+                )
+        token_ids, spans = self._placed(spec, self._token_ids(spec), layouts)
+        items = tuple(
+            ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_of_token)
+            for image, span, layout in zip(images, spans, layouts, strict=True)
+        )
+        return Prompt(tuple(token_ids), items, self._family.positions(token_ids, items, layouts))
+
+    def _check_chat(self, spec: ChatPrompt) -> None:
+        if self._template is None:
+            raise UnsupportedError("this model has no chat template; send a text or token prompt")
+        if not spec.messages:
+            raise PromptEmptyError("chat.messages is empty; send at least one message")
+        for index, message in enumerate(spec.messages):
+            if not message.parts:
+                raise InvalidParameterError(f"chat.messages[{index}].parts", "must not be empty")
+        parts = (part for message in spec.messages for part in message.parts)
+        self._check_text(part.text for part in parts if isinstance(part, TextPart))
+
+    def _check_text(self, texts: Iterable[str]) -> None:
+        num_chars = sum(map(len, texts))
+        limit = self._limits.max_context_tokens * self._tokenizer.longest_token_chars
+        if num_chars > limit:
+            raise ContextTooLongError(
+                f"a text of {num_chars} characters cannot fit into {self._limits.max_context_tokens} tokens"
+            )
+
+    def _check_tokens(self, spec: TokenPrompt) -> None:
+        if not spec.token_ids:
+            raise PromptEmptyError("tokens.token_ids is empty; send at least one id")
+        if len(spec.token_ids) > self._limits.max_context_tokens:
+            raise ContextTooLongError(
+                f"the prompt has {len(spec.token_ids)} tokens, the context {self._limits.max_context_tokens}"
+            )
+        outside = {token_id for token_id in spec.token_ids if token_id >= self._limits.vocab_size}
+        outside.discard(self._family.image_token_id)
+        if outside:
+            raise InvalidParameterError(
+                "tokens.token_ids", f"must be below the vocabulary's {self._limits.vocab_size}, got {min(outside)}"
+            )
+
+    def _token_ids(self, spec: PromptSpec) -> list[int]:
+        if isinstance(spec, TokenPrompt):
+            return list(spec.token_ids)
+        if isinstance(spec, TextPrompt):
+            return self._tokenizer.encode_trusted(spec.text)
+        assert self._template is not None, "check() comes first"
+        token_ids = self._tokenizer.encode_pieces(self._template.render(spec.messages))
+        if not token_ids:
+            raise PromptEmptyError("the conversation has no token; send some text")
+        return token_ids
+
+    def _placed(
+        self, spec: PromptSpec, token_ids: list[int], layouts: Sequence[ImageLayout]
+    ) -> tuple[list[int], list[Span]]:
+        """Ids with every image's tokens in place, and where they are."""
+        image_id = self._family.image_token_id
+        num_placeholders = token_ids.count(image_id)
+        if num_placeholders == len(layouts):
+            return _expanded(token_ids, image_id, layouts)
+        is_expanded = isinstance(spec, TokenPrompt) and num_placeholders > len(layouts) > 0
+        if not is_expanded:
+            raise ImageCountError(
+                f"{len(layouts)} images for {num_placeholders} placeholders; each placeholder takes one image"
+            )
+        num_expected = sum(layout.token_ids.count(image_id) for layout in layouts)
+        if num_placeholders != num_expected:
+            raise PlaceholderMismatchError(
+                f"{num_placeholders} placeholder tokens for images that take {num_expected}; "
+                "send one per image, or as many as Tokenize answers"
+            )
+        return token_ids, _found_spans(token_ids, image_id, layouts)
+
+
+def _expanded(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> tuple[list[int], list[Span]]:
+    """Replaces the k-th placeholder by the k-th layout's tokens."""
+    expanded: list[int] = []
+    spans: list[Span] = []
+    for token_id in token_ids:
+        if token_id != image_id:
+            expanded.append(token_id)
+            continue
+        layout = layouts[len(spans)]
+        spans.append(Span(len(expanded), len(layout.token_ids)))
+        expanded.extend(layout.token_ids)
+    return expanded, spans
+
+
+def _found_spans(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> list[Span]:
+    """Where the layouts' tokens stand, in order. Raises PlaceholderMismatchError when one is not whole."""
+    spans: list[Span] = []
+    end = 0
+    for index, layout in enumerate(layouts):
+        first = token_ids.index(image_id, end) - layout.token_ids.index(image_id)
+        span = Span(first, len(layout.token_ids))
+        if first < end or tuple(token_ids[span.offset : span.stop]) != layout.token_ids:
+            raise PlaceholderMismatchError(
+                f"the tokens of image {index} are not the {span.length} in a row that its size takes"
+            )
+        spans.append(span)
+        end = span.stop
+    return spans

@@ -1,0 +1,178 @@
+"""Wires the decoder's parts in the order of their dependencies, and takes them down in the opposite one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from decoder_svc.assembly import build_engine
+from decoder_svc.chat_template import ChatTemplate
+from decoder_svc.encoder_client import ChannelSettings, EncoderClient, ExpectedRows
+from decoder_svc.engine import Engine
+from decoder_svc.generation_defaults import load_defaults
+from decoder_svc.image_reference import ImageResolver
+from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.models.base import FamilyAdapter
+from decoder_svc.models.registry import load_family
+from decoder_svc.preparation import RequestPreparer
+from decoder_svc.prompt import PromptBuilder, PromptLimits
+from decoder_svc.sampling_check import SamplingLimits
+from decoder_svc.servicer import SERVICE_NAME, DecoderServicer, ServedModel
+from decoder_svc.settings import DecoderSettings
+from decoder_svc.text_tokenizer import TextTokenizer, load_pretrained
+from lookonce import __version__
+from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.image_header import ImageLimits
+from lookonce.model_folder import ModelFolder
+from lookonce.serving import ServiceEntry
+
+# The encoder's default; it decides, this only spares it a call.
+_MAX_IMAGE_ASPECT = 200.0
+# Threads that hash images, read their headers and ask the shared cache; apart from those that tokenize, so that a slow
+# cache delays no text prompt.
+_NUM_IMAGE_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedText:
+    """Everything that a model folder holds beside the weights."""
+
+    folder: ModelFolder
+    tokenizer: TextTokenizer
+    # None: the model takes no chat prompts.
+    template: ChatTemplate | None
+    family: FamilyAdapter
+    # Width of the language model, and rows of its embedding table.
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderService:
+    """A running decoder, without a server around it."""
+
+    engine: Engine
+    servicer: DecoderServicer
+
+    def entry(self) -> ServiceEntry:
+        """What the server shell registers."""
+        return ServiceEntry(SERVICE_NAME, lambda server: add_DecoderServiceServicer_to_server(self.servicer, server))
+
+
+def load_text(settings: DecoderSettings) -> LoadedText:
+    """Checks the model folder and loads all but its weights. Raises ModelFolderError."""
+    from transformers import AutoConfig
+
+    folder = ModelFolder.open(settings.model)
+    pretrained: Any = load_pretrained(folder.path)
+    family = load_family(folder, pretrained)
+    config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True).get_text_config()
+    return LoadedText(
+        folder=folder,
+        tokenizer=TextTokenizer(pretrained),
+        template=ChatTemplate.load(folder.path, pretrained, family.image_token),
+        family=family,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+@asynccontextmanager
+async def open_service(settings: DecoderSettings, registry: CollectorRegistry) -> AsyncIterator[DecoderService]:
+    """A running decoder; loading blocks for as long as it takes.
+
+    Raises ModelFolderError and ConfigurationError when it must not start.
+    """
+    text = load_text(settings)
+    async with AsyncExitStack() as stack:
+        store = _open_store(settings, stack)
+        encoder = _open_encoder(settings, text, stack)
+        engine = build_engine(settings, text.family, store, encoder)
+        engine.start()
+        stack.push_async_callback(engine.stop)
+        metrics = DecoderMetrics(registry)
+        metrics.watch(engine)
+        prompt_threads = _open_threads(stack, settings.prompt_workers, "prompt")
+        image_threads = _open_threads(stack, _NUM_IMAGE_THREADS, "image")
+        limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, _MAX_IMAGE_ASPECT)
+        resolver = ImageResolver(encoder, store, limits, image_threads)
+        preparer = build_preparer(settings, text, engine.limits.max_context_tokens, resolver, prompt_threads)
+        model = _served_model(settings, text)
+        servicer = DecoderServicer(
+            model,
+            engine,
+            preparer,
+            text.tokenizer,
+            encoder,
+            metrics,
+            prompt_threads,
+            settings.max_num_seqs + settings.max_waiting_requests,
+        )
+        yield DecoderService(engine, servicer)
+
+
+def build_preparer(
+    settings: DecoderSettings, text: LoadedText, max_context_tokens: int, resolver: ImageResolver, threads: Executor
+) -> RequestPreparer:
+    """What stands between the wire and the engine."""
+    prompt_limits = PromptLimits(max_context_tokens, settings.max_images_per_prompt, text.vocab_size)
+    sampling_limits = SamplingLimits(
+        vocab_size=text.vocab_size,
+        max_stop_strings=settings.max_stop_strings,
+        max_logprobs=settings.max_logprobs,
+        default_max_tokens=settings.default_max_tokens,
+    )
+    return RequestPreparer(
+        PromptBuilder(text.tokenizer, text.template, text.family, prompt_limits),
+        resolver,
+        load_defaults(text.folder.path, text.tokenizer.eos_token_id),
+        sampling_limits,
+        max_context_tokens,
+        threads,
+    )
+
+
+def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
+    return ServedModel(
+        name=settings.model_name,
+        model_type=text.folder.model_type,
+        image_placeholder=text.family.image_token,
+        vocab_size=text.vocab_size,
+        encoder_target=settings.encoder_target or "",
+        max_images_per_prompt=settings.max_images_per_prompt,
+        max_message_bytes=settings.max_message_bytes,
+        version=__version__,
+    )
+
+
+def _open_store(settings: DecoderSettings, stack: AsyncExitStack) -> EmbeddingStore | None:
+    if settings.redis_url is None:
+        return None
+    # The decoder only reads, so no entry is small enough to be written.
+    store = EmbeddingStore(
+        settings.redis_url.get_secret_value(), settings.redis_budget_s, settings.ttl_s, max_entry_bytes=0
+    )
+    stack.callback(store.close)
+    return store
+
+
+def _open_encoder(settings: DecoderSettings, text: LoadedText, stack: AsyncExitStack) -> EncoderClient | None:
+    if settings.encoder_target is None:
+        return None
+    channel = ChannelSettings(settings.max_message_bytes, settings.keepalive_time_s, settings.keepalive_timeout_s)
+    expected = ExpectedRows(text.folder.model_type, text.hidden_size)
+    encoder = EncoderClient(settings.encoder_target, expected, channel)
+    stack.push_async_callback(encoder.close)
+    return encoder
+
+
+def _open_threads(stack: AsyncExitStack, num_threads: int, name: str) -> Executor:
+    threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+    return threads

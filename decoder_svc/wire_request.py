@@ -1,0 +1,112 @@
+"""Messages of the decoder's contract → the plain types behind it. Checks what only the wire can get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decoder_svc.prompt_spec import (
+    CachedImage,
+    ChatMessage,
+    ChatPrompt,
+    ImagePart,
+    ImageSource,
+    InlineImage,
+    PromptSpec,
+    Role,
+    TextPart,
+    TextPrompt,
+    TokenPrompt,
+)
+from decoder_svc.sampling_check import SamplingSpec
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import ProcessorOptions, parse_digest
+from lookonce.decoder.v1 import decoder_service_pb2
+from lookonce.errors import InvalidParameterError
+
+_ROLES = {
+    decoder_service_pb2.ROLE_SYSTEM: Role.SYSTEM,
+    decoder_service_pb2.ROLE_USER: Role.USER,
+    decoder_service_pb2.ROLE_ASSISTANT: Role.ASSISTANT,
+}
+_SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
+
+
+def parse_prompt(message: decoder_service_pb2.GenerateParams | decoder_service_pb2.TokenizeRequest) -> PromptSpec:
+    """The prompt of a request. Raises InvalidParameterError naming the field."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidParameterError("prompt", "is missing; set one of its kinds")
+    if kind == "chat":
+        return parse_chat(message.chat)
+    if kind == "text":
+        return TextPrompt(message.text.text, _images("text.images", message.text.images))
+    assert isinstance(message, decoder_service_pb2.GenerateParams), "only these have token prompts"
+    return TokenPrompt(tuple(message.tokens.token_ids), _images("tokens.images", message.tokens.images))
+
+
+def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
+    """A conversation. Raises InvalidParameterError naming the field."""
+    return ChatPrompt(tuple(_message(f"chat.messages[{i}]", message) for i, message in enumerate(chat.messages)))
+
+
+def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
+    """Sampling values as stated, in no way checked."""
+    # Optional scalars are listed when they are set, be it to zero.
+    stated = {field.name: value for field, value in message.ListFields()}
+    return SamplingSpec(
+        temperature=stated.get("temperature"),
+        top_p=stated.get("top_p"),
+        top_k=stated.get("top_k"),
+        min_p=stated.get("min_p"),
+        repetition_penalty=stated.get("repetition_penalty"),
+        presence_penalty=stated.get("presence_penalty"),
+        frequency_penalty=stated.get("frequency_penalty"),
+        logit_bias=dict(message.logit_bias),
+        max_tokens=stated.get("max_tokens"),
+        min_tokens=stated.get("min_tokens"),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        seed=stated.get("seed"),
+        n=stated.get("n"),
+        ignore_eos=message.ignore_eos,
+        logprobs=stated.get("logprobs"),
+        constraint=message.WhichOneof("constraint"),
+    )
+
+
+def _message(field: str, message: decoder_service_pb2.ChatMessage) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise InvalidParameterError(f"{field}.role", "must be system, user or assistant")
+    return ChatMessage(role, tuple(_part(f"{field}.parts[{i}]", part) for i, part in enumerate(message.parts)))
+
+
+def _part(field: str, part: decoder_service_pb2.ContentPart) -> TextPart | ImagePart:
+    kind = part.WhichOneof("part")
+    if kind is None:
+        raise InvalidParameterError(field, "is empty; set text or image")
+    return TextPart(part.text) if kind == "text" else ImagePart(_image(f"{field}.image", part.image))
+
+
+def _images(field: str, images: Sequence[common_pb2.ImageSource]) -> tuple[ImageSource, ...]:
+    return tuple(_image(f"{field}[{i}]", image) for i, image in enumerate(images))
+
+
+def _image(field: str, image: common_pb2.ImageSource) -> ImageSource:
+    options = ProcessorOptions(image.max_pixels if image.HasField("max_pixels") else None)
+    if options.max_pixels == 0:
+        raise InvalidParameterError(f"{field}.max_pixels", "must be at least 1, got 0")
+    kind = image.WhichOneof("source")
+    if kind is None:
+        raise InvalidParameterError(field, "is empty; set data or key")
+    if kind == "key":
+        return _cached_image(f"{field}.key", image.key, options)
+    has_digest = image.HasField("expected_digest")
+    digest = parse_digest(image.expected_digest, f"{field}.expected_digest") if has_digest else None
+    return InlineImage(image.data, options, digest)
+
+
+def _cached_image(field: str, key: common_pb2.ContentKey, options: ProcessorOptions) -> CachedImage:
+    if key.algorithm not in _SHA256:
+        raise InvalidParameterError(f"{field}.algorithm", "this server takes SHA-256 digests only")
+    return CachedImage(parse_digest(key.digest, f"{field}.digest"), options, key.encoder_fingerprint or None)

@@ -1,0 +1,86 @@
+"""The plain types behind the decoder's contract → its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf import duration_pb2
+
+from decoder_svc.engine_interface import EngineLoad
+from decoder_svc.generated_text import TextIncrement
+from decoder_svc.request import FinishReason, ImageItem, RequestUsage, TokenLogprobs
+from lookonce.common.v1 import common_pb2
+from lookonce.decoder.v1 import decoder_service_pb2
+
+_FINISH_REASONS = {
+    FinishReason.STOP: decoder_service_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: decoder_service_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: decoder_service_pb2.FINISH_REASON_ABORT,
+}
+
+
+def finish_reason(reason: FinishReason) -> decoder_service_pb2.FinishReason.ValueType:
+    """Why a choice ended."""
+    return _FINISH_REASONS[reason]
+
+
+def usage(record: RequestUsage) -> decoder_service_pb2.Usage:
+    """Token accounting."""
+    return decoder_service_pb2.Usage(
+        prompt_tokens=record.prompt_tokens,
+        cached_prompt_tokens=record.cached_prompt_tokens,
+        image_tokens=record.image_tokens,
+        cached_image_tokens=record.cached_image_tokens,
+        skipped_image_tokens=record.skipped_image_tokens,
+        encoded_image_tokens=record.encoded_image_tokens,
+        completion_tokens=record.completion_tokens,
+        queue_time=_duration(record.queue_time_s),
+        time_to_first_token=_duration(record.time_to_first_token_s),
+    )
+
+
+def token_logprobs(positions: Sequence[TokenLogprobs]) -> list[decoder_service_pb2.TokenLogprobs]:
+    """One message per generated position."""
+    return [
+        decoder_service_pb2.TokenLogprobs(
+            top=[decoder_service_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in position.top]
+        )
+        for position in positions
+    ]
+
+
+def delta(increment: TextIncrement, token_index: int) -> decoder_service_pb2.StreamDelta:
+    """One increment of choice 0; `token_index` is that of its first token."""
+    return decoder_service_pb2.StreamDelta(
+        text=increment.text,
+        token_ids=increment.token_ids,
+        token_index=token_index,
+        logprobs=token_logprobs(increment.logprobs),
+    )
+
+
+def placeholder_range(item: ImageItem) -> decoder_service_pb2.PlaceholderRange:
+    """Where an image's tokens are."""
+    key = common_pb2.ContentKey(
+        digest=item.key.digest,
+        algorithm=common_pb2.HASH_ALGORITHM_SHA256,
+        encoder_fingerprint=item.key.fingerprint,
+    )
+    return decoder_service_pb2.PlaceholderRange(offset=item.span.offset, length=item.span.length, key=key)
+
+
+def load(figures: EngineLoad) -> decoder_service_pb2.GetLoadResponse:
+    """Figures for routers."""
+    return decoder_service_pb2.GetLoadResponse(
+        running_requests=figures.running_requests,
+        waiting_requests=figures.waiting_requests,
+        waiting_for_embeddings=figures.waiting_for_embeddings,
+        kv_cache_usage=figures.kv_cache_usage,
+        encoder_cache_rows=figures.encoder_cache_rows,
+    )
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

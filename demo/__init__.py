@@ -1,0 +1,1 @@
+"""A small picture-question model, trained from pictures that this package draws."""

@@ -1,0 +1,307 @@
+"""Questions about scenes, with the exact answers that the demo model shall give.
+
+Knows scenes and wordings; does not know tokens, chat templates or models.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from demo.scenes import COLOURS, SHAPES, PlacedShape, Scene, png_bytes, position_name, random_scene
+from demo.wordings import (
+    HELD_OUT_OPENERS,
+    TRAINING_CLOSERS,
+    TRAINING_OPENERS,
+    WORDINGS,
+    QuestionKind,
+    Split,
+    choose,
+)
+
+NUMBER_WORDS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+ORDINALS: Final = ("first", "second", "third")
+COMPARING_KINDS: Final = frozenset({QuestionKind.WHICH_PICTURE, QuestionKind.COUNT_TOGETHER, QuestionKind.MORE_SHAPES})
+
+DEMO_SCENES: Final = ((10_000_016, 3), (10_000_018, 2), (10_000_004, 3))
+"""(seed, number of shapes) of the pictures of the demo session; training never draws them."""
+
+_LONE_PICTURE: Final = ("the picture", "this picture", "the image", "this image", "the drawing")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One worded question and its answer."""
+
+    kind: QuestionKind
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What to fill into a wording, and the answer that goes with it."""
+
+    answer: str
+    slots: dict[str, str]
+
+
+def ask(kind: QuestionKind, scenes: Sequence[Scene], target: int, split: Split, rng: random.Random) -> Question | None:
+    """A question of this kind about `scenes[target]` (or about all scenes, for the kinds that compare pictures).
+
+    Returns None when these pictures have no unambiguous answer to a question of this kind.
+    """
+    asked = compare(kind, scenes, rng) if kind in COMPARING_KINDS else _ABOUT_ONE[kind](scenes[target], rng)
+    if asked is None:
+        return None
+    return Question(kind, word(kind, asked, len(scenes), target, split, rng), asked.answer)
+
+
+def ask_any(scenes: Sequence[Scene], split: Split, rng: random.Random) -> Question:
+    """A question of a random kind that these pictures can answer, about a random one of them."""
+    kinds = tuple(_ABOUT_ONE)
+    while True:
+        comparing = len(scenes) > 1 and rng.random() < 0.6
+        kind = rng.choice(tuple(sorted(COMPARING_KINDS)) if comparing else kinds)
+        question = ask(kind, scenes, rng.randrange(len(scenes)), split, rng)
+        if question is not None:
+            return question
+
+
+def word(kind: QuestionKind, asked: Asked, num_pictures: int, target: int, split: Split, rng: random.Random) -> str:
+    """Put the question into words; with several pictures the wording says which one is meant."""
+    patterns = WORDINGS[kind].of(split)
+    if num_pictures > 1 and kind not in COMPARING_KINDS:
+        patterns = tuple(pattern for pattern in patterns if "{in" in pattern or "{picture}" in pattern)
+    picture = _picture_name(num_pictures, target, rng)
+    named = num_pictures > 1 or rng.random() < 0.6
+    slots = {
+        "in": f" in {picture}" if named else "",
+        "in_start": f"In {picture}, " if named else "",
+        "picture": picture,
+        "choices": _choices(num_pictures, rng),
+        "all": _all_pictures(num_pictures, rng),
+        **asked.slots,
+    }
+    text = choose(rng.choice(patterns), rng).format_map(slots)
+    text = re.sub(r"\b([Aa]) (?=orange)", r"\1n ", text)
+    return _finish(text[0].upper() + text[1:], split, rng)
+
+
+def describe(scene: Scene) -> str:
+    """All shapes in reading order, for example "a red circle, an orange star and a blue square"."""
+    names = [_with_article(placed.name) for placed in scene.shapes]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def compare(kind: QuestionKind, scenes: Sequence[Scene], rng: random.Random) -> Asked | None:
+    """A question of one of the COMPARING_KINDS over all the pictures."""
+    counts = [len(scene.shapes) for scene in scenes]
+    if len(scenes) < 2:
+        return None
+    if kind is QuestionKind.COUNT_TOGETHER:
+        return Asked(NUMBER_WORDS[sum(counts)], {})
+    if kind is QuestionKind.MORE_SHAPES:
+        best = max(counts)
+        return Asked(ORDINALS[counts.index(best)], {}) if counts.count(best) == 1 else None
+    named = [{name for placed in scene.shapes for name in (placed.name, placed.shape)} for scene in scenes]
+    only_once = sorted(
+        (name, index)
+        for index, names in enumerate(named)
+        for name in names
+        if sum(name in other for other in named) == 1
+    )
+    if not only_once:
+        return None
+    name, index = rng.choice(only_once)
+    return Asked(ORDINALS[index], {"thing": name})
+
+
+def _colour(scene: Scene, rng: random.Random) -> Asked | None:
+    found = [placed for placed in scene.shapes if _count(scene, shape=placed.shape) == 1]
+    if not found:
+        return None
+    placed = rng.choice(found)
+    return Asked(placed.colour, {"shape": placed.shape})
+
+
+def _shape(scene: Scene, rng: random.Random) -> Asked | None:
+    found = [placed for placed in scene.shapes if _count(scene, colour=placed.colour) == 1]
+    if not found:
+        return None
+    placed = rng.choice(found)
+    return Asked(placed.shape, {"colour": placed.colour})
+
+
+def _count_all(scene: Scene, rng: random.Random) -> Asked:
+    return Asked(NUMBER_WORDS[len(scene.shapes)], {})
+
+
+def _count_some(scene: Scene, rng: random.Random) -> Asked:
+    placed = rng.choice(scene.shapes)
+    present = rng.random() < 0.75
+    colour = placed.colour if present else rng.choice(tuple(COLOURS))
+    shape = placed.shape if present else rng.choice(SHAPES)
+    plural = f"{shape}es" if shape.endswith("s") else f"{shape}s"
+    thing = rng.choice(("shapes", "objects", "things", "figures"))
+    some, count = rng.choice(
+        (
+            (f"{colour} {thing}", _count(scene, colour=colour)),
+            (plural, _count(scene, shape=shape)),
+            (f"{colour} {plural}", _count(scene, colour=colour, shape=shape)),
+        )
+    )
+    return Asked(NUMBER_WORDS[count], {"some": some})
+
+
+def _position(scene: Scene, rng: random.Random) -> Asked | None:
+    placed = rng.choice(scene.shapes)
+    name = _unique_name(scene, placed, rng)
+    return None if name is None else Asked(placed.position, {"thing": name})
+
+
+def _content_at(scene: Scene, rng: random.Random) -> Asked:
+    placed: PlacedShape | None = rng.choice(scene.shapes)
+    position = placed.position if placed else ""
+    if rng.random() < 0.2:
+        position = position_name(rng.randrange(3), rng.randrange(3))
+        placed = next((other for other in scene.shapes if other.position == position), None)
+    if position == "centre":
+        position = rng.choice(("centre", "middle"))
+    elif "middle" not in position and rng.random() < 0.3:
+        position = f"{position} corner"
+    return Asked(_with_article(placed.name) if placed else "nothing", {"position": position})
+
+
+def _exists(scene: Scene, rng: random.Random) -> Asked:
+    colour, shape = rng.choice(scene.shapes).colour, rng.choice(scene.shapes).shape
+    if rng.random() < 0.45:
+        colour = rng.choice(tuple(COLOURS))
+    elif rng.random() < 0.45:
+        shape = rng.choice(SHAPES)
+    thing = rng.choice(("shape", "object", "thing", "figure"))
+    name, count = rng.choice(
+        (
+            (f"{colour} {shape}", _count(scene, colour=colour, shape=shape)),
+            (f"{colour} {shape}", _count(scene, colour=colour, shape=shape)),
+            (f"{colour} {thing}", _count(scene, colour=colour)),
+            (shape, _count(scene, shape=shape)),
+        )
+    )
+    return Asked("yes" if count else "no", {"thing": name})
+
+
+def _relation(scene: Scene, rng: random.Random) -> Asked | None:
+    if len(scene.shapes) < 2:
+        return None
+    one, other = rng.sample(scene.shapes, 2)
+    one_name, other_name = _unique_name(scene, one, rng), _unique_name(scene, other, rng)
+    if one_name is None or other_name is None:
+        return None
+    sides = []
+    if one.column != other.column:
+        left, right = rng.choice((("to the left of", "to the right of"), ("left of", "right of")))
+        sides += [(left, one.column < other.column), (right, one.column > other.column)]
+    if one.row != other.row:
+        sides += [("above", one.row < other.row), ("below", one.row > other.row)]
+    side, holds = rng.choice(sides)
+    return Asked("yes" if holds else "no", {"thing": one_name, "other": other_name, "side": side})
+
+
+def _describe(scene: Scene, rng: random.Random) -> Asked:
+    return Asked(describe(scene), {})
+
+
+_ABOUT_ONE: Final[dict[QuestionKind, Callable[[Scene, random.Random], Asked | None]]] = {
+    QuestionKind.COLOUR: _colour,
+    QuestionKind.SHAPE: _shape,
+    QuestionKind.COUNT: _count_all,
+    QuestionKind.COUNT_SOME: _count_some,
+    QuestionKind.POSITION: _position,
+    QuestionKind.CONTENT_AT: _content_at,
+    QuestionKind.EXISTS: _exists,
+    QuestionKind.RELATION: _relation,
+    QuestionKind.DESCRIBE: _describe,
+}
+
+
+def _count(scene: Scene, colour: str | None = None, shape: str | None = None) -> int:
+    return sum(colour in (None, placed.colour) and shape in (None, placed.shape) for placed in scene.shapes)
+
+
+def _unique_name(scene: Scene, placed: PlacedShape, rng: random.Random) -> str | None:
+    """Words that mean this shape and no other of the scene: "red circle", "circle" or "red one"."""
+    if _count(scene, colour=placed.colour, shape=placed.shape) > 1:
+        return None
+    names = [placed.name, placed.name]
+    if _count(scene, shape=placed.shape) == 1:
+        names.append(placed.shape)
+    if _count(scene, colour=placed.colour) == 1:
+        names.append(f"{placed.colour} {rng.choice(('shape', 'object', 'thing', 'figure'))}")
+    return rng.choice(names)
+
+
+def _with_article(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def _picture_name(num_pictures: int, target: int, rng: random.Random) -> str:
+    if num_pictures == 1:
+        return rng.choice(_LONE_PICTURE)
+    noun = rng.choice(("picture", "picture", "image"))
+    number = rng.choice((str(target + 1), NUMBER_WORDS[target + 1]))
+    return rng.choice((f"the {ORDINALS[target]} {noun}", f"the {ORDINALS[target]} {noun}", f"{noun} {number}"))
+
+
+def _choices(num_pictures: int, rng: random.Random) -> str:
+    words = [f"the {ordinal}" for ordinal in ORDINALS[: max(2, num_pictures)]]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _all_pictures(num_pictures: int, rng: random.Random) -> str:
+    noun = rng.choice(("pictures", "pictures", "images"))
+    both = f"both {noun}" if num_pictures == 2 else f"all {noun}"
+    number = NUMBER_WORDS[num_pictures]
+    return rng.choice((f"the {number} {noun}", f"the {number} {noun}", both, f"all {number} {noun}", f"the {noun}"))
+
+
+def _finish(text: str, split: Split, rng: random.Random) -> str:
+    """Add what people add: greetings, American spelling, a missing question mark, no capitals."""
+    if rng.random() < 0.25:
+        opener = rng.choice(TRAINING_OPENERS if split is Split.TRAINING else HELD_OUT_OPENERS)
+        text = opener + (text if opener[-2] in ".!:" else text[0].lower() + text[1:])
+    if rng.random() < 0.1:
+        text += rng.choice(TRAINING_CLOSERS)
+    if rng.random() < 0.2:
+        text = text.replace("colour", "color").replace("centre", "center")
+    if rng.random() < 0.07:
+        text = text.rstrip("?.")
+    if rng.random() < 0.1:
+        text = text.lower()
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class DemoQuestion:
+    """One question of the fixed demo session."""
+
+    parts: tuple[str | bytes, ...]
+    """The user message in order: a PNG file as bytes, or text as str."""
+    expected: str
+
+
+def demo_session() -> list[DemoQuestion]:
+    """Five fixed questions: two on the first picture, one on the second, one on the third, one on two pictures."""
+    first, second, third = (random_scene(seed, count) for seed, count in DEMO_SCENES)
+    one, two, three = png_bytes(first), png_bytes(second), png_bytes(third)
+    thing = second.shapes[0]
+    return [
+        DemoQuestion((one, f"What colour is the {first.shapes[0].shape}?"), first.shapes[0].colour),
+        DemoQuestion((one, "How many shapes are there?"), NUMBER_WORDS[len(first.shapes)]),
+        DemoQuestion((two, f"Where is the {thing.name}?"), thing.position),
+        DemoQuestion((three, "Describe the picture."), describe(third)),
+        DemoQuestion((one, two, f"Which picture has a {thing.name}, the first or the second?"), "second"),
+    ]

@@ -1,0 +1,192 @@
+"""Trains the demo model from nothing and writes it as a Hugging Face folder: `python -m demo.train --out models/demo`.
+
+Two stages on CPU cores: vision_pretraining.py, then chats over one to three pictures with the loss on the answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import LlavaForConditionalGeneration, LlavaProcessor
+
+from demo.chats import messages, random_chat
+from demo.data_parallel import Workers, run_workers
+from demo.evaluate import DemoModel, Evaluation, answer_demo_question, evaluate
+from demo.model import NUM_ROWS, build_model, build_processor
+from demo.picture_pool import PicturePool, draw_pool
+from demo.questions import demo_session
+from demo.scenes import render
+from demo.token_batches import BatchSource, TokenBatch, render_chats
+from demo.tokenizer import train_tokenizer
+from demo.vision_pretraining import pretrain_vision, warm_cosine
+from demo.wordings import Split
+
+log = logging.getLogger(__name__)
+
+_LEARNING_RATE = 2e-3
+_VISION_LEARNING_RATE = 1e-3
+_NUM_WARMUP_STEPS = 100
+_REPORT_SEED = 200
+_MAX_PARAMETERS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """Everything that decides the result, apart from the code."""
+
+    seed: int
+    num_workers: int
+    """Processes of one thread each; batches and pictures below are per worker."""
+    num_pictures: int
+    num_vision_steps: int
+    vision_batch_size: int
+    num_chat_steps: int
+
+
+def train(options: TrainingOptions, out_dir: Path) -> float:
+    """Train, save into `out_dir` and return the seconds that it took, start-up, drawing and saving included."""
+    started_s = time.monotonic()
+    run_workers(train_in_worker, options.num_workers, _MAX_PARAMETERS, options, out_dir)
+    return time.monotonic() - started_s
+
+
+def train_in_worker(workers: Workers, options: TrainingOptions, out_dir: Path) -> None:
+    """One worker's part of the training; the first worker saves the result."""
+    tokenizer = train_tokenizer(options.seed)
+    processor = build_processor(tokenizer)
+    model = build_model(tokenizer, options.seed)
+    pool = draw_pool(options.num_pictures, workers.rank * options.num_pictures)
+    if workers.is_first:
+        check_inputs_match_processor(processor, pool)
+    log.info("%d pictures drawn by each of %d workers", options.num_pictures, workers.num_workers)
+    generator = torch.Generator().manual_seed(options.seed * 1000 + workers.rank)
+    pretrain_vision(model, pool, options.num_vision_steps, options.vision_batch_size, generator, workers)
+    source = BatchSource(pool, tokenizer, options.seed, workers.rank)
+    train_on_chats(model, source, options.num_chat_steps, workers)
+    if workers.is_first:
+        model.save_pretrained(out_dir)
+        processor.save_pretrained(out_dir)
+
+
+def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, num_steps: int, workers: Workers) -> None:
+    """Second stage: the whole model learns to answer, in place."""
+    tower = list(model.model.vision_tower.parameters())
+    tower_ids = {id(parameter) for parameter in tower}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in tower_ids]
+    optimizer = torch.optim.AdamW(
+        [{"params": rest, "lr": _LEARNING_RATE}, {"params": tower, "lr": _VISION_LEARNING_RATE}],
+        betas=(0.9, 0.98),
+        weight_decay=0.02,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warm_cosine(step, _NUM_WARMUP_STEPS, num_steps, 0.02)
+    )
+    started_s = time.monotonic()
+    num_right = num_asked = 0
+    for step in range(num_steps):
+        loss, right, asked = answer_loss(model, source.next_batch())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        workers.average_gradients(model.parameters())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        num_right, num_asked = num_right + right, num_asked + asked
+        if step % 25 == 24:
+            pace_s = (time.monotonic() - started_s) / (step + 1)
+            share = num_right / num_asked
+            log.info(
+                "chat step %d/%d loss %.3f tokens %.4f %.2f s/step", step + 1, num_steps, loss.item(), share, pace_s
+            )
+            num_right = num_asked = 0
+
+
+def answer_loss(model: LlavaForConditionalGeneration, batch: TokenBatch) -> tuple[torch.Tensor, int, int]:
+    """(mean cross entropy of the answer tokens, how many were predicted right, how many there are)."""
+    # No attention mask: padding is on the right, where causal attention never looks.
+    hidden = model.model(input_ids=batch.input_ids, pixel_values=batch.pixel_values, use_cache=False).last_hidden_state
+    targets = batch.input_ids[:, 1:][batch.is_answer[:, 1:]]
+    logits = model.lm_head(hidden[:, :-1][batch.is_answer[:, 1:]])
+    right = int((logits.argmax(-1) == targets).sum())
+    return nn.functional.cross_entropy(logits, targets), right, targets.numel()
+
+
+def check_inputs_match_processor(processor: LlavaProcessor, pool: PicturePool, num_chats: int = 24) -> None:
+    """Raise ValueError unless training sees the very token ids and pixels that the saved processor makes."""
+    rng = random.Random(0)
+    for number in range(num_chats):
+        indices = [rng.randrange(len(pool.scenes)) for _ in range(number % 3 + 1)]
+        chat = random_chat([pool.scenes[index] for index in indices], 4, Split.TRAINING, rng)
+        answers = [turn.question.answer for turn in chat.turns]
+        prompt = processor.apply_chat_template(messages(chat, answers))
+        pictures = [render(scene) for scene in chat.scenes]
+        made: Any = processor(text=prompt, images=pictures, return_tensors="pt")
+        ids = render_chats([chat], processor.tokenizer)[0][0]
+        if made["input_ids"][0].tolist() != ids:
+            raise ValueError(f"the rendered ids differ from the processor's for {prompt!r}")
+        if ids.count(processor.image_token_id) != NUM_ROWS * len(indices):
+            raise ValueError(f"expected {NUM_ROWS} placeholders per picture in {prompt!r}")
+        if not np.array_equal(made["pixel_values"].numpy(), pool.normalised(indices).numpy()):
+            raise ValueError(f"the pool's pixels differ from the processor's for pictures {indices}")
+
+
+def report(options: TrainingOptions, out_dir: Path, training_s: float) -> Evaluation:
+    """Evaluate the saved folder, write REPORT.json beside the weights and return the held-out evaluation."""
+    demo = DemoModel(out_dir)
+    held_out = evaluate(out_dir, num_questions=2000, seed=_REPORT_SEED)
+    known_wordings = evaluate(out_dir, num_questions=1000, seed=_REPORT_SEED, split=Split.TRAINING)
+    session = [(question.expected, answer_demo_question(demo, question)) for question in demo_session()]
+    figures = {
+        "held_out_pictures_and_wordings": asdict(held_out),
+        "held_out_pictures_training_wordings": asdict(known_wordings),
+        "demo_session_right": [expected == answer for expected, answer in session],
+        "training_seconds": round(training_s, 1),
+        "num_parameters": demo.num_parameters,
+        "rows_per_picture": NUM_ROWS,
+        "report_seed": _REPORT_SEED,
+        "options": asdict(options),
+    }
+    (out_dir / "REPORT.json").write_text(json.dumps(figures, indent=2) + "\n")
+    return held_out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, save, evaluate and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--num-pictures", type=int, default=15_000, help="per worker")
+    parser.add_argument("--num-vision-steps", type=int, default=700)
+    parser.add_argument("--vision-batch-size", type=int, default=32, help="per worker")
+    parser.add_argument("--num-chat-steps", type=int, default=900)
+    parsed = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    out_dir: Path = parsed.out
+    options = TrainingOptions(
+        seed=parsed.seed,
+        num_workers=parsed.num_workers,
+        num_pictures=parsed.num_pictures,
+        num_vision_steps=parsed.num_vision_steps,
+        vision_batch_size=parsed.vision_batch_size,
+        num_chat_steps=parsed.num_chat_steps,
+    )
+    training_s = train(options, out_dir)
+    log.info("trained in %.0f s", training_s)
+    held_out = report(options, out_dir, training_s)
+    log.info("held-out accuracy %.4f: %s", held_out.accuracy, held_out.by_kind)
+
+
+if __name__ == "__main__":
+    main()

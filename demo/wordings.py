@@ -1,0 +1,357 @@
+"""How questions are worded: patterns used in training, and held-out patterns that training never sees.
+
+Pure data and its expansion. `[a|b]` is a choice, `{slot}` is filled by questions.py, and `{in}` is empty or names the
+picture (" in the picture", " in the second picture"); a pattern without `{in}` is asked about a lone picture only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class QuestionKind(StrEnum):
+    """What a question is about; the last three compare pictures and need at least two."""
+
+    COLOUR = "colour"
+    SHAPE = "shape"
+    COUNT = "count"
+    COUNT_SOME = "count_some"
+    POSITION = "position"
+    CONTENT_AT = "content_at"
+    EXISTS = "exists"
+    RELATION = "relation"
+    DESCRIBE = "describe"
+    WHICH_PICTURE = "which_picture"
+    COUNT_TOGETHER = "count_together"
+    MORE_SHAPES = "more_shapes"
+
+
+class Split(StrEnum):
+    """Which wordings may be used."""
+
+    TRAINING = "training"
+    HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Wordings:
+    """The patterns of one kind of question."""
+
+    training: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    def of(self, split: Split) -> tuple[str, ...]:
+        """The patterns of `split`."""
+        return self.training if split is Split.TRAINING else self.held_out
+
+
+_THINGS = "[shapes|shapes|objects|figures|things]"
+
+WORDINGS: Final[dict[QuestionKind, Wordings]] = {
+    QuestionKind.COLOUR: Wordings(
+        training=(
+            "What colour is the {shape}{in}?",
+            "What is the colour of the {shape}{in}?",
+            "Which colour does the {shape}{in} have?",
+            "What colour does the {shape} have{in}?",
+            "[Tell me|Name|Give me|Say] the colour of the {shape}{in}.",
+            "The {shape}{in} is what colour?",
+            "What colour has the {shape}{in}?",
+            "[Can|Could] you tell me what colour the {shape}{in} is?",
+            "In [what|which] colour is the {shape}{in} drawn?",
+            "I see a {shape}{in}. What colour is it?",
+            "There is a {shape}{in}. Which colour is it?",
+            "Do you know the colour of the {shape}{in}?",
+            "{shape}{in}: [which|what] colour?",
+            "What is the {shape}'s colour{in}?",
+            "I would like to know the {shape}'s colour{in}.",
+        ),
+        held_out=(
+            "Which colour is the {shape}{in}?",
+            "Can you name the colour of the {shape}{in}?",
+            "Tell me which colour the {shape}{in} has.",
+            "Do you see what colour the {shape}{in} is?",
+            "I would like to know what colour the {shape}{in} is.",
+        ),
+    ),
+    QuestionKind.SHAPE: Wordings(
+        training=(
+            "What shape is the {colour} [one|object|thing|figure]{in}?",
+            "What shape is {colour}{in}?",
+            "What is the shape of the {colour} [one|object|thing|figure]{in}?",
+            "Which shape is [{colour}|the {colour} one]{in}?",
+            "[Tell me|Name|Give me|Say] the shape of the {colour} [object|thing|figure]{in}.",
+            "The {colour} [object|thing|figure]{in} is what shape?",
+            "What shape does the {colour} [one|object|thing]{in} have?",
+            "[Can|Could] you tell me what shape the {colour} one{in} is?",
+            "I see something {colour}{in}. What shape is it?",
+            "There is something {colour}{in}. Which shape is it?",
+            "Do you know the shape of the {colour} [object|thing|figure]{in}?",
+            "{colour} [one|object|thing]{in}: [which|what] shape?",
+            "Which shape has the colour {colour}{in}?",
+            "I would like to know the shape of the {colour} [one|object]{in}.",
+        ),
+        held_out=(
+            "Which shape is the {colour} [thing|object|figure]{in}?",
+            "Can you name the shape of the {colour} [object|one]{in}?",
+            "Tell me which shape the {colour} [object|thing]{in} has.",
+            "What shape has the colour {colour}{in}?",
+            "Do you see what shape the {colour} one{in} is?",
+        ),
+    ),
+    QuestionKind.COUNT: Wordings(
+        training=(
+            f"How many {_THINGS} are there{{in}}?",
+            f"How many {_THINGS} are{{in}}?",
+            f"How many {_THINGS} [do you see|can you see|can be seen]{{in}}?",
+            f"What is the number of {_THINGS}{{in}}?",
+            f"Count the {_THINGS}{{in}}.",
+            f"[Tell me|Give me|Say] the number of {_THINGS}{{in}}.",
+            f"[Can|Could] you count the {_THINGS}{{in}}?",
+            f"[Tell me|Say] how many {_THINGS} there are{{in}}.",
+            f"I see some {_THINGS}{{in}}. How many are there?",
+            f"The number of {_THINGS}{{in}} is what?",
+            f"What number of {_THINGS} is drawn{{in}}?",
+            f"How many {_THINGS} were drawn{{in}}?",
+        ),
+        held_out=(
+            f"Do you know how many {_THINGS} there are{{in}}?",
+            f"How many {_THINGS} are drawn{{in}}?",
+            f"Can you tell me the number of {_THINGS}{{in}}?",
+            f"I would like to know how many {_THINGS} there are{{in}}.",
+        ),
+    ),
+    QuestionKind.COUNT_SOME: Wordings(
+        training=(
+            "How many {some} are there{in}?",
+            "How many {some} are{in}?",
+            "How many {some} [do you see|can you see|can be seen]{in}?",
+            "What is the number of {some}{in}?",
+            "Count the {some}{in}.",
+            "[Tell me|Give me|Say] the number of {some}{in}.",
+            "[Can|Could] you count the {some}{in}?",
+            "[Tell me|Say] how many {some} there are{in}.",
+            "The number of {some}{in} is what?",
+            "What number of {some} is drawn{in}?",
+            "How many {some} were drawn{in}?",
+        ),
+        held_out=(
+            "Do you know how many {some} there are{in}?",
+            "How many {some} are drawn{in}?",
+            "Can you tell me the number of {some}{in}?",
+            "I would like to know how many {some} there are{in}.",
+        ),
+    ),
+    QuestionKind.POSITION: Wordings(
+        training=(
+            "Where is the {thing}{in}?",
+            "Where [do you see|can you see] the {thing}{in}?",
+            "Where{in} is the {thing}?",
+            "What is the position of the {thing}{in}?",
+            "[Tell me|Say] where the {thing}{in} is.",
+            "[Can|Could] you tell me where the {thing} is{in}?",
+            "[Tell me|Give me|Name] the position of the {thing}{in}.",
+            "In [what|which] place is the {thing}{in}?",
+            "Which position does the {thing} have{in}?",
+            "I see a {thing}{in}. Where is it?",
+            "There is a {thing}{in}. Where is it?",
+            "Do you know the position of the {thing}{in}?",
+            "Where was the {thing} drawn{in}?",
+            "{thing}{in}: where?",
+        ),
+        held_out=(
+            "Do you know where the {thing} is{in}?",
+            "Where can the {thing} be seen{in}?",
+            "I would like to know where the {thing} is{in}.",
+            "What position does the {thing} have{in}?",
+            "Can you name the position of the {thing}{in}?",
+        ),
+    ),
+    QuestionKind.CONTENT_AT: Wordings(
+        training=(
+            "What is [at|in] the {position}{in}?",
+            "What do you see [at|in] the {position}{in}?",
+            "[At|In] the {position}{in}, what do you see?",
+            "What [object|shape|figure|thing] is [at|in] the {position}{in}?",
+            "Which [object|shape|figure|thing] is [at|in] the {position}{in}?",
+            "[Tell me|Say] what is [at|in] the {position}{in}.",
+            "[Can|Could] you tell me what is [at|in] the {position}{in}?",
+            "What was drawn [at|in] the {position}{in}?",
+            "Name the [object|shape|figure|thing] [at|in] the {position}{in}.",
+            "What can be seen [at|in] the {position}{in}?",
+        ),
+        held_out=(
+            "What is drawn [at|in] the {position}{in}?",
+            "Do you know what is [at|in] the {position}{in}?",
+            "What can you see [at|in] the {position}{in}?",
+            "I would like to know what is [at|in] the {position}{in}.",
+        ),
+    ),
+    QuestionKind.EXISTS: Wordings(
+        training=(
+            "Is there a {thing}{in}?",
+            "Is a {thing} there{in}?",
+            "Do you see a {thing}{in}?",
+            "Can you see a {thing}{in}?",
+            "Can a {thing} be seen{in}?",
+            "Does a {thing} appear{in}?",
+            "[Tell me|Say] if there is a {thing}{in}.",
+            "Was a {thing} drawn{in}?",
+            "There is a {thing}{in}, yes or no?",
+            "[Tell me|Say]{in}: is there a {thing}, yes or no?",
+            "I think there is a {thing}{in}. Is that right?",
+            "[Can|Could] you tell me if there is a {thing}{in}?",
+        ),
+        held_out=(
+            "Is a {thing} drawn{in}?",
+            "Do you know if there is a {thing}{in}?",
+            "I would like to know if there is a {thing}{in}.",
+            "Tell me if you see a {thing}{in}.",
+        ),
+    ),
+    QuestionKind.RELATION: Wordings(
+        training=(
+            "Is the {thing} {side} the {other}{in}?",
+            "{in_start}is the {thing} {side} the {other}?",
+            "The {thing} is {side} the {other}{in}, yes or no?",
+            "[Tell me|Say] if the {thing} is {side} the {other}{in}.",
+            "[Can|Could] you tell me if the {thing} is {side} the {other}{in}?",
+            "Do you see the {thing} {side} the {other}{in}?",
+            "Was the {thing} drawn {side} the {other}{in}?",
+            "I think the {thing} is {side} the {other}{in}. Is that right?",
+        ),
+        held_out=(
+            "Do you know if the {thing} is {side} the {other}{in}?",
+            "Is the {thing} drawn {side} the {other}{in}?",
+            "I would like to know if the {thing} is {side} the {other}{in}.",
+        ),
+    ),
+    QuestionKind.DESCRIBE: Wordings(
+        training=(
+            "Describe {picture}.",
+            "What is in {picture}?",
+            "What do you see in {picture}?",
+            "[Tell me|Say] what is in {picture}.",
+            "What does {picture} show?",
+            "List [the shapes|the objects|everything] in {picture}.",
+            "[Can|Could] you describe {picture}?",
+            "[Give me|I would like] a description of {picture}.",
+            "Which shapes [are in|can be seen in|do you see in] {picture}?",
+            "Tell me what {picture} shows.",
+        ),
+        held_out=(
+            "Tell me what you see in {picture}.",
+            "What can be seen in {picture}?",
+            "What was drawn in {picture}?",
+            "Can you tell me what is in {picture}?",
+            "List what you see in {picture}.",
+        ),
+    ),
+    QuestionKind.WHICH_PICTURE: Wordings(
+        training=(
+            "Which [picture|image] has a {thing}, {choices}?",
+            "Which [picture|image] has a {thing}?",
+            "Which [picture|image] shows a {thing}, {choices}?",
+            "In which [picture|image] is there a {thing}?",
+            "In which [picture|image] do you see a {thing}, {choices}?",
+            "Where is there a {thing}, in {choices} [picture|image]?",
+            "Is there a {thing} in {choices} [picture|image]?",
+            "[Tell me|Say] which [picture|image] has a {thing}.",
+            "[Tell me|Say] in which [picture|image] there is a {thing}, {choices}.",
+            "A {thing} can be seen in which [picture|image], {choices}?",
+            "{choices}: which [picture|image] has a {thing}?",
+            "Which of the [pictures|images] has a {thing}?",
+            "[Can|Could] you tell me which [picture|image] shows a {thing}?",
+        ),
+        held_out=(
+            "Which of the [pictures|images] shows a {thing}, {choices}?",
+            "In which [picture|image] can you see a {thing}?",
+            "Which [picture|image] is the one with a {thing}, {choices}?",
+            "Do you know which [picture|image] has a {thing}?",
+        ),
+    ),
+    QuestionKind.COUNT_TOGETHER: Wordings(
+        training=(
+            f"How many {_THINGS} are there in {{all}} together?",
+            f"How many {_THINGS} are there in {{all}} in total?",
+            f"How many {_THINGS} are in {{all}} [together|in total]?",
+            f"Together, how many {_THINGS} are in {{all}}?",
+            f"In total, how many {_THINGS} [do you see|can you see] in {{all}}?",
+            f"What is the total number of {_THINGS} in {{all}}?",
+            f"Count the {_THINGS} in {{all}} together.",
+            f"Count all the {_THINGS} in {{all}}.",
+            f"[Tell me|Say] how many {_THINGS} there are in {{all}} together.",
+            f"How many {_THINGS} do {{all}} have together?",
+            f"[Tell me|Give me] the total number of {_THINGS} in {{all}}.",
+        ),
+        held_out=(
+            f"In total, how many {_THINGS} are there in {{all}}?",
+            f"How many {_THINGS} do {{all}} show together?",
+            f"What is the number of {_THINGS} in {{all}} together?",
+            f"Can you count all the {_THINGS} in {{all}}?",
+        ),
+    ),
+    QuestionKind.MORE_SHAPES: Wordings(
+        training=(
+            f"Which [picture|image] has more {_THINGS}, {{choices}}?",
+            f"Which [picture|image] has more {_THINGS}?",
+            f"Which [picture|image] shows more {_THINGS}, {{choices}}?",
+            f"In which [picture|image] are there more {_THINGS}?",
+            f"[Tell me|Say] which [picture|image] has more {_THINGS}.",
+            f"Are there more {_THINGS} in {{choices}} [picture|image]?",
+            f"In which [picture|image] do you see more {_THINGS}, {{choices}}?",
+            f"Which of the [pictures|images] has more {_THINGS}?",
+            f"{{choices}}: which [picture|image] has more {_THINGS}?",
+        ),
+        held_out=(
+            f"Which of the [pictures|images] shows more {_THINGS}, {{choices}}?",
+            f"Do you see more {_THINGS} in {{choices}} [picture|image]?",
+            f"In which [picture|image] can you see more {_THINGS}?",
+        ),
+    ),
+}
+
+TRAINING_OPENERS: Final = (
+    "Look at the picture. ",
+    "Please answer: ",
+    "Question: ",
+    "Hello! ",
+    "Now, ",
+    "And ",
+    "Please, ",
+    "Next question: ",
+    "One more question. ",
+    "Thank you. ",
+    "OK, ",
+    "Well, ",
+)
+HELD_OUT_OPENERS: Final = ("Look here. ", "And now, ", "Hello, ", "Please look at the picture. ", "Good. ")
+TRAINING_CLOSERS: Final = (" Please answer.", " Thank you.", " Answer in a few words.", " Answer briefly.", " Please.")
+
+SYSTEM_TEXTS: Final = (
+    "You are a helpful assistant.",
+    "You answer questions about pictures.",
+    "Answer briefly.",
+    "You are Lookonce, a model that looks at pictures. Answer in a few words.",
+    "Be short and exact.",
+    "Answer the user's questions about the pictures.",
+)
+
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+
+
+def choose(pattern: str, rng: random.Random) -> str:
+    """One expansion of the pattern's choices; slots stay."""
+    return _CHOICE.sub(lambda match: rng.choice(match.group(1).split("|")), pattern)
+
+
+def all_expansions(pattern: str) -> set[str]:
+    """Every expansion of the pattern's choices; slots stay."""
+    pieces = _CHOICE.split(pattern)
+    options = [piece.split("|") if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    return {"".join(chosen) for chosen in itertools.product(*options)}

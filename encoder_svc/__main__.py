@@ -1,0 +1,38 @@
+"""`python -m encoder_svc`: settings → model → pipeline → gRPC server, until SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import transformers
+
+from encoder_svc.service import open_pipeline, service_entry
+from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision_model import VisionModel
+from lookonce import serving
+from lookonce.settings import parse_settings
+from lookonce.telemetry import Telemetry
+
+
+async def serve(arguments: list[str]) -> None:
+    """Runs the service. Raises StartupError when it must not start."""
+    settings = parse_settings(EncoderSettings, arguments, "encoder_svc")
+    telemetry = Telemetry.from_settings(settings)
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    if settings.log_format == "json":
+        transformers.utils.logging.disable_progress_bar()
+    model = VisionModel.load(settings)
+    model.warm_up()
+    async with open_pipeline(settings, model, telemetry.registry) as pipeline:
+        await serving.GrpcService(settings, telemetry, [service_entry(pipeline, settings)]).serve_until_stopped()
+
+
+def main() -> None:
+    """Entry point."""
+    serving.run(serve(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

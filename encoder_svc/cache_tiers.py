@@ -1,0 +1,181 @@
+"""The two places where rows may be: this process and the shared cache. Looks up, reads and writes; never encodes.
+
+Called on the event loop; Redis is talked to in threads of its own. Trouble with Redis is a miss or `stored = False`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from encoder_svc.local_cache import LocalCache, LocalEmbedding
+from encoder_svc.metrics import EncoderMetrics
+from lookonce.content_key import ContentKey
+from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
+
+ResultT = TypeVar("ResultT")
+
+_LOCAL = "local"
+_SHARED = "shared"
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Consecutive rows of one embedding."""
+
+    meta: EmbeddingMeta
+    # Index of the first row.
+    start: int
+    # Raw bytes of whole rows.
+    rows: memoryview = field(repr=False)
+
+
+class CacheTiers:
+    """Local cache in front of the shared one."""
+
+    def __init__(
+        self, local: LocalCache, store: EmbeddingStore | None, metrics: EncoderMetrics, *, store_workers: int
+    ) -> None:
+        """`store` None: there is no shared cache."""
+        self._local = local
+        self._store = store
+        self._metrics = metrics
+        self._threads = ThreadPoolExecutor(store_workers, thread_name_prefix="store")
+
+    def find_local(self, key: ContentKey) -> LocalEmbedding | None:
+        """What this process holds."""
+        entry = self._local.get(key.value)
+        self._count_query(_LOCAL, is_hit=entry is not None)
+        return entry
+
+    async def find_shared(self, key: ContentKey) -> EmbeddingMeta | None:
+        """The description of what the shared cache holds; its life starts anew."""
+        store = self._store
+        if store is None:
+            return None
+        meta = await self._in_thread(lambda: _stat(store, key, touch=True))
+        self._count_query(_SHARED, is_hit=meta is not None)
+        return meta
+
+    async def put(self, key: ContentKey, entry: LocalEmbedding, *, overwrite: bool) -> bool:
+        """Keeps new rows in both tiers. Returns whether the shared cache holds rows of this key now."""
+        self._local.put(key.value, entry)
+        self._metrics.local_cache_bytes.set(self._local.num_bytes)
+        return await self._write(key, entry, overwrite=overwrite)
+
+    async def keep_stored(self, key: ContentKey, entry: LocalEmbedding) -> bool:
+        """Prolongs the shared entry's life; writes it again where it went away. Returns whether it is there now."""
+        store = self._store
+        if store is None:
+            return False
+        return await self._in_thread(lambda: store.touch(key)) or await self._write(key, entry, overwrite=False)
+
+    async def lookup(self, keys: Sequence[ContentKey], *, touch: bool) -> list[EmbeddingMeta | None]:
+        """The description of each key's rows, None where no tier holds them; `touch` prolongs the shared lives."""
+        entries = [self.find_local(key) for key in keys]
+        local = [None if entry is None else entry.meta for entry in entries]
+        store = self._store
+        if store is None:
+            return local
+        shared = await self._in_thread(lambda: [_stat(store, key, touch=touch) for key in keys])
+        for meta in shared:
+            self._count_query(_SHARED, is_hit=meta is not None)
+        return [here or there for here, there in zip(local, shared, strict=True)]
+
+    async def read(self, key: ContentKey, row_offset: int, row_count: int) -> RowRange:
+        """Rows [row_offset, row_offset + row_count) of one embedding, to its end for a count of 0.
+
+        Raises EmbeddingNotCachedError, or InvalidParameterError for a range outside of the embedding.
+        """
+        entry = self.find_local(key)
+        if entry is not None:
+            start, stop = _checked_range(entry.meta, row_offset, row_count)
+            width = entry.meta.row_bytes
+            return RowRange(entry.meta, start, entry.rows[start * width : stop * width])
+        store = self._store
+        if store is None:
+            raise not_cached()
+        found = await self._in_thread(lambda: _read_rows(store, key, row_offset, row_count))
+        self._count_query(_SHARED, is_hit=found is not None)
+        if found is None:
+            raise not_cached()
+        return found
+
+    def close(self) -> None:
+        """Waits for the operations in work; the store itself stays open."""
+        self._threads.shutdown()
+
+    async def _write(self, key: ContentKey, entry: LocalEmbedding, *, overwrite: bool) -> bool:
+        """Never raises: rows that cannot be written can still be read from this process."""
+        store = self._store
+        if store is None:
+            return False
+
+        def write() -> bool:
+            started_s = time.monotonic()
+            try:
+                if overwrite:
+                    store.delete(key)
+                return store.write(key, entry.meta, entry.rows)
+            except Exception:
+                _log.exception("writing to the shared cache failed")
+                return False
+            finally:
+                self._metrics.store_seconds.observe(time.monotonic() - started_s)
+
+        stored = await self._in_thread(write)
+        if not stored:
+            self._metrics.unstored.inc()
+        return stored
+
+    async def _in_thread(self, action: Callable[[], ResultT]) -> ResultT:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, action)
+
+    def _count_query(self, tier: str, *, is_hit: bool) -> None:
+        self._metrics.cache_queries.labels(tier).inc()
+        if is_hit:
+            self._metrics.cache_hits.labels(tier).inc()
+
+
+def not_cached() -> EmbeddingNotCachedError:
+    """The one answer for unknown, evicted and foreign digests alike."""
+    return EmbeddingNotCachedError("no rows are cached for this digest; send the image's bytes", indexes=(0,))
+
+
+def _stat(store: EmbeddingStore, key: ContentKey, *, touch: bool) -> EmbeddingMeta | None:
+    meta = store.stat(key)
+    if meta is not None and touch:
+        store.touch(key)
+    return meta
+
+
+def _read_rows(store: EmbeddingStore, key: ContentKey, row_offset: int, row_count: int) -> RowRange | None:
+    """All rows by one read, so that they come from one write of the entry."""
+    meta = store.stat(key)
+    if meta is None:
+        return None
+    start, stop = _checked_range(meta, row_offset, row_count)
+    rows = memoryview(bytearray((stop - start) * meta.row_bytes))
+    missing = store.read_rows(key, start, stop, rows)
+    return None if missing is not None else RowRange(meta, start, rows.toreadonly())
+
+
+def _checked_range(meta: EmbeddingMeta, row_offset: int, row_count: int) -> tuple[int, int]:
+    """[start, stop) inside of the embedding, never empty. Raises InvalidParameterError."""
+    if row_offset >= meta.num_rows:
+        raise InvalidParameterError("row_offset", f"must be below {meta.num_rows}, not {row_offset}")
+    stop = row_offset + row_count if row_count else meta.num_rows
+    if stop > meta.num_rows:
+        left = meta.num_rows - row_offset
+        raise InvalidParameterError("row_count", f"must be at most {left} from row {row_offset} on, not {row_count}")
+    return row_offset, stop

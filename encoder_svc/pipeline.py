@@ -1,0 +1,241 @@
+"""One image from bytes or digest to rows in the cache: hash → look up → single flight → preprocess → batch → store.
+
+Plain Python types in and out; knows neither protobuf nor gRPC. Lives on one event loop; everything over a millisecond
+(hashing photos, pixels, the model, Redis) happens in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from encoder_svc.batcher import EncodedRows, ForwardBatcher
+from encoder_svc.cache_tiers import CacheTiers, RowRange, not_cached
+from encoder_svc.local_cache import LocalEmbedding
+from encoder_svc.metrics import EncoderMetrics
+from encoder_svc.preprocess import Preprocessor
+from encoder_svc.single_flight import SingleFlight
+from encoder_svc.vision_model import VisionModel, row_bytes
+from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key, image_digest
+from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.errors import (
+    DigestMismatchError,
+    FingerprintMismatchError,
+    InvalidParameterError,
+    LookonceError,
+    OverloadedError,
+)
+from lookonce.image_header import ImageHeader, ImageLimits, check_file_size
+
+# SHA-256 of so many bytes takes about a quarter of a millisecond without hardware help; more goes to a thread.
+_INLINE_HASH_BYTES = 64 << 10
+
+
+class CacheUse(enum.Enum):
+    """What a request wants from the cache."""
+
+    READ_AND_WRITE = "read_and_write"
+    # Encode again and overwrite.
+    REFRESH = "refresh"
+    # Never encode.
+    ONLY_IF_CACHED = "only_if_cached"
+
+
+class Origin(enum.Enum):
+    """Where a result came from."""
+
+    COMPUTED = "computed"
+    COALESCED = "coalesced"
+    LOCAL_CACHE = "local_cache"
+    SHARED_CACHE = "shared_cache"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """One image of a request. At least one of `data` and `digest` is set."""
+
+    # The original file; None for a reference by digest.
+    data: bytes | None = field(repr=False)
+    # With `data`: what it must hash to. Without: which image is meant.
+    digest: ImageDigest | None
+    options: ProcessorOptions
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOutcome:
+    """What became of one image."""
+
+    key: ContentKey
+    meta: EmbeddingMeta
+    origin: Origin
+    # Duration of the forward pass, seconds; 0 for a hit.
+    compute_s: float
+    # The shared cache holds the rows.
+    stored: bool
+
+
+class EncodePipeline:
+    """The encoder's one path; owned by the process, used by all calls."""
+
+    def __init__(
+        self,
+        model: VisionModel,
+        preprocessor: Preprocessor,
+        batcher: ForwardBatcher,
+        tiers: CacheTiers,
+        limits: ImageLimits,
+        metrics: EncoderMetrics,
+        *,
+        max_queued_images: int,
+    ) -> None:
+        """`max_queued_images` bounds the images between a miss and the end of their forward pass."""
+        self.model = model
+        self._preprocessor = preprocessor
+        self._batcher = batcher
+        self._tiers = tiers
+        self._limits = limits
+        self._metrics = metrics
+        self._max_queued_images = max_queued_images
+        self._num_queued = 0
+        self._flights: SingleFlight[EncodeOutcome] = SingleFlight()
+
+    def key_of(self, digest: ImageDigest, options: ProcessorOptions, tenant: Tenant) -> ContentKey:
+        """The key under which this encoder keeps an image."""
+        return content_key(digest, self.model.fingerprint, options, tenant)
+
+    def check_fingerprint(self, fingerprint: str) -> None:
+        """Raises FingerprintMismatchError unless it is empty or this encoder's."""
+        if fingerprint and fingerprint != self.model.fingerprint:
+            raise FingerprintMismatchError(
+                "the rows of another encoder were asked for; ask GetEncoderInfo which one is served here",
+                metadata={"encoder_fingerprint": self.model.fingerprint},
+            )
+
+    async def encode(self, image: ImageInput, cache_use: CacheUse, tenant: Tenant) -> EncodeOutcome:
+        """Makes sure that the image's rows can be read from a cache.
+
+        Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds, OverloadedError,
+        DigestMismatchError, InvalidParameterError and the image errors of `image_header` and `preprocess`.
+        """
+        self.model.family.check_options(image.options)
+        if image.data is None:
+            if cache_use is CacheUse.REFRESH:
+                raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")
+            assert image.digest is not None, "a reference has a digest"
+            return await self._find(self.key_of(image.digest, image.options, tenant))
+        digest = await self._checked_digest(image.data, image.digest)
+        key = self.key_of(digest, image.options, tenant)
+        if cache_use is CacheUse.ONLY_IF_CACHED:
+            return await self._find(key)
+        if cache_use is CacheUse.READ_AND_WRITE and (found := await self._find_local(key)) is not None:
+            return found
+        return await self._fly(key, image.data, image.options, refresh=cache_use is CacheUse.REFRESH)
+
+    async def lookup(self, keys: Sequence[ContentKey], *, touch: bool) -> list[EmbeddingMeta | None]:
+        """The description of each key's rows, None where no cache holds them; `touch` prolongs their lives."""
+        return await self._tiers.lookup(keys, touch=touch)
+
+    async def read(self, key: ContentKey, row_offset: int, row_count: int) -> RowRange:
+        """Rows [row_offset, row_offset + row_count) of one embedding, to its end for a count of 0.
+
+        Raises EmbeddingNotCachedError, or InvalidParameterError for a range outside of the embedding.
+        """
+        return await self._tiers.read(key, row_offset, row_count)
+
+    async def close(self) -> None:
+        """Cancels what is in flight and stops all threads."""
+        await self._flights.close()
+        for part in (self._preprocessor, self._batcher, self._tiers):
+            await asyncio.to_thread(part.close)
+
+    async def _checked_digest(self, data: bytes, expected: ImageDigest | None) -> ImageDigest:
+        check_file_size(data, self._limits)
+        if len(data) <= _INLINE_HASH_BYTES:
+            digest = image_digest(data)
+        else:
+            digest = await asyncio.to_thread(image_digest, data)
+        if expected is not None and digest != expected:
+            raise DigestMismatchError("the image does not hash to its expected digest; nothing was stored")
+        return digest
+
+    async def _find(self, key: ContentKey) -> EncodeOutcome:
+        """Never encodes, but waits for an encode that is in flight. Raises EmbeddingNotCachedError."""
+        found = await self._find_local(key)
+        if found is None and key.value in self._flights:
+            found = await self._join(key)
+        if found is None:
+            found = await self._find_shared(key)
+        if found is None:
+            raise not_cached()
+        return found
+
+    async def _find_local(self, key: ContentKey) -> EncodeOutcome | None:
+        entry = self._tiers.find_local(key)
+        if entry is None:
+            return None
+        stored = await self._tiers.keep_stored(key, entry)
+        return EncodeOutcome(key, entry.meta, Origin.LOCAL_CACHE, 0.0, stored)
+
+    async def _find_shared(self, key: ContentKey) -> EncodeOutcome | None:
+        meta = await self._tiers.find_shared(key)
+        return None if meta is None else EncodeOutcome(key, meta, Origin.SHARED_CACHE, 0.0, stored=True)
+
+    async def _join(self, key: ContentKey) -> EncodeOutcome | None:
+        """The outcome of the flight that exists for this key; its failure belongs to those who sent the bytes."""
+        self._metrics.coalesced.labels("process").inc()
+        try:
+            return _as_joined(await self._flights.join(key.value))
+        except LookonceError:
+            return None
+
+    async def _fly(self, key: ContentKey, data: bytes, options: ProcessorOptions, *, refresh: bool) -> EncodeOutcome:
+        """Joins the flight of this key or starts one; a refresh joins refreshes only."""
+        flight = (key.value, "refresh") if refresh else key.value
+        if flight in self._flights:
+            self._metrics.coalesced.labels("process").inc()
+            return _as_joined(await self._flights.join(flight))
+
+        async def find_or_encode() -> EncodeOutcome:
+            found = None if refresh else await self._find_shared(key)
+            return found or await self._encode(key, data, options, overwrite=refresh)
+
+        return await self._flights.start(flight, find_or_encode())
+
+    async def _encode(
+        self, key: ContentKey, data: bytes, options: ProcessorOptions, *, overwrite: bool
+    ) -> EncodeOutcome:
+        self._admit()
+        try:
+            inputs, header = await self._preprocessor.prepare(data, options)
+            encoded = await asyncio.wrap_future(self._batcher.submit(inputs))
+        finally:
+            self._num_queued -= 1
+            self._metrics.queued_images.set(self._num_queued)
+        entry = LocalEmbedding(self._meta_of(encoded, header), row_bytes(encoded.rows))
+        stored = await self._tiers.put(key, entry, overwrite=overwrite)
+        return EncodeOutcome(key, entry.meta, Origin.COMPUTED, encoded.compute_s, stored)
+
+    def _admit(self) -> None:
+        """Takes a place among the queued images. Raises OverloadedError when there is none."""
+        if self._num_queued >= self._max_queued_images:
+            self._metrics.rejected.inc()
+            raise OverloadedError(f"{self._num_queued} images wait for the model, which is the limit; try again later")
+        self._num_queued += 1
+        self._metrics.queued_images.set(self._num_queued)
+
+    def _meta_of(self, encoded: EncodedRows, header: ImageHeader) -> EmbeddingMeta:
+        return EmbeddingMeta(
+            num_rows=encoded.rows.shape[0],
+            hidden_size=self.model.hidden_size,
+            num_levels=self.model.num_levels,
+            dtype=self.model.dtype,
+            image_width=header.width,
+            image_height=header.height,
+        )
+
+
+def _as_joined(outcome: EncodeOutcome) -> EncodeOutcome:
+    """What a caller sees who did not start the flight; a hit stays a hit."""
+    return replace(outcome, origin=Origin.COALESCED) if outcome.origin is Origin.COMPUTED else outcome

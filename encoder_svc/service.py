@@ -1,0 +1,62 @@
+"""Wires the encoder's parts in the order of their dependencies, and takes them down in the opposite one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from encoder_svc.batcher import BatchLimits, ForwardBatcher
+from encoder_svc.cache_tiers import CacheTiers
+from encoder_svc.local_cache import LocalCache
+from encoder_svc.metrics import EncoderMetrics, StoreCollector
+from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.preprocess import Preprocessor
+from encoder_svc.servicer import SERVICE_NAME, EncoderServicer
+from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision_model import VisionModel
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.encoder.v1.encoder_service_pb2_grpc import add_EncoderServiceServicer_to_server
+from lookonce.image_header import ImageLimits
+from lookonce.serving import ServiceEntry
+
+
+@asynccontextmanager
+async def open_pipeline(
+    settings: EncoderSettings, model: VisionModel, registry: CollectorRegistry
+) -> AsyncIterator[EncodePipeline]:
+    """A running pipeline for one process. Raises ConfigurationError for an unusable Redis URL."""
+    metrics = EncoderMetrics(registry)
+    limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
+    batch_limits = BatchLimits(settings.max_forward_images, settings.max_forward_bytes, settings.max_queued_images)
+    async with AsyncExitStack() as stack:
+        store = _open_store(settings)
+        if store is not None:
+            stack.callback(store.close)
+            registry.register(StoreCollector(store))
+        pipeline = EncodePipeline(
+            model,
+            Preprocessor(model.family, limits, settings.preprocess_workers),
+            ForwardBatcher(model.forward, batch_limits, metrics),
+            CacheTiers(LocalCache(settings.local_cache_bytes), store, metrics, store_workers=settings.store_workers),
+            limits,
+            metrics,
+            max_queued_images=settings.max_queued_images,
+        )
+        stack.push_async_callback(pipeline.close)
+        yield pipeline
+
+
+def service_entry(pipeline: EncodePipeline, settings: EncoderSettings) -> ServiceEntry:
+    """What the server shell registers."""
+    servicer = EncoderServicer(pipeline, settings)
+    return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
+
+
+def _open_store(settings: EncoderSettings) -> EmbeddingStore | None:
+    if settings.redis_url is None:
+        return None
+    return EmbeddingStore(
+        settings.redis_url.get_secret_value(), settings.redis_budget_s, settings.ttl_s, settings.max_entry_bytes
+    )

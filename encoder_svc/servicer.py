@@ -1,0 +1,191 @@
+"""EncoderService: protobuf in, pipeline, protobuf out. Errors are raised; the server shell turns them into statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+import grpc.aio
+import structlog
+
+import lookonce
+from encoder_svc import wire
+from encoder_svc.concurrent_map import map_concurrently
+from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput
+from encoder_svc.settings import EncoderSettings
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
+from lookonce.errors import (
+    EmbeddingNotCachedError,
+    InternalError,
+    InvalidInputError,
+    InvalidParameterError,
+    LookonceError,
+)
+from lookonce.status_codes import code_number, from_reason, status_row
+
+SERVICE_NAME = "lookonce.encoder.v1.EncoderService"
+MAX_LOOKUP_KEYS = 256
+# Rows travel in messages of at most so many bytes, whole rows each.
+CHUNK_BYTES = 1 << 20
+# Items of one EncodeStream that are worked on at a time, as a multiple of a forward pass.
+_STREAM_BATCHES = 2
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+class EncoderServicer(pb_grpc.EncoderServiceServicer):
+    """Handlers of the five RPCs."""
+
+    def __init__(self, pipeline: EncodePipeline, settings: EncoderSettings) -> None:
+        self._pipeline = pipeline
+        self._settings = settings
+
+    async def Encode(
+        self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext[pb.EncodeRequest, pb.EncodeResponse]
+    ) -> pb.EncodeResponse:
+        """All items or one error: an invalid item's, else NOT_FOUND with the indexes of all missing ones."""
+        self._pipeline.check_fingerprint(request.expected_encoder_fingerprint)
+        cache_use = wire.parse_cache_policy(request.cache_policy)
+        if not 1 <= len(request.items) <= self._settings.max_batch_items:
+            raise InvalidParameterError(
+                "items", f"must hold 1 … {self._settings.max_batch_items} images, not {len(request.items)}"
+            )
+        images = [self._image(item.image, f"items[{index}].image") for index, item in enumerate(request.items)]
+        outcomes = await self._encode_all(images, cache_use)
+        return pb.EncodeResponse(results=[wire.encode_result(outcome) for outcome in outcomes])
+
+    async def EncodeStream(
+        self,
+        requests: AsyncIterator[pb.EncodeStreamRequest],
+        context: grpc.aio.ServicerContext[pb.EncodeStreamRequest, pb.EncodeStreamResponse],
+    ) -> AsyncIterator[pb.EncodeStreamResponse]:
+        """Answers in order of completion; reads on only while there is room for another item."""
+        max_running = _STREAM_BATCHES * self._settings.max_forward_images
+        async with aclosing(map_concurrently(aiter(requests), self._answer_item, max_running)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def LookupEmbeddings(
+        self,
+        request: pb.LookupEmbeddingsRequest,
+        context: grpc.aio.ServicerContext[pb.LookupEmbeddingsRequest, pb.LookupEmbeddingsResponse],
+    ) -> pb.LookupEmbeddingsResponse:
+        """One result per key."""
+        if len(request.keys) > MAX_LOOKUP_KEYS:
+            raise InvalidParameterError("keys", f"at most {MAX_LOOKUP_KEYS} keys in a call, not {len(request.keys)}")
+        options = _options(request)
+        keys = [self._key(key, f"keys[{index}]", options) for index, key in enumerate(request.keys)]
+        found = await self._pipeline.lookup(keys, touch=request.touch)
+        return pb.LookupEmbeddingsResponse(
+            results=[
+                pb.LookupResult()
+                if meta is None
+                else pb.LookupResult(cached=True, embedding=wire.embedding_info(key, meta))
+                for key, meta in zip(keys, found, strict=True)
+            ]
+        )
+
+    async def ReadEmbedding(
+        self,
+        request: pb.ReadEmbeddingRequest,
+        context: grpc.aio.ServicerContext[pb.ReadEmbeddingRequest, pb.ReadEmbeddingResponse],
+    ) -> AsyncIterator[pb.ReadEmbeddingResponse]:
+        """Chunks of whole rows; the first one describes the embedding."""
+        key = self._key(request.key, "key", _options(request))
+        found = await self._pipeline.read(key, request.row_offset, request.row_count)
+        width = found.meta.row_bytes
+        chunk_bytes = max(CHUNK_BYTES // width, 1) * width
+        for offset in range(0, found.rows.nbytes, chunk_bytes):
+            yield pb.ReadEmbeddingResponse(
+                embedding=wire.embedding_info(key, found.meta) if offset == 0 else None,
+                row_offset=found.start + offset // width,
+                data=bytes(found.rows[offset : offset + chunk_bytes]),
+            )
+
+    async def GetEncoderInfo(
+        self,
+        request: pb.GetEncoderInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetEncoderInfoRequest, pb.GetEncoderInfoResponse],
+    ) -> pb.GetEncoderInfoResponse:
+        """Model and limits."""
+        model = self._pipeline.model
+        return pb.GetEncoderInfoResponse(
+            model=self._settings.model_name,
+            encoder_fingerprint=model.fingerprint,
+            max_batch_items=self._settings.max_batch_items,
+            max_image_bytes=self._settings.max_image_bytes,
+            hidden_size=model.hidden_size,
+            version=lookonce.__version__,
+            max_message_bytes=self._settings.max_message_bytes,
+            max_image_pixels=self._settings.max_image_pixels,
+            dtype=wire.DATA_TYPES[model.dtype],
+            model_type=model.model_type,
+            num_levels=model.num_levels,
+        )
+
+    def _image(self, image: common_pb2.ImageSource, field: str) -> ImageInput:
+        parsed = wire.parse_image(image, field)
+        self._pipeline.check_fingerprint(image.key.encoder_fingerprint)
+        return parsed
+
+    def _key(self, key: common_pb2.ContentKey, field: str, options: ProcessorOptions) -> ContentKey:
+        digest = wire.parse_key(key, field)
+        self._pipeline.check_fingerprint(key.encoder_fingerprint)
+        return self._pipeline.key_of(digest, options, DEFAULT_TENANT)
+
+    async def _encode_all(self, images: Sequence[ImageInput], cache_use: CacheUse) -> list[EncodeOutcome]:
+        results = await asyncio.gather(
+            *(self._pipeline.encode(image, cache_use, DEFAULT_TENANT) for image in images), return_exceptions=True
+        )
+        outcomes: list[EncodeOutcome] = []
+        missing: list[int] = []
+        for index, result in enumerate(results):
+            if isinstance(result, EmbeddingNotCachedError):
+                missing.append(index)
+            elif isinstance(result, LookonceError):
+                raise _located(result, index) from None
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                outcomes.append(result)
+        if missing:
+            raise EmbeddingNotCachedError(
+                f"no rows are cached for {len(missing)} of {len(images)} images; send their bytes", indexes=missing
+            )
+        return outcomes
+
+    async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
+        """Never raises: an item's failure is its answer."""
+        try:
+            image = self._image(request.item.image, "item.image")
+            outcome = await self._pipeline.encode(image, CacheUse.READ_AND_WRITE, DEFAULT_TENANT)
+        except LookonceError as error:
+            return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
+        except Exception as fault:
+            fault_id = uuid.uuid4().hex
+            _log.error("unexpected error in an item", fault_id=fault_id, exc_info=fault)
+            opaque = InternalError(f"internal error {fault_id}")
+            return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(opaque))
+        return pb.EncodeStreamResponse(item_id=request.item_id, result=wire.encode_result(outcome))
+
+
+def _options(request: pb.LookupEmbeddingsRequest | pb.ReadEmbeddingRequest) -> ProcessorOptions:
+    return ProcessorOptions(request.max_pixels if request.HasField("max_pixels") else None)
+
+
+def _located(error: LookonceError, index: int) -> LookonceError:
+    """The same error, naming the item; a new object, for calls that share a flight share its error."""
+    if isinstance(error, InvalidParameterError):
+        return InvalidParameterError(f"items[{index}].image.{error.field}", error.description)
+    if isinstance(error, InvalidInputError):
+        return from_reason(status_row(error).reason, error.message, {**error.metadata, "index": str(index)})
+    return error
+
+
+def _item_error(error: LookonceError) -> pb.ItemError:
+    return pb.ItemError(code=code_number(error), reason=status_row(error).reason, message=error.message)

@@ -1,0 +1,50 @@
+"""One computation per key at a time, shared by everybody who asks meanwhile. Event-loop only, no locks.
+
+The task belongs to this object, not to the first caller: cancelling any caller, the first included, cancels nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Hashable
+from typing import Any, Generic, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+class SingleFlight(Generic[ResultT]):
+    """Key → task in flight."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[Hashable, asyncio.Task[ResultT]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._tasks
+
+    async def start(self, key: Hashable, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Starts `work` under a key that has none in flight, and waits for its result."""
+        assert key not in self._tasks, "a key has one task at a time"
+        task = asyncio.create_task(work)
+        self._tasks[key] = task
+        task.add_done_callback(lambda done: self._landed(key, done))
+        return await asyncio.shield(task)
+
+    async def join(self, key: Hashable) -> ResultT:
+        """Waits for the result of a key that is in flight; raises what its task raises."""
+        return await asyncio.shield(self._tasks[key])
+
+    async def close(self) -> None:
+        """Cancels every task and waits for their ends; their callers get CancelledError."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _landed(self, key: Hashable, task: asyncio.Task[ResultT]) -> None:
+        del self._tasks[key]
+        if not task.cancelled():
+            # Takes note of the exception: all callers may be gone.
+            task.exception()

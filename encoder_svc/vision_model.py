@@ -1,0 +1,129 @@
+"""The vision half of a checkpoint: weights, fingerprint and forward pass. No threads, no queue, no cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import PIL.Image
+import structlog
+import torch
+
+from encoder_svc.families import PixelInputs, VisionFamily, load_family
+from encoder_svc.settings import EncoderSettings
+from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_fingerprint
+from lookonce.embedding_meta import RowDtype
+from lookonce.half_model import load_vision_half
+from lookonce.model_folder import ModelFolder
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Parts of a configuration that have no influence on rows.
+_UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+class VisionModel:
+    """Vision tower and projector of one model; turns images into embedding rows."""
+
+    def __init__(self, folder: ModelFolder, model: Any, family: VisionFamily) -> None:
+        """`model` is the vision half, in evaluation mode."""
+        self.model_type = folder.model_type
+        self.family = family
+        self.dtype = RowDtype(_dtype_name(model))
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        # Extra feature levels beside the rows; none of the families served today has any.
+        self.num_levels = 0
+        self.fingerprint = _fingerprint(folder, model, family)
+        self._model = model
+
+    @classmethod
+    def load(cls, settings: EncoderSettings) -> VisionModel:
+        """Checks the folder and loads its vision half. Raises ModelFolderError for a folder that cannot be served."""
+        folder = ModelFolder.open(settings.model)
+        family = load_family(folder)
+        loaded = cls(folder, load_vision_half(folder.path, _DTYPES[settings.dtype]), family)
+        _log.info(
+            "vision model loaded",
+            model_type=loaded.model_type,
+            dtype=loaded.dtype.value,
+            encoder_fingerprint=loaded.fingerprint,
+        )
+        return loaded
+
+    def warm_up(self) -> None:
+        """Encodes two grey images of different shapes; whatever is wrong with the folder shows here, not in a call."""
+        sizes = ((64, 64), (96, 64))
+        images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in sizes]
+        self.forward([self.family.pixel_inputs(image, ProcessorOptions()) for image in images])
+
+    def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        """Rows [num_rows, hidden_size] of each image, each contiguous in memory of its own.
+
+        Raises ValueError when the model gives another shape or dtype, or values that are not finite: such rows must
+        never be stored.
+        """
+        with torch.inference_mode():
+            outputs = [rows.clone() for rows in self.family.image_rows(self._model, batch)]
+        if len(outputs) != len(batch):
+            raise ValueError(f"{len(batch)} images gave {len(outputs)} outputs")
+        for rows in outputs:
+            self._check_rows(rows)
+        return outputs
+
+    def _check_rows(self, rows: torch.Tensor) -> None:
+        if rows.ndim != 2 or not len(rows) or rows.shape[1] != self.hidden_size:
+            raise ValueError(f"rows have the shape {tuple(rows.shape)}, not [num_rows, {self.hidden_size}]")
+        if rows.dtype != self._model.dtype:
+            raise ValueError(f"rows have the element type {rows.dtype}, not {self._model.dtype}")
+        if not torch.isfinite(rows).all():
+            raise ValueError("rows hold values that are not finite")
+
+
+def row_bytes(rows: torch.Tensor) -> memoryview:
+    """The raw little-endian bytes of contiguous rows, without a copy; read-only."""
+    return _bytes_of(rows).toreadonly()
+
+
+def iter_vision_tensors(model: Any) -> Iterator[tuple[str, memoryview]]:
+    """(name, raw bytes) of every stored parameter and buffer of the vision half, in order of name."""
+    for name, tensor in sorted(model.state_dict().items()):
+        yield name, _bytes_of(tensor.contiguous())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def _fingerprint(folder: ModelFolder, model: Any, family: VisionFamily) -> EncoderFingerprint:
+    """Covers weights, the configuration apart from the language model's, the image processor and the dtype."""
+    configuration = _canonical_json(_related(model.config.to_dict()))
+    processor = {
+        "class": type(family.processor).__name__,
+        "backend": family.processor.backend,
+        "settings": _related(json.loads(family.processor.to_json_string())),
+    }
+    return encoder_fingerprint(
+        architecture=f"{folder.architecture} {configuration}",
+        tensors=iter_vision_tensors(model),
+        processor_config=_canonical_json(processor).encode(),
+        dtype=_dtype_name(model),
+    )
+
+
+def _dtype_name(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _related(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what cannot change rows, at every depth."""
+    return {
+        key: _related(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _UNRELATED_KEYS
+    }
+
+
+def _canonical_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

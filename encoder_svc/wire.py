@@ -1,0 +1,89 @@
+"""Protobuf messages of the encoder ⇄ plain types. Checks every field that comes from outside; does nothing else."""
+
+from __future__ import annotations
+
+from encoder_svc.pipeline import CacheUse, EncodeOutcome, ImageInput, Origin
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, parse_digest
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.errors import InvalidParameterError
+
+DATA_TYPES = {
+    RowDtype.FLOAT32: common_pb2.DATA_TYPE_FLOAT32,
+    RowDtype.FLOAT16: common_pb2.DATA_TYPE_FLOAT16,
+    RowDtype.BFLOAT16: common_pb2.DATA_TYPE_BFLOAT16,
+}
+
+_CACHE_USES: dict[int, CacheUse] = {
+    pb.CACHE_POLICY_UNSPECIFIED: CacheUse.READ_AND_WRITE,
+    pb.CACHE_POLICY_REFRESH: CacheUse.REFRESH,
+    pb.CACHE_POLICY_ONLY_IF_CACHED: CacheUse.ONLY_IF_CACHED,
+}
+_SOURCES = {
+    Origin.COMPUTED: pb.RESULT_SOURCE_COMPUTED,
+    Origin.COALESCED: pb.RESULT_SOURCE_COALESCED,
+    Origin.LOCAL_CACHE: pb.RESULT_SOURCE_LOCAL_CACHE,
+    Origin.SHARED_CACHE: pb.RESULT_SOURCE_SHARED_CACHE,
+}
+_SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
+
+
+def parse_cache_policy(policy: int) -> CacheUse:
+    """Raises InvalidParameterError for a number that the contract does not name."""
+    if policy not in _CACHE_USES:
+        raise InvalidParameterError("cache_policy", f"{policy} is not a cache policy")
+    return _CACHE_USES[policy]
+
+
+def parse_key(key: common_pb2.ContentKey, field: str) -> ImageDigest:
+    """The digest of a key; its fingerprint is for the caller to check. Raises InvalidParameterError."""
+    if key.algorithm not in _SHA256:
+        raise InvalidParameterError(f"{field}.algorithm", "this server knows SHA-256 only")
+    return parse_digest(key.digest, f"{field}.digest")
+
+
+def parse_image(image: common_pb2.ImageSource, field: str) -> ImageInput:
+    """One image; a key's fingerprint is for the caller to check. Raises InvalidParameterError."""
+    options = ProcessorOptions(image.max_pixels if image.HasField("max_pixels") else None)
+    source = image.WhichOneof("source")
+    if source == "key":
+        if image.HasField("expected_digest"):
+            raise InvalidParameterError(f"{field}.expected_digest", "belongs to `data`; a key names its digest itself")
+        return ImageInput(None, parse_key(image.key, f"{field}.key"), options)
+    if source == "data":
+        expected = None
+        if image.HasField("expected_digest"):
+            expected = parse_digest(image.expected_digest, f"{field}.expected_digest")
+        return ImageInput(image.data, expected, options)
+    raise InvalidParameterError(field, "either `data` or `key` must be set")
+
+
+def key_message(key: ContentKey) -> common_pb2.ContentKey:
+    """What a client may know of a key."""
+    return common_pb2.ContentKey(
+        digest=key.digest, algorithm=common_pb2.HASH_ALGORITHM_SHA256, encoder_fingerprint=key.fingerprint
+    )
+
+
+def embedding_info(key: ContentKey, meta: EmbeddingMeta) -> common_pb2.EmbeddingInfo:
+    """Shape and key of an embedding."""
+    return common_pb2.EmbeddingInfo(
+        key=key_message(key),
+        num_rows=meta.num_rows,
+        hidden_size=meta.hidden_size,
+        dtype=DATA_TYPES[meta.dtype],
+        size_bytes=meta.size_bytes,
+        num_levels=meta.num_levels,
+        image_width=meta.image_width,
+        image_height=meta.image_height,
+    )
+
+
+def encode_result(outcome: EncodeOutcome) -> pb.EncodeResult:
+    """The answer for one image."""
+    result = pb.EncodeResult(
+        embedding=embedding_info(outcome.key, outcome.meta), source=_SOURCES[outcome.origin], stored=outcome.stored
+    )
+    result.compute_time.FromNanoseconds(round(outcome.compute_s * 1e9))
+    return result

@@ -1,0 +1,265 @@
+"""The SDK for asyncio; the same methods as `lookonce.client`. Files are read and hashed in threads.
+
+async with lookonce.AsyncClient.connect("127.0.0.1:50051") as client:
+    async for text in client.stream("What is in the picture?", images=["cat.png"]):
+        print(text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc.aio
+
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
+from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
+from lookonce.errors import EmbeddingNotCachedError, UnsupportedError
+from lookonce.generation import GenerateOptions, Generation, Message, Usage
+from lookonce.images import Encoding, ImageLike, ImageRef, as_images
+from lookonce.sdk_channel import CHANNEL_OPTIONS, ConnectionOptions, Deadline, Metadata
+from lookonce.sdk_messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
+from lookonce.status_codes import from_rpc_error
+
+__all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
+
+ResponseT = TypeVar("ResponseT")
+
+
+class AsyncClient:
+    """A connection to a decoder and, for `encode` and `lookup`, to an encoder. Belongs to one event loop.
+
+    Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
+    it is small; when the server lacks it, the bytes follow by themselves, once.
+    """
+
+    def __init__(self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions) -> None:
+        """Use `connect`."""
+        self._options = options
+        self._encoder_target = encoder_target
+        self._decoder_channel = self._open(decoder_target)
+        self._decoder: decoder_grpc.DecoderServiceAsyncStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
+        self._encoder_channel: grpc.aio.Channel | None = None
+        self._info: decoder_pb2.GetModelInfoResponse | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        decoder_target: str,
+        encoder_target: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        tls_ca: str | os.PathLike[str] | None = None,
+        token: str | None = None,
+    ) -> Self:
+        """Opens the channels; an unreachable server shows at the first call, as UnavailableError.
+
+        The arguments are those of `lookonce.Client.connect`. Call it where the event loop runs.
+        """
+        ca = None if tls_ca is None else pathlib.Path(tls_ca)
+        return cls(decoder_target, encoder_target, ConnectionOptions(timeout_s, ca, token))
+
+    async def generate(
+        self,
+        prompt: str | Sequence[Message],
+        images: Sequence[ImageLike] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Answers a prompt (one user turn, images before the text) or a chat of messages."""
+        deadline = self._deadline(options)
+        prepared = await asyncio.to_thread(PreparedPrompt, prompt, images, options)
+        metadata = self._options.metadata(options.get("request_id"))
+        try:
+            request = decoder_pb2.GenerateRequest(params=prepared.params())
+            response = await self._call(self._decoder.Generate, request, deadline, metadata)
+        except EmbeddingNotCachedError as error:
+            await self._supply(prepared, error, deadline)
+            request = decoder_pb2.GenerateRequest(params=prepared.params())
+            response = await self._call(self._decoder.Generate, request, deadline, metadata)
+        return generation_of(response)
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        images: Sequence[ImageLike] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncTextStream:
+        """The same as `generate`, piece by piece: iterate for the text, then ask for `.generation` or `.usage`.
+
+        The request starts with the iteration.
+        """
+        deadline = self._deadline(options)
+        metadata = self._options.metadata(options.get("request_id"))
+
+        async def prepare() -> PreparedPrompt:
+            return await asyncio.to_thread(PreparedPrompt, prompt, images, options)
+
+        def start(prepared: PreparedPrompt) -> Any:
+            request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
+            return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
+
+        async def supply(prepared: PreparedPrompt, error: EmbeddingNotCachedError) -> None:
+            await self._supply(prepared, error, deadline)
+
+        return AsyncTextStream(prepare, start, supply)
+
+    async def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
+        """Makes sure that the images' embeddings are cached, uploading only what is not. Each has an `.encoding`."""
+        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        plan = EncodePlan(await asyncio.to_thread(as_images, images))
+        encoder = await self._encoder(deadline)
+        for looked_up, lookup in plan.lookups():
+            plan.take_lookup(looked_up, await self._call(encoder.LookupEmbeddings, lookup, deadline))
+        if not plan.is_complete:
+            info = await self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
+            for uploaded, upload in plan.uploads(info):
+                plan.take_encoded(uploaded, await self._call(encoder.Encode, upload, deadline))
+        return plan.images()
+
+    async def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
+        """Which images are cached? Uploads and encodes nothing."""
+        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        refs = await asyncio.to_thread(as_images, images)
+        encoder = await self._encoder(deadline)
+        found: set[ImageRef] = set()
+        for looked_up, request in lookup_requests(refs, touch=False):
+            found.update(cached_images(looked_up, await self._call(encoder.LookupEmbeddings, request, deadline)))
+        return [ref in found for ref in refs]
+
+    async def model_info(self) -> decoder_pb2.GetModelInfoResponse:
+        """What the decoder serves; asked once."""
+        return await self._model_info(Deadline.after(self._options.timeout_s))
+
+    async def aclose(self) -> None:
+        """Closes the channels; calls that still run end with AbortedError."""
+        await self._decoder_channel.close()
+        if self._encoder_channel is not None:
+            await self._encoder_channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _open(self, target: str) -> grpc.aio.Channel:
+        credentials = self._options.credentials()
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+
+    async def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceAsyncStub:
+        target = self._encoder_target or (await self._model_info(deadline)).encoder_target
+        if not target:
+            raise UnsupportedError("the decoder names no encoder; give encoder_target to connect")
+        if self._encoder_channel is None:
+            self._encoder_channel = self._open(target)
+        stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel)
+        return stub
+
+    async def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
+        if self._info is None:
+            self._info = await self._call(self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline)
+        return self._info
+
+    async def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
+        """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
+        indexes = prepared.missing(error)
+        missing = [prepared.images[index] for index in indexes]
+        limit_bytes = (await self._model_info(deadline)).max_message_bytes // 2
+        if sum(len(image.data or b"") for image in missing) <= limit_bytes:
+            prepared.send_inline(indexes)
+        else:
+            await self.encode(missing, timeout_s=deadline.remaining_s())
+
+    def _deadline(self, options: GenerateOptions) -> Deadline:
+        return Deadline.after(options.get("timeout_s", self._options.timeout_s))
+
+    async def _call(
+        self,
+        method: Callable[..., Awaitable[ResponseT]],
+        request: object,
+        deadline: Deadline,
+        metadata: Metadata | None = None,
+    ) -> ResponseT:
+        metadata = metadata or self._options.metadata()
+        try:
+            return await method(request, timeout=deadline.remaining_s(), metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+
+class AsyncTextStream(AsyncIterator[str]):
+    """An answer as it is generated. Leaving the `async with` block or `aclose` ends the request early."""
+
+    def __init__(
+        self,
+        prepare: Callable[[], Awaitable[PreparedPrompt]],
+        start: Callable[[PreparedPrompt], Any],
+        supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
+    ) -> None:
+        """`prepare` hashes the images, `start` begins a call, `supply` adds what the server lacked."""
+        self._prepare = prepare
+        self._start = start
+        self._supply = supply
+        self._transcript = Transcript()
+        self._pieces = self._read()
+
+    @property
+    def generation(self) -> Generation:
+        """The whole answer, once the iteration is over. Raises InternalError before."""
+        return self._transcript.generation()
+
+    @property
+    def usage(self) -> Usage:
+        """Token accounting, once the iteration is over."""
+        return self.generation.usage
+
+    async def aclose(self) -> None:
+        """Ends the request; the iteration is over then. Not while another task waits for the next piece."""
+        await self._pieces.aclose()
+
+    async def __anext__(self) -> str:
+        return await anext(self._pieces)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _read(self) -> AsyncGenerator[str]:
+        prepared = await self._prepare()
+        try:
+            async with aclosing(self._texts(prepared)) as texts:
+                async for text in texts:
+                    yield text
+            return
+        except EmbeddingNotCachedError as error:
+            if self._transcript.has_text:
+                raise
+            missing = error
+        await self._supply(prepared, missing)
+        self._transcript = Transcript()
+        async with aclosing(self._texts(prepared)) as texts:
+            async for text in texts:
+                yield text
+
+    async def _texts(self, prepared: PreparedPrompt) -> AsyncGenerator[str]:
+        call = self._start(prepared)
+        try:
+            async for response in call:
+                if text := self._transcript.add(response):
+                    yield text
+            self._transcript.generation()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            # No effect on a call that is over.
+            call.cancel()

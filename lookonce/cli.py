@@ -1,0 +1,273 @@
+"""The `lookonce` command: start the system, ask it, look into it. Prints; the work is done elsewhere.
+
+Answers go to stdout, everything about them to stderr. Exit status: 0, 1 for a failed call, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Never
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lookonce.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.client import Client
+from lookonce.errors import ConfigurationError, LookonceError, StartupError, UnavailableError
+from lookonce.generation import GenerateOptions, Usage
+from lookonce.images import ImageRef
+
+if TYPE_CHECKING:
+    from lookonce.local_stack import LocalStack
+
+_POLL_S = 0.5
+_DEMO_MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
+_RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    help="Lookonce: an image is looked at once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+serve_app = typer.Typer(help="Run one service in the foreground; its own flags follow.", no_args_is_help=True)
+app.add_typer(serve_app, name="serve")
+
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+Target = Annotated[
+    str | None, typer.Option(help="host:port of the decoder. Default: LOOKONCE_TARGET, else the running `lookonce up`.")
+]
+Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Longest time to wait for the answer, seconds.")]
+Images = Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exists=True, dir_okay=False)]
+
+
+def main() -> Never:
+    """Entry point of the console script."""
+    try:
+        app()
+    except StartupError as error:
+        _fail(error, 2)
+    except LookonceError as error:
+        _fail(error, 1)
+    except OSError as error:
+        _fail(ConfigurationError(f"{error.filename}: {error.strerror}"), 2)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    sys.exit(0)
+
+
+def _fail(error: LookonceError, status: int) -> Never:
+    _err.print(f"[bold red]error:[/] {escape(error.message)}", soft_wrap=True)
+    raise SystemExit(status)
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, or a name on the Hugging Face hub. Default: the demo model.")
+    ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(help="Cache to use. Default: LOOKONCE_REDIS_URL, else a server of its own.")
+    ] = None,
+    decoders: Annotated[int, typer.Option(min=1, help="Number of decoders.")] = 1,
+    encoders: Annotated[int, typer.Option(min=1, help="Number of encoders.")] = 1,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first decoder. Default: a free one.")] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Start Redis, encoder and decoder on this machine and keep them until Ctrl-C."""
+    from lookonce.local_stack import LocalStack
+    from lookonce.model_source import resolve_model
+
+    settings = CliSettings()
+    folder = resolve_model(model or _demo_model())
+    # SIGTERM ends everything as orderly as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.ExitStack() as exits:
+        with _err.status("starting") as status:
+            stack = LocalStack(
+                folder,
+                redis_url=redis_url,
+                use_environment_redis=redis_url is None and settings.redis_url is not None,
+                num_encoders=encoders,
+                num_decoders=decoders,
+                decoder_port=port,
+                dtype=dtype,
+                on_progress=lambda text: status.update(f"{text} …"),
+            )
+            exits.enter_context(stack)
+        record = StackRecord(stack.decoder_targets[0], stack.encoder_targets[0], os.getpid())
+        record.write(settings.record_dir)
+        exits.callback(record.remove, settings.record_dir)
+        _announce(stack, folder)
+        _keep(stack)
+
+
+def _demo_model() -> str:
+    if not _DEMO_MODEL.is_dir():
+        raise ConfigurationError("give --model: a model folder, or a name on the Hugging Face hub")
+    return str(_DEMO_MODEL)
+
+
+def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
+    table = Table.grid(padding=(0, 2))
+    for target in stack.decoder_targets:
+        table.add_row("decoder", target)
+    for target in stack.encoder_targets:
+        table.add_row("encoder", target)
+    if stack.redis is not None:
+        table.add_row("redis", stack.redis.url)
+    _out.print(f"[bold]Lookonce is up[/] with {escape(str(folder))}")
+    _out.print(table)
+    _out.print('Ask: lookonce generate "What is in the picture?" --image picture.png', markup=False)
+    _out.print("Ctrl-C stops it.")
+
+
+def _keep(stack: LocalStack) -> None:
+    """Waits for Ctrl-C. Raises UnavailableError when a process of the stack ends by itself."""
+    try:
+        while (failed := stack.failed()) is None:
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        _err.print("stopping")
+        return
+    raise UnavailableError(f"{failed.name} ended with status {failed.returncode}:\n{failed.log_tail()}")
+
+
+@serve_app.command("encoder", context_settings=_RAW_ARGUMENTS)
+def serve_encoder(context: typer.Context) -> None:
+    """Run the encoder service (`lookonce serve encoder --help` lists its flags)."""
+    _become("encoder_svc", context.args)
+
+
+@serve_app.command("decoder", context_settings=_RAW_ARGUMENTS)
+def serve_decoder(context: typer.Context) -> None:
+    """Run the decoder service (`lookonce serve decoder --help` lists its flags)."""
+    _become("decoder_svc", context.args)
+
+
+def _become(module: str, arguments: Sequence[str]) -> Never:
+    """Replaces this process, so that signals and the exit status are the service's own."""
+    from lookonce.model_source import with_resolved_model
+
+    os.execv(sys.executable, [sys.executable, "-m", module, *with_resolved_model(arguments)])
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    image: Annotated[
+        list[pathlib.Path] | None,
+        typer.Option("--image", "-i", help="Image file; repeatable.", exists=True, dir_okay=False),
+    ] = None,
+    target: Target = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy. Default: the model's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
+    timeout_s: Timeout = 120.0,
+) -> None:
+    """Ask about images; the answer streams to stdout."""
+    options: GenerateOptions = {"timeout_s": timeout_s}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if temperature is not None:
+        options["temperature"] = temperature
+    if seed is not None:
+        options["seed"] = seed
+    with Client.connect(_decoder_target(target)) as client, client.stream(prompt, image or [], **options) as stream:
+        for text in stream:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        _err.print(f"[dim]{usage_line(stream.usage)}[/]")
+
+
+def usage_line(usage: Usage) -> str:
+    """One line on what a generation cost."""
+    parts = [f"{usage.prompt_tokens} prompt tokens"]
+    if usage.image_tokens:
+        rows = f"{usage.encoded_image_tokens} encoded, {usage.cached_image_tokens} from the shared cache"
+        parts.append(f"image rows: {rows}, {usage.skipped_image_tokens} skipped")
+    parts.append(f"first token after {usage.time_to_first_token_s * 1000:.0f} ms")
+    return " · ".join(parts)
+
+
+@app.command()
+def encode(images: Images, target: Target = None, timeout_s: Timeout = 120.0) -> None:
+    """Make sure that the images are encoded and cached."""
+    with _client(target) as client:
+        refs = client.encode(images, timeout_s=timeout_s)
+    table = Table("image", "digest", "rows", "source", "model time")
+    for path, ref in zip(images, refs, strict=True):
+        assert ref.encoding is not None, "encode fills it in"
+        time_ms = f"{ref.encoding.compute_time_s * 1000:.0f} ms"
+        table.add_row(escape(path.name), ref.hex[:16], str(ref.encoding.num_rows), ref.encoding.source, time_ms)
+    _out.print(table)
+
+
+@app.command()
+def lookup(images: Images, target: Target = None, timeout_s: Timeout = 120.0) -> None:
+    """Say which images are cached, without uploading anything."""
+    with _client(target) as client:
+        refs = [ImageRef.from_file(path) for path in images]
+        found = client.lookup(refs, timeout_s=timeout_s)
+    table = Table("image", "digest", "cached")
+    for path, ref, is_cached in zip(images, refs, found, strict=True):
+        table.add_row(escape(path.name), ref.hex[:16], "yes" if is_cached else "no")
+    _out.print(table)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Model folder or hub name to look into.")] = None,
+) -> None:
+    """Check what this machine has of what Lookonce needs."""
+    from lookonce.doctor import examine
+
+    findings = examine(CliSettings(), model)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.is_fine else "[bold red]no[/]"
+        table.add_row(mark, finding.subject, escape(finding.detail))
+    _out.print(table)
+    if not all(finding.is_fine for finding in findings):
+        raise typer.Exit(1)
+
+
+def _client(target: str | None) -> Client:
+    """A client that also knows the encoder, where the running stack is asked."""
+    record = _running_stack()
+    decoder_target = _decoder_target(target)
+    is_running_stack = record is not None and record.decoder_target == decoder_target
+    encoder_target = record.encoder_target if record is not None and is_running_stack else None
+    return Client.connect(decoder_target, encoder_target)
+
+
+def _decoder_target(target: str | None) -> str:
+    chosen = target or CliSettings().target
+    if chosen is not None:
+        return chosen
+    record = _running_stack()
+    if record is None:
+        raise ConfigurationError("no server to ask: start one with `lookonce up`, or give --target host:port")
+    return record.decoder_target
+
+
+def _running_stack() -> StackRecord | None:
+    return find_stack(CliSettings().record_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The SDK for plain (synchronous) code. Needs grpcio and protobuf only; `lookonce.aio` is the same for asyncio.
+
+with lookonce.Client.connect("127.0.0.1:50051") as client:
+    print(client.generate("What is in the picture?", images=["cat.png"]).text)
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
+from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
+from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
+from lookonce.generation import GenerateOptions, Generation, Message, Usage
+from lookonce.images import Encoding, ImageLike, ImageRef, as_images
+from lookonce.sdk_channel import CHANNEL_OPTIONS, ConnectionOptions, Deadline, Metadata
+from lookonce.sdk_messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
+from lookonce.status_codes import from_rpc_error
+
+__all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
+
+ResponseT = TypeVar("ResponseT")
+
+
+class Client:
+    """A connection to a decoder and, for `encode` and `lookup`, to an encoder. Thread-safe.
+
+    Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
+    it is small; when the server lacks it, the bytes follow by themselves, once.
+    """
+
+    def __init__(self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions) -> None:
+        """Use `connect`."""
+        self._options = options
+        self._encoder_target = encoder_target
+        self._lock = threading.Lock()
+        self._decoder_channel = self._open(decoder_target)
+        self._decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
+        self._encoder_channel: grpc.Channel | None = None
+        self._info: decoder_pb2.GetModelInfoResponse | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        decoder_target: str,
+        encoder_target: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        tls_ca: str | os.PathLike[str] | None = None,
+        token: str | None = None,
+    ) -> Self:
+        """Opens the channels; an unreachable server shows at the first call, as UnavailableError.
+
+        `encoder_target` is learnt from the decoder where it is absent. `timeout_s` is the default deadline of each
+        method, seconds. `tls_ca` is a PEM file; without it the connection is plaintext. `token` travels as a bearer
+        token.
+        """
+        ca = None if tls_ca is None else pathlib.Path(tls_ca)
+        return cls(decoder_target, encoder_target, ConnectionOptions(timeout_s, ca, token))
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        images: Sequence[ImageLike] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Answers a prompt (one user turn, images before the text) or a chat of messages."""
+        deadline = self._deadline(options)
+        prepared = PreparedPrompt(prompt, images, options)
+        metadata = self._options.metadata(options.get("request_id"))
+        try:
+            request = decoder_pb2.GenerateRequest(params=prepared.params())
+            response = self._call(self._decoder.Generate, request, deadline, metadata)
+        except EmbeddingNotCachedError as error:
+            self._supply(prepared, error, deadline)
+            request = decoder_pb2.GenerateRequest(params=prepared.params())
+            response = self._call(self._decoder.Generate, request, deadline, metadata)
+        return generation_of(response)
+
+    def stream(
+        self,
+        prompt: str | Sequence[Message],
+        images: Sequence[ImageLike] = (),
+        **options: Unpack[GenerateOptions],
+    ) -> TextStream:
+        """The same as `generate`, piece by piece: iterate for the text, then ask for `.generation` or `.usage`."""
+        deadline = self._deadline(options)
+        prepared = PreparedPrompt(prompt, images, options)
+        metadata = self._options.metadata(options.get("request_id"))
+
+        def start() -> Any:
+            request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
+            return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
+
+        def supply(error: EmbeddingNotCachedError) -> None:
+            self._supply(prepared, error, deadline)
+
+        return TextStream(start, supply)
+
+    def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
+        """Makes sure that the images' embeddings are cached, uploading only what is not. Each has an `.encoding`."""
+        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        plan = EncodePlan(as_images(images))
+        encoder = self._encoder(deadline)
+        for looked_up, lookup in plan.lookups():
+            plan.take_lookup(looked_up, self._call(encoder.LookupEmbeddings, lookup, deadline))
+        if not plan.is_complete:
+            info = self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
+            for uploaded, upload in plan.uploads(info):
+                plan.take_encoded(uploaded, self._call(encoder.Encode, upload, deadline))
+        return plan.images()
+
+    def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
+        """Which images are cached? Uploads and encodes nothing."""
+        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        refs = as_images(images)
+        encoder = self._encoder(deadline)
+        found: set[ImageRef] = set()
+        for looked_up, request in lookup_requests(refs, touch=False):
+            found.update(cached_images(looked_up, self._call(encoder.LookupEmbeddings, request, deadline)))
+        return [ref in found for ref in refs]
+
+    def model_info(self) -> decoder_pb2.GetModelInfoResponse:
+        """What the decoder serves; asked once."""
+        return self._model_info(Deadline.after(self._options.timeout_s))
+
+    def close(self) -> None:
+        """Closes the channels; calls that still run end with AbortedError."""
+        self._decoder_channel.close()
+        with self._lock:
+            if self._encoder_channel is not None:
+                self._encoder_channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, target: str) -> grpc.Channel:
+        credentials = self._options.credentials()
+        if credentials is None:
+            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+
+    def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceStub:
+        target = self._encoder_target or self._model_info(deadline).encoder_target
+        if not target:
+            raise UnsupportedError("the decoder names no encoder; give encoder_target to connect")
+        with self._lock:
+            if self._encoder_channel is None:
+                self._encoder_channel = self._open(target)
+            return encoder_grpc.EncoderServiceStub(self._encoder_channel)
+
+    def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
+        if self._info is None:
+            self._info = self._call(self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline)
+        return self._info
+
+    def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
+        """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
+        indexes = prepared.missing(error)
+        missing = [prepared.images[index] for index in indexes]
+        if sum(len(image.data or b"") for image in missing) <= self._model_info(deadline).max_message_bytes // 2:
+            prepared.send_inline(indexes)
+        else:
+            self.encode(missing, timeout_s=deadline.remaining_s())
+
+    def _deadline(self, options: GenerateOptions) -> Deadline:
+        return Deadline.after(options.get("timeout_s", self._options.timeout_s))
+
+    def _call(
+        self, method: Callable[..., ResponseT], request: object, deadline: Deadline, metadata: Metadata | None = None
+    ) -> ResponseT:
+        metadata = metadata or self._options.metadata()
+        try:
+            return method(request, timeout=deadline.remaining_s(), metadata=metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+
+class TextStream(Iterator[str]):
+    """An answer as it is generated. Not thread-safe. Leaving the `with` block or `close` ends the request early."""
+
+    def __init__(self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None]) -> None:
+        """`start` begins a call with the prompt as it stands; `supply` adds what the server lacked."""
+        self._start = start
+        self._supply = supply
+        self._transcript = Transcript()
+        self._closed = False
+        self._call = start()
+        self._pieces = self._read()
+
+    @property
+    def generation(self) -> Generation:
+        """The whole answer, once the iteration is over. Raises InternalError before."""
+        return self._transcript.generation()
+
+    @property
+    def usage(self) -> Usage:
+        """Token accounting, once the iteration is over."""
+        return self.generation.usage
+
+    def close(self) -> None:
+        """Ends the request; the iteration is over then."""
+        self._closed = True
+        self._call.cancel()
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> Iterator[str]:
+        try:
+            yield from self._texts()
+            return
+        except EmbeddingNotCachedError as error:
+            if self._transcript.has_text:
+                raise
+            missing = error
+        self._supply(missing)
+        self._transcript = Transcript()
+        self._call = self._start()
+        yield from self._texts()
+
+    def _texts(self) -> Iterator[str]:
+        try:
+            for response in self._call:
+                if text := self._transcript.add(response):
+                    yield text
+        except grpc.RpcError as error:
+            if not self._closed:
+                raise from_rpc_error(error) from None
+        except LookonceError:
+            self._call.cancel()
+            raise
+        else:
+            self._transcript.generation()

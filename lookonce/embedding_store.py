@@ -1,0 +1,336 @@
+"""The shared cache of embeddings in Redis: stat, read rows, write. All key names live here.
+
+Synchronous: call it from threads, never on an event loop. Redis is a cache: whatever it does (dead, frozen, full, not
+allowed, foreign values) is a miss or a False within `budget_s` seconds, counted by reason, and never an exception.
+
+Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN and PING; writing also EXISTS, SET,
+PEXPIRE, UNLINK and, to learn maxmemory, INFO. What a role may not do, it does without.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lookonce import embedding_codec
+from lookonce.circuit_breaker import BreakerState, CircuitBreaker
+from lookonce.content_key import ContentKey
+from lookonce.embedding_codec import HEADER_BYTES, METADATA_BYTES, NONCE_BYTES, BlockSpan, EntryHeader
+from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.miss_reason import (
+    UNREACHABLE_REASONS,
+    CacheMissError,
+    CorruptEntryError,
+    MissReason,
+    RedisReplyError,
+    RedisTroubleError,
+)
+from lookonce.redis_link import Exchange, RedisLink
+from lookonce.store_stats import StoreOperation, StoreStats
+
+ResultT = TypeVar("ResultT")
+
+# A read keeps at most this many pieces of this size on their way, so that small operations beside it stay quick.
+_PIECE_BYTES = 1 << 20
+_WINDOW_PIECES = 3
+# Redis' own limit of one string (proto-max-bulk-len).
+_MAX_STRING_BYTES = 512 << 20
+# One value larger than maxmemory would evict everything and then fail.
+_MAX_MEMORY_SHARE = 8
+# The description of an image outlives its rows: prompts can still be laid out after an eviction.
+_METADATA_TTL_FACTOR = 7
+
+
+class EmbeddingStore:
+    """One image = one immutable, sealed string key, written by one command. Thread-safe.
+
+    `budget_s`: longest time of one operation in seconds, connecting included. `ttl_s`: life of an entry after writing
+    or touching. `max_entry_bytes`: larger entries are not written. Raises ConfigurationError for an unusable URL.
+    """
+
+    def __init__(
+        self, url: str, budget_s: float, ttl_s: int, max_entry_bytes: int, *, breaker: CircuitBreaker | None = None
+    ) -> None:
+        self._link = RedisLink(url, budget_s)
+        self._budget_s = budget_s
+        self._ttl_ms = ttl_s * 1000
+        self._max_entry_bytes = min(max_entry_bytes, _MAX_STRING_BYTES)
+        self._breaker = breaker or CircuitBreaker()
+        self.stats = StoreStats()
+
+    @property
+    def state(self) -> BreakerState:
+        """Whether Redis is being asked at all."""
+        return self._breaker.state
+
+    def stat(self, key: ContentKey) -> EmbeddingMeta | None:
+        """The shape of a complete entry, or None. Reads the header only: rows are verified when they are read."""
+        return self._find(StoreOperation.STAT, key, _data_key(key), lambda exchange: _read_header(exchange, key).meta)
+
+    def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
+        """The shape of an image that was encoded some time ago; its rows may be gone."""
+        return self._find(
+            StoreOperation.METADATA, key, _metadata_key(key), lambda exchange: _read_metadata(exchange, key)
+        )
+
+    def read_rows(self, key: ContentKey, start: int, stop: int, out: memoryview) -> MissReason | None:
+        """Copies rows [start, stop) into `out`, which has room for exactly these rows, and returns None.
+
+        Each byte is verified before it is copied, and all rows come from one write of the entry. After a miss, which
+        is returned as its reason, `out` may hold some verified rows and must not be used.
+        Raises ValueError when the range is empty or reversed or `out` is not writable and contiguous.
+        """
+        out = embedding_codec.as_bytes(out)
+        if out.readonly or not 0 <= start < stop:
+            raise ValueError(f"rows [{start}, {stop}) must be a range and their buffer writable")
+        deadline_s = self._deadline_s()
+        first = self._try_read(key, start, stop, out, deadline_s)
+        attempt = first
+        if first.reason is MissReason.BLOCK_SEAL:
+            # Either the entry was replaced between two pieces, or its bytes are damaged: a second look tells.
+            attempt = self._try_read(key, start, stop, out, deadline_s)
+            if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
+                attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
+        if attempt.is_corrupt:
+            self._discard(_data_key(key), deadline_s)
+        self.stats.count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
+        return attempt.reason
+
+    def write(self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview) -> bool:
+        """Stores `rows` ([num_rows, (1 + num_levels) * hidden_size], `meta.size_bytes` bytes) unless they are there.
+
+        Returns whether the cache holds the entry now; of two writers the first one's rows stay. False for an entry
+        over the limit and for any trouble. Raises ValueError when `rows` and `meta` do not fit together.
+        """
+        rows = embedding_codec.as_bytes(rows)
+        header = embedding_codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
+        try:
+            outcome = self._ask(lambda exchange: self._write(exchange, key, meta, header, rows), self._deadline_s())
+        except CacheMissError as miss:
+            outcome = miss.reason.value
+        self.stats.count(StoreOperation.WRITE, outcome)
+        return outcome in ("ok", "exists")
+
+    def touch(self, key: ContentKey) -> bool:
+        """Starts the entry's life anew. Returns whether it was there; False for any trouble."""
+
+        def expire(exchange: Exchange) -> bool:
+            exchange.send(b"PEXPIRE", _data_key(key), self._ttl_ms)
+            exchange.send(b"PEXPIRE", _metadata_key(key), self._ttl_ms * _METADATA_TTL_FACTOR)
+            is_there, _ = exchange.read_integer(), exchange.read_integer()
+            return is_there == 1
+
+        return self._succeeds(StoreOperation.TOUCH, expire)
+
+    def delete(self, key: ContentKey) -> bool:
+        """Removes rows and metadata. Returns whether there was anything; False for any trouble."""
+
+        def unlink(exchange: Exchange) -> bool:
+            exchange.send(b"UNLINK", _data_key(key), _metadata_key(key))
+            return exchange.read_integer() > 0
+
+        return self._succeeds(StoreOperation.DELETE, unlink)
+
+    def ping(self) -> bool:
+        """Whether Redis answers. While the breaker is open this is False without asking."""
+
+        def ask(exchange: Exchange) -> bool:
+            exchange.send(b"PING")
+            return exchange.read_status()
+
+        return self._succeeds(StoreOperation.PING, ask)
+
+    def close(self) -> None:
+        """Closes the connections; every later operation is a miss."""
+        self._link.close()
+
+    def _ask(self, action: Callable[[Exchange], ResultT], deadline_s: float) -> ResultT:
+        """Runs `action` on a connection if there is time and the breaker lets it. Raises CacheMissError."""
+        if time.monotonic() >= deadline_s:
+            # A second step of an operation that took all its time: no verdict on the server.
+            raise RedisTroubleError(MissReason.SLOW)
+        permit = self._breaker.acquire()
+        if permit is None:
+            raise RedisTroubleError(MissReason.BREAKER_OPEN)
+        was_reached = True
+        try:
+            with self._link.exchange(deadline_s) as exchange:
+                return action(exchange)
+        except RedisReplyError as refusal:
+            if refusal.reason is MissReason.WRONG_TYPE:
+                raise CorruptEntryError(MissReason.WRONG_TYPE) from refusal
+            raise
+        except RedisTroubleError as trouble:
+            was_reached = trouble.reason not in UNREACHABLE_REASONS
+            raise
+        finally:
+            self._breaker.report(permit, was_reached)
+
+    def _find(
+        self, operation: StoreOperation, key: ContentKey, name: bytes, action: Callable[[Exchange], EmbeddingMeta]
+    ) -> EmbeddingMeta | None:
+        deadline_s = self._deadline_s()
+        try:
+            meta = self._ask(action, deadline_s)
+        except CacheMissError as miss:
+            self.stats.count(operation, miss.reason.value)
+            if isinstance(miss, CorruptEntryError):
+                self._discard(name, deadline_s)
+            return None
+        self.stats.count(operation, "ok")
+        return meta
+
+    def _succeeds(self, operation: StoreOperation, action: Callable[[Exchange], bool]) -> bool:
+        try:
+            succeeded = self._ask(action, self._deadline_s())
+        except CacheMissError as miss:
+            self.stats.count(operation, miss.reason.value)
+            return False
+        self.stats.count(operation, "ok" if succeeded else MissReason.ABSENT.value)
+        return succeeded
+
+    def _try_read(self, key: ContentKey, start: int, stop: int, out: memoryview, deadline_s: float) -> _ReadAttempt:
+        attempt = _ReadAttempt()
+
+        def read(exchange: Exchange) -> None:
+            header = _read_header(exchange, key)
+            attempt.nonce = header.nonce
+            _read_blocks(exchange, key, header, embedding_codec.block_span(header, start, stop), out)
+
+        try:
+            self._ask(read, deadline_s)
+        except CacheMissError as miss:
+            attempt.reason = miss.reason
+            attempt.is_corrupt = isinstance(miss, CorruptEntryError)
+        return attempt
+
+    def _write(self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, header: bytes, rows: memoryview) -> str:
+        exchange.send(b"EXISTS", _data_key(key))
+        if exchange.read_integer():
+            # SET NX alone would send all rows only to learn that they are not wanted.
+            return "exists"
+        max_memory_bytes = self._link.max_memory_bytes(exchange)
+        limit_bytes = self._max_entry_bytes
+        if max_memory_bytes is not None:
+            limit_bytes = min(limit_bytes, max_memory_bytes // _MAX_MEMORY_SHARE)
+        if len(header) + rows.nbytes > limit_bytes:
+            return "too_large"
+        metadata = embedding_codec.pack_metadata(key.value, meta)
+        exchange.send(b"SET", _data_key(key), (header, rows), b"NX", b"PX", self._ttl_ms)
+        exchange.send(b"SET", _metadata_key(key), metadata, b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
+        was_first, _ = exchange.read_status(), exchange.read_status()
+        return "ok" if was_first else "exists"
+
+    def _discard(self, name: bytes, deadline_s: float) -> None:
+        """Removes a value that is not what its key promises. A role that may only read cannot; then it stays a miss."""
+
+        def unlink(exchange: Exchange) -> None:
+            exchange.send(b"UNLINK", name)
+            exchange.read_integer()
+
+        try:
+            self._ask(unlink, deadline_s)
+        except CacheMissError as miss:
+            self.stats.count(StoreOperation.DELETE, miss.reason.value)
+        else:
+            self.stats.count(StoreOperation.DELETE, "discarded")
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._budget_s
+
+
+@dataclass(slots=True)
+class _ReadAttempt:
+    """How one attempt to read rows ended."""
+
+    # None: all rows arrived.
+    reason: MissReason | None = None
+    # Which write of the entry was read; None when not even the header was good.
+    nonce: bytes | None = None
+    is_corrupt: bool = False
+
+
+def _data_key(key: ContentKey) -> bytes:
+    """Header and rows. The braces put all keys of one image into one cluster slot."""
+    return b"lookonce:{%s}:e" % key.hex.encode()
+
+
+def _metadata_key(key: ContentKey) -> bytes:
+    """Shape only."""
+    return b"lookonce:{%s}:m" % key.hex.encode()
+
+
+def _read_header(exchange: Exchange, key: ContentKey) -> EntryHeader:
+    """The checked header of an entry whose length is right. One round trip."""
+    exchange.send(b"GETRANGE", _data_key(key), 0, HEADER_BYTES - 1)
+    exchange.send(b"STRLEN", _data_key(key))
+    data = memoryview(bytearray(HEADER_BYTES))
+    num_bytes = exchange.read_bulk_into(data)
+    entry_bytes = exchange.read_integer()
+    if num_bytes == 0:
+        raise CacheMissError(MissReason.ABSENT)
+    header = embedding_codec.parse_header(data[:num_bytes], key.value)
+    embedding_codec.check_length(header, entry_bytes)
+    return header
+
+
+def _read_metadata(exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
+    # One byte more than expected, to notice a longer value without reading all of it.
+    exchange.send(b"GETRANGE", _metadata_key(key), 0, METADATA_BYTES)
+    data = memoryview(bytearray(METADATA_BYTES + 1))
+    num_bytes = exchange.read_bulk_into(data)
+    if num_bytes == 0:
+        raise CacheMissError(MissReason.ABSENT)
+    return embedding_codec.parse_metadata(data[:num_bytes], key.value)
+
+
+def _read_blocks(
+    exchange: Exchange, key: ContentKey, header: EntryHeader, spans: tuple[BlockSpan, ...], out: memoryview
+) -> None:
+    """Fills `out` with the needed part of every block. At most _WINDOW_PIECES pieces are on their way at a time."""
+    if out.nbytes != sum(span.take_bytes for span in spans):
+        raise CorruptEntryError(MissReason.OTHER_SHAPE)
+    scratch = memoryview(bytearray(max(span.length for span in spans)))
+    upcoming = _pieces(spans)
+    outstanding: deque[_Piece] = deque()
+    filled_bytes = 0
+    for span in spans:
+        received_bytes = 0
+        while received_bytes < span.length:
+            while len(outstanding) < _WINDOW_PIECES and (piece := next(upcoming, None)) is not None:
+                exchange.send(b"GETRANGE", _data_key(key), piece.offset, piece.offset + piece.length - 1)
+                outstanding.append(piece)
+            length = outstanding.popleft().length
+            _receive_piece(exchange, scratch[received_bytes : received_bytes + length])
+            received_bytes += length
+        embedding_codec.verify_block(header, span.index, scratch[: span.length])
+        needed = scratch[span.skip_bytes : span.skip_bytes + span.take_bytes]
+        out[filled_bytes : filled_bytes + span.take_bytes] = needed
+        filled_bytes += span.take_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one GETRANGE asks for; never crosses a block's border."""
+
+    # From the start of the entry.
+    offset: int
+    length: int
+
+
+def _pieces(spans: tuple[BlockSpan, ...]) -> Iterator[_Piece]:
+    for span in spans:
+        for offset in range(0, span.length, _PIECE_BYTES):
+            yield _Piece(span.offset + offset, min(_PIECE_BYTES, span.length - offset))
+
+
+def _receive_piece(exchange: Exchange, view: memoryview) -> None:
+    num_bytes = exchange.read_bulk_into(view)
+    if num_bytes == 0:
+        raise CacheMissError(MissReason.EVICTED)
+    if num_bytes != view.nbytes:
+        raise CorruptEntryError(MissReason.LENGTH)

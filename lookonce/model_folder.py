@@ -1,0 +1,173 @@
+"""Checks and describes the folder of a Hugging Face vision-language model before anything is loaded from it.
+
+Pure Python, reads JSON and the headers of weight files only. A folder that passes has a supported architecture, needs
+no code of its own, and holds complete safetensors; whether the tensors fit the configuration shows at loading.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lookonce.errors import ModelFolderError
+
+SUPPORTED_ARCHITECTURES: Mapping[str, str] = {
+    "llava": "LlavaForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+}
+"""Model type → the one architecture that is served for it."""
+
+_CONFIG_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+# A safetensors file starts with the length of its JSON header; the format's own limit is 100 MB.
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """What a checked folder holds."""
+
+    path: pathlib.Path
+    # The whole of config.json.
+    config: Mapping[str, Any] = field(repr=False)
+    # A key of SUPPORTED_ARCHITECTURES.
+    model_type: str
+    # Class name in transformers.
+    architecture: str
+    # Complete, in order of name.
+    weight_files: tuple[pathlib.Path, ...]
+    # Width of the language model; None where the file leaves it to the architecture's default.
+    text_hidden_size: int | None
+
+    @classmethod
+    def open(cls, path: pathlib.Path) -> ModelFolder:
+        """Checks the folder. Raises ModelFolderError that says what is wrong and what to do."""
+        if not path.is_dir():
+            raise ModelFolderError(f"{path} is not a folder; give the folder of a Hugging Face model")
+        config = read_json_object(path / "config.json")
+        model_type, architecture = _checked_architecture(path, config)
+        _refuse_own_code(path)
+        if "quantization_config" in config:
+            raise ModelFolderError(
+                f"{path} holds quantized weights, which are not supported; use the unquantized model"
+            )
+        return cls(
+            path=path,
+            config=config,
+            model_type=model_type,
+            architecture=architecture,
+            weight_files=_complete_weight_files(path),
+            text_hidden_size=_text_hidden_size(path, config),
+        )
+
+    def image_processor_config(self) -> dict[str, Any]:
+        """Settings of the image processor, which lie in a file of their own or inside processor_config.json."""
+        own_file = self.path / "preprocessor_config.json"
+        if own_file.is_file():
+            return read_json_object(own_file)
+        nested = read_json_object(self.path / "processor_config.json").get("image_processor")
+        if not isinstance(nested, dict):
+            raise ModelFolderError(f"{self.path} has no image processor configuration (preprocessor_config.json)")
+        return nested
+
+
+def read_json_object(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelFolderError when it is missing or something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelFolderError(f"{path} is missing; the folder is not a complete Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelFolderError(f"{path} must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tuple[str, str]:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in SUPPORTED_ARCHITECTURES:
+        supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+        raise ModelFolderError(f"{path} holds a model of type {model_type!r}; supported types are {supported}")
+    wanted = SUPPORTED_ARCHITECTURES[model_type]
+    if config.get("architectures") != [wanted]:
+        raise ModelFolderError(
+            f"{path}/config.json names the architectures {config.get('architectures')!r}; {model_type} needs {[wanted]}"
+        )
+    return model_type, wanted
+
+
+def _refuse_own_code(path: pathlib.Path) -> None:
+    for name in _CONFIG_FILES:
+        if (path / name).exists() and "auto_map" in read_json_object(path / name):
+            raise ModelFolderError(
+                f"{path / name} asks for Python code of its own (auto_map), which is never run; "
+                "use a model whose architecture is part of transformers"
+            )
+
+
+def _complete_weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
+    if (path / _INDEX_FILE).exists():
+        files = _shards(path)
+    elif (path / _SINGLE_FILE).exists():
+        files = (path / _SINGLE_FILE,)
+    else:
+        pickled = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED_SUFFIXES)
+        if pickled:
+            raise ModelFolderError(
+                f"{path} holds pickled weights only ({pickled[0]}), which can run code and are never loaded; "
+                "convert them to safetensors"
+            )
+        raise ModelFolderError(f"{path} holds no weights; {_SINGLE_FILE} or {_INDEX_FILE} is needed")
+    for file in files:
+        _check_safetensors(file)
+    return files
+
+
+def _shards(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
+    weight_map = read_json_object(path / _INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFolderError(f"{path / _INDEX_FILE} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if pathlib.PurePath(name).name != name or not name.endswith(".safetensors"):
+            raise ModelFolderError(f"{path / _INDEX_FILE} names {name!r}, which is no safetensors file of this folder")
+        if not (path / name).is_file():
+            raise ModelFolderError(f"{path / name} is missing, although the index names it; the download is incomplete")
+    return tuple(path / name for name in names)
+
+
+def _check_safetensors(file: pathlib.Path) -> None:
+    """Compares the file's length with its header: catches partial downloads and Git LFS pointers."""
+    broken = ModelFolderError(f"{file} is not a complete safetensors file; download it again")
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if header_bytes > min(_MAX_HEADER_BYTES, file.stat().st_size):
+            raise broken
+        try:
+            header = json.loads(stream.read(header_bytes))
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            payload_bytes = max((int(entry["data_offsets"][1]) for entry in tensors), default=0)
+        except (ValueError, AttributeError, LookupError, TypeError):
+            raise broken from None
+    if file.stat().st_size != _LENGTH_BYTES + header_bytes + payload_bytes:
+        raise broken
+
+
+def _text_hidden_size(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
+    """Width from `text_config`, or from the top level where older configurations keep the text model's fields."""
+    nested = config.get("text_config")
+    size = nested.get("hidden_size") if isinstance(nested, dict) else config.get("hidden_size")
+    if size is None:
+        return None
+    if not isinstance(size, int) or size < 1:
+        raise ModelFolderError(
+            f"{path}/config.json: the text model's hidden_size must be a positive number, not {size!r}"
+        )
+    return size

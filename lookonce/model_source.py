@@ -1,0 +1,62 @@
+"""From what a person types for `--model` to a folder: a path, or the name of a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Sequence
+
+from lookonce.errors import ModelFolderError
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Weights as safetensors only: pickled ones can run code and are never loaded, so they are not fetched either.
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+
+
+def resolve_model(name: str) -> pathlib.Path:
+    """The folder itself where it exists, else the downloaded (or earlier downloaded) hub repository.
+
+    Raises ModelFolderError when it is neither.
+    """
+    path = pathlib.Path(name)
+    if name and path.is_dir():
+        return path
+    if not _HUB_NAME.fullmatch(name):
+        raise ModelFolderError(f"{name} is neither a folder nor a name like Qwen/Qwen2-VL-2B-Instruct")
+    return _download(name)
+
+
+def with_resolved_model(arguments: Sequence[str]) -> list[str]:
+    """A service's flags with the value of `--model` resolved; other flags stay as they are."""
+    resolved = list(arguments)
+    for index, argument in enumerate(resolved):
+        if argument == "--model" and index + 1 < len(resolved):
+            resolved[index + 1] = str(resolve_model(resolved[index + 1]))
+        elif argument.startswith("--model="):
+            resolved[index] = f"--model={resolve_model(argument.removeprefix('--model='))}"
+    return resolved
+
+
+def _download(name: str) -> pathlib.Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+        )
+    except ImportError:
+        raise ModelFolderError(f"{name} is not a folder, and huggingface_hub is not installed to fetch it") from None
+    try:
+        return pathlib.Path(snapshot_download(name, allow_patterns=list(_PATTERNS)))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError):
+        raise ModelFolderError(
+            f"{name} is not a folder, was not downloaded before, and the hub cannot be reached; "
+            "give a local folder, or go online"
+        ) from None
+    except HFValidationError:
+        raise ModelFolderError(f"{name} is neither a folder nor a possible name on the hub") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "an unknown status"
+        raise ModelFolderError(f"{name} is not a folder, and the hub answered {status} for it") from None

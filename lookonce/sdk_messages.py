@@ -1,0 +1,331 @@
+"""What both clients share: plain data ⇄ protobuf, and which images to upload. Calls no server, so it fits either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from google.protobuf.duration_pb2 import Duration
+
+from lookonce.common.v1 import common_pb2
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
+from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
+from lookonce.generation import FinishReason, GenerateOptions, Generation, Message, Role, Usage
+from lookonce.images import EmbeddingSource, Encoding, ImageLike, ImageRef, as_image, as_images
+
+# An image of this size costs less to send than a second round trip costs to find out that it must be sent.
+SMALL_IMAGE_BYTES = 64 << 10
+MAX_LOOKUP_KEYS = 256
+
+_ROLES: Mapping[Role, decoder_pb2.Role.ValueType] = {
+    "system": decoder_pb2.ROLE_SYSTEM,
+    "user": decoder_pb2.ROLE_USER,
+    "assistant": decoder_pb2.ROLE_ASSISTANT,
+}
+_FINISH_REASONS: Mapping[int, FinishReason] = {
+    decoder_pb2.FINISH_REASON_STOP: "stop",
+    decoder_pb2.FINISH_REASON_LENGTH: "length",
+    decoder_pb2.FINISH_REASON_ABORT: "abort",
+}
+_SOURCES: Mapping[int, EmbeddingSource] = {
+    encoder_pb2.RESULT_SOURCE_COMPUTED: "computed",
+    encoder_pb2.RESULT_SOURCE_COALESCED: "coalesced",
+    encoder_pb2.RESULT_SOURCE_LOCAL_CACHE: "local cache",
+    encoder_pb2.RESULT_SOURCE_SHARED_CACHE: "shared cache",
+}
+_REQUEST_FIELDS = ("request_id", "priority", "cache_salt", "adapter", "bypass_prefix_cache")
+_REPEATED_FIELDS = ("stop", "stop_token_ids")
+
+
+class PreparedPrompt:
+    """A prompt whose images are hashed, and which of them travel as bytes.
+
+    Small images travel as bytes at once, larger ones by digest; what the server then lacks travels as bytes, too.
+    """
+
+    def __init__(self, prompt: str | Sequence[Message], images: Sequence[ImageLike], options: GenerateOptions) -> None:
+        """Reads and hashes files: keep it off event loops. Raises InvalidParameterError and OSError."""
+        self._messages = _as_messages(prompt, images)
+        self._options = options
+        self.images = [part for _, parts in self._messages for part in parts if isinstance(part, ImageRef)]
+        self._inline = {index for index, image in enumerate(self.images) if _is_small(image)}
+
+    def params(self) -> decoder_pb2.GenerateParams:
+        """The request as it stands now."""
+        params = decoder_pb2.GenerateParams(sampling=_sampling(self._options))
+        for name in _REQUEST_FIELDS:
+            if name in self._options:
+                _assign(params, name, self._options[name])  # type: ignore[literal-required]
+        index = 0
+        for role, parts in self._messages:
+            message = params.chat.messages.add(role=_ROLES[role])
+            for part in parts:
+                if isinstance(part, str):
+                    message.parts.add(text=part)
+                else:
+                    message.parts.add(image=image_source(part, as_bytes=index in self._inline))
+                    index += 1
+        return params
+
+    def missing(self, error: EmbeddingNotCachedError) -> list[int]:
+        """Positions of the images that the server asked for. Raises `error` when their bytes are not at hand."""
+        indexes = list(error.indexes) or [index for index in range(len(self.images)) if index not in self._inline]
+        if not indexes or any(index >= len(self.images) or self.images[index].data is None for index in indexes):
+            raise error
+        return indexes
+
+    def send_inline(self, indexes: Sequence[int]) -> None:
+        """Lets these images travel as bytes from now on."""
+        self._inline.update(indexes)
+
+
+class Transcript:
+    """What one choice's stream has said so far; checks that it has no gap and exactly one end."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[tuple[tuple[int, float], ...]] = []
+        self._finished: decoder_pb2.StreamFinished | None = None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether any text came; a stream that has shown text cannot start again."""
+        return bool(self._pieces)
+
+    def add(self, response: decoder_pb2.GenerateStreamResponse) -> str:
+        """Takes one event; returns its text, "" for none. Raises InternalError on a gap or a second end."""
+        if response.HasField("started"):
+            self._request_id = response.started.request_id
+        elif response.HasField("finished"):
+            if self._finished is not None:
+                raise InternalError("the stream ended twice")
+            self._finished = response.finished
+        elif response.HasField("delta"):
+            return self._add_delta(response.delta)
+        return ""
+
+    def _add_delta(self, delta: decoder_pb2.StreamDelta) -> str:
+        if delta.token_ids and delta.token_index != len(self._token_ids):
+            raise InternalError(f"the stream has a gap: token {delta.token_index} follows {len(self._token_ids)}")
+        self._token_ids += delta.token_ids
+        self._logprobs += _logprobs(delta.logprobs)
+        if delta.text:
+            self._pieces.append(delta.text)
+        return delta.text
+
+    def generation(self) -> Generation:
+        """The whole answer. Raises InternalError while the stream has not said its end."""
+        if self._finished is None:
+            raise InternalError("the stream stopped without its end")
+        return Generation(
+            text="".join(self._pieces),
+            token_ids=tuple(self._token_ids),
+            finish_reason=_FINISH_REASONS.get(self._finished.finish_reason, "abort"),
+            usage=usage_of(self._finished.usage),
+            request_id=self._request_id,
+            logprobs=tuple(self._logprobs),
+        )
+
+
+class EncodePlan:
+    """One `encode` of many images: look all of them up, upload each missing one once, in calls that fit the limits."""
+
+    def __init__(self, images: Sequence[ImageRef]) -> None:
+        self._images = list(images)
+        # The same image may be given by digest and with its bytes.
+        self._distinct = {image: image for image in sorted(self._images, key=lambda image: image.data is not None)}
+        self._known: dict[ImageRef, Encoding] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to upload."""
+        return len(self._known) == len(self._distinct)
+
+    def lookups(self) -> Iterator[tuple[list[ImageRef], encoder_pb2.LookupEmbeddingsRequest]]:
+        """Look-ups of all images; what is found lives on."""
+        return lookup_requests(self._distinct, touch=True)
+
+    def take_lookup(self, images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> None:
+        """Notes what is cached."""
+        for image, result in zip(images, response.results, strict=True):
+            if result.cached:
+                size = result.embedding
+                self._known[image] = Encoding(size.num_rows, size.size_bytes, "cache", 0.0, stored=True)
+
+    def uploads(
+        self, info: encoder_pb2.GetEncoderInfoResponse
+    ) -> Iterator[tuple[list[ImageRef], encoder_pb2.EncodeRequest]]:
+        """Encode calls for what is missing. Raises EmbeddingNotCachedError for missing images without bytes."""
+        missing = [image for key, image in self._distinct.items() if key not in self._known]
+        without_bytes = {image for image in missing if image.data is None}
+        if without_bytes:
+            indexes = [index for index, image in enumerate(self._images) if image in without_bytes]
+            raise EmbeddingNotCachedError(f"{len(indexes)} images are not cached; give their bytes", indexes=indexes)
+        # A tenth is left for everything in a message that is not image bytes.
+        for batch in _batches(missing, max(1, info.max_batch_items), info.max_message_bytes * 9 // 10):
+            items = [encoder_pb2.EncodeItem(image=image_source(image, as_bytes=True)) for image in batch]
+            yield batch, encoder_pb2.EncodeRequest(items=items)
+
+    def take_encoded(self, images: Sequence[ImageRef], response: encoder_pb2.EncodeResponse) -> None:
+        """Notes what an Encode call said."""
+        for image, result in zip(images, response.results, strict=True):
+            self._known[image] = Encoding(
+                num_rows=result.embedding.num_rows,
+                size_bytes=result.embedding.size_bytes,
+                source=_SOURCES.get(result.source, "computed"),
+                compute_time_s=_seconds(result.compute_time),
+                stored=result.stored,
+            )
+
+    def images(self) -> list[ImageRef]:
+        """The images as they were given, each with its encoding."""
+        return [replace(image, encoding=self._known[image]) for image in self._images]
+
+
+def lookup_requests(
+    images: Iterable[ImageRef], *, touch: bool
+) -> Iterator[tuple[list[ImageRef], encoder_pb2.LookupEmbeddingsRequest]]:
+    """Look-ups of at most 256 keys with the same options each, with the images that they are about, each once."""
+    by_options: dict[int | None, list[ImageRef]] = {}
+    for image in dict.fromkeys(images):
+        by_options.setdefault(image.max_pixels, []).append(image)
+    for max_pixels, group in by_options.items():
+        for start in range(0, len(group), MAX_LOOKUP_KEYS):
+            chunk = group[start : start + MAX_LOOKUP_KEYS]
+            request = encoder_pb2.LookupEmbeddingsRequest(keys=[_key(image) for image in chunk], touch=touch)
+            _assign_max_pixels(request, max_pixels)
+            yield chunk, request
+
+
+def cached_images(images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> list[ImageRef]:
+    """Those of a look-up's images that are cached."""
+    return [image for image, result in zip(images, response.results, strict=True) if result.cached]
+
+
+def image_source(image: ImageRef, *, as_bytes: bool) -> common_pb2.ImageSource:
+    """The image on the wire, as bytes with the digest that they must have, or as the digest alone."""
+    source = common_pb2.ImageSource()
+    if as_bytes and image.data is not None:
+        source.data = image.data
+        source.expected_digest = image.digest
+    else:
+        source.key.CopyFrom(_key(image))
+    _assign_max_pixels(source, image.max_pixels)
+    return source
+
+
+def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
+    """The only choice of an answer. Raises InternalError when there is none."""
+    if not response.choices:
+        raise InternalError("the answer has no choice")
+    choice = response.choices[0]
+    return Generation(
+        text=choice.text,
+        token_ids=tuple(choice.token_ids),
+        finish_reason=_FINISH_REASONS.get(choice.finish_reason, "abort"),
+        usage=usage_of(response.usage),
+        request_id=response.request_id,
+        logprobs=tuple(_logprobs(choice.logprobs)),
+    )
+
+
+def usage_of(usage: decoder_pb2.Usage) -> Usage:
+    """Token accounting, durations in seconds."""
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        image_tokens=usage.image_tokens,
+        encoded_image_tokens=usage.encoded_image_tokens,
+        cached_image_tokens=usage.cached_image_tokens,
+        skipped_image_tokens=usage.skipped_image_tokens,
+        completion_tokens=usage.completion_tokens,
+        queue_time_s=_seconds(usage.queue_time),
+        time_to_first_token_s=_seconds(usage.time_to_first_token),
+    )
+
+
+def _as_messages(
+    prompt: str | Sequence[Message], images: Sequence[ImageLike]
+) -> list[tuple[Role, list[str | ImageRef]]]:
+    """A plain prompt is one user message, its images before its text."""
+    if isinstance(prompt, str):
+        return [("user", [*as_images(images), prompt])]
+    if images:
+        raise InvalidParameterError("images", "with messages, images are parts of the messages")
+    return [(_checked_role(message.role), _as_parts(message.content)) for message in prompt]
+
+
+def _checked_role(role: Role) -> Role:
+    if role not in _ROLES:
+        raise InvalidParameterError("role", f"must be one of {', '.join(_ROLES)}, not {role!r}")
+    return role
+
+
+def _as_parts(content: str | Sequence[Any]) -> list[str | ImageRef]:
+    if isinstance(content, str):
+        return [content]
+    return [part if isinstance(part, str) else as_image(part) for part in content]
+
+
+def _sampling(options: GenerateOptions) -> decoder_pb2.SamplingParams:
+    """Only what was said, so that zero and unset differ. Raises InvalidParameterError for values that do not fit."""
+    sampling = decoder_pb2.SamplingParams()
+    for name, value in options.items():
+        if name in _REQUEST_FIELDS or name == "timeout_s":
+            continue
+        if name not in sampling.DESCRIPTOR.fields_by_name:
+            raise TypeError(f"unknown option {name!r}")
+        if name == "logit_bias":
+            sampling.logit_bias.update(cast("Mapping[int, float]", value))
+        elif name in _REPEATED_FIELDS:
+            getattr(sampling, name).extend([value] if isinstance(value, str) else value)
+        else:
+            _assign(sampling, name, value)
+    return sampling
+
+
+def _assign(message: Any, name: str, value: object) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError):
+        raise InvalidParameterError(name, f"{value!r} is not a possible value") from None
+
+
+def _assign_max_pixels(message: Any, max_pixels: int | None) -> None:
+    if max_pixels is not None:
+        _assign(message, "max_pixels", max_pixels)
+
+
+def _is_small(image: ImageRef) -> bool:
+    return image.data is not None and len(image.data) <= SMALL_IMAGE_BYTES
+
+
+def _key(image: ImageRef) -> common_pb2.ContentKey:
+    return common_pb2.ContentKey(digest=image.digest, algorithm=common_pb2.HASH_ALGORITHM_SHA256)
+
+
+def _batches(images: Sequence[ImageRef], max_items: int, max_bytes: int) -> Iterator[list[ImageRef]]:
+    """Runs of images within both limits; one that is too large alone still gets its batch, and the server's answer."""
+    batch: list[ImageRef] = []
+    num_bytes = 0
+    for image in images:
+        size_bytes = len(image.data or b"")
+        if batch and (len(batch) == max_items or num_bytes + size_bytes > max_bytes):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(image)
+        num_bytes += size_bytes
+    if batch:
+        yield batch
+
+
+def _logprobs(tokens: Sequence[decoder_pb2.TokenLogprobs]) -> list[tuple[tuple[int, float], ...]]:
+    return [tuple((entry.token_id, entry.logprob) for entry in token.top) for token in tokens]
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9

@@ -1,0 +1,231 @@
+"""The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
+
+SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, at most
+`drain_timeout_s` → what is left gets UNAVAILABLE → exit 0.     A second signal kills the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Never
+
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from lookonce.errors import ConfigurationError, StartupError
+from lookonce.inflight_calls import InflightCalls
+from lookonce.interceptors import BorderInterceptor, CallMetrics
+from lookonce.settings import ServiceSettings, exit_with
+from lookonce.telemetry import Telemetry
+
+_READY_POLL_S = 0.2
+# Time for the statuses of expelled calls to reach their clients before connections are cut.
+_FLUSH_S = 1.0
+_MIN_CLIENT_PING_INTERVAL_MS = 1000
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEntry:
+    """One service of the process."""
+
+    # As in the proto file, for example "lookonce.encoder.v1.EncoderService"; also its name in health and reflection.
+    full_name: str
+    # Registers the servicer, for example `lambda server: add_EncoderServiceServicer_to_server(servicer, server)`.
+    add_to_server: Callable[[grpc.aio.Server], None]
+
+
+def _always_ready() -> bool:
+    return True
+
+
+class GrpcService:
+    """One gRPC server from its start to the end of its drain. Use it from one event loop."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        telemetry: Telemetry,
+        services: Sequence[ServiceEntry],
+        *,
+        is_ready: Callable[[], bool] = _always_ready,
+    ) -> None:
+        """`is_ready` is asked several times a second and decides what health says; it must not block."""
+        self._settings = settings
+        self._telemetry = telemetry
+        self._services = tuple(services)
+        self._is_ready = is_ready
+        self._calls = InflightCalls()
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._readiness: asyncio.Task[None] | None = None
+        self._target = ""
+
+    @property
+    def target(self) -> str:
+        """host:port that is served; empty before `start`."""
+        return self._target
+
+    async def start(self) -> str:
+        """Listens and returns the bound host:port. Raises ConfigurationError when the address cannot be taken.
+
+        Health says SERVING, and the ready file is written, once `is_ready` does.
+        """
+        self._telemetry.start_endpoint()
+        self._server = self._build_server()
+        self._target = self._bind(self._server)
+        await self._report(is_serving=False)
+        await self._server.start()
+        self._readiness = asyncio.create_task(self._follow_readiness())
+        _log.info("listening", target=self._target, metrics_port=self._telemetry.metrics_port)
+        return self._target
+
+    async def serve_until_stopped(self) -> None:
+        """Starts if need be, serves until SIGTERM or SIGINT, drains, returns."""
+        if self._server is None:
+            await self.start()
+        signalled = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, signalled.set)
+        try:
+            await signalled.wait()
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+                # A second signal ends the process even when the loop hangs.
+                signal.signal(number, signal.SIG_DFL)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Drains as the module says, then frees the port and the metrics endpoint. Idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        _log.info("draining", calls=self._calls.num_delaying)
+        await self._stop_readiness()
+        await self._health.enter_graceful_shutdown()
+        await asyncio.sleep(self._settings.drain_delay_s)
+        self._calls.refuse_new()
+        # Tells connected clients to go elsewhere (GOAWAY) while their calls in flight run on.
+        closing = asyncio.create_task(server.stop(self._settings.drain_timeout_s + _FLUSH_S))
+        await self._calls.finished(self._settings.drain_timeout_s)
+        num_expelled = self._calls.expel_all()
+        await closing
+        self._telemetry.stop_endpoint()
+        _log.info("stopped", expelled_calls=num_expelled)
+
+    def _build_server(self) -> grpc.aio.Server:
+        names = [entry.full_name for entry in self._services]
+        quiet = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
+        border = BorderInterceptor(self._calls, CallMetrics(self._telemetry.registry), quiet)
+        server = grpc.aio.server(interceptors=[border], options=server_options(self._settings))
+        for entry in self._services:
+            entry.add_to_server(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection([*names, *quiet], server)
+        return server
+
+    def _bind(self, server: grpc.aio.Server) -> str:
+        address = self._settings.listen
+        try:
+            credentials = _credentials(self._settings)
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise ConfigurationError(f"--listen: cannot listen on {address}; is the port taken?") from None
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    async def _follow_readiness(self) -> None:
+        """Keeps health equal to `is_ready`; writes the ready file the first time."""
+        was_ready, announced = False, False
+        while True:
+            now_ready = self._is_ready()
+            if now_ready != was_ready:
+                await self._report(is_serving=now_ready)
+                _log.info("ready" if now_ready else "not ready", target=self._target)
+                was_ready = now_ready
+            if now_ready and not announced:
+                announced = True
+                self._write_ready_file()
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def _stop_readiness(self) -> None:
+        if self._readiness is None:
+            return
+        self._readiness.cancel()
+        await asyncio.gather(self._readiness, return_exceptions=True)
+        if self._settings.ready_file is not None:
+            self._settings.ready_file.unlink(missing_ok=True)
+
+    async def _report(self, *, is_serving: bool) -> None:
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if is_serving else response.NOT_SERVING
+        for name in ("", *(entry.full_name for entry in self._services)):
+            await self._health.set(name, status)
+
+    def _write_ready_file(self) -> None:
+        path = self._settings.ready_file
+        if path is None:
+            return
+        record = {"target": self._target, "metrics_port": self._telemetry.metrics_port, "pid": os.getpid()}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            json.dump(record, file)
+        os.replace(file.name, path)
+
+
+def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
+    """gRPC channel arguments: message limits both ways, keepalive that notices a frozen peer, no shared ports."""
+    keepalive_timeout_ms = int(settings.keepalive_timeout_s * 1000)
+    return [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_CLIENT_PING_INTERVAL_MS),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def run(main: Coroutine[Any, Any, None]) -> Never:
+    """Runs a service's main coroutine and ends the process.
+
+    Exit status: 0 after a drain, 2 with the reason on stderr when it must not start, 130 on Ctrl-C before it serves, 1
+    with a traceback in the log on anything else.
+    """
+    try:
+        asyncio.run(main)
+    except StartupError as error:
+        exit_with(error)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception:
+        _log.exception("the service failed")
+        raise SystemExit(1) from None
+    sys.exit(0)
+
+
+def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"--tls-cert, --tls-key: cannot read {error.filename}: {error.strerror}") from None
+    return grpc.ssl_server_credentials([pair])

@@ -1,0 +1,69 @@
+"""Encoders for the decoder's tests: real ones on loopback, and ones that answer what a test wants."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from decoder_svc.encoder_client import ChannelSettings, EncoderClient, ExpectedRows
+from encoder_svc.service import open_pipeline, service_entry
+from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision_model import VisionModel
+from lookonce.encoder.v1.encoder_service_pb2_grpc import (
+    EncoderServiceServicer,
+    add_EncoderServiceServicer_to_server,
+)
+from lookonce.serving import GrpcService, ServiceEntry
+from lookonce.settings import MIB, ServiceSettings
+from lookonce.telemetry import Telemetry
+
+CHANNEL = ChannelSettings(max_message_bytes=MIB, keepalive_time_s=30, keepalive_timeout_s=5)
+_VISION_MODELS: dict[pathlib.Path, VisionModel] = {}
+
+
+def client(target: str, model_type: str = "llava", hidden_size: int = 64, num_levels: int = 0) -> EncoderClient:
+    """A client that expects the rows of the tiny models."""
+    return EncoderClient(target, ExpectedRows(model_type, hidden_size, num_levels), CHANNEL)
+
+
+@asynccontextmanager
+async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterator[str]:
+    """The target of a real encoder service; its model is loaded once per folder."""
+    parsed = EncoderSettings(model=folder, drain_timeout_s=0.5, **settings)
+    if folder not in _VISION_MODELS:
+        _VISION_MODELS[folder] = VisionModel.load(parsed)
+    async with (
+        open_pipeline(parsed, _VISION_MODELS[folder], CollectorRegistry()) as pipeline,
+        served(parsed, service_entry(pipeline, parsed)) as target,
+    ):
+        yield target
+
+
+@asynccontextmanager
+async def scripted_encoder(servicer: EncoderServiceServicer) -> AsyncIterator[str]:
+    """The target of an encoder that answers as the servicer says."""
+    fields: dict[str, Any] = {"model": pathlib.Path("."), "drain_timeout_s": 0.5}
+    settings = ServiceSettings(**fields)
+    entry = ServiceEntry(
+        "lookonce.encoder.v1.EncoderService",
+        lambda server: add_EncoderServiceServicer_to_server(servicer, server),
+    )
+    async with served(settings, entry) as target:
+        yield target
+
+
+@asynccontextmanager
+async def served(
+    settings: ServiceSettings, entry: ServiceEntry, is_ready: Callable[[], bool] = lambda: True
+) -> AsyncIterator[str]:
+    """A real server around one service."""
+    service = GrpcService(settings, Telemetry(), [entry], is_ready=is_ready)
+    target = await service.start()
+    try:
+        yield target
+    finally:
+        await service.stop()

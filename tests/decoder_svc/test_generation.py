@@ -1,0 +1,210 @@
+"""A request's life in the engine: one submission, one answer, and the engine rid of it whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decoder_svc.engine_interface import EngineLimits, EngineLoad
+from decoder_svc.generated_text import TextIncrement
+from decoder_svc.generation import GenerationOptions, generating
+from decoder_svc.generation_defaults import GenerationDefaults
+from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.output_stream import OutputStream
+from decoder_svc.preparation import PreparedRequest
+from decoder_svc.request import FinishReason, Prompt, RequestId, RequestOutput, RequestUsage, SamplingParams
+from decoder_svc.sampling_check import SamplingLimits, SamplingSpec, check_sampling
+from decoder_svc.service import LoadedText
+from lookonce.errors import InternalError, OverloadedError, UnavailableError
+
+REQUEST = RequestId("r")
+DEFAULTS = SamplingSpec()
+
+
+class ScriptedEngine:
+    """Plays outputs to whoever submits, and notes what it is asked to end."""
+
+    limits = EngineLimits(100, 8, 10, 32, 4, 64, 64, 16)
+
+    def __init__(self, outputs: Sequence[RequestOutput | Exception]) -> None:
+        self.outputs = outputs
+        self.aborted: list[tuple[RequestId, FinishReason]] = []
+        self.deadlines_s: list[float | None] = []
+
+    def submit(
+        self,
+        request_id: RequestId,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int,
+        deadline_s: float | None,
+    ) -> AsyncIterator[RequestOutput]:
+        self.deadlines_s.append(deadline_s)
+        if not self.outputs:
+            raise OverloadedError("full")
+        return self._play()
+
+    async def _play(self) -> AsyncIterator[RequestOutput]:
+        for output in self.outputs:
+            if isinstance(output, Exception):
+                raise output
+            yield output
+
+    def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
+        self.aborted.append((request_id, reason))
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(2, 1, 1, 0.25, 32)
+
+
+def output(*token_ids: int, reason: FinishReason | None = None, **usage: float) -> RequestOutput:
+    record = RequestUsage(prompt_tokens=3, image_tokens=2, encoded_image_tokens=2)
+    for name, value in usage.items():
+        setattr(record, name, value)
+    return RequestOutput(token_ids, (), reason, record)
+
+
+def ids_of(text: LoadedText, words: str) -> list[int]:
+    return list(text.tokenizer.backend.encode(words, add_special_tokens=False).ids)
+
+
+def prepared(text: LoadedText, spec: SamplingSpec = DEFAULTS) -> PreparedRequest:
+    checked = check_sampling(spec, GenerationDefaults(), SamplingLimits(text.vocab_size, 8, 8, 256))
+    return PreparedRequest(Prompt((1, 2, 3)), checked.params, checked)
+
+
+def options(age_s: float = 0.0) -> GenerationOptions:
+    return GenerationOptions(priority=0, arrival_s=time.monotonic() - age_s, deadline_s=None)
+
+
+async def run(
+    engine: ScriptedEngine, text: LoadedText, registry: CollectorRegistry, spec: SamplingSpec = DEFAULTS
+) -> tuple[list[TextIncrement], RequestUsage]:
+    metrics = DecoderMetrics(registry)
+    async with generating(engine, REQUEST, prepared(text, spec), options(), text.tokenizer, metrics) as generation:
+        await generation.admission()
+        return [increment async for increment in generation.increments()], generation.usage
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+async def test_admission_comes_first_and_carries_prompt_side_usage(
+    llava_text: LoadedText, registry: CollectorRegistry
+) -> None:
+    engine = ScriptedEngine([output(), output(5, reason=FinishReason.LENGTH)])
+    metrics = DecoderMetrics(registry)
+    async with generating(
+        engine, REQUEST, prepared(llava_text), options(), llava_text.tokenizer, metrics
+    ) as generation:
+        usage = await generation.admission()
+        assert (usage.prompt_tokens, usage.encoded_image_tokens, usage.completion_tokens) == (3, 2, 0)
+        increments = [increment async for increment in generation.increments()]
+        assert [increment.finish_reason for increment in increments] == [FinishReason.LENGTH]
+        assert generation.usage.completion_tokens == 1
+    assert engine.aborted == [(REQUEST, FinishReason.STOP)]
+
+
+async def test_a_stop_string_ends_the_request_in_the_engine_and_counts_no_token_after_it(
+    llava_text: LoadedText, registry: CollectorRegistry
+) -> None:
+    ids = ids_of(llava_text, "one. two three")
+    engine = ScriptedEngine([output(), output(*ids, completion_tokens=len(ids)), output(6, reason=FinishReason.LENGTH)])
+    increments, usage = await run(engine, llava_text, registry, SamplingSpec(stop=(".",)))
+    num_tokens = sum(len(increment.token_ids) for increment in increments)
+    assert "".join(increment.text for increment in increments) == "one"
+    assert increments[-1].finish_reason is FinishReason.STOP
+    assert usage.completion_tokens == num_tokens < len(ids)
+    assert engine.aborted == [(REQUEST, FinishReason.STOP)]
+
+
+@pytest.mark.parametrize("failure", [UnavailableError("encoder away"), InternalError("internal error 7")])
+async def test_a_failure_is_raised_and_the_engine_freed(
+    llava_text: LoadedText, registry: CollectorRegistry, failure: Exception
+) -> None:
+    engine = ScriptedEngine([output(), output(5), failure])
+    with pytest.raises(type(failure)):
+        await run(engine, llava_text, registry)
+    assert engine.aborted == [(REQUEST, FinishReason.STOP)]
+
+
+async def test_an_engine_that_says_nothing_more_is_an_internal_error(
+    llava_text: LoadedText, registry: CollectorRegistry
+) -> None:
+    engine = ScriptedEngine([output(), output(5)])
+    with pytest.raises(InternalError, match="without an answer"):
+        await run(engine, llava_text, registry)
+
+
+async def test_a_refused_submission_needs_no_abort(llava_text: LoadedText, registry: CollectorRegistry) -> None:
+    engine = ScriptedEngine([])
+    with pytest.raises(OverloadedError):
+        await run(engine, llava_text, registry)
+    assert engine.aborted == []
+
+
+async def test_a_cancelled_reader_frees_the_engine(llava_text: LoadedText, registry: CollectorRegistry) -> None:
+    stream = OutputStream()
+
+    class Endless(ScriptedEngine):
+        def submit(self, *_: object, **__: object) -> OutputStream:
+            return stream
+
+    engine = Endless([])
+
+    reader = asyncio.create_task(run(engine, llava_text, registry))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert engine.aborted == [(REQUEST, FinishReason.STOP)]
+
+
+async def test_time_before_submission_counts_as_waiting(llava_text: LoadedText, registry: CollectorRegistry) -> None:
+    engine = ScriptedEngine(
+        [
+            output(),
+            output(5, reason=FinishReason.LENGTH, queue_time_s=0.5, time_to_first_token_s=1.0, completion_tokens=1),
+        ]
+    )
+    async with generating(
+        engine, REQUEST, prepared(llava_text), options(age_s=100), llava_text.tokenizer, DecoderMetrics(registry)
+    ) as generation:
+        assert (await generation.admission()).queue_time_s == 0
+        assert [increment async for increment in generation.increments()]
+        assert generation.usage.queue_time_s >= 100.5
+        assert generation.usage.time_to_first_token_s >= 101
+    assert registry.get_sample_value("lookonce_decoder_ttft_seconds_bucket", {"le": "60.0"}) == 0
+    assert registry.get_sample_value("lookonce_decoder_ttft_seconds_count") == 1
+
+
+async def test_metrics_count_what_ended(llava_text: LoadedText, registry: CollectorRegistry) -> None:
+    metrics = DecoderMetrics(registry)
+    last = output(5, 6, reason=FinishReason.LENGTH, cached_image_tokens=7, skipped_image_tokens=9)
+    engine = ScriptedEngine([output(), last])
+    metrics.watch(engine)
+    for _ in range(2):
+        async with generating(
+            engine, REQUEST, prepared(llava_text), options(), llava_text.tokenizer, metrics
+        ) as generation:
+            await generation.admission()
+            assert [increment async for increment in generation.increments()]
+    expected = {
+        ("lookonce_decoder_prompt_tokens_total", ""): 6,
+        ("lookonce_decoder_generated_tokens_total", ""): 4,
+        ("lookonce_decoder_image_rows_total", "encoded"): 4,
+        ("lookonce_decoder_image_rows_total", "shared"): 14,
+        ("lookonce_decoder_image_rows_total", "skipped"): 18,
+        ("lookonce_decoder_running_requests", ""): 2,
+        ("lookonce_decoder_waiting_requests", ""): 1,
+        ("lookonce_decoder_kv_cache_usage", ""): 0.25,
+    }
+    for (name, tier), value in expected.items():
+        assert registry.get_sample_value(name, {"tier": tier} if tier else {}) == value, name

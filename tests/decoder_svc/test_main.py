@@ -1,0 +1,87 @@
+"""`python -m decoder_svc` as operators run it: starts and ends by the book, or refuses with the reason."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from decoder_svc.__main__ import serve
+from lookonce.decoder.v1 import decoder_service_pb2 as pb
+from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
+from lookonce.errors import ConfigurationError, ModelFolderError
+from tests.decoder_svc.decoders import params
+
+SMALL = ("--num-threads", "1", "--num-kv-blocks", "20", "--max-context-tokens", "300")
+
+
+@contextmanager
+def started(ready_file: pathlib.Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The running process and what its ready file says."""
+    command = [sys.executable, "-m", "decoder_svc", "--ready-file", str(ready_file), *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while not ready_file.exists():
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            time.sleep(0.05)
+        yield process, json.loads(ready_file.read_text())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serves_drains_on_sigterm_and_exits_with_0(
+    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    arguments = ("--model", str(model_folder("llava_clip")), "--metrics-listen", "127.0.0.1:0", *SMALL)
+    with started(tmp_path / "ready.json", *arguments) as (process, ready):
+        with grpc.insecure_channel(ready["target"]) as channel:
+            stub = DecoderServiceStub(channel)
+            request = params("zebra", max_tokens=200, ignore_eos=True)
+            stream = stub.GenerateStream(pb.GenerateStreamRequest(params=request), timeout=60)
+            assert next(stream).started.usage.prompt_tokens > 0
+            process.send_signal(signal.SIGTERM)
+            events = list(stream)
+            assert events[-1].finished.usage.completion_tokens == 200
+        _, log = process.communicate(timeout=60)
+        assert process.returncode == 0
+        lines = [json.loads(line) for line in log.splitlines()]
+        assert any(line.get("code") == "OK" for line in lines)
+        assert "zebra" not in log
+
+
+def test_refuses_to_start_with_status_2_and_the_reason(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "decoder_svc", "--model", str(tmp_path / "missing")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert "is not a folder" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+async def test_a_folder_whose_template_cannot_be_served_is_refused(
+    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    folder = shutil.copytree(model_folder("llava_clip"), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].role }}")
+    with pytest.raises(ModelFolderError, match="writes 0 × <image>"):
+        await serve(["--model", str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"), [(("--block-size", "0"), "--block-size"), (("--listen", "0.0.0.0:0"), "plaintext")]
+)
+async def test_settings_that_cannot_be_served_are_refused(
+    model_folder: Callable[[str], pathlib.Path], arguments: tuple[str, str], reason: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        await serve(["--model", str(model_folder("llava_clip")), *arguments])

@@ -1,0 +1,114 @@
+"""Tiny models, a real cache server and a running encoder for the encoder's tests."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc.aio
+import pytest
+import transformers
+
+from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.service import open_pipeline, service_entry
+from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision_model import VisionModel
+from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
+from lookonce.redis_server import EmbeddedRedis
+from lookonce.serving import GrpcService
+from lookonce.telemetry import Telemetry
+from tests import tiny_models
+
+if TYPE_CHECKING:
+    from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceAsyncStub
+
+transformers.utils.logging.disable_progress_bar()
+
+
+def encoder_settings(folder: pathlib.Path, **values: Any) -> EncoderSettings:
+    """Settings for a folder; what `values` leaves out is the default."""
+    return EncoderSettings(model=folder, **values)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    """`tiny_folder("llava_clip")`: a model folder, built once. Never change it; change a copy."""
+    base = tmp_path_factory.mktemp("tiny")
+
+    def folder(name: str) -> pathlib.Path:
+        path = base / name
+        return path if path.exists() else tiny_models.BUILDERS[name](path)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vision_model(tiny_folder: Callable[[str], pathlib.Path]) -> Callable[[str], VisionModel]:
+    """`vision_model("llava_clip")`: the loaded vision half, loaded once."""
+    loaded: dict[str, VisionModel] = {}
+
+    def model(name: str) -> VisionModel:
+        if name not in loaded:
+            loaded[name] = VisionModel.load(encoder_settings(tiny_folder(name)))
+        return loaded[name]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[EmbeddedRedis]:
+    """A server that no test stops. Not emptied in between: use an image of your own where a miss matters."""
+    with EmbeddedRedis(256 << 20) as server:
+        yield server
+
+
+@pytest.fixture
+def own_redis() -> Iterator[EmbeddedRedis]:
+    """A server that starts empty and that the test may stop."""
+    with EmbeddedRedis(256 << 20) as server:
+        yield server
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEncoder:
+    """A real server on loopback."""
+
+    stub: EncoderServiceAsyncStub
+    pipeline: EncodePipeline
+    telemetry: Telemetry
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Current value of a metric, 0 before its first use."""
+        return self.telemetry.registry.get_sample_value(name, labels) or 0.0
+
+
+class StartEncoder(Protocol):
+    """`async with start_encoder("llava_clip", redis_url=…) as encoder`."""
+
+    def __call__(self, name: str, **settings: Any) -> Any: ...
+
+
+@pytest.fixture
+def start_encoder(
+    tiny_folder: Callable[[str], pathlib.Path], vision_model: Callable[[str], VisionModel]
+) -> StartEncoder:
+    """Starts encoders inside the test's event loop; settings are keyword arguments."""
+
+    @asynccontextmanager
+    async def start(name: str, **settings: Any) -> AsyncIterator[RunningEncoder]:
+        parsed = encoder_settings(tiny_folder(name), drain_timeout_s=1.0, **settings)
+        telemetry = Telemetry()
+        async with open_pipeline(parsed, vision_model(name), telemetry.registry) as pipeline:
+            service = GrpcService(parsed, telemetry, [service_entry(pipeline, parsed)])
+            target = await service.start()
+            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
+            try:
+                async with grpc.aio.insecure_channel(target, options=options) as channel:
+                    yield RunningEncoder(EncoderServiceStub(channel), pipeline, telemetry)
+            finally:
+                await service.stop()
+
+    return start

@@ -1,0 +1,40 @@
+"""Settings that contradict each other are refused with the fields that do."""
+
+from __future__ import annotations
+
+import pytest
+
+from encoder_svc.settings import EncoderSettings
+from lookonce.errors import ConfigurationError
+from lookonce.settings import parse_settings
+
+
+def parsed(*arguments: str) -> EncoderSettings:
+    """Settings from flags."""
+    return parse_settings(EncoderSettings, ["--model", "somewhere", *arguments], "encoder_svc")
+
+
+def test_the_defaults_fit_together() -> None:
+    settings = parsed()
+    assert settings.max_batch_items <= settings.max_queued_images
+    assert settings.max_entry_bytes > settings.max_image_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--max-batch-items", "9", "--max-queued-images", "8"], ["max_batch_items=9", "max_queued_images=8"]),
+        (["--local-cache-bytes", "0"], ["redis_url", "local_cache_bytes"]),
+        (["--max-image-aspect", "300"], ["--max-image-aspect", "200"]),
+        (["--max-forward-images", "0"], ["--max-forward-images"]),
+    ],
+)
+def test_a_contradiction_names_its_fields(arguments: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parsed(*arguments)
+    for part in parts:
+        assert part in caught.value.message
+
+
+def test_rows_may_live_in_redis_alone() -> None:
+    assert parsed("--local-cache-bytes", "0", "--redis-url", "redis://localhost").local_cache_bytes == 0

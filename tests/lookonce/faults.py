@@ -1,0 +1,132 @@
+"""Faults to inject into real servers: a proxy that interrupts a conversation at a chosen point, and a sudden death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# A GETRANGE that does not start at 0, i.e. one that asks for rows.
+_ROWS_REQUEST = re.compile(rb"GETRANGE\r\n\$\d+\r\nlookonce:[^\r]*\r\n\$\d+\r\n(?!0\r\n)")
+
+
+@dataclass(slots=True)
+class Faults:
+    """What the proxy does to every connection; changes take effect at once."""
+
+    # Called before a client's request for rows is passed on.
+    before_rows: Callable[[], None] | None = None
+    # Replies are cut and the connection is reset after so many bytes. None: never.
+    cut_after_bytes: int | None = None
+    # Replies trickle: one byte, then this pause in seconds. 0: at full speed.
+    pause_s: float = 0.0
+    # Sent instead of the server's replies.
+    forged_reply: bytes | None = None
+
+
+class FaultProxy:
+    """Listens on a free loopback port and forwards to the unix socket `server_path`; speaks TLS if given a context."""
+
+    def __init__(self, server_path: str, tls: ssl.SSLContext | None = None) -> None:
+        self.faults = Faults()
+        # Connections that clients have made so far.
+        self.num_connections = 0
+        # Requests for rows that clients have sent so far.
+        self.num_row_requests = 0
+        # While cleared, replies are kept back.
+        self.may_reply = threading.Event()
+        self.may_reply.set()
+        self._tls = tls
+        self._server_path = server_path
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = [self._listener]
+        self._threads: list[threading.Thread] = []
+        self._run(self._accept)
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"{'rediss' if self._tls else 'redis'}://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Closes everything and waits for the threads."""
+        self.may_reply.set()
+        for sock in self._sockets:
+            _close(sock)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                # A client that breaks off the TLS handshake must not end the proxy.
+                with contextlib.suppress(OSError):
+                    self._serve(client)
+
+    def _serve(self, client: socket.socket) -> None:
+        if self._tls is not None:
+            client = self._tls.wrap_socket(client, server_side=True)
+        server = socket.socket(socket.AF_UNIX)
+        server.connect(self._server_path)
+        self._sockets += [client, server]
+        self.num_connections += 1
+        self._run(lambda: self._forward_requests(client, server))
+        self._run(lambda: self._forward_replies(server, client))
+
+    def _forward_requests(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 16):
+                num_row_requests = len(_ROWS_REQUEST.findall(data))
+                if num_row_requests and self.faults.before_rows is not None:
+                    self.faults.before_rows()
+                self.num_row_requests += num_row_requests
+                server.sendall(data)
+        _close(server)
+
+    def _forward_replies(self, server: socket.socket, client: socket.socket) -> None:
+        num_bytes = 0
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 16):
+                self.may_reply.wait()
+                if self.faults.forged_reply is not None:
+                    data = self.faults.forged_reply
+                cut = self.faults.cut_after_bytes
+                if cut is not None and num_bytes + len(data) > cut:
+                    client.sendall(data[: cut - num_bytes])
+                    break
+                num_bytes += len(data)
+                self._send(client, data)
+        _close(client)
+
+    def _send(self, client: socket.socket, data: bytes) -> None:
+        if self.faults.pause_s == 0:
+            client.sendall(data)
+            return
+        for index in range(len(data)):
+            client.sendall(data[index : index + 1])
+            time.sleep(self.faults.pause_s)
+
+
+def kill_child(pid: int) -> None:
+    """Kills a child process and returns when it is dead; its owner still gets to see its status."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def _close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()

@@ -1,0 +1,221 @@
+"""The `lookonce` command, run as a process, and what it takes from its environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from lookonce.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.errors import ConfigurationError, ModelFolderError
+from lookonce.model_source import resolve_model, with_resolved_model
+from tests.lookonce.sdk_servers import System, running_system
+from tests.tiny_models import build_llava_clip, random_image
+
+ROOT = pathlib.Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "lookonce.cli"]
+
+
+@pytest.fixture
+def environment(tmp_path: pathlib.Path) -> dict[str, str]:
+    """A clean environment whose runtime folder is the test's own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LOOKONCE_")}
+    (tmp_path / "run").mkdir(mode=0o700)
+    return kept | {"XDG_RUNTIME_DIR": str(tmp_path / "run"), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+
+
+@pytest.fixture
+def picture(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "picture.png"
+    random_image(5).save(path)
+    return path
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
+    )
+
+
+async def _run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return await asyncio.to_thread(run, environment, *arguments)
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[System]:
+    async with running_system() as started:
+        yield started
+
+
+async def test_generate_streams_the_answer_to_stdout_and_the_cost_to_stderr(
+    system: System, environment: dict[str, str], picture: pathlib.Path
+) -> None:
+    target = ["--target", system.decoder_target]
+    finished = await _run(environment, "generate", "hello there", "--image", str(picture), "--seed", "3", *target)
+    assert (finished.returncode, finished.stdout) == (0, "hello there +1\n")
+    assert "2 prompt tokens" in finished.stderr
+    assert "first token after 250 ms" in finished.stderr
+    assert system.decoder.last.sampling.seed == 3
+    assert not system.decoder.last.sampling.HasField("temperature")
+
+
+async def test_the_target_may_come_from_the_environment(system: System, environment: dict[str, str]) -> None:
+    finished = await _run(environment | {"LOOKONCE_TARGET": system.decoder_target}, "generate", "hello")
+    assert finished.stdout == "hello +0\n"
+
+
+async def test_encode_and_lookup_list_the_images(
+    system: System, environment: dict[str, str], picture: pathlib.Path
+) -> None:
+    target = ["--target", system.decoder_target]
+    before = await _run(environment, "lookup", str(picture), *target)
+    encoded = await _run(environment, "encode", str(picture), *target)
+    after = await _run(environment, "lookup", str(picture), *target)
+    assert [finished.returncode for finished in (before, encoded, after)] == [0, 0, 0]
+    assert "no" in before.stdout.split()
+    assert "computed" in encoded.stdout
+    assert "yes" in after.stdout.split()
+
+
+def test_without_any_target_the_error_says_what_to_do(environment: dict[str, str]) -> None:
+    finished = run(environment, "generate", "hello")
+    assert finished.returncode == 2
+    assert "lookonce up" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_an_unreachable_target_is_a_short_error(environment: dict[str, str]) -> None:
+    finished = run(environment, "generate", "hello", "--target", "127.0.0.1:1", "--timeout-s", "5")
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("error: ")
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["encoder", "--help"], 0, "--max-image-bytes"),
+        (["decoder", "--model", ".", "--listen", "0.0.0.0:1"], 2, "plaintext"),
+    ],
+)
+def test_serve_hands_its_flags_to_the_service_and_takes_its_status(
+    environment: dict[str, str], arguments: list[str], status: int, text: str
+) -> None:
+    finished = run(environment, "serve", *arguments)
+    assert finished.returncode == status
+    assert text in finished.stdout + finished.stderr
+
+
+def test_a_hub_name_without_network_is_a_clear_error(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    finished = run(
+        environment | {"HF_HOME": str(tmp_path)}, "serve", "encoder", "--model", "someone/never-published-this"
+    )
+    assert finished.returncode == 2
+    assert "cannot be reached" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_doctor_reports_each_part_and_a_bad_model(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    finished = run(environment, "doctor")
+    assert finished.returncode == 0, finished.stdout
+    for subject in ("Python", "torch", "transformers", "Redis", "CPU features"):
+        assert subject in finished.stdout
+    bad = run(environment, "doctor", "--model", str(tmp_path))
+    assert bad.returncode == 1
+    assert "config.json" in bad.stdout
+
+
+def test_doctor_says_when_the_configured_cache_is_away(environment: dict[str, str]) -> None:
+    finished = run(environment | {"LOOKONCE_REDIS_URL": "unix:///nowhere.sock"}, "doctor")
+    assert finished.returncode == 1
+    assert "does not answer" in finished.stdout
+
+
+def test_a_folder_and_other_flags_stay_as_they_are(tmp_path: pathlib.Path) -> None:
+    flags = ["--model", str(tmp_path), f"--model={tmp_path}", "--dtype", "auto", "--model"]
+    assert with_resolved_model(flags) == flags
+
+
+@pytest.mark.parametrize("name", ["", "no/such/folder", "../up", "a b/c", "/absolute"])
+def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
+    with pytest.raises(ModelFolderError, match="neither a folder nor a name"):
+        resolve_model(name)
+
+
+def test_the_record_of_a_running_stack_is_found_and_removed_by_its_owner(tmp_path: pathlib.Path) -> None:
+    directory = tmp_path / "lookonce"
+    first = StackRecord("127.0.0.1:1", "127.0.0.1:2", os.getpid())
+    second = StackRecord("127.0.0.1:3", "127.0.0.1:4", os.getpid())
+    assert find_stack(directory) is None
+    first.write(directory)
+    assert find_stack(directory) == first
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    second.write(directory)
+    first.remove(directory)
+    assert find_stack(directory) == second
+    second.remove(directory)
+    assert list(directory.iterdir()) == []
+
+
+def test_the_record_of_a_stack_that_died_is_not_used(tmp_path: pathlib.Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    StackRecord("127.0.0.1:1", "127.0.0.1:2", process.pid).write(tmp_path / "lookonce")
+    assert find_stack(tmp_path / "lookonce") is None
+
+
+def test_a_record_that_others_could_have_written_is_refused(tmp_path: pathlib.Path) -> None:
+    directory = tmp_path / "lookonce"
+    StackRecord("127.0.0.1:1", "127.0.0.1:2", os.getpid()).write(directory)
+    directory.chmod(0o777)
+    with pytest.raises(ConfigurationError, match="only this user"):
+        find_stack(directory)
+
+
+def test_the_record_lies_in_the_runtime_folder_or_in_one_of_this_user(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert CliSettings().record_dir == tmp_path / "lookonce"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert CliSettings().record_dir.name == f"lookonce-{os.getuid()}"
+
+
+@pytest.fixture
+def running_up(environment: dict[str, str], tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
+    """`lookonce up` with two decoders on a tiny model, up and running."""
+    model = build_llava_clip(tmp_path / "tiny")
+    command = [*COMMAND, "up", "--model", str(model), "--decoders", "2"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) as process:
+        yield process
+        process.kill()
+
+
+def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
+    running_up: subprocess.Popen[str], environment: dict[str, str], picture: pathlib.Path
+) -> None:
+    assert running_up.stdout is not None
+    lines: list[str] = []
+    while not lines or not lines[-1].startswith("Ctrl-C"):
+        lines.append(running_up.stdout.readline())
+        assert lines[-1], running_up.stderr.read() if running_up.stderr else ""
+    assert sum(line.startswith("decoder") for line in lines) == 2
+    asked = ["generate", "What is it?", "--image", str(picture), "--max-tokens", "4", "--temperature", "0"]
+    first, second = run(environment, *asked), run(environment, *asked)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout == second.stdout
+    assert "16 encoded" in first.stderr
+    assert "0 encoded" in second.stderr
+    assert "yes" in run(environment, "lookup", str(picture)).stdout.split()
+    running_up.send_signal(signal.SIGINT)
+    assert running_up.wait(60) == 0
+    assert run(environment, "generate", "anyone there?").returncode == 2
