@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
 from lookonce import serving
 from lookonce.settings import parse_settings
@@ -16,6 +15,9 @@ async def serve(arguments: list[str]) -> None:
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry.from_settings(settings)
     _quieten_loading(settings)
+    # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
+    from decoder_svc.service import open_service
+
     async with open_service(settings, telemetry.registry) as service:
         server = serving.GrpcService(settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy)
         await server.serve_until_stopped()

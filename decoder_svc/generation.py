@@ -38,6 +38,8 @@ class Generation:
         self._prepared_s = prepared_s
         # What the engine said last.
         self.usage = RequestUsage()
+        # Set with the last increment.
+        self.finish_reason: FinishReason | None = None
 
     async def admission(self) -> RequestUsage:
         """Waits until the scheduler has admitted the request; returns prompt-side usage."""
@@ -50,6 +52,7 @@ class Generation:
             output = await self._next()
             increment = self._text.push(output)
             self._note(output)
+            self.finish_reason = increment.finish_reason
             yield increment
             if increment.finish_reason is not None:
                 return
@@ -94,5 +97,5 @@ async def generating(
     try:
         yield generation
     finally:
-        engine.abort(request_id, FinishReason.STOP)
+        engine.abort(request_id, generation.finish_reason or FinishReason.ABORT)
         metrics.observe(generation.usage)

@@ -144,7 +144,7 @@ class _AliasedTokenizer:
             if original_id is not None:
                 ids.append(original_id)
             elif token_id in self._control_content and not is_post_processed:
-                ids.append(token_id)
+                ids.extend(self._spelled_out(token_id))
             else:
                 ids.append(token_id)
         return ids

@@ -71,7 +71,7 @@ def train_in_worker(workers: Workers, options: TrainingOptions, out_dir: Path) -
         check_inputs_match_processor(processor, pool)
     log.info("%d pictures drawn by each of %d workers", options.num_pictures, workers.num_workers)
     generator = torch.Generator().manual_seed(options.seed * 1000 + workers.rank)
-    pretrain_vision(model, pool, options.num_vision_steps, options.vision_batch_size, generator, workers)
+    pretrain_vision(model, tokenizer, pool, options.num_vision_steps, options.vision_batch_size, generator, workers)
     source = BatchSource(pool, tokenizer, options.seed, workers.rank)
     train_on_chats(model, source, options.num_chat_steps, workers)
     if workers.is_first:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from demo.data_parallel import Workers
 from demo.model import GRID_SIDE, HIDDEN_SIZE, NUM_ROWS
 from demo.picture_pool import PicturePool
-from demo.scenes import COLOURS, SHAPES, Scene
+from demo.scenes import COLOURS, SHAPES, Scene, position_name
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ _SHAPE_IDS: Final = {name: index + 1 for index, name in enumerate(SHAPES)}
 # The shape is by far the slowest to learn.
 _LOSS_WEIGHTS: Final = {"colour": 1.0, "shape": 4.0, "cell": 1.0, "is_center": 1.0}
 _LEARNING_RATE: Final = 2e-3
-_NUM_CELLS: Final = 9
 _MAX_SHAPES: Final = 3
 
 
@@ -47,16 +47,41 @@ class PatchLabels:
     """Number of shapes, minus one; int64 [n]."""
 
 
-class PatchHeads:
-    """The throw-away linear read-outs of embedding rows [n, 64, hidden_size]."""
+class WordHead(nn.Module):  # type: ignore[misc]
+    """Reads a class from embedding rows by their likeness to the language model's own embeddings of its name.
 
-    def __init__(self) -> None:
-        num_classes = {"colour": len(COLOURS) + 1, "shape": len(SHAPES) + 1, "cell": _NUM_CELLS + 1, "is_center": 2}
-        self._by_patch = nn.ModuleDict({name: nn.Linear(HIDDEN_SIZE, size) for name, size in num_classes.items()})
+    So the rows come to speak the language model's words, and answering starts out as copying.
+    """
+
+    def __init__(self, names: Sequence[str], embeddings: nn.Parameter, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__()
+        self._embeddings = [embeddings]
+        self._mix = torch.zeros(len(names) + 1, embeddings.shape[0])
+        for index, name in enumerate(names):
+            # A word within a sentence and the same word at its start are different tokens.
+            for spelling in (name, f" {name}"):
+                ids = tokenizer.encode(spelling, add_special_tokens=False)
+                self._mix[index + 1, ids] += 1 / len(ids)
+        self.scale = nn.Parameter(torch.tensor(10.0))
+        self.bias = nn.Parameter(torch.zeros(len(names) + 1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Logits [..., 1 + number of names] of rows [..., hidden_size]; class 0 is the background."""
+        return self.scale * (rows @ (self._mix @ self._embeddings[0]).T) + self.bias
+
+
+class PatchHeads:
+    """The throw-away read-outs of embedding rows [n, 64, hidden_size]."""
+
+    def __init__(self, embeddings: nn.Parameter, tokenizer: PreTrainedTokenizerFast) -> None:
+        cells = [position_name(row, column) for row in range(3) for column in range(3)]
+        names = {"colour": tuple(COLOURS), "shape": SHAPES, "cell": cells}
+        self._by_patch = nn.ModuleDict({key: WordHead(each, embeddings, tokenizer) for key, each in names.items()})
+        self._by_patch["is_center"] = nn.Linear(HIDDEN_SIZE, 2)
         self._count = nn.Linear(HIDDEN_SIZE, _MAX_SHAPES)
 
     def parameters(self) -> list[nn.Parameter]:
-        """All weights, for the optimizer."""
+        """All weights of the heads themselves, for the optimizer."""
         return [*self._by_patch.parameters(), *self._count.parameters()]
 
     def loss(self, rows: Tensor, labels: PatchLabels) -> Tensor:
@@ -107,6 +132,7 @@ def label_patches(scenes: list[Scene]) -> PatchLabels:
 
 def pretrain_vision(
     model: LlavaForConditionalGeneration,
+    tokenizer: PreTrainedTokenizerFast,
     pool: PicturePool,
     num_steps: int,
     batch_size: int,
@@ -114,8 +140,10 @@ def pretrain_vision(
     workers: Workers,
 ) -> None:
     """Train tower and projector in place for `num_steps` on `batch_size` pictures of this worker's pool each."""
-    heads = PatchHeads()
+    embeddings = model.get_input_embeddings().weight
+    heads = PatchHeads(embeddings, tokenizer)
     parameters = [
+        embeddings,
         *model.model.vision_tower.parameters(),
         *model.model.multi_modal_projector.parameters(),
         *heads.parameters(),

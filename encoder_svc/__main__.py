@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import torch
-import transformers
-
-from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel
 from lookonce import serving
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
@@ -19,6 +14,13 @@ async def serve(arguments: list[str]) -> None:
     """Runs the service. Raises StartupError when it must not start."""
     settings = parse_settings(EncoderSettings, arguments, "encoder_svc")
     telemetry = Telemetry.from_settings(settings)
+    # Late, so that a wrong flag is refused at once: these take seconds to import.
+    import torch
+    import transformers
+
+    from encoder_svc.service import open_pipeline, service_entry
+    from encoder_svc.vision_model import VisionModel
+
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     if settings.log_format == "json":

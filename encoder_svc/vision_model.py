@@ -14,10 +14,12 @@ from encoder_svc.families import PixelInputs, VisionFamily, load_family
 from encoder_svc.settings import EncoderSettings
 from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_fingerprint
 from lookonce.embedding_meta import RowDtype
+from lookonce.errors import ModelFolderError
 from lookonce.half_model import load_vision_half
 from lookonce.model_folder import ModelFolder
 
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WARM_UP_SIZES = ((64, 64), (96, 64))
 # Parts of a configuration that have no influence on rows.
 _UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
@@ -53,10 +55,15 @@ class VisionModel:
         return loaded
 
     def warm_up(self) -> None:
-        """Encodes two grey images of different shapes; whatever is wrong with the folder shows here, not in a call."""
-        sizes = ((64, 64), (96, 64))
-        images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in sizes]
-        self.forward([self.family.pixel_inputs(image, ProcessorOptions()) for image in images])
+        """Encodes two grey images of different shapes, so that a folder whose parts do not fit never serves.
+
+        Raises ModelFolderError.
+        """
+        images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in _WARM_UP_SIZES]
+        try:
+            self.forward([self.family.pixel_inputs(image, ProcessorOptions()) for image in images])
+        except (ValueError, RuntimeError) as error:
+            raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error
 
     def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
         """Rows [num_rows, hidden_size] of each image, each contiguous in memory of its own.

@@ -68,6 +68,15 @@ def test_endless_broken_bytes_come_out_while_they_run(llava_text: LoadedText) ->
     assert len("".join(pieces[:-1])) > 180
 
 
+@pytest.mark.parametrize("num_broken", range(8, 20))
+def test_a_character_after_broken_bytes_is_never_cut(llava_text: LoadedText, num_broken: int) -> None:
+    """Wherever the bound on what is held back falls."""
+    for character in "é€😀":
+        tail = [byte_id(llava_text, byte) for byte in character.encode()]
+        token_ids = [byte_id(llava_text, 0x9F)] * num_broken + tail
+        assert "".join(pieces_of(llava_text.tokenizer, token_ids)) == "\ufffd" * num_broken + character
+
+
 def test_special_tokens_leave_no_trace(llava_text: LoadedText) -> None:
     backend = llava_text.tokenizer.backend
     token_ids = backend.encode("é</s>€<pad>😀", add_special_tokens=False).ids

@@ -109,7 +109,7 @@ async def test_admission_comes_first_and_carries_prompt_side_usage(
         increments = [increment async for increment in generation.increments()]
         assert [increment.finish_reason for increment in increments] == [FinishReason.LENGTH]
         assert generation.usage.completion_tokens == 1
-    assert engine.aborted == [(REQUEST, FinishReason.STOP)]
+    assert engine.aborted == [(REQUEST, FinishReason.LENGTH)]
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine_and_counts_no_token_after_it(
@@ -132,7 +132,7 @@ async def test_a_failure_is_raised_and_the_engine_freed(
     engine = ScriptedEngine([output(), output(5), failure])
     with pytest.raises(type(failure)):
         await run(engine, llava_text, registry)
-    assert engine.aborted == [(REQUEST, FinishReason.STOP)]
+    assert engine.aborted == [(REQUEST, FinishReason.ABORT)]
 
 
 async def test_an_engine_that_says_nothing_more_is_an_internal_error(
@@ -164,7 +164,7 @@ async def test_a_cancelled_reader_frees_the_engine(llava_text: LoadedText, regis
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reader
-    assert engine.aborted == [(REQUEST, FinishReason.STOP)]
+    assert engine.aborted == [(REQUEST, FinishReason.ABORT)]
 
 
 async def test_time_before_submission_counts_as_waiting(llava_text: LoadedText, registry: CollectorRegistry) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from lookonce.errors import (
     UnsupportedError,
 )
 from tests import image_files
+from tests.decoder_svc.conftest import loaded
 from tests.decoder_svc.prompts import builder, chat, inline, resolved
 
 SIZES = [(80, 60), (200, 50), (56, 168)]
@@ -129,36 +133,49 @@ def test_neighbouring_images_in_expanded_tokens_are_told_apart_by_their_sizes(an
     assert (first.offset, first.stop, second.stop) == (1, second.offset, len(tokens) - 1)
 
 
+class TaggedFamily:
+    """A family whose images carry tokens that take no row."""
+
+    model_type = "tagged"
+    num_position_axes = 1
+    max_rows_per_image = 2
+    has_max_pixels = False
+
+    def __init__(self, text: LoadedText, layout: ImageLayout) -> None:
+        self.image_token = text.family.image_token
+        self.image_token_id = text.family.image_token_id
+        self.layout = layout
+
+    def image_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
+        return self.layout
+
+    def positions(self, *_: object) -> None:
+        return None
+
+
 def test_layouts_with_tokens_that_take_no_row_are_found_in_expanded_tokens(llava_text: LoadedText) -> None:
-    class TaggedFamily:
-        """A family whose images carry a tag before and a break between their rows."""
-
-        model_type = "tagged"
-        image_token = llava_text.family.image_token
-        image_token_id = llava_text.family.image_token_id
-        num_position_axes = 1
-        max_rows_per_image = 2
-        has_max_pixels = False
-
-        def image_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
-            image = self.image_token_id
-            return ImageLayout((30, image, 31, image), 2, row_of_token=(None, 0, None, 1))
-
-        def positions(self, *_: object) -> None:
-            return None
-
-    from dataclasses import replace
-
-    text = replace(llava_text, family=TaggedFamily())
-    image_id = text.family.image_token_id
-    images = [resolved(b"a"), resolved(b"b")]
-    sources = (inline(), inline())
-    unexpanded = builder(text).build(TokenPrompt((20, image_id, image_id, 21), sources), images)
-    assert unexpanded.token_ids == (20, 30, image_id, 31, image_id, 30, image_id, 31, image_id, 21)
+    image = llava_text.family.image_token_id
+    layout = ImageLayout((30, image, 31, image), 2, row_of_token=(None, 0, None, 1))
+    text = replace(llava_text, family=TaggedFamily(llava_text, layout))
+    images, sources = [resolved(b"a"), resolved(b"b")], (inline(), inline())
+    unexpanded = builder(text).build(TokenPrompt((20, image, image, 21), sources), images)
+    assert unexpanded.token_ids == (20, 30, image, 31, image, 30, image, 31, image, 21)
+    assert [item.row_of_token for item in unexpanded.images] == [layout.row_of_token] * 2
     assert builder(text).build(TokenPrompt(unexpanded.token_ids, sources), images) == unexpanded
-    torn = (20, image_id, 31, image_id, 30, image_id, 31, image_id, 21)
+    torn = (20, image, 31, image, 30, image, 31, image, 21)
     with pytest.raises(PlaceholderMismatchError):
         builder(text).build(TokenPrompt(torn, sources), images)
+
+
+def test_images_that_share_a_token_are_refused(llava_text: LoadedText) -> None:
+    image = llava_text.family.image_token_id
+    layout = ImageLayout((30, image, image, 30), 2, row_of_token=(None, 0, 1, None))
+    text = replace(llava_text, family=TaggedFamily(llava_text, layout))
+    images, sources = [resolved(b"a"), resolved(b"b")], (inline(), inline())
+    apart = (30, image, image, 30, 30, image, image, 30)
+    assert builder(text).build(TokenPrompt(apart, sources), images).token_ids == apart
+    with pytest.raises(PlaceholderMismatchError):
+        builder(text).build(TokenPrompt((30, image, image, 30, image, image, 30), sources), images)
 
 
 def test_rows_in_the_cache_must_be_those_of_the_layout(llava_text: LoadedText) -> None:
@@ -191,8 +208,6 @@ def test_prompts_that_can_be_refused_at_once_are(
 
 
 def test_without_chat_template_only_chat_is_refused(llava_text: LoadedText) -> None:
-    from dataclasses import replace
-
     text = replace(llava_text, template=None)
     with pytest.raises(UnsupportedError, match="template"):
         builder(text).check(chat("x"))
@@ -200,13 +215,12 @@ def test_without_chat_template_only_chat_is_refused(llava_text: LoadedText) -> N
     assert builder(text).build(TextPrompt("x"), []).token_ids
 
 
-def test_max_pixels_change_layout_and_key_where_the_family_has_them(any_text: LoadedText) -> None:
-    if not any_text.family.has_max_pixels:
-        return
+def test_max_pixels_change_layout_and_key(model_folder: Callable[[str], pathlib.Path]) -> None:
+    text = loaded(model_folder("qwen2_vl"))
     small = ProcessorOptions(6 * 28 * 28)
     spec = chat(inline(options=small))
-    builder(any_text).check(spec)
-    default = builder(any_text).build(chat(inline()), [resolved(size=(300, 300))])
-    bounded = builder(any_text).build(spec, [resolved(size=(300, 300), options=small)])
+    builder(text).check(spec)
+    default = builder(text).build(chat(inline()), [resolved(size=(300, 300))])
+    bounded = builder(text).build(spec, [resolved(size=(300, 300), options=small)])
     assert bounded.images[0].num_rows < default.images[0].num_rows
     assert bounded.images[0].key != default.images[0].key

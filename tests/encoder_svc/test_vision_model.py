@@ -203,6 +203,13 @@ def test_warm_up_passes_for_a_good_folder(name: str, vision_model: Models) -> No
     vision_model(name).warm_up()
 
 
+def test_warm_up_refuses_a_processor_that_does_not_fit_the_tower(tiny_folder: Folders, tmp_path: pathlib.Path) -> None:
+    copy = shutil.copytree(tiny_folder("llava_clip"), tmp_path / "model")
+    changed_json(copy, "preprocessor_config.json", crop_size={"height": 70, "width": 70})
+    with pytest.raises(ModelFolderError, match="does not fit"):
+        load(copy).warm_up()
+
+
 def test_an_unknown_tower_is_refused(tiny_folder: Folders) -> None:
     folder = ModelFolder.open(tiny_folder("llava_clip"))
     config = {**folder.config, "vision_config": {"model_type": "pixtral"}}
