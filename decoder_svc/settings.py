@@ -11,7 +11,7 @@ class DecoderSettings(ServiceSettings):
     """The decoder service: a prompt and image references in, tokens out."""
 
     encoder_target: str | None = Field(
-        None, description="gRPC target of the encoder, e.g. dns:///encoder:50051. Unset: text and cached images only."
+        None, description="gRPC target of the encoder, e.g. dns:///encoder:50051. Unset: text only."
     )
     encoder_timeout_s: float = Field(
         60.0, gt=0, description="Longest time an image's rows may take to arrive, seconds."
