@@ -66,6 +66,15 @@ def random_chat(scenes: Sequence[Scene], num_turns: int, split: Split, rng: rand
     return Chat(system, tuple(scenes), tuple(turns))
 
 
+def random_questions(scenes: Sequence[Scene], num_questions: int, split: Split, rng: random.Random) -> list[Chat]:
+    """Chats of one turn each that begin alike: the same system text, the same pictures first, then a question."""
+    system = rng.choice(SYSTEM_TEXTS) if rng.random() < 0.2 else None
+    return [
+        Chat(system, tuple(scenes), (Turn(len(scenes), True, ask_any(scenes, split, rng)),))
+        for _ in range(num_questions)
+    ]
+
+
 def user_message(turn: Turn) -> Message:
     """The user's message of this turn, with its parts in the order in which they are said."""
     pictures: list[Part] = [{"type": "image"} for _ in range(turn.num_new_pictures)]

@@ -1,4 +1,10 @@
-"""Turns random training chats into padded token batches with the answers marked.
+"""Turns random training questions into padded token batches with the answers marked.
+
+Most batches ask several questions about the same pictures that cannot see each other: each attends to the pictures and
+to itself only, and stands at the position right after the pictures, so every one is a whole conversation of its own at
+the price of its text. In a chat of several turns the later answers can be read off the earlier ones instead of the
+picture (measured 2026-11-20: 700 steps of chats alone gave 58 % exact answers on single questions, 200 steps of
+independent questions 60 %). The rest are real chats, so that the model also follows those.
 
 Renders the chat template's text itself, piece by piece, to know where the answers lie; `rendered_ids` is checked
 against the saved processor by train.py.
@@ -14,28 +20,33 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from demo.chats import Chat, messages, random_chat
+from demo.chats import Chat, messages, random_chat, random_questions
 from demo.model import NUM_ROWS
 from demo.picture_pool import PicturePool
+from demo.scenes import Scene
 from demo.tokenizer import BOS, EOS, IMAGE, PICTURE, ROLE_TOKENS
 from demo.wordings import Split
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """A batch of chats that all show the same number of pictures."""
+    """A batch of conversations that all show the same number of pictures."""
 
     num_pictures: int
     num_chats: int
-    num_turns: int
+    num_questions: int
     weight: float
     """Relative share of the training steps."""
+    is_chat: bool = False
+    """The questions are turns of one chat; else they are independent."""
 
 
 BATCH_SHAPES: Final = (
-    BatchShape(num_pictures=1, num_chats=16, num_turns=8, weight=0.55),
-    BatchShape(num_pictures=2, num_chats=10, num_turns=7, weight=0.33),
-    BatchShape(num_pictures=3, num_chats=7, num_turns=6, weight=0.12),
+    BatchShape(num_pictures=1, num_chats=14, num_questions=10, weight=0.50),
+    BatchShape(num_pictures=2, num_chats=9, num_questions=9, weight=0.27),
+    BatchShape(num_pictures=3, num_chats=6, num_questions=8, weight=0.05),
+    BatchShape(num_pictures=1, num_chats=14, num_questions=7, weight=0.10, is_chat=True),
+    BatchShape(num_pictures=2, num_chats=9, num_questions=6, weight=0.08, is_chat=True),
 )
 
 
@@ -45,10 +56,25 @@ class TokenBatch:
 
     input_ids: Tensor
     """int64 [num_chats, num_tokens], padded on the right."""
+    position_ids: Tensor
+    """int64 [num_chats, num_tokens]."""
+    attention_mask: Tensor
+    """bool [num_chats, 1, num_tokens, num_tokens]: true where a token may look."""
     is_answer: Tensor
     """bool [num_chats, num_tokens]: tokens to be predicted, the end of each answer included."""
     pixel_values: Tensor
     """float32 [num_pictures in all chats, 3, 96, 96], in the order of their placeholders."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRow:
+    """One row of a batch before padding; all lists have one element per token."""
+
+    ids: list[int]
+    is_answer: list[bool]
+    positions: list[int]
+    branches: list[int]
+    """0 for what all may see, else the number of the question that the token belongs to."""
 
 
 class BatchSource:
@@ -63,23 +89,56 @@ class BatchSource:
 
     def next_batch(self) -> TokenBatch:
         """The next batch, of a random shape."""
-        rng = self._rng
         shape = self._shape_rng.choices(BATCH_SHAPES, weights=[each.weight for each in BATCH_SHAPES])[0]
-        chats: list[Chat] = []
+        rows: list[RenderedRow] = []
         pictures: list[int] = []
         for _ in range(shape.num_chats):
-            indices = [rng.randrange(len(self._pool.scenes)) for _ in range(shape.num_pictures)]
+            indices = [self._rng.randrange(len(self._pool.scenes)) for _ in range(shape.num_pictures)]
             pictures += indices
-            scenes = [self._pool.scenes[index] for index in indices]
-            chats.append(random_chat(scenes, shape.num_turns, Split.TRAINING, rng))
-        rendered = render_chats(chats, self._tokenizer)
-        num_tokens = max(len(ids) for ids, _ in rendered)
-        input_ids = torch.full((len(chats), num_tokens), self._tokenizer.convert_tokens_to_ids("<pad>"))
-        is_answer = torch.zeros(len(chats), num_tokens, dtype=torch.bool)
-        for index, (ids, answer_flags) in enumerate(rendered):
-            input_ids[index, : len(ids)] = torch.tensor(ids)
-            is_answer[index, : len(ids)] = torch.tensor(answer_flags)
-        return TokenBatch(input_ids, is_answer, self._pool.normalised(pictures))
+            rows.append(self._row(shape, [self._pool.scenes[index] for index in indices]))
+        return pad(rows, self._tokenizer.pad_token_id, self._pool.normalised(pictures))
+
+    def _row(self, shape: BatchShape, scenes: list[Scene]) -> RenderedRow:
+        if shape.is_chat:
+            chat = random_chat(scenes, shape.num_questions, Split.TRAINING, self._rng)
+            ids, flags = render_chats([chat], self._tokenizer)[0]
+            return RenderedRow(ids, flags, list(range(len(ids))), [0] * len(ids))
+        chats = random_questions(scenes, shape.num_questions, Split.TRAINING, self._rng)
+        return branch(render_chats(chats, self._tokenizer), self._tokenizer.convert_tokens_to_ids(IMAGE))
+
+
+def branch(rendered: list[tuple[list[int], list[bool]]], image_id: int) -> RenderedRow:
+    """Joins conversations that begin alike, up to their last picture, into one row of independent branches."""
+    first_ids = rendered[0][0]
+    num_shared = len(first_ids) - first_ids[::-1].index(image_id)
+    shared = first_ids[:num_shared]
+    row = RenderedRow(list(shared), [False] * num_shared, list(range(num_shared)), [0] * num_shared)
+    for number, (ids, flags) in enumerate(rendered, 1):
+        if ids[:num_shared] != shared:
+            raise ValueError("the conversations differ before their last picture")
+        row.ids.extend(ids[num_shared:])
+        row.is_answer.extend(flags[num_shared:])
+        row.positions.extend(range(num_shared, len(ids)))
+        row.branches.extend([number] * (len(ids) - num_shared))
+    return row
+
+
+def pad(rows: list[RenderedRow], pad_id: int, pixel_values: Tensor) -> TokenBatch:
+    """Rows of different lengths as one batch."""
+    num_tokens = max(len(row.ids) for row in rows)
+    input_ids = torch.full((len(rows), num_tokens), pad_id)
+    position_ids = torch.zeros(len(rows), num_tokens, dtype=torch.long)
+    branches = torch.full((len(rows), num_tokens), -1)
+    is_answer = torch.zeros(len(rows), num_tokens, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        length = len(row.ids)
+        input_ids[index, :length] = torch.tensor(row.ids)
+        position_ids[index, :length] = torch.tensor(row.positions)
+        branches[index, :length] = torch.tensor(row.branches)
+        is_answer[index, :length] = torch.tensor(row.is_answer)
+    may_look = (branches[:, :, None] == branches[:, None, :]) | (branches[:, None, :] == 0)
+    may_look &= torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    return TokenBatch(input_ids, position_ids, may_look[:, None], is_answer, pixel_values)
 
 
 def render_chats(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[bool]]]:

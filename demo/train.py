@@ -34,9 +34,9 @@ from demo.wordings import Split
 
 log = logging.getLogger(__name__)
 
-_LEARNING_RATE = 2e-3
-_VISION_LEARNING_RATE = 1e-3
-_NUM_WARMUP_STEPS = 100
+_MUON_LEARNING_RATE = 1e-2
+_LEARNING_RATE = 3e-3
+_NUM_WARMUP_STEPS = 40
 _REPORT_SEED = 200
 _MAX_PARAMETERS = 2_000_000
 
@@ -80,28 +80,32 @@ def train_in_worker(workers: Workers, options: TrainingOptions, out_dir: Path) -
 
 
 def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, num_steps: int, workers: Workers) -> None:
-    """Second stage: the whole model learns to answer, in place."""
-    tower = list(model.model.vision_tower.parameters())
-    tower_ids = {id(parameter) for parameter in tower}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in tower_ids]
-    optimizer = torch.optim.AdamW(
-        [{"params": rest, "lr": _LEARNING_RATE}, {"params": tower, "lr": _VISION_LEARNING_RATE}],
-        betas=(0.9, 0.98),
-        weight_decay=0.02,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: warm_cosine(step, _NUM_WARMUP_STEPS, num_steps, 0.02)
-    )
+    """Second stage: the language model learns to answer from the rows as they are, in place.
+
+    Muon (Jordan et al. 2024) trains the language model's matrices, AdamW the rest (measured 2026-11-20 with 50 steps of
+    independent questions: 12 % exact answers against 1 % with AdamW alone).
+    """
+    for part in (model.model.vision_tower, model.model.multi_modal_projector):
+        part.requires_grad_(False)
+    matrices, rest = grouped_parameters(model.model.language_model)
+    optimizers = [
+        torch.optim.Muon(matrices, lr=_MUON_LEARNING_RATE, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: warm_cosine(step, _NUM_WARMUP_STEPS, num_steps, 0.02))
+        for each in optimizers
+    ]
     started_s = time.monotonic()
     num_right = num_asked = 0
     for step in range(num_steps):
         loss, right, asked = answer_loss(model, source.next_batch())
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         workers.average_gradients(model.parameters())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+        for each in (*optimizers, *schedules):
+            each.step()
         num_right, num_asked = num_right + right, num_asked + asked
         if step % 25 == 24:
             pace_s = (time.monotonic() - started_s) / (step + 1)
@@ -112,10 +116,24 @@ def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, nu
             num_right = num_asked = 0
 
 
+def grouped_parameters(language_model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices inside the layers, everything else)."""
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in language_model.named_parameters():
+        (matrices if name.startswith("layers.") and parameter.ndim == 2 else rest).append(parameter)
+    return matrices, rest
+
+
 def answer_loss(model: LlavaForConditionalGeneration, batch: TokenBatch) -> tuple[torch.Tensor, int, int]:
     """(mean cross entropy of the answer tokens, how many were predicted right, how many there are)."""
-    # No attention mask: padding is on the right, where causal attention never looks.
-    hidden = model.model(input_ids=batch.input_ids, pixel_values=batch.pixel_values, use_cache=False).last_hidden_state
+    hidden = model.model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=batch.attention_mask,
+        pixel_values=batch.pixel_values,
+        use_cache=False,
+    ).last_hidden_state
     targets = batch.input_ids[:, 1:][batch.is_answer[:, 1:]]
     logits = model.lm_head(hidden[:, :-1][batch.is_answer[:, 1:]])
     right = int((logits.argmax(-1) == targets).sum())
@@ -167,10 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--num-workers", type=int, default=2)
-    parser.add_argument("--num-pictures", type=int, default=15_000, help="per worker")
-    parser.add_argument("--num-vision-steps", type=int, default=700)
+    parser.add_argument("--num-pictures", type=int, default=12_000, help="per worker")
+    parser.add_argument("--num-vision-steps", type=int, default=800)
     parser.add_argument("--vision-batch-size", type=int, default=32, help="per worker")
-    parser.add_argument("--num-chat-steps", type=int, default=900)
+    parser.add_argument("--num-chat-steps", type=int, default=1500)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     out_dir: Path = parsed.out

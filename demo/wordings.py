@@ -20,11 +20,7 @@ class QuestionKind(StrEnum):
     COLOUR = "colour"
     SHAPE = "shape"
     COUNT = "count"
-    COUNT_SOME = "count_some"
     POSITION = "position"
-    CONTENT_AT = "content_at"
-    EXISTS = "exists"
-    RELATION = "relation"
     DESCRIBE = "describe"
     WHICH_PICTURE = "which_picture"
     COUNT_TOGETHER = "count_together"
@@ -126,27 +122,6 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             f"I would like to know how many {_THINGS} there are{{in}}.",
         ),
     ),
-    QuestionKind.COUNT_SOME: Wordings(
-        training=(
-            "How many {some} are there{in}?",
-            "How many {some} are{in}?",
-            "How many {some} [do you see|can you see|can be seen]{in}?",
-            "What is the number of {some}{in}?",
-            "Count the {some}{in}.",
-            "[Tell me|Give me|Say] the number of {some}{in}.",
-            "[Can|Could] you count the {some}{in}?",
-            "[Tell me|Say] how many {some} there are{in}.",
-            "The number of {some}{in} is what?",
-            "What number of {some} is drawn{in}?",
-            "How many {some} were drawn{in}?",
-        ),
-        held_out=(
-            "Do you know how many {some} there are{in}?",
-            "How many {some} are drawn{in}?",
-            "Can you tell me the number of {some}{in}?",
-            "I would like to know how many {some} there are{in}.",
-        ),
-    ),
     QuestionKind.POSITION: Wordings(
         training=(
             "Where is the {thing}{in}?",
@@ -170,65 +145,6 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "I would like to know where the {thing} is{in}.",
             "What position does the {thing} have{in}?",
             "Can you name the position of the {thing}{in}?",
-        ),
-    ),
-    QuestionKind.CONTENT_AT: Wordings(
-        training=(
-            "What is [at|in] the {position}{in}?",
-            "What do you see [at|in] the {position}{in}?",
-            "[At|In] the {position}{in}, what do you see?",
-            "What [object|shape|figure|thing] is [at|in] the {position}{in}?",
-            "Which [object|shape|figure|thing] is [at|in] the {position}{in}?",
-            "[Tell me|Say] what is [at|in] the {position}{in}.",
-            "[Can|Could] you tell me what is [at|in] the {position}{in}?",
-            "What was drawn [at|in] the {position}{in}?",
-            "Name the [object|shape|figure|thing] [at|in] the {position}{in}.",
-            "What can be seen [at|in] the {position}{in}?",
-        ),
-        held_out=(
-            "What is drawn [at|in] the {position}{in}?",
-            "Do you know what is [at|in] the {position}{in}?",
-            "What can you see [at|in] the {position}{in}?",
-            "I would like to know what is [at|in] the {position}{in}.",
-        ),
-    ),
-    QuestionKind.EXISTS: Wordings(
-        training=(
-            "Is there a {thing}{in}?",
-            "Is a {thing} there{in}?",
-            "Do you see a {thing}{in}?",
-            "Can you see a {thing}{in}?",
-            "Can a {thing} be seen{in}?",
-            "Does a {thing} appear{in}?",
-            "[Tell me|Say] if there is a {thing}{in}.",
-            "Was a {thing} drawn{in}?",
-            "There is a {thing}{in}, yes or no?",
-            "[Tell me|Say]{in}: is there a {thing}, yes or no?",
-            "I think there is a {thing}{in}. Is that right?",
-            "[Can|Could] you tell me if there is a {thing}{in}?",
-        ),
-        held_out=(
-            "Is a {thing} drawn{in}?",
-            "Do you know if there is a {thing}{in}?",
-            "I would like to know if there is a {thing}{in}.",
-            "Tell me if you see a {thing}{in}.",
-        ),
-    ),
-    QuestionKind.RELATION: Wordings(
-        training=(
-            "Is the {thing} {side} the {other}{in}?",
-            "{in_start}is the {thing} {side} the {other}?",
-            "The {thing} is {side} the {other}{in}, yes or no?",
-            "[Tell me|Say] if the {thing} is {side} the {other}{in}.",
-            "[Can|Could] you tell me if the {thing} is {side} the {other}{in}?",
-            "Do you see the {thing} {side} the {other}{in}?",
-            "Was the {thing} drawn {side} the {other}{in}?",
-            "I think the {thing} is {side} the {other}{in}. Is that right?",
-        ),
-        held_out=(
-            "Do you know if the {thing} is {side} the {other}{in}?",
-            "Is the {thing} drawn {side} the {other}{in}?",
-            "I would like to know if the {thing} is {side} the {other}{in}.",
         ),
     ),
     QuestionKind.DESCRIBE: Wordings(

@@ -48,7 +48,7 @@ def test_every_kind_can_be_asked_and_leaves_no_slot_open(split: Split) -> None:
 
 def test_ambiguous_questions_are_not_asked() -> None:
     rng = random.Random(4)
-    for kind in (QuestionKind.COLOUR, QuestionKind.SHAPE, QuestionKind.POSITION, QuestionKind.RELATION):
+    for kind in (QuestionKind.COLOUR, QuestionKind.SHAPE, QuestionKind.POSITION):
         assert ask(kind, (PAIR,), 0, Split.TRAINING, rng) is None
     assert ask(QuestionKind.MORE_SHAPES, (TWO, PAIR), 0, Split.TRAINING, rng) is None
     for kind in COMPARING_KINDS:
