@@ -2,9 +2,9 @@
 
 Most batches ask several questions about the same pictures that cannot see each other: each attends to the pictures and
 to itself only, and stands at the position right after the pictures, so every one is a whole conversation of its own at
-the price of its text. In a chat of several turns the later answers can be read off the earlier ones instead of the
-picture (measured 2026-11-20: 700 steps of chats alone gave 58 % exact answers on single questions, 200 steps of
-independent questions 60 %). The rest are real chats, so that the model also follows those.
+the price of its text. In a chat of several turns later answers can often be read off earlier ones instead of the
+picture; how much that matters was not measured alone (docs/log.md). The rest are real chats, so that the model also
+follows those.
 
 Renders the chat template's text itself, piece by piece, to know where the answers lie; `rendered_ids` is checked
 against the saved processor by train.py.

@@ -82,8 +82,8 @@ def train_in_worker(workers: Workers, options: TrainingOptions, out_dir: Path) -
 def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, num_steps: int, workers: Workers) -> None:
     """Second stage: the language model learns to answer from the rows as they are, in place.
 
-    Muon (Jordan et al. 2024) trains the language model's matrices, AdamW the rest (measured 2026-11-20 with 50 steps of
-    independent questions: 12 % exact answers against 1 % with AdamW alone).
+    Muon (Jordan et al. 2024) trains the language model's matrices, AdamW the rest. In one early comparison on training
+    batches (2026-11-20, 50 steps, 3000 pictures) 12 % of answers were exact against 1 % with AdamW alone.
     """
     for part in (model.model.vision_tower, model.model.multi_modal_projector):
         part.requires_grad_(False)
