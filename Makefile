@@ -54,6 +54,7 @@ contract: $(INSTALLED)
 	@$(BIN)/buf format --diff --exit-code
 
 bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
+	@$(BIN)/python -m benchmarks.scheduler_cost
 	@$(BIN)/python -m benchmarks.encode_once
 
 docs: $(INSTALLED) ## rewrite what the documentation takes from the code

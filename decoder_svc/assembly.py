@@ -7,6 +7,7 @@ import logging
 import torch
 
 from decoder_svc.embedding_fetcher import EmbeddingFetcher
+from decoder_svc.encoder_budget import encoder_budget
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.encoder_client import EncoderClient
 from decoder_svc.engine import Engine
@@ -37,6 +38,7 @@ def build_engine(
         dtype=_TORCH_DTYPES.get(settings.dtype),
         block_size=settings.block_size,
         num_threads=settings.num_threads,
+        deterministic=settings.deterministic,
     )
     runner = CPUModelRunner(config, family)
     limits = _limits(settings, runner, family)
@@ -45,8 +47,14 @@ def build_engine(
     runner.profile_run()
     runner.capture_model()
     scheduler = Scheduler(
-        SchedulerLimits(limits.max_batched_tokens, limits.max_running_requests, limits.max_context_tokens),
-        KVCacheManager(limits.num_kv_blocks, limits.block_size),
+        SchedulerLimits(
+            limits.max_batched_tokens,
+            limits.max_running_requests,
+            limits.max_context_tokens,
+            limits.encoder_compute_budget_rows,
+            deterministic=settings.deterministic,
+        ),
+        KVCacheManager(limits.num_kv_blocks, limits.block_size, deterministic=settings.deterministic),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
     fetcher = EmbeddingFetcher(store, encoder, num_workers=settings.fetch_workers, timeout_s=settings.encoder_timeout_s)
@@ -62,14 +70,26 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: FamilyAd
         )
     model_context = runner.model.config.get_text_config().max_position_embeddings
     context = min(settings.max_context_tokens or model_context, model_context, num_blocks * settings.block_size)
-    rows = settings.encoder_cache_rows or max(settings.max_num_batched_tokens, family.max_rows_per_image)
+    if settings.deterministic and settings.max_num_batched_tokens < settings.block_size:
+        raise ConfigurationError(
+            f"deterministic needs max_num_batched_tokens ({settings.max_num_batched_tokens}) of at least one block "
+            f"({settings.block_size})"
+        )
+    rows = encoder_budget(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_rows_per_image=family.max_rows_per_image,
+        max_num_seqs=settings.max_num_seqs,
+        max_images_per_prompt=settings.max_images_per_prompt,
+        block_size=settings.block_size,
+        configured_cache_rows=settings.encoder_cache_rows,
+    )
     return EngineLimits(
         max_context_tokens=context,
         block_size=settings.block_size,
         num_kv_blocks=num_blocks,
         max_batched_tokens=settings.max_num_batched_tokens,
         max_running_requests=settings.max_num_seqs,
-        encoder_compute_budget_rows=rows,
-        encoder_cache_size_rows=rows,
+        encoder_compute_budget_rows=rows.compute_rows,
+        encoder_cache_size_rows=rows.cache_rows,
         max_rows_per_image=family.max_rows_per_image,
     )

@@ -1,6 +1,6 @@
-"""Brings embedding rows to the decoder: from the shared cache, else from the encoder. Runs beside the engine loop.
+"""Brings ranges of embedding rows to the decoder, beside the engine loop: from the shared cache, else the encoder.
 
-One fetch per key serves every request that needs it. Rows that nobody has any more and no bytes to encode from are an
+One fetch of a range serves every request that needs it. Rows that nobody has, with no bytes to encode from, are an
 EmbeddingNotCachedError; trouble with the shared cache is a miss.
 """
 
@@ -81,19 +81,19 @@ class EmbeddingFetcher:
         if self._encoder is None:
             raise UnavailableError("this decoder has no encoder; it serves text only")
         info = await self._encoder.info()
-        buffer = bytearray(fetch.num_rows * info.row_bytes)
+        buffer = bytearray(len(fetch.rows) * info.row_bytes)
         if await self._read_shared(fetch, buffer):
             return _rows(fetch, buffer, info, RowSource.SHARED_CACHE)
         source = RowSource.SHARED_CACHE
         if fetch.data is not None:
             encoded = await self._encoder.encode(fetch.key, fetch.data, fetch.options, self._timeout_s)
-            if encoded.meta.num_rows != fetch.num_rows:
+            if encoded.meta.num_rows != fetch.num_image_rows:
                 raise InternalError("the encoder made another number of rows than the prompt has placeholders")
             source = RowSource.ENCODED if encoded.was_computed else RowSource.SHARED_CACHE
             if encoded.stored and await self._read_shared(fetch, buffer):
                 return _rows(fetch, buffer, info, source)
         await self._encoder.read_rows(
-            fetch.key, 0, fetch.num_rows, memoryview(buffer), self._timeout_s, options=fetch.options
+            fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(buffer), self._timeout_s, options=fetch.options
         )
         return _rows(fetch, buffer, info, source)
 
@@ -103,10 +103,10 @@ class EmbeddingFetcher:
             return False
         loop = asyncio.get_running_loop()
         miss = await loop.run_in_executor(
-            self._threads, self._store.read_rows, fetch.key, 0, fetch.num_rows, memoryview(buffer)
+            self._threads, self._store.read_rows, fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(buffer)
         )
         return miss is None
 
 
 def _rows(fetch: RowFetch, buffer: bytearray, info: EncoderInfo, source: RowSource) -> FetchedRows:
-    return FetchedRows(fetch.key, buffer, fetch.num_rows, info.dtype, source)
+    return FetchedRows(fetch.key, fetch.rows, buffer, info.dtype, source)

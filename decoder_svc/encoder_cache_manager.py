@@ -1,108 +1,147 @@
 """Accounting of the embedding rows on the device: what is there, on its way, needed, and what may go. No tensors.
 
-Entries are keyed by content key and shared by all requests. An entry is *held* by running requests that have yet to
-compute some of its tokens, and *wanted* by waiting ones. Held entries stay; wanted ones give way to running requests
-only, so that a running request can always make progress; all others leave in the order in which they were released.
+Rows are kept by content key and shared by all requests. Whoever needs some of an image's rows says which; rows that
+nobody needs leave in the order in which the images were released. When those are not enough, a request that cannot go
+on otherwise may also take rows that only requests behind it need (the scheduler says which may): so the first one can
+always go on, provided the cache holds the rows of the largest image and one block beside (encoder_budget.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from decoder_svc.request import RequestId, RowSource
+from decoder_svc.request import Request, RequestId, RequestState, RowSource
+from decoder_svc.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
+
+
+class RowUser(NamedTuple):
+    """One showing of an image in a request; orders like the requests are served."""
+
+    is_waiting: bool
+    priority: int
+    arrival_s: float
+    request_id: RequestId
+    image_index: int
+
+
+def row_user(request: Request, image_index: int) -> RowUser:
+    """The user that a request is for its image `image_index`, in its present state."""
+    is_waiting = request.state is not RequestState.RUNNING
+    return RowUser(is_waiting, request.priority, request.arrival_s, request.request_id, image_index)
 
 
 @dataclass(slots=True)
 class _Entry:
-    num_rows: int
-    # None while the rows are on their way.
+    resident: RowRangeSet = field(default_factory=RowRangeSet)
+    arriving: RowRangeSet = field(default_factory=RowRangeSet)
+    # Of the rows that arrived last; None before any did.
     source: RowSource | None = None
-    held_by: set[RequestId] = field(default_factory=set)
-    wanted_by: set[RequestId] = field(default_factory=set)
+    needed: dict[tuple[RequestId, int], tuple[RowUser, RowRange]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return self.resident.num_rows + self.arriving.num_rows
+
+    def spare(self, behind: RowUser | None) -> list[RowRange]:
+        """Resident rows that nobody needs, or with `behind` that only users behind that one need."""
+        spare = RowRangeSet(self.resident)
+        for user, rows in self.needed.values():
+            if behind is None or user <= behind:
+                spare.remove(rows)
+        return list(spare)
 
 
 class EncoderCacheManager:
-    """Budgeted in embedding rows. Only `reserve` evicts; every `can_…` and `is_…` is a pure question."""
+    """Budgeted in embedding rows. Only `reserve` evicts; every other method that returns something is a question."""
 
     def __init__(self, num_rows: int) -> None:
         self.capacity_rows = num_rows
         self._num_reserved_rows = 0
         # Oldest release first.
         self._entries: OrderedDict[ContentKey, _Entry] = OrderedDict()
-        self._evicted: list[ContentKey] = []
+        self._evicted: list[tuple[ContentKey, RowRange]] = []
 
     @property
     def num_reserved_rows(self) -> int:
         """Rows that are resident or on their way."""
         return self._num_reserved_rows
 
-    def is_known(self, key: ContentKey) -> bool:
-        """Whether the rows are resident or on their way."""
-        return key in self._entries
-
-    def is_resident(self, key: ContentKey) -> bool:
-        """Whether the rows can be used in this step."""
+    def first_missing_row(self, key: ContentKey, rows: RowRange) -> int | None:
+        """The first of these rows that cannot be used in this step; None when all can."""
         entry = self._entries.get(key)
-        return entry is not None and entry.source is not None
+        missing = entry.resident.missing(rows) if entry is not None else [rows]
+        return missing[0].start if missing else None
+
+    def unasked(self, key: ContentKey, rows: RowRange) -> list[RowRange]:
+        """The parts of these rows that are neither resident nor on their way."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return [rows]
+        return [part for gap in entry.resident.missing(rows) for part in entry.arriving.missing(gap)]
 
     def source(self, key: ContentKey) -> RowSource | None:
-        """Where resident rows came from; None when they are not resident."""
+        """Where resident rows came from; None when there are none."""
         entry = self._entries.get(key)
         return entry.source if entry is not None else None
 
-    def can_reserve(self, num_rows: int, *, for_running: bool) -> bool:
-        """Whether room for `num_rows` can be made; a waiting request displaces nobody's rows."""
-        evictable = sum(entry.num_rows for entry in self._entries.values() if self._may_evict(entry, for_running))
-        return self._num_reserved_rows - evictable + num_rows <= self.capacity_rows
+    def can_reserve(self, num_rows: int, displacing: RowUser | None = None) -> bool:
+        """Whether room for `num_rows` more rows can be made, if need be from users behind `displacing`."""
+        room = self.capacity_rows - self._num_reserved_rows
+        if num_rows <= room:
+            return True
+        spare = sum(len(rows) for entry in self._entries.values() for rows in entry.spare(displacing))
+        return num_rows <= room + spare
 
-    def reserve(self, key: ContentKey, num_rows: int, *, for_running: bool) -> None:
-        """Makes room and notes that the rows are on their way. The caller has asked `can_reserve`."""
-        assert key not in self._entries, "rows were reserved twice"
-        for candidate, entry in list(self._entries.items()):
-            if self._num_reserved_rows + num_rows <= self.capacity_rows:
-                break
-            if self._may_evict(entry, for_running):
-                self._remove(candidate)
-        assert self._num_reserved_rows + num_rows <= self.capacity_rows, "reserve() without asking can_reserve()"
-        self._entries[key] = _Entry(num_rows)
-        self._num_reserved_rows += num_rows
+    def reserve(self, key: ContentKey, rows: RowRange, displacing: RowUser | None = None) -> None:
+        """Makes room and notes that the rows are on their way. The caller has asked `unasked` and `can_reserve`."""
+        self._make_room(len(rows), None)
+        if displacing is not None:
+            self._make_room(len(rows), displacing)
+        assert self._num_reserved_rows + len(rows) <= self.capacity_rows, "reserve() without asking can_reserve()"
+        entry = self._entries.setdefault(key, _Entry())
+        assert entry.resident.missing(rows) == [rows] == entry.arriving.missing(rows), "rows were reserved twice"
+        entry.arriving.add(rows)
+        self._num_reserved_rows += len(rows)
 
-    def use(self, key: ContentKey, request_id: RequestId, *, running: bool) -> None:
-        """Notes that a request needs the entry: held if it runs, wanted if it waits."""
-        entry = self._entries[key]
-        (entry.held_by if running else entry.wanted_by).add(request_id)
-        if running:
-            entry.wanted_by.discard(request_id)
+    def need(self, key: ContentKey, user: RowUser, rows: RowRange) -> None:
+        """Notes which rows a user has yet to take, in place of what it said before. They need not be here yet."""
+        entry = self._entries.setdefault(key, _Entry())
+        entry.needed[user.request_id, user.image_index] = (user, rows)
 
-    def release(self, key: ContentKey, request_id: RequestId) -> None:
-        """The request needs the entry no more; the rows stay until their room is needed."""
+    def release(self, key: ContentKey, request_id: RequestId, image_index: int) -> None:
+        """The user needs the image no more; the rows stay until their room is needed."""
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or entry.needed.pop((request_id, image_index), None) is None:
             return
-        entry.held_by.discard(request_id)
-        entry.wanted_by.discard(request_id)
-        if not entry.held_by and not entry.wanted_by:
+        if not entry.needed:
             self._entries.move_to_end(key)
+        self._drop_if_empty(key)
 
-    def arrived(self, key: ContentKey, source: RowSource) -> bool:
-        """The rows are on the device. False when their room was given away meanwhile: the rows must be dropped."""
+    def arrived(self, key: ContentKey, rows: RowRange, source: RowSource) -> bool:
+        """The rows are on the device. False when they are not expected any more: they must be dropped."""
         entry = self._entries.get(key)
-        if entry is None or entry.source is not None:
+        if entry is None or entry.arriving.missing(rows):
             return False
+        entry.arriving.remove(rows)
+        entry.resident.add(rows)
         entry.source = source
         return True
 
-    def drop(self, key: ContentKey) -> None:
+    def drop(self, key: ContentKey, rows: RowRange) -> None:
         """Forgets rows that will not arrive."""
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._num_reserved_rows -= entry.num_rows
+        entry = self._entries.get(key)
+        if entry is None or entry.arriving.missing(rows):
+            return
+        entry.arriving.remove(rows)
+        self._num_reserved_rows -= len(rows)
+        self._drop_if_empty(key)
 
-    def take_evicted(self) -> tuple[ContentKey, ...]:
-        """Resident keys evicted since the last call and not reserved again; the runner frees their tensors."""
-        evicted = tuple(key for key in self._evicted if not self.is_resident(key))
+    def take_evicted(self) -> tuple[tuple[ContentKey, RowRange], ...]:
+        """Rows evicted since the last call; the runner frees them before others of the same key arrive."""
+        evicted = tuple(self._evicted)
         self._evicted.clear()
         return evicted
 
@@ -110,18 +149,28 @@ class EncoderCacheManager:
         """Raises AssertionError when the accounting is off."""
         assert self._num_reserved_rows == sum(entry.num_rows for entry in self._entries.values()), "rows were lost"
         assert self._num_reserved_rows <= self.capacity_rows, "over the budget"
+        assert all(entry.num_rows or entry.needed for entry in self._entries.values()), "an empty entry was kept"
 
     def num_uses(self) -> int:
-        """Holds and wants of live requests; 0 when idle."""
-        return sum(len(entry.held_by) + len(entry.wanted_by) for entry in self._entries.values())
+        """Needs of live requests; 0 when idle."""
+        return sum(len(entry.needed) for entry in self._entries.values())
 
-    def _may_evict(self, entry: _Entry, for_running: bool) -> bool:
-        """Rows on their way stay: their fetch cannot be undone, and its answer must find them."""
-        if entry.held_by or entry.source is None:
-            return False
-        return for_running or not entry.wanted_by
+    def _make_room(self, num_rows: int, displacing: RowUser | None) -> None:
+        """Evicts no more than it must; rows on their way stay, their answer must find its place."""
+        for key, entry in list(self._entries.items()):
+            for rows in entry.spare(displacing):
+                num_missing = self._num_reserved_rows + num_rows - self.capacity_rows
+                if num_missing <= 0:
+                    return
+                self._evict(key, entry, RowRange(max(rows.start, rows.stop - num_missing), rows.stop))
 
-    def _remove(self, key: ContentKey) -> None:
-        entry = self._entries.pop(key)
-        self._num_reserved_rows -= entry.num_rows
-        self._evicted.append(key)
+    def _evict(self, key: ContentKey, entry: _Entry, rows: RowRange) -> None:
+        entry.resident.remove(rows)
+        self._num_reserved_rows -= len(rows)
+        self._evicted.append((key, rows))
+        self._drop_if_empty(key)
+
+    def _drop_if_empty(self, key: ContentKey) -> None:
+        entry = self._entries[key]
+        if not entry.num_rows and not entry.needed:
+            del self._entries[key]

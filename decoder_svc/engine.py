@@ -20,12 +20,22 @@ from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.engine_interface import EngineLimits, EngineLoad
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.output_stream import OutputStream
-from decoder_svc.request import FinishReason, Prompt, Request, RequestId, RequestOutput, SamplingParams
+from decoder_svc.request import (
+    DEFAULT_SCOPE,
+    CacheScope,
+    FinishReason,
+    Prompt,
+    Request,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+)
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.scheduler import Scheduler, TokenUpdate
 from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
 from lookonce.errors import (
     ContextTooLongError,
+    DeadlineError,
     EmbeddingNotCachedError,
     InternalError,
     InvalidParameterError,
@@ -81,8 +91,6 @@ class Engine:
         self._outbox: list[tuple[RequestId, _Answer]] = []
         self._num_failures = 0
         self._made_progress = False
-        # Written by the engine thread, read by `load`.
-        self._num_waiting_for_rows = 0
         self._is_running = False
 
     # Event loop side.
@@ -116,6 +124,7 @@ class Engine:
         *,
         priority: int = 0,
         deadline_s: float | None = None,
+        cache_scope: CacheScope = DEFAULT_SCOPE,
     ) -> OutputStream:
         """Admits a request and returns its outputs.
 
@@ -132,7 +141,13 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(64))
         request = Request(
-            request_id, prompt, params, arrival_s=time.monotonic(), priority=priority, deadline_s=deadline_s
+            request_id,
+            prompt,
+            params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            deadline_s=deadline_s,
+            cache_scope=cache_scope,
         )
         stream = self._streams[request_id] = OutputStream()
         self._inbox.put(request)
@@ -147,7 +162,7 @@ class Engine:
         return EngineLoad(
             running_requests=self._scheduler.num_running,
             waiting_requests=max(0, len(self._streams) - self._scheduler.num_running),
-            waiting_for_embeddings=self._num_waiting_for_rows,
+            waiting_for_embeddings=self._scheduler.num_waiting_for_rows,
             kv_cache_usage=self._scheduler.kv_cache.usage,
             encoder_cache_rows=self._scheduler.encoder_cache.num_reserved_rows,
         )
@@ -214,7 +229,7 @@ class Engine:
         if isinstance(message, Request):
             self._scheduler.add(message)
         elif isinstance(message, FetchedRows):
-            if self._scheduler.rows_arrived(message.key, message.source):
+            if self._scheduler.rows_arrived(message.key, message.rows, message.source):
                 self._runner.put_rows(message)
         elif isinstance(message, _FailedRows):
             self._fail_rows(message)
@@ -226,17 +241,18 @@ class Engine:
 
     def _fail_rows(self, message: _FailedRows) -> None:
         had_data = message.fetch.data is not None
-        for request in self._scheduler.rows_failed(message.fetch.key, had_data=had_data):
+        fetch = message.fetch
+        for request in self._scheduler.rows_failed(fetch.key, fetch.rows, had_data=had_data):
             error = message.error
             if isinstance(error, EmbeddingNotCachedError):
-                indexes = [i for i, item in enumerate(request.prompt.images) if item.key == message.fetch.key]
+                indexes = [i for i, item in enumerate(request.prompt.images) if item.key == fetch.key]
                 error = EmbeddingNotCachedError(error.message, indexes=indexes)
             self._outbox.append((request.request_id, error))
 
     def _step(self) -> None:
         output = self._scheduler.schedule()
-        self._num_waiting_for_rows = self._scheduler.num_waiting_for_rows
-        self._made_progress = bool(output.chunks or output.fetches or output.released)
+        self._made_progress = bool(output.chunks or output.fetches or output.released or output.expired)
+        self._outbox.extend((request_id, _too_late()) for request_id in output.expired)
         self._start_fetches(output)
         self._outbox.extend(
             (admitted.request_id, self._admission(admitted.request_id))
@@ -259,9 +275,8 @@ class Engine:
         """The step's requests fail, everybody else goes on."""
         incident = uuid.uuid4().hex
         logger.exception("an engine step failed, incident %s", incident)
-        for chunk in output.chunks:
-            self._scheduler.abort(chunk.request_id)
-            self._outbox.append((chunk.request_id, InternalError(f"internal error {incident}")))
+        for request in self._scheduler.fail_step(output):
+            self._outbox.append((request.request_id, InternalError(f"internal error {incident}")))
         self._num_failures += 1
         if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
             raise RuntimeError(f"{self._num_failures} engine steps failed in a row")
@@ -282,6 +297,10 @@ class Engine:
         assert self._loop is not None, "start() comes first"
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _too_late() -> DeadlineError:
+    return DeadlineError("the deadline passed before the request could begin")
 
 
 def _output(update: TokenUpdate) -> RequestOutput:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from decoder_svc.request import FinishReason, Prompt, RequestId, RequestOutput, SamplingParams
+from decoder_svc.request import CacheScope, FinishReason, Prompt, RequestId, RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class Engine(Protocol):
         *,
         priority: int,
         deadline_s: float | None,
+        cache_scope: CacheScope,
     ) -> OutputStream:
         """Queues a request. `deadline_s` is on the monotonic clock; None is no deadline.
 

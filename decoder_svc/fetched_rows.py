@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decoder_svc.request import RowSource
+from decoder_svc.row_range import RowRange
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedRows:
-    """Rows of one image in host memory."""
+    """A range of one image's rows in host memory."""
 
     key: ContentKey
-    # [num_rows, row_elements] little-endian, row-major.
+    rows: RowRange
+    # [len(rows), row_elements] little-endian, row-major.
     data: bytearray
-    num_rows: int
     dtype: RowDtype
     source: RowSource

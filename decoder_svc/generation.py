@@ -11,7 +11,7 @@ from decoder_svc.engine_interface import Engine
 from decoder_svc.generated_text import GeneratedText, TextIncrement
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.preparation import PreparedRequest
-from decoder_svc.request import FinishReason, RequestId, RequestOutput, RequestUsage
+from decoder_svc.request import CacheScope, FinishReason, RequestId, RequestOutput, RequestUsage
 from decoder_svc.text_tokenizer import TextTokenizer
 from lookonce.errors import InternalError
 
@@ -26,6 +26,8 @@ class GenerationOptions:
     arrival_s: float
     # When its answer is no longer wanted, monotonic clock, seconds; None: never.
     deadline_s: float | None
+    # With whom it shares what the prefix cache holds.
+    cache_scope: CacheScope
 
 
 class Generation:
@@ -90,7 +92,12 @@ async def generating(
     Raises OverloadedError and ContextTooLongError.
     """
     stream = engine.submit(
-        request_id, prepared.prompt, prepared.params, priority=options.priority, deadline_s=options.deadline_s
+        request_id,
+        prepared.prompt,
+        prepared.params,
+        priority=options.priority,
+        deadline_s=options.deadline_s,
+        cache_scope=options.cache_scope,
     )
     text = GeneratedText(tokenizer, prepared.sampling)
     generation = Generation(aiter(stream), text, time.monotonic() - options.arrival_s)

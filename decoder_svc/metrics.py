@@ -29,6 +29,11 @@ class DecoderMetrics:
         self._prompt_tokens = Counter(
             "lookonce_decoder_prompt_tokens", "Prompt tokens, image tokens included.", registry=registry
         )
+        self._cached_prompt_tokens = Counter(
+            "lookonce_decoder_cached_prompt_tokens",
+            "Prompt tokens whose keys and values the prefix cache had.",
+            registry=registry,
+        )
         self._generated_tokens = Counter("lookonce_decoder_generated_tokens", "Generated tokens.", registry=registry)
         self._image_rows = Counter(
             "lookonce_decoder_image_rows",
@@ -52,10 +57,19 @@ class DecoderMetrics:
             "lookonce_decoder_kv_cache_usage", "KV blocks in use over all blocks, 0..1.", registry=self._registry
         )
         usage.set_function(lambda: engine.load().kv_cache_usage)
+        rows = Gauge("lookonce_decoder_encoder_cache_rows", "Embedding rows on the device.", registry=self._registry)
+        rows.set_function(lambda: engine.load().encoder_cache_rows)
+        blocked = Gauge(
+            "lookonce_decoder_requests_waiting_for_rows",
+            "Requests whose next token needs a row that has not arrived, as the latest step saw it.",
+            registry=self._registry,
+        )
+        blocked.set_function(lambda: engine.load().waiting_for_embeddings)
 
     def observe(self, usage: RequestUsage) -> None:
         """Counts one request that ended, with an answer or without."""
         self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_prompt_tokens.inc(usage.cached_prompt_tokens)
         self._generated_tokens.inc(usage.completion_tokens)
         self._image_rows.labels("encoded").inc(usage.encoded_image_tokens)
         self._image_rows.labels("shared").inc(usage.cached_image_tokens)

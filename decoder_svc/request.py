@@ -10,6 +10,9 @@ from lookonce.content_key import ContentKey, ProcessorOptions
 
 RequestId = NewType("RequestId", str)
 
+BlockHash = NewType("BlockHash", bytes)
+"""The name of a KV block by what it holds: SHA-256, 32 bytes (block_hash.py)."""
+
 
 class RowSource(enum.Enum):
     """Where an image's rows came from."""
@@ -113,15 +116,10 @@ class ImageItem:
             return list(range(first, last))
         return [token for token in range(first, last) if self.row_of_token[token - self.span.offset] is not None]
 
-    def first_token_with_row(self, start: int) -> int:
-        """First prompt token at or after `start` that takes a row; the span's end when none is left."""
-        first = max(start, self.span.offset)
-        if self.row_of_token is None:
-            return first
-        for token in range(first, self.span.stop):
-            if self.row_of_token[token - self.span.offset] is not None:
-                return token
-        return self.span.stop
+    def token_of_row(self, row: int) -> int:
+        """The prompt token that takes a row."""
+        index = row if self.row_of_token is None else self.row_of_token.index(row)
+        return self.span.offset + index
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +146,21 @@ class Prompt:
     def num_image_tokens(self) -> int:
         """Placeholder tokens that take a row."""
         return sum(item.num_rows for item in self.images)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """With whom a request shares KV blocks, beyond having the same tokens and images."""
+
+    # Tenant and salt of the caller; requests with different ones never share. Empty: the default tenant, no salt.
+    salt: bytes = b""
+    # Adapter that changes keys and values; None: the base model.
+    adapter: str | None = None
+    # Do not look for cached blocks; what is computed may still serve others.
+    bypass: bool = False
+
+
+DEFAULT_SCOPE = CacheScope()
 
 
 @dataclass(slots=True)
@@ -198,6 +211,7 @@ class Request:
         arrival_s: float,
         priority: int = 0,
         deadline_s: float | None = None,
+        cache_scope: CacheScope = DEFAULT_SCOPE,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -207,6 +221,7 @@ class Request:
         self.deadline_s = deadline_s
         # Lower runs earlier.
         self.priority = priority
+        self.cache_scope = cache_scope
         # Prompt, then generated.
         self.token_ids = list(prompt.token_ids)
         # Tokens whose KV is in the cache; catches up with len(token_ids).
@@ -214,6 +229,14 @@ class Request:
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_preemptions = 0
+        # Of the full blocks, as far as anybody needed them; extended by BlockHasher only, never computed again.
+        self.block_hashes: list[BlockHash] = []
+        # Images before this index end before the first block without a hash.
+        self.num_images_hashed = 0
+        # Keys and values of tokens before this index are in blocks that were found: others' too, never to be written.
+        self.num_shared_tokens = 0
+        # Rows of each image whose tokens the prefix cache had when the request was first admitted.
+        self.num_skipped_rows = [0] * len(prompt.images)
         # Images before this index are computed to their last token.
         self.num_images_passed = 0
         # Images already counted in `usage`; a recomputation after preemption does not count again.

@@ -4,6 +4,9 @@ Each request's `num_computed_tokens` catches up with its `num_tokens`. A step gi
 request the largest number of new tokens that fits the token budget, the KV pool and the embedding rows that are
 present; zero is a normal answer and never blocks the requests behind. There is no prefill phase and no decode phase.
 
+The prefix cache is asked before anything else: tokens that it has cost no budget, and rows under them are neither
+fetched nor encoded. Of the rest only the rows that are not on the device are asked for, range by range.
+
 Progress: requests are served in the order (priority, arrival). The first running one always gets its blocks, because
 the others are preempted for it, and its rows, because what arrived for others is kept against it no longer than the
 step that uses it.
@@ -13,15 +16,19 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from decoder_svc.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.kv_cache_manager import KVCacheManager
+from decoder_svc.encoder_cache_manager import EncoderCacheManager, RowUser, row_user
+from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.request import FinishReason, ImageItem, Request, RequestId, RequestState, RowSource
+from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import AdmittedRequest, RowFetch, SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey
+
+# Requests that cannot be admitted yet, but whose rows are asked for. More would cost every step more than it gains.
+_NUM_LOOKED_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,10 @@ class SchedulerLimits:
     max_num_seqs: int
     # Prompt and generated tokens of one request.
     max_context_tokens: int
+    # Embedding rows asked for in one step; a single larger image still is.
+    max_num_rows_asked: int
+    # Every token is computed in the same company whatever is cached: prompts block by block, then token by token.
+    deterministic: bool = False
 
 
 @dataclass(slots=True)
@@ -41,9 +52,14 @@ class _Step:
     """A step while it is put together."""
 
     token_budget: int
+    row_budget: int
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[AdmittedRequest] = field(default_factory=list)
     fetches: list[RowFetch] = field(default_factory=list)
+    expired: list[RequestId] = field(default_factory=list)
+    # Blocks that can be found since this step.
+    named_blocks: list[int] = field(default_factory=list)
+    num_without_rows: int = 0
     # A running request found no room for its rows: nobody behind it may take any.
     rows_are_short: bool = False
     has_preempted: bool = False
@@ -77,6 +93,12 @@ class Scheduler:
         self._running: list[Request] = []
         self._waiting: list[Request] = []
         self._released: list[RequestId] = []
+        # Of waiting requests: the pool's version at the look-up, and what was found.
+        self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
+        # Of the step in hand.
+        self._named_blocks: list[int] = []
+        # As the latest step saw it.
+        self.num_waiting_for_rows = 0
 
     @property
     def num_running(self) -> int:
@@ -87,11 +109,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that hold no blocks yet, or no more."""
         return len(self._waiting)
-
-    @property
-    def num_waiting_for_rows(self) -> int:
-        """Requests whose next token needs a row that is not on the device."""
-        return sum(self._runnable_stop(request) <= request.num_computed_tokens for request in self._requests.values())
 
     def has_requests(self) -> bool:
         """Whether anything is live, or the runner has something to forget."""
@@ -112,17 +129,20 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next step. `update` must be told its result before the next call."""
-        step = _Step(self.limits.max_num_batched_tokens)
+        step = _Step(self.limits.max_num_batched_tokens, self.limits.max_num_rows_asked)
         self._schedule_running(step)
         if not step.has_preempted:
             self._schedule_waiting(step)
+        self.num_waiting_for_rows = step.num_without_rows
+        self._named_blocks = step.named_blocks
         released, self._released = tuple(self._released), []
         return SchedulerOutput(
             admitted=tuple(step.admitted),
             chunks=tuple(step.chunks),
             released=released,
-            evicted_keys=self.encoder_cache.take_evicted(),
+            evicted_rows=self.encoder_cache.take_evicted(),
             fetches=tuple(step.fetches),
+            expired=tuple(step.expired),
         )
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
@@ -133,6 +153,15 @@ class Scheduler:
             self._pass_images(request)
         return [self._append(token) for token in sampled]
 
+    def fail_step(self, output: SchedulerOutput) -> list[Request]:
+        """The step's results will not come: its requests end, and nobody finds what it should have computed."""
+        self.kv_cache.withdraw(self._named_blocks)
+        self._named_blocks = []
+        failed = [self._requests[chunk.request_id] for chunk in output.chunks]
+        for request in failed:
+            self._finish(request, FinishReason.ABORT)
+        return failed
+
     def abort(self, request_id: RequestId) -> Request | None:
         """Ends a request in any state and frees what it has at once; None if it is not live."""
         request = self._requests.get(request_id)
@@ -140,20 +169,23 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         return request
 
-    def rows_arrived(self, key: ContentKey, source: RowSource) -> bool:
+    def rows_arrived(self, key: ContentKey, rows: RowRange, source: RowSource) -> bool:
         """Rows reached the device. False when nobody has room for them any more: drop them."""
-        return self.encoder_cache.arrived(key, source)
+        return self.encoder_cache.arrived(key, rows, source)
 
-    def rows_failed(self, key: ContentKey, *, had_data: bool) -> list[Request]:
+    def rows_failed(self, key: ContentKey, rows: RowRange, *, had_data: bool) -> list[Request]:
         """Rows will not come. Returns the requests that cannot go on, already removed.
 
         A fetch without the image's bytes fails only requests that have no bytes either; the others ask again.
         """
-        self.encoder_cache.drop(key)
+        self.encoder_cache.drop(key, rows)
         failed = [
             request
             for request in self._requests.values()
-            if any(item.key == key and (had_data or item.data is None) for item in self._images_ahead(request))
+            if any(
+                item.key == key and (had_data or item.data is None) and _overlap(item, request, rows)
+                for item in self._images_ahead(request)
+            )
         ]
         for request in failed:
             self._finish(request, FinishReason.ABORT)
@@ -175,47 +207,127 @@ class Scheduler:
         while index < len(self._running):
             request = self._running[index]
             index += 1
-            num_tokens = self._num_new_tokens(request, step)
+            self._adopt_from_others(request)
+            num_tokens = self._num_new_tokens(request, request.num_computed_tokens, step)
             if num_tokens > 0 and self._make_room(request, num_tokens, step):
                 self._schedule_chunk(request, num_tokens, step)
 
     def _schedule_waiting(self, step: _Step) -> None:
+        """Admits from the head of the queue; of those that must wait it asks for the rows of the first few."""
+        is_full = False
+        num_looked_ahead = 0
         for request in list(islice(self._waiting, self.limits.max_num_seqs)):
-            num_tokens = self._num_new_tokens(request, step)
-            if num_tokens == 0:
+            if self._is_hopeless(request):
+                self._finish(request, FinishReason.ABORT)
+                step.expired.append(request.request_id)
                 continue
+            hit = self._prefix_hit(request, may_be_old=is_full)
+            num_tokens = self._num_new_tokens(request, hit.num_tokens, step)
+            is_full = is_full or len(self._running) >= self.limits.max_num_seqs
             # All known tokens must fit, not only this chunk, or admission would only feed preemption.
-            remaining = request.num_tokens - request.num_computed_tokens
-            if len(self._running) >= self.limits.max_num_seqs or not self.kv_cache.can_allocate(request, remaining):
-                break
-            self._admit(request, step)
-            self._schedule_chunk(request, num_tokens, step)
-
-    def _num_new_tokens(self, request: Request, step: _Step) -> int:
-        """Tokens that the budget and the present rows allow; asks for the rows that are missing."""
-        self._ask_for_rows(request, step)
-        stop = min(self._runnable_stop(request), request.num_computed_tokens + step.token_budget)
-        return max(0, stop - request.num_computed_tokens)
-
-    def _ask_for_rows(self, request: Request, step: _Step) -> None:
-        is_running = request.state is RequestState.RUNNING
-        for item in self._images_ahead(request):
-            if not self.encoder_cache.is_known(item.key):
-                if step.rows_are_short or not self.encoder_cache.can_reserve(item.num_rows, for_running=is_running):
-                    step.rows_are_short |= is_running
+            is_full = is_full or not self.kv_cache.can_admit(request, hit)
+            if num_tokens > 0 and not is_full:
+                self._admit(request, hit, step)
+                self._schedule_chunk(request, num_tokens, step)
+            elif is_full:
+                num_looked_ahead += 1
+                if num_looked_ahead == _NUM_LOOKED_AHEAD:
                     return
-                self.encoder_cache.reserve(item.key, item.num_rows, for_running=is_running)
-                step.fetches.append(RowFetch(item.key, item.num_rows, item.options, item.data))
-            is_resident = self.encoder_cache.is_resident(item.key)
-            request.row_sources.setdefault(item.key, RowSource.DEVICE if is_resident else None)
-            self.encoder_cache.use(item.key, request.request_id, running=is_running)
 
-    def _runnable_stop(self, request: Request) -> int:
+    def _adopt_from_others(self, request: Request) -> None:
+        """A request in the middle of its prompt goes on from where others are that compute the same."""
+        if not self.kv_cache.may_find_more(request):
+            return
+        hit = self.kv_cache.find_more(request)
+        if hit.num_tokens > request.num_computed_tokens:
+            self.kv_cache.adopt(request, hit)
+            self._take_over(request, hit.num_tokens)
+
+    def _take_over(self, request: Request, num_tokens: int) -> None:
+        """The request's first tokens are in shared blocks: neither they nor rows under them need to be computed."""
+        if request.num_preemptions == 0:
+            self._account_for_hit(request, num_tokens)
+        request.num_computed_tokens = num_tokens
+        request.num_shared_tokens = self.kv_cache.num_shared_tokens(request.request_id)
+        self._pass_images(request)
+
+    def _prefix_hit(self, request: Request, *, may_be_old: bool) -> PrefixHit:
+        """What the prefix cache has of a waiting request; looked up again only when the cache changed."""
+        version = self.kv_cache.pool.version
+        known = self._prefix_hits.get(request.request_id)
+        if known is None or (known[0] != version and not may_be_old):
+            known = self._prefix_hits[request.request_id] = (version, self.kv_cache.find_prefix(request))
+        return known[1]
+
+    def _is_hopeless(self, request: Request) -> bool:
+        """Whether the deadline of a request that has not begun is over."""
+        return request.deadline_s is not None and request.deadline_s <= self._clock()
+
+    def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
+        """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
+        least = self._fixed_chunk(request, start) if self.limits.deterministic else 1
+        self._ask_for_rows(request, start, least, step)
+        runnable_stop = self._runnable_stop(request, start)
+        step.num_without_rows += runnable_stop < start + least
+        num_tokens = max(0, min(runnable_stop, start + step.token_budget) - start)
+        if not self.limits.deterministic:
+            return num_tokens
+        return least if least <= num_tokens else 0
+
+    def _fixed_chunk(self, request: Request, start: int) -> int:
+        """Tokens of the only chunk that may begin at `start` in deterministic mode."""
+        block_size = self.kv_cache.block_size
+        if start >= request.num_prompt_tokens:
+            return 1
+        return min((start // block_size + 1) * block_size, request.num_prompt_tokens) - start
+
+    def _ask_for_rows(self, request: Request, start: int, least: int, step: _Step) -> None:
+        """`least` is the smallest number of tokens from `start` with which the request could go on."""
+        for index, item, rows in self._rows_ahead(request, start):
+            user = row_user(request, index)
+            self.encoder_cache.need(item.key, user, rows)
+            is_first_missing = item.token_of_row(rows.start) < start + least
+            displacing = user if is_first_missing and self._may_displace(request) else None
+            for part in self.encoder_cache.unasked(item.key, rows):
+                if not self._reserve(item, part, displacing, step):
+                    step.rows_are_short |= displacing is not None
+                    return
+            self._note_source(request, item, rows)
+
+    def _may_displace(self, request: Request) -> bool:
+        """Running requests may take rows from those behind; the head of the queue only when nobody runs."""
+        return request.state is RequestState.RUNNING or (not self._running and request is self._waiting[0])
+
+    def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, step: _Step) -> bool:
+        """Asks for rows that nobody has asked for; False when budget or room are short."""
+        if step.rows_are_short or (step.fetches and len(rows) > step.row_budget):
+            return False
+        if not self.encoder_cache.can_reserve(len(rows), displacing):
+            return False
+        self.encoder_cache.reserve(item.key, rows, displacing)
+        step.row_budget -= len(rows)
+        step.fetches.append(RowFetch(item.key, rows, item.num_rows, item.options, item.data))
+        return True
+
+    def _note_source(self, request: Request, item: ImageItem, rows: RowRange) -> None:
+        is_resident = self.encoder_cache.first_missing_row(item.key, rows) is None
+        request.row_sources.setdefault(item.key, RowSource.DEVICE if is_resident else None)
+
+    def _runnable_stop(self, request: Request, start: int) -> int:
         """One past the last token before the first row that is not on the device."""
-        for item in self._images_ahead(request):
-            if not self.encoder_cache.is_resident(item.key):
-                return min(request.num_tokens, item.first_token_with_row(request.num_computed_tokens))
+        for _, item, rows in self._rows_ahead(request, start):
+            missing = self.encoder_cache.first_missing_row(item.key, rows)
+            if missing is not None:
+                return item.token_of_row(missing)
         return request.num_tokens
+
+    def _rows_ahead(self, request: Request, start: int) -> Iterator[tuple[int, ImageItem, RowRange]]:
+        """(index, image, rows) of the images of which the tokens from `start` on take rows."""
+        for index in range(request.num_images_passed, len(request.prompt.images)):
+            item = request.prompt.images[index]
+            first, last = item.rows_between(start, item.span.stop)
+            if first < last:
+                yield index, item, RowRange(first, last)
 
     def _images_ahead(self, request: Request) -> Sequence[ImageItem]:
         return request.prompt.images[request.num_images_passed :]
@@ -231,21 +343,28 @@ class Scheduler:
         return True
 
     def _schedule_chunk(self, request: Request, num_tokens: int, step: _Step) -> None:
-        new_blocks = self.kv_cache.allocate(request, num_tokens)
+        self.kv_cache.allocate(request, num_tokens)
         start = request.num_computed_tokens
         samples = start + num_tokens == request.num_tokens
-        step.chunks.append(ScheduledChunk(request.request_id, start, num_tokens, tuple(new_blocks), samples))
+        write_start = max(start, request.num_shared_tokens)
+        block_start, block_ids = self.kv_cache.take_table_changes(request.request_id)
+        step.chunks.append(
+            ScheduledChunk(request.request_id, start, num_tokens, write_start, block_start, block_ids, samples)
+        )
         step.token_budget -= num_tokens
+        step.named_blocks += self.kv_cache.publish(request, start + num_tokens)
 
-    def _admit(self, request: Request, step: _Step) -> None:
+    def _admit(self, request: Request, hit: PrefixHit, step: _Step) -> None:
         self._waiting.remove(request)
+        self._prefix_hits.pop(request.request_id, None)
         request.state = RequestState.RUNNING
         self._enqueue(self._running, request)
-        for item in self._images_ahead(request):
-            if self.encoder_cache.is_known(item.key):
-                self.encoder_cache.use(item.key, request.request_id, running=True)
+        self.kv_cache.admit(request, hit)
         if request.num_preemptions == 0:
             request.usage.queue_time_s = self._clock() - request.arrival_s
+        self._take_over(request, hit.num_tokens)
+        for index, item, rows in self._rows_ahead(request, request.num_computed_tokens):
+            self.encoder_cache.need(item.key, row_user(request, index), rows)
         step.admitted.append(
             AdmittedRequest(
                 request_id=request.request_id,
@@ -263,6 +382,7 @@ class Scheduler:
         self._free(request)
         request.state = RequestState.WAITING
         request.num_computed_tokens = 0
+        request.num_shared_tokens = 0
         request.num_images_passed = 0
         request.num_preemptions += 1
         self._enqueue(self._waiting, request)
@@ -278,20 +398,32 @@ class Scheduler:
                 return
             request.num_images_passed += 1
             self._account(request, item)
-            if all(later.key != item.key for later in self._images_ahead(request)):
-                self.encoder_cache.release(item.key, request.request_id)
+            self.encoder_cache.release(item.key, request.request_id, request.num_images_passed - 1)
+
+    def _account_for_hit(self, request: Request, num_tokens: int) -> None:
+        """Tokens from the computed ones to `num_tokens` were found, and the rows under them not needed at all."""
+        request.usage.cached_prompt_tokens += num_tokens - request.num_computed_tokens
+        for index, item in enumerate(request.prompt.images):
+            first, last = item.rows_between(request.num_computed_tokens, num_tokens)
+            request.num_skipped_rows[index] += last - first
+            request.usage.skipped_image_tokens += last - first
 
     def _account(self, request: Request, item: ImageItem) -> None:
-        if request.num_images_passed <= request.num_images_accounted:
+        """The rows that were needed, by where they came from."""
+        index = request.num_images_passed - 1
+        if index < request.num_images_accounted:
             return
-        request.num_images_accounted = request.num_images_passed
+        request.num_images_accounted = index + 1
+        num_rows = item.num_rows - request.num_skipped_rows[index]
+        if num_rows == 0:
+            return
         source = request.row_sources.get(item.key) or self.encoder_cache.source(item.key)
         if source is RowSource.ENCODED:
-            request.usage.encoded_image_tokens += item.num_rows
+            request.usage.encoded_image_tokens += num_rows
             # The same image again in this prompt is served by the first one's rows.
             request.row_sources[item.key] = RowSource.DEVICE
         else:
-            request.usage.cached_image_tokens += item.num_rows
+            request.usage.cached_image_tokens += num_rows
 
     def _append(self, token: SampledToken) -> TokenUpdate:
         request = self._requests[token.request_id]
@@ -315,6 +447,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
+        self._prefix_hits.pop(request.request_id, None)
         self._free(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
@@ -324,9 +457,15 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self._released.append(request.request_id)
         self.kv_cache.free(request.request_id)
-        for item in request.prompt.images:
-            self.encoder_cache.release(item.key, request.request_id)
+        for index, item in enumerate(request.prompt.images):
+            self.encoder_cache.release(item.key, request.request_id, index)
 
     @staticmethod
     def _enqueue(queue: list[Request], request: Request) -> None:
         insort(queue, request, key=lambda other: (other.priority, other.arrival_s))
+
+
+def _overlap(item: ImageItem, request: Request, rows: RowRange) -> bool:
+    """Whether the request has yet to compute a token that takes one of these rows."""
+    first, last = item.rows_between(request.num_computed_tokens, item.span.stop)
+    return first < rows.stop and rows.start < last

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decoder_svc.request import ImageItem, Positions, RequestId, SamplingParams, TokenLogprobs
+from decoder_svc.row_range import RowRange
 from lookonce.content_key import ContentKey, ProcessorOptions
 
 
@@ -30,18 +31,23 @@ class ScheduledChunk:
     start: int
     # At least 1.
     num_tokens: int
-    # Blocks to append to the request's block table.
-    new_block_ids: tuple[int, ...]
+    # Tokens before this index have their keys and values in shared blocks: computed, but not written.
+    write_start: int
+    # From this index on the request's block table is now as follows.
+    block_start: int
+    block_ids: tuple[int, ...]
     # The chunk ends with the request's last known token: sample the next one.
     samples: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RowFetch:
-    """Rows of one image that must be brought to the device."""
+    """A range of one image's rows that must be brought to the device."""
 
     key: ContentKey
-    num_rows: int
+    rows: RowRange
+    # Of the whole image.
+    num_image_rows: int
     options: ProcessorOptions
     # The original file, to encode from when no cache has the rows; None: by digest only.
     data: bytes | None
@@ -57,10 +63,12 @@ class SchedulerOutput:
     chunks: tuple[ScheduledChunk, ...]
     # Finished, aborted or preempted since the previous step: the runner forgets them first.
     released: tuple[RequestId, ...]
-    # Rows whose room was given away: the runner frees their tensors.
-    evicted_keys: tuple[ContentKey, ...]
+    # Rows whose room was given away: the runner frees them first.
+    evicted_rows: tuple[tuple[ContentKey, RowRange], ...]
     # Rows to bring; started before the step runs, so that they travel meanwhile.
     fetches: tuple[RowFetch, ...]
+    # Requests that were ended unstarted: their deadline cannot be met any more.
+    expired: tuple[RequestId, ...] = ()
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -7,7 +7,6 @@ the `generating` block, which frees the request in the engine at once.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
@@ -32,7 +31,6 @@ from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterE
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"
 # GetModelInfo answers without the fingerprint rather than wait longer for an encoder.
 _FINGERPRINT_TIMEOUT_S = 1.0
-_CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -197,7 +195,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             )
             if live.is_aborted:
                 raise AbortedError("the request was aborted before it began")
-            options = GenerationOptions(params.priority, arrival_s, deadline_s)
+            scope = wire_request.parse_cache_scope(params, DEFAULT_TENANT)
+            options = GenerationOptions(params.priority, arrival_s, deadline_s, scope)
             async with generating(
                 self._engine, live.engine_id, prepared, options, self._tokenizer, self._metrics
             ) as generation:
@@ -208,8 +207,6 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             raise InvalidParameterError("model", f"this server serves {self._model.name}; leave the field empty")
         if params.adapter:
             raise UnsupportedError("adapter: LoRA adapters are not offered by this server")
-        if not _CACHE_SALT.fullmatch(params.cache_salt):
-            raise InvalidParameterError("cache_salt", "must be at most 128 characters of [A-Za-z0-9._-]")
 
     async def _fingerprint(self) -> str:
         if self._encoder is None:

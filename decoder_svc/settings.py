@@ -33,6 +33,10 @@ class DecoderSettings(ServiceSettings):
         ge=1,
         description="Embedding rows held by the decoder. Default: computed from the batch and the largest image.",
     )
+    deterministic: bool = Field(
+        False,
+        description="Compute every token in the same company whatever is cached, so that logits are bit-equal. Slower.",
+    )
 
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not say.")
     max_stop_strings: int = Field(16, ge=0, description="Most stop strings of a request.")

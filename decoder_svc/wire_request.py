@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import re
 from collections.abc import Sequence
 
 from decoder_svc.prompt_spec import (
@@ -17,9 +20,10 @@ from decoder_svc.prompt_spec import (
     TextPrompt,
     TokenPrompt,
 )
+from decoder_svc.request import CacheScope
 from decoder_svc.sampling_check import SamplingSpec
 from lookonce.common.v1 import common_pb2
-from lookonce.content_key import ProcessorOptions, parse_digest
+from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.errors import InvalidParameterError
 
@@ -28,6 +32,7 @@ _ROLES = {
     decoder_service_pb2.ROLE_USER: Role.USER,
     decoder_service_pb2.ROLE_ASSISTANT: Role.ASSISTANT,
 }
+_CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
 
@@ -72,6 +77,16 @@ def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
         logprobs=stated.get("logprobs"),
         constraint=message.WhichOneof("constraint"),
     )
+
+
+def parse_cache_scope(message: decoder_service_pb2.GenerateParams, tenant: Tenant) -> CacheScope:
+    """With whom the request shares KV blocks: its tenant, and there those who know the same salt."""
+    if not _CACHE_SALT.fullmatch(message.cache_salt):
+        raise InvalidParameterError("cache_salt", "must be at most 128 characters of [A-Za-z0-9._-]")
+    name = tenant.name.encode()
+    scope = len(name).to_bytes(8, "little") + name + message.cache_salt.encode()
+    salt = hmac.new(tenant.secret, scope, hashlib.sha256).digest()
+    return CacheScope(salt=salt, bypass=message.bypass_prefix_cache)
 
 
 def _message(field: str, message: decoder_service_pb2.ChatMessage) -> ChatMessage:

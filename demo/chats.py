@@ -12,7 +12,7 @@ from typing import TypedDict
 
 from demo.questions import Question, ask_any
 from demo.scenes import Scene
-from demo.wordings import SYSTEM_TEXTS, Split
+from demo.wordings import SYSTEM_TEXTS, QuestionKind, Split
 
 
 class Part(TypedDict, total=False):
@@ -50,7 +50,13 @@ class Chat:
     turns: tuple[Turn, ...]
 
 
-def random_chat(scenes: Sequence[Scene], num_turns: int, split: Split, rng: random.Random) -> Chat:
+def random_chat(
+    scenes: Sequence[Scene],
+    num_turns: int,
+    split: Split,
+    rng: random.Random,
+    kinds: Sequence[QuestionKind] = tuple(QuestionKind),
+) -> Chat:
     """A chat that shows every scene, mostly all in the first turn, and asks `num_turns` questions."""
     spread = len(scenes) > 1 and num_turns > 1 and rng.random() < 0.2
     num_at_first = rng.randrange(1, len(scenes)) if spread else len(scenes)
@@ -60,17 +66,23 @@ def random_chat(scenes: Sequence[Scene], num_turns: int, split: Split, rng: rand
     for index in range(num_turns):
         num_new = num_at_first if index == 0 else (len(scenes) - num_at_first if index == rest_turn else 0)
         num_shown += num_new
-        question = ask_any(scenes[:num_shown], split, rng)
+        question = ask_any(scenes[:num_shown], split, rng, kinds)
         turns.append(Turn(num_new, rng.random() < 0.88, question))
     system = rng.choice(SYSTEM_TEXTS) if rng.random() < 0.2 else None
     return Chat(system, tuple(scenes), tuple(turns))
 
 
-def random_questions(scenes: Sequence[Scene], num_questions: int, split: Split, rng: random.Random) -> list[Chat]:
+def random_questions(
+    scenes: Sequence[Scene],
+    num_questions: int,
+    split: Split,
+    rng: random.Random,
+    kinds: Sequence[QuestionKind] = tuple(QuestionKind),
+) -> list[Chat]:
     """Chats of one turn each that begin alike: the same system text, the same pictures first, then a question."""
     system = rng.choice(SYSTEM_TEXTS) if rng.random() < 0.2 else None
     return [
-        Chat(system, tuple(scenes), (Turn(len(scenes), True, ask_any(scenes, split, rng)),))
+        Chat(system, tuple(scenes), (Turn(len(scenes), True, ask_any(scenes, split, rng, kinds)),))
         for _ in range(num_questions)
     ]
 

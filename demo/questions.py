@@ -26,7 +26,7 @@ NUMBER_WORDS: Final = ("zero", "one", "two", "three", "four", "five", "six", "se
 ORDINALS: Final = ("first", "second", "third")
 COMPARING_KINDS: Final = frozenset({QuestionKind.WHICH_PICTURE, QuestionKind.COUNT_TOGETHER, QuestionKind.MORE_SHAPES})
 
-DEMO_SCENES: Final = ((10_000_004, 3), (10_000_500, 2), (10_001_001, 3))
+DEMO_SCENES: Final = ((10_000_001, 3), (10_000_002, 2), (10_000_003, 3))
 """(seed, number of shapes) of the pictures of the demo session; training never draws them."""
 
 _LONE_PICTURE: Final = ("the picture", "this picture", "the image", "this image", "the drawing")
@@ -60,15 +60,22 @@ def ask(kind: QuestionKind, scenes: Sequence[Scene], target: int, split: Split, 
     return Question(kind, word(kind, asked, len(scenes), target, split, rng), asked.answer)
 
 
-def ask_any(scenes: Sequence[Scene], split: Split, rng: random.Random) -> Question:
-    """A question of a random kind that these pictures can answer, about a random one of them."""
-    kinds = tuple(_ABOUT_ONE)
-    while True:
-        comparing = len(scenes) > 1 and rng.random() < 0.6
-        kind = rng.choice(tuple(sorted(COMPARING_KINDS)) if comparing else kinds)
-        question = ask(kind, scenes, rng.randrange(len(scenes)), split, rng)
+def ask_any(
+    scenes: Sequence[Scene], split: Split, rng: random.Random, kinds: Sequence[QuestionKind] = tuple(QuestionKind)
+) -> Question:
+    """A question of a random kind that these pictures can answer, about a random one of them.
+
+    The kind is one of `kinds`, more often the more often it stands there; three of five questions over several pictures
+    compare them. If the pictures answer none of these kinds unambiguously, their shapes are to be counted.
+    """
+    comparing = len(scenes) > 1 and rng.random() < 0.6
+    candidates = [kind for kind in kinds if (kind in COMPARING_KINDS) == comparing]
+    target = rng.randrange(len(scenes))
+    for kind in (*rng.sample(candidates, len(candidates)), QuestionKind.COUNT):
+        question = ask(kind, scenes, target, split, rng)
         if question is not None:
             return question
+    raise AssertionError("shapes can always be counted")
 
 
 def word(kind: QuestionKind, asked: Asked, num_pictures: int, target: int, split: Split, rng: random.Random) -> str:
@@ -87,6 +94,8 @@ def word(kind: QuestionKind, asked: Asked, num_pictures: int, target: int, split
     }
     text = choose(rng.choice(patterns), rng).format_map(slots)
     text = re.sub(r"\b([Aa]) (?=orange)", r"\1n ", text)
+    if split is Split.TERSE:
+        return text
     return _finish(text[0].upper() + text[1:], split, rng)
 
 
@@ -229,7 +238,7 @@ def demo_session() -> list[DemoQuestion]:
     one, two, three = png_bytes(first), png_bytes(second), png_bytes(third)
     thing = second.shapes[0]
     return [
-        DemoQuestion((one, f"What shape is the {first.shapes[0].colour} one?"), first.shapes[0].shape),
+        DemoQuestion((one, f"What colour is the {first.shapes[0].shape}?"), first.shapes[0].colour),
         DemoQuestion((one, "How many shapes are there?"), NUMBER_WORDS[len(first.shapes)]),
         DemoQuestion((two, f"Where is the {thing.name}?"), thing.position),
         DemoQuestion((three, "Describe the picture."), describe(third)),

@@ -25,6 +25,7 @@ COLOURS: Final[dict[str, Rgb]] = {
     "pink": (248, 132, 188),
     "black": (26, 26, 26),
 }
+SCENE_GRID_SIDE: Final = 3
 SHAPES: Final = ("circle", "square", "triangle", "star", "cross", "diamond")
 ROW_NAMES: Final = ("top", "middle", "bottom")
 COLUMN_NAMES: Final = ("left", "middle", "right")
@@ -41,7 +42,6 @@ _BACKGROUNDS: Final[tuple[Rgb, ...]] = (
     (248, 232, 240),
 )
 _SIZES_PX: Final = ((224, 224), (224, 224), (256, 256), (320, 240), (240, 320), (300, 200), (160, 160))
-_GRID: Final = 3
 _COLOUR_JITTER: Final = 12
 _BACKGROUND_JITTER: Final = 5
 _ROTATION_JITTER_DEG: Final = 10.0
@@ -101,9 +101,9 @@ def random_scene(seed: int, num_shapes: int | None = None, size_px: tuple[int, i
     width_px, height_px = size_px or rng.choice(_SIZES_PX)
     count = num_shapes or rng.choices((1, 2, 3), weights=(2, 3, 4))[0]
     names = _random_names(rng, count)
-    cells = sorted(rng.sample(range(_GRID * _GRID), count))
+    cells = sorted(rng.sample(range(SCENE_GRID_SIDE * SCENE_GRID_SIDE), count))
     shapes = [
-        _place(rng, shape, colour, divmod(cell, _GRID), width_px, height_px)
+        _place(rng, shape, colour, divmod(cell, SCENE_GRID_SIDE), width_px, height_px)
         for (shape, colour), cell in zip(names, cells, strict=True)
     ]
     background = _jitter(rng, rng.choice(_BACKGROUNDS), _BACKGROUND_JITTER)
@@ -115,7 +115,7 @@ def render(scene: Scene) -> Image.Image:
     width, height = scene.width_px * _SUPERSAMPLING, scene.height_px * _SUPERSAMPLING
     canvas = Image.new("RGB", (width, height), scene.background)
     draw = ImageDraw.Draw(canvas)
-    radius_unit = min(width, height) / _GRID
+    radius_unit = min(width, height) / SCENE_GRID_SIDE
     for placed in scene.shapes:
         x, y, radius = placed.center_x * width, placed.center_y * height, placed.radius * radius_unit
         if placed.shape == "circle":
@@ -159,8 +159,8 @@ def _place(
         colour=colour,
         column=column,
         row=row,
-        center_x=(column + 0.5 + rng.uniform(-slack_x, slack_x)) / _GRID,
-        center_y=(row + 0.5 + rng.uniform(-slack_y, slack_y)) / _GRID,
+        center_x=(column + 0.5 + rng.uniform(-slack_x, slack_x)) / SCENE_GRID_SIDE,
+        center_y=(row + 0.5 + rng.uniform(-slack_y, slack_y)) / SCENE_GRID_SIDE,
         radius=radius,
         rotation_deg=rng.uniform(-_ROTATION_JITTER_DEG, _ROTATION_JITTER_DEG),
         rgb=_jitter(rng, COLOURS[colour], _COLOUR_JITTER),

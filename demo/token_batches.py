@@ -14,40 +14,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from demo.chats import Chat, messages, random_chat, random_questions
+from demo.lessons import BatchShape, Lesson
 from demo.model import NUM_ROWS
-from demo.picture_pool import PicturePool
 from demo.scenes import Scene
 from demo.tokenizer import BOS, EOS, IMAGE, PICTURE, ROLE_TOKENS
 from demo.wordings import Split
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """A batch of conversations that all show the same number of pictures."""
-
-    num_pictures: int
-    num_chats: int
-    num_questions: int
-    weight: float
-    """Relative share of the training steps."""
-    is_chat: bool = False
-    """The questions are turns of one chat; else they are independent."""
-
-
-BATCH_SHAPES: Final = (
-    BatchShape(num_pictures=1, num_chats=14, num_questions=10, weight=0.50),
-    BatchShape(num_pictures=2, num_chats=9, num_questions=9, weight=0.27),
-    BatchShape(num_pictures=3, num_chats=6, num_questions=8, weight=0.05),
-    BatchShape(num_pictures=1, num_chats=14, num_questions=7, weight=0.10, is_chat=True),
-    BatchShape(num_pictures=2, num_chats=9, num_questions=6, weight=0.08, is_chat=True),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +39,8 @@ class TokenBatch:
     """bool [num_chats, 1, num_tokens, num_tokens]: true where a token may look."""
     is_answer: Tensor
     """bool [num_chats, num_tokens]: tokens to be predicted, the end of each answer included."""
-    pixel_values: Tensor
-    """float32 [num_pictures in all chats, 3, 96, 96], in the order of their placeholders."""
+    image_rows: Tensor
+    """float32 [num_pictures in all chats, 36, hidden_size], in the order of their placeholders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +57,35 @@ class RenderedRow:
 class BatchSource:
     """Draws random training batches from a pool of pictures; deterministic by seed and worker."""
 
-    def __init__(self, pool: PicturePool, tokenizer: PreTrainedTokenizerFast, seed: int, rank: int) -> None:
-        self._pool = pool
+    def __init__(
+        self, scenes: list[Scene], image_rows: Tensor, tokenizer: PreTrainedTokenizerFast, seed: int, rank: int
+    ) -> None:
+        """`image_rows` are those of the scenes' pictures, [num_scenes, 36, hidden_size]."""
+        self._scenes = scenes
+        self._image_rows = image_rows
         self._tokenizer = tokenizer
         # The workers' batches have equal shapes, so that none waits long for another.
         self._shape_rng = random.Random(f"shape:{seed}")
         self._rng = random.Random(f"chats:{seed}:{rank}")
 
-    def next_batch(self) -> TokenBatch:
-        """The next batch, of a random shape."""
-        shape = self._shape_rng.choices(BATCH_SHAPES, weights=[each.weight for each in BATCH_SHAPES])[0]
+    def next_batch(self, lesson: Lesson) -> TokenBatch:
+        """The next batch of the lesson, of a random shape."""
+        shape = self._shape_rng.choices(lesson.shapes, weights=[each.weight for each in lesson.shapes])[0]
         rows: list[RenderedRow] = []
         pictures: list[int] = []
         for _ in range(shape.num_chats):
-            indices = [self._rng.randrange(len(self._pool.scenes)) for _ in range(shape.num_pictures)]
+            indices = [self._rng.randrange(len(self._scenes)) for _ in range(shape.num_pictures)]
             pictures += indices
-            rows.append(self._row(shape, [self._pool.scenes[index] for index in indices]))
-        return pad(rows, self._tokenizer.pad_token_id, self._pool.normalised(pictures))
+            rows.append(self._row(lesson, shape, [self._scenes[index] for index in indices]))
+        return pad(rows, self._tokenizer.pad_token_id, self._image_rows[pictures])
 
-    def _row(self, shape: BatchShape, scenes: list[Scene]) -> RenderedRow:
+    def _row(self, lesson: Lesson, shape: BatchShape, scenes: list[Scene]) -> RenderedRow:
+        split = Split.TERSE if self._rng.random() < lesson.terse_share else Split.TRAINING
         if shape.is_chat:
-            chat = random_chat(scenes, shape.num_questions, Split.TRAINING, self._rng)
+            chat = random_chat(scenes, shape.num_questions, split, self._rng, lesson.kinds)
             ids, flags = render_chats([chat], self._tokenizer)[0]
             return RenderedRow(ids, flags, list(range(len(ids))), [0] * len(ids))
-        chats = random_questions(scenes, shape.num_questions, Split.TRAINING, self._rng)
+        chats = random_questions(scenes, shape.num_questions, split, self._rng, lesson.kinds)
         return branch(render_chats(chats, self._tokenizer), self._tokenizer.convert_tokens_to_ids(IMAGE))
 
 
@@ -123,7 +105,7 @@ def branch(rendered: list[tuple[list[int], list[bool]]], image_id: int) -> Rende
     return row
 
 
-def pad(rows: list[RenderedRow], pad_id: int, pixel_values: Tensor) -> TokenBatch:
+def pad(rows: list[RenderedRow], pad_id: int, image_rows: Tensor) -> TokenBatch:
     """Rows of different lengths as one batch."""
     num_tokens = max(len(row.ids) for row in rows)
     input_ids = torch.full((len(rows), num_tokens), pad_id)
@@ -138,7 +120,7 @@ def pad(rows: list[RenderedRow], pad_id: int, pixel_values: Tensor) -> TokenBatc
         is_answer[index, :length] = torch.tensor(row.is_answer)
     may_look = (branches[:, :, None] == branches[:, None, :]) | (branches[:, None, :] == 0)
     may_look &= torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
-    return TokenBatch(input_ids, position_ids, may_look[:, None], is_answer, pixel_values)
+    return TokenBatch(input_ids, position_ids, may_look[:, None], is_answer, image_rows)
 
 
 def render_chats(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[bool]]]:

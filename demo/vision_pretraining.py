@@ -1,7 +1,8 @@
-"""First training stage: the vision tower and projector learn to name what lies under each patch.
+"""First training stage: the vision tower and projector learn to say in every row what stands in its grid cell.
 
-Linear heads read colour, shape and grid cell from every embedding row, and the count from their mean; they are thrown
-away afterwards. It saves the language model from learning to see and to read at the same time.
+The row is to be the sum of the language model's own embeddings of the words for colour, shape and place of the shape
+there, and where none is, the embedding of the number of shapes. So the language model need not learn to see
+while it learns to answer, and answering starts out as looking up and copying words.
 """
 
 from __future__ import annotations
@@ -17,117 +18,115 @@ from torch import Tensor, nn
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from demo.data_parallel import Workers
-from demo.model import GRID_SIDE, HIDDEN_SIZE, NUM_ROWS
+from demo.model import GRID_SIDE, HIDDEN_SIZE
 from demo.picture_pool import PicturePool
-from demo.scenes import COLOURS, SHAPES, Scene, position_name
+from demo.questions import NUMBER_WORDS
+from demo.scenes import COLOURS, SCENE_GRID_SIDE, SHAPES, Scene, position_name
 
 log = logging.getLogger(__name__)
 
 _COLOUR_IDS: Final = {name: index + 1 for index, name in enumerate(COLOURS)}
 _SHAPE_IDS: Final = {name: index + 1 for index, name in enumerate(SHAPES)}
 # The shape is by far the slowest to learn.
-_LOSS_WEIGHTS: Final = {"colour": 1.0, "shape": 4.0, "cell": 1.0, "is_center": 1.0}
+_LOSS_WEIGHTS: Final = {"colour": 1.0, "shape": 4.0, "cell": 1.0}
+_DISTANCE_WEIGHT: Final = 4.0
+_SHARPNESS: Final = 10.0
 _LEARNING_RATE: Final = 2e-3
 _MAX_SHAPES: Final = 3
+# Patches never straddle grid cells: two by two make one.
+_CELL_OF_AXIS: Final = torch.arange(GRID_SIDE) * SCENE_GRID_SIDE // GRID_SIDE
+_CELL_OF_PATCH: Final = (_CELL_OF_AXIS[:, None] * SCENE_GRID_SIDE + _CELL_OF_AXIS).flatten()
+# As long as the sum of the three words of a shape: next to short rows the noise of the background would be loud, for
+# the language model normalises every row before it looks at it.
+_BACKGROUND_LENGTH: Final = math.sqrt(3)
 
 
 @dataclass(frozen=True, slots=True)
 class PatchLabels:
-    """What lies under each patch of a batch of pictures; class 0 is the background."""
+    """What stands in each patch's grid cell, for a batch of pictures; class 0 is an empty cell."""
 
     colour: Tensor
-    """int64 [n, 64]."""
+    """int64 [n, 36]."""
     shape: Tensor
-    """int64 [n, 64]."""
+    """int64 [n, 36]."""
     cell: Tensor
-    """Grid cell of the shape, 1 to 9; int64 [n, 64]."""
-    is_center: Tensor
-    """1 on the patch that holds the shape's centre; int64 [n, 64]."""
+    """Grid cell of the shape, 1 to 9; int64 [n, 36]."""
     count: Tensor
     """Number of shapes, minus one; int64 [n]."""
 
 
-class WordHead(nn.Module):  # type: ignore[misc]
-    """Reads a class from embedding rows by their likeness to the language model's own embeddings of its name.
+class WordRows:
+    """The rows that the tower and projector shall make, as sums of words; all words scaled by one factor.
 
-    So the rows come to speak the language model's words, and answering starts out as copying.
+    While they are learned the words have about the length of a layer norm's output; `scale` leads back to embeddings.
     """
 
-    def __init__(self, names: Sequence[str], embeddings: nn.Parameter, tokenizer: PreTrainedTokenizerFast) -> None:
-        super().__init__()
-        self._embeddings = [embeddings]
-        self._mix = torch.zeros(len(names) + 1, embeddings.shape[0])
-        for index, name in enumerate(names):
-            # A word within a sentence and the same word at its start are different tokens.
-            for spelling in (name, f" {name}"):
-                ids = tokenizer.encode(spelling, add_special_tokens=False)
-                self._mix[index + 1, ids] += 1 / len(ids)
-        self.scale = nn.Parameter(torch.tensor(10.0))
-        self.bias = nn.Parameter(torch.zeros(len(names) + 1))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Logits [..., 1 + number of names] of rows [..., hidden_size]; class 0 is the background."""
-        return self.scale * (rows @ (self._mix @ self._embeddings[0]).T) + self.bias
-
-
-class PatchHeads:
-    """The throw-away read-outs of embedding rows [n, 64, hidden_size]."""
-
-    def __init__(self, embeddings: nn.Parameter, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, embeddings: Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
         cells = [position_name(row, column) for row in range(3) for column in range(3)]
+        background = torch.zeros(1, HIDDEN_SIZE)
         names = {"colour": tuple(COLOURS), "shape": SHAPES, "cell": cells}
-        self._by_patch = nn.ModuleDict({key: WordHead(each, embeddings, tokenizer) for key, each in names.items()})
-        self._by_patch["is_center"] = nn.Linear(HIDDEN_SIZE, 2)
-        self._count = nn.Linear(HIDDEN_SIZE, _MAX_SHAPES)
+        tables = {key: _word_vectors(each, embeddings, tokenizer) for key, each in names.items()}
+        self.scale = (tables["colour"].norm(dim=1).mean() / (0.6 * math.sqrt(HIDDEN_SIZE))).item()
+        self._words = {key: torch.cat([background, table / self.scale]) for key, table in tables.items()}
+        numbers = _word_vectors(NUMBER_WORDS[1 : _MAX_SHAPES + 1], embeddings, tokenizer)
+        self._numbers = numbers / self.scale * _BACKGROUND_LENGTH
 
-    def parameters(self) -> list[nn.Parameter]:
-        """All weights of the heads themselves, for the optimizer."""
-        return [*self._by_patch.parameters(), *self._count.parameters()]
+    def wanted(self, labels: PatchLabels) -> Tensor:
+        """Rows [n, 36, hidden_size] for the labels."""
+        on_shape = sum(words[getattr(labels, name)] for name, words in self._words.items())
+        is_background = (labels.colour == 0)[..., None]
+        return torch.where(is_background, self._numbers[labels.count][:, None], on_shape)
 
     def loss(self, rows: Tensor, labels: PatchLabels) -> Tensor:
-        """Sum of the cross entropies; shape patches weigh as much as the far more numerous background patches."""
-        foreground = labels.colour.flatten() > 0
-        weights = torch.where(foreground, foreground.numel() / foreground.sum(), 1.0)
-        total = nn.functional.cross_entropy(self._count(rows.mean(dim=1)), labels.count)
+        """Squared distance from the wanted rows, and the cross entropies of the words on shapes.
+
+        The few patches on shapes weigh as much as the far more numerous ones of the background.
+        """
+        on_shape = labels.colour > 0
+        weights = torch.where(on_shape, on_shape.numel() / on_shape.sum(), 1.0)
+        distance = (rows - self.wanted(labels)).square().mean(dim=-1)
+        total = _DISTANCE_WEIGHT * (distance * weights).sum() / weights.sum()
         for name, loss_weight in _LOSS_WEIGHTS.items():
-            target = getattr(labels, name).flatten()
-            each = nn.functional.cross_entropy(self._by_patch[name](rows.flatten(0, 1)), target, reduction="none")
-            total = total + loss_weight * (each * weights).sum() / weights.sum()
+            total = total + loss_weight * nn.functional.cross_entropy(
+                self._likeness(rows[on_shape], name), getattr(labels, name)[on_shape] - 1
+            )
         return total
 
     def accuracy(self, rows: Tensor, labels: PatchLabels) -> dict[str, float]:
-        """Share of right classes on shape patches, and of right counts."""
+        """Share of patches on shapes whose row is most like the right word, and of background ones for the count."""
         on_shape = labels.colour > 0
-        with torch.no_grad():
-            shares = {
-                name: (head(rows).argmax(-1) == getattr(labels, name))[on_shape].float().mean().item()
-                for name, head in self._by_patch.items()
-            }
-            shares["count"] = (self._count(rows.mean(dim=1)).argmax(-1) == labels.count).float().mean().item()
-        return shares
+        shares = {
+            name: (self._likeness(rows[on_shape], name).argmax(-1) + 1 == getattr(labels, name)[on_shape])
+            for name in self._words
+        }
+        counts = labels.count[:, None].expand_as(on_shape)[~on_shape]
+        shares["count"] = (rows[~on_shape] @ self._numbers.T).argmax(-1) == counts
+        return {name: right.float().mean().item() for name, right in shares.items()}
+
+    def _likeness(self, rows: Tensor, name: str) -> Tensor:
+        words = self._words[name][1:]
+        return _SHARPNESS * (rows @ words.T) / (0.36 * HIDDEN_SIZE)
+
+
+def _word_vectors(names: Sequence[str], embeddings: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """[len(names), hidden_size]: mean embedding of each name's tokens.
+
+    A word within a sentence and the same word at its start are different tokens; the vector lies between them.
+    """
+    spellings = [[tokenizer.encode(each, add_special_tokens=False) for each in (name, f" {name}")] for name in names]
+    return torch.stack([torch.stack([embeddings[ids].mean(dim=0) for ids in both]).mean(dim=0) for both in spellings])
 
 
 def label_patches(scenes: list[Scene]) -> PatchLabels:
-    """Labels from the scenes' geometry: a patch belongs to the shape whose radius reaches the patch's centre."""
-    labels = torch.zeros(3, len(scenes), NUM_ROWS, dtype=torch.long)
-    is_center = torch.zeros(len(scenes), NUM_ROWS, dtype=torch.long)
-    centers = (torch.arange(GRID_SIDE) + 0.5) / GRID_SIDE
-    patch_y, patch_x = (axis.flatten() for axis in torch.meshgrid(centers, centers, indexing="ij"))
+    """Every patch is labelled with the shape that stands in its grid cell."""
+    cells = torch.zeros(3, len(scenes), SCENE_GRID_SIDE**2, dtype=torch.long)
     for index, scene in enumerate(scenes):
-        smaller_px = min(scene.width_px, scene.height_px)
         for placed in scene.shapes:
-            radius_x = placed.radius * smaller_px / 3 / scene.width_px
-            radius_y = placed.radius * smaller_px / 3 / scene.height_px
-            distance = torch.hypot((patch_x - placed.center_x) / radius_x, (patch_y - placed.center_y) / radius_y)
-            under = distance < 0.8
-            middle = int(placed.center_y * GRID_SIDE) * GRID_SIDE + int(placed.center_x * GRID_SIDE)
-            under[middle] = True
-            cell = placed.row * 3 + placed.column + 1
-            ids = torch.tensor([_COLOUR_IDS[placed.colour], _SHAPE_IDS[placed.shape], cell])
-            labels[:, index, under] = ids[:, None]
-            is_center[index, middle] = 1
+            cell = placed.row * SCENE_GRID_SIDE + placed.column
+            cells[:, index, cell] = torch.tensor([_COLOUR_IDS[placed.colour], _SHAPE_IDS[placed.shape], cell + 1])
     count = torch.tensor([len(scene.shapes) - 1 for scene in scenes])
-    return PatchLabels(labels[0], labels[1], labels[2], is_center, count)
+    colour, shape, cell = cells[..., _CELL_OF_PATCH]
+    return PatchLabels(colour, shape, cell, count)
 
 
 def pretrain_vision(
@@ -140,21 +139,16 @@ def pretrain_vision(
     workers: Workers,
 ) -> None:
     """Train tower and projector in place for `num_steps` on `batch_size` pictures of this worker's pool each."""
-    embeddings = model.get_input_embeddings().weight
-    heads = PatchHeads(embeddings, tokenizer)
-    parameters = [
-        embeddings,
-        *model.model.vision_tower.parameters(),
-        *model.model.multi_modal_projector.parameters(),
-        *heads.parameters(),
-    ]
+    target = WordRows(model.get_input_embeddings().weight.detach(), tokenizer)
+    projector = model.model.multi_modal_projector
+    parameters = [*model.model.vision_tower.parameters(), *projector.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.02)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, 60, num_steps, 0.1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, 60, num_steps, 0.05))
     for step in range(num_steps):
         indices = torch.randint(len(pool.scenes), (batch_size,), generator=generator).tolist()
         labels = label_patches([pool.scenes[index] for index in indices])
         rows = torch.stack(model.get_image_features(pool.normalised(indices)).pooler_output)
-        loss = heads.loss(rows, labels)
+        loss = target.loss(rows, labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         workers.average_gradients(parameters)
@@ -162,8 +156,19 @@ def pretrain_vision(
         optimizer.step()
         schedule.step()
         if step % 50 == 49 or step == num_steps - 1:
-            shown = " ".join(f"{name} {share:.3f}" for name, share in heads.accuracy(rows.detach(), labels).items())
+            shown = " ".join(f"{name} {share:.3f}" for name, share in target.accuracy(rows.detach(), labels).items())
             log.info("vision step %d/%d loss %.3f: %s", step + 1, num_steps, loss.item(), shown)
+    with torch.no_grad():
+        projector.linear_2.weight.mul_(target.scale)
+        projector.linear_2.bias.mul_(target.scale)
+
+
+def compute_image_rows(model: LlavaForConditionalGeneration, pool: PicturePool, batch_size: int = 250) -> Tensor:
+    """Embedding rows of all pictures of the pool, float32 [num_pictures, 36, hidden_size]."""
+    with torch.inference_mode():
+        batches = torch.arange(len(pool.scenes)).split(batch_size)
+        features = [model.get_image_features(pool.normalised(each.tolist())).pooler_output for each in batches]
+    return torch.cat([torch.stack(list(each)) for each in features]).clone()
 
 
 def warm_cosine(step: int, num_warmup_steps: int, num_steps: int, final: float) -> float:

@@ -30,6 +30,7 @@ class QuestionKind(StrEnum):
 class Split(StrEnum):
     """Which wordings may be used."""
 
+    TERSE = "terse"
     TRAINING = "training"
     HELD_OUT = "held_out"
 
@@ -38,18 +39,21 @@ class Split(StrEnum):
 class Wordings:
     """The patterns of one kind of question."""
 
+    terse: str
+    """The fewest words, for the first lessons of the training."""
     training: tuple[str, ...]
     held_out: tuple[str, ...]
 
     def of(self, split: Split) -> tuple[str, ...]:
         """The patterns of `split`."""
-        return self.training if split is Split.TRAINING else self.held_out
+        return {Split.TERSE: (self.terse,), Split.TRAINING: self.training, Split.HELD_OUT: self.held_out}[split]
 
 
 _THINGS = "[shapes|shapes|objects|figures|things]"
 
 WORDINGS: Final[dict[QuestionKind, Wordings]] = {
     QuestionKind.COLOUR: Wordings(
+        terse="colour of the {shape}{in}",
         training=(
             "What colour is the {shape}{in}?",
             "What is the colour of the {shape}{in}?",
@@ -66,6 +70,14 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "{shape}{in}: [which|what] colour?",
             "What is the {shape}'s colour{in}?",
             "I would like to know the {shape}'s colour{in}.",
+            "Which colour [do you see on|has] the {shape}{in}?",
+            "Can you see what colour the {shape}{in} has?",
+            "Name the {shape}'s colour{in}.",
+            "Do you know [which|what] colour the {shape}{in} has?",
+            "I want to know the colour of the {shape}{in}.",
+            "Could you name the {shape}'s colour{in}?",
+            "Please say which colour was used for the {shape}{in}.",
+            "What can you say about the colour of the {shape}{in}?",
         ),
         held_out=(
             "Which colour is the {shape}{in}?",
@@ -73,9 +85,12 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "Tell me which colour the {shape}{in} has.",
             "Do you see what colour the {shape}{in} is?",
             "I would like to know what colour the {shape}{in} is.",
+            "What is the name of the {shape}'s colour{in}?",
+            "The {shape}{in} has which colour?",
         ),
     ),
     QuestionKind.SHAPE: Wordings(
+        terse="shape of the {colour} one{in}",
         training=(
             "What shape is the {colour} [one|object|thing|figure]{in}?",
             "What shape is {colour}{in}?",
@@ -91,6 +106,13 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "{colour} [one|object|thing]{in}: [which|what] shape?",
             "Which shape has the colour {colour}{in}?",
             "I would like to know the shape of the {colour} [one|object]{in}.",
+            "Do you know [which|what] shape the {colour} [one|thing|object]{in} has?",
+            "Can you see what shape the {colour} [object|figure]{in} has?",
+            "I want to know what shape is {colour}{in}.",
+            "Name the {colour} [object|thing|figure]'s shape{in}.",
+            "Could you name the shape that is {colour}{in}?",
+            "Say which shape is {colour}{in}.",
+            "What can you say about the shape of the {colour} [one|object]{in}?",
         ),
         held_out=(
             "Which shape is the {colour} [thing|object|figure]{in}?",
@@ -98,9 +120,12 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "Tell me which shape the {colour} [object|thing]{in} has.",
             "What shape has the colour {colour}{in}?",
             "Do you see what shape the {colour} one{in} is?",
+            "What is the name of the {colour} shape{in}?",
+            "The {colour} [one|object]{in} has which shape?",
         ),
     ),
     QuestionKind.COUNT: Wordings(
+        terse="how many{in}",
         training=(
             f"How many {_THINGS} are there{{in}}?",
             f"How many {_THINGS} are{{in}}?",
@@ -114,15 +139,23 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             f"The number of {_THINGS}{{in}} is what?",
             f"What number of {_THINGS} is drawn{{in}}?",
             f"How many {_THINGS} were drawn{{in}}?",
+            f"Can you say how many {_THINGS} you see{{in}}?",
+            f"Do you see how many {_THINGS} there are{{in}}?",
+            f"I want to know the number of {_THINGS}{{in}}.",
+            f"How many {_THINGS} can you find{{in}}?",
+            f"Could you tell me how many {_THINGS} can be seen{{in}}?",
         ),
         held_out=(
             f"Do you know how many {_THINGS} there are{{in}}?",
             f"How many {_THINGS} are drawn{{in}}?",
             f"Can you tell me the number of {_THINGS}{{in}}?",
             f"I would like to know how many {_THINGS} there are{{in}}.",
+            f"Please count all {_THINGS}{{in}}.",
+            f"What is the total number of {_THINGS}{{in}}?",
         ),
     ),
     QuestionKind.POSITION: Wordings(
+        terse="position of the {thing}{in}",
         training=(
             "Where is the {thing}{in}?",
             "Where [do you see|can you see] the {thing}{in}?",
@@ -138,6 +171,14 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "Do you know the position of the {thing}{in}?",
             "Where was the {thing} drawn{in}?",
             "{thing}{in}: where?",
+            "Do you see where the {thing}{in} is?",
+            "Could you name the place of the {thing}{in}?",
+            "I want to know where to find the {thing}{in}.",
+            "Where can I find the {thing}{in}?",
+            "Which place does the {thing} have{in}?",
+            "Can you show me where the {thing} is{in}?",
+            "Where has the {thing} been drawn{in}?",
+            "I would like to know the position of the {thing}{in}.",
         ),
         held_out=(
             "Do you know where the {thing} is{in}?",
@@ -145,9 +186,12 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "I would like to know where the {thing} is{in}.",
             "What position does the {thing} have{in}?",
             "Can you name the position of the {thing}{in}?",
+            "At which position is the {thing}{in}?",
+            "Where exactly is the {thing}{in}?",
         ),
     ),
     QuestionKind.DESCRIBE: Wordings(
+        terse="describe {picture}",
         training=(
             "Describe {picture}.",
             "What is in {picture}?",
@@ -159,6 +203,17 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "[Give me|I would like] a description of {picture}.",
             "Which shapes [are in|can be seen in|do you see in] {picture}?",
             "Tell me what {picture} shows.",
+            "What is drawn in {picture}?",
+            "What has been drawn in {picture}?",
+            "What can you see in {picture}?",
+            "What [do|can] you find in {picture}?",
+            "Can you say what you see in {picture}?",
+            "Could you list what is in {picture}?",
+            "List all that was drawn in {picture}.",
+            "I would like to know what is in {picture}.",
+            "Name everything that can be seen in {picture}.",
+            "Which objects were drawn in {picture}?",
+            "What objects does {picture} show?",
         ),
         held_out=(
             "Tell me what you see in {picture}.",
@@ -166,9 +221,12 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "What was drawn in {picture}?",
             "Can you tell me what is in {picture}?",
             "List what you see in {picture}.",
+            "Please describe everything in {picture}.",
+            "What is there to see in {picture}?",
         ),
     ),
     QuestionKind.WHICH_PICTURE: Wordings(
+        terse="which has a {thing}",
         training=(
             "Which [picture|image] has a {thing}, {choices}?",
             "Which [picture|image] has a {thing}?",
@@ -183,15 +241,28 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             "{choices}: which [picture|image] has a {thing}?",
             "Which of the [pictures|images] has a {thing}?",
             "[Can|Could] you tell me which [picture|image] shows a {thing}?",
+            "In which [picture|image] can a {thing} be seen?",
+            "Which [picture|image] can you see a {thing} in, {choices}?",
+            "Can you see a {thing} in {choices} [picture|image]?",
+            "In which of the [pictures|images] do you see a {thing}?",
+            "Do you see which [picture|image] has a {thing}, {choices}?",
+            "In which [picture|image] was a {thing} drawn?",
+            "Name the [picture|image] with a {thing}, {choices}.",
+            "Which is the [picture|image] with a {thing}?",
+            "A {thing} is in which of the [pictures|images]?",
+            "I would like to know which [picture|image] has a {thing}.",
         ),
         held_out=(
             "Which of the [pictures|images] shows a {thing}, {choices}?",
             "In which [picture|image] can you see a {thing}?",
             "Which [picture|image] is the one with a {thing}, {choices}?",
             "Do you know which [picture|image] has a {thing}?",
+            "Which one of the [pictures|images] has a {thing}?",
+            "Can you tell me in which [picture|image] there is a {thing}?",
         ),
     ),
     QuestionKind.COUNT_TOGETHER: Wordings(
+        terse="how many in {all}",
         training=(
             f"How many {_THINGS} are there in {{all}} together?",
             f"How many {_THINGS} are there in {{all}} in total?",
@@ -213,6 +284,7 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
         ),
     ),
     QuestionKind.MORE_SHAPES: Wordings(
+        terse="which has more shapes",
         training=(
             f"Which [picture|image] has more {_THINGS}, {{choices}}?",
             f"Which [picture|image] has more {_THINGS}?",
@@ -223,11 +295,20 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             f"In which [picture|image] do you see more {_THINGS}, {{choices}}?",
             f"Which of the [pictures|images] has more {_THINGS}?",
             f"{{choices}}: which [picture|image] has more {_THINGS}?",
+            f"Which [picture|image] is the one with more {_THINGS}, {{choices}}?",
+            f"In which of the [pictures|images] can more {_THINGS} be seen?",
+            f"Do you know which [picture|image] has more {_THINGS}?",
+            f"Where do you see more {_THINGS}, in {{choices}} [picture|image]?",
+            f"In which [picture|image] were more {_THINGS} drawn, {{choices}}?",
+            f"Can you see more {_THINGS} in {{choices}} [picture|image]?",
+            f"I would like to know which [picture|image] has more {_THINGS}.",
         ),
         held_out=(
             f"Which of the [pictures|images] shows more {_THINGS}, {{choices}}?",
             f"Do you see more {_THINGS} in {{choices}} [picture|image]?",
             f"In which [picture|image] can you see more {_THINGS}?",
+            f"Can you tell me which [picture|image] has more {_THINGS}?",
+            f"Which one of the [pictures|images] has more {_THINGS}, {{choices}}?",
         ),
     ),
 }
@@ -245,6 +326,16 @@ TRAINING_OPENERS: Final = (
     "Thank you. ",
     "OK, ",
     "Well, ",
+    "So, ",
+    "Then, ",
+    "Great. ",
+    "Hi! ",
+    "Look. ",
+    "Look at this. ",
+    "Look closely. ",
+    "Here is a picture. ",
+    "Here I have a question. ",
+    "Here: ",
 )
 HELD_OUT_OPENERS: Final = ("Look here. ", "And now, ", "Hello, ", "Please look at the picture. ", "Good. ")
 TRAINING_CLOSERS: Final = (" Please answer.", " Thank you.", " Answer in a few words.", " Answer briefly.", " Please.")

@@ -58,6 +58,7 @@ class ChildProcess:
         self._ready: ReadyRecord | None = None
         starter = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid())]
         command = [sys.executable, "-m", module, *arguments, "--ready-file", str(self._ready_path)]
+        self._is_asked_to_end = False
         with self.log_path.open("wb") as log:
             self._popen = subprocess.Popen(
                 [*starter, *command],
@@ -107,8 +108,9 @@ class ChildProcess:
             return "".join(deque(log, num_lines)).rstrip() or "(its log is empty)"
 
     def terminate(self) -> None:
-        """Asks it to drain and end."""
-        if self.returncode is None:
+        """Asks it to drain and end, once: a second signal would end it on the spot."""
+        if self.returncode is None and not self._is_asked_to_end:
+            self._is_asked_to_end = True
             self._popen.terminate()
 
     def stop(self, timeout_s: float) -> int:

@@ -40,6 +40,8 @@ class RunnerConfig:
     block_size: int
     # Threads for tensor work; None: the CPUs of this process.
     num_threads: int | None
+    # One chunk per forward pass, so that no token's numbers depend on who else is in the batch.
+    deterministic: bool = False
 
 
 class ModelRunnerBase(ABC):
@@ -96,7 +98,9 @@ class ModelRunnerBase(ABC):
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the pools of all layers."""
         spec = self.get_kv_cache_spec()
-        self.backend.allocate(spec, num_blocks, self.device)
+        # One block more, which nobody reads: what must not be written to a shared block is written there.
+        self.backend.allocate(spec, num_blocks + 1, self.device)
+        self.batch.unread_slot = num_blocks * spec.block_size
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB, attention backend %s",
             num_blocks, spec.block_size, num_blocks * spec.block_bytes / 2**20, self.backend.name,
@@ -109,23 +113,25 @@ class ModelRunnerBase(ABC):
     def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
         """Runs one step; returns the next token of every request whose chunk reached its last known token."""
         self._update_states(output)
-        if not output.chunks:
-            return []
-        inputs = self.batch.flatten(output.chunks)
+        passes = [(chunk,) for chunk in output.chunks] if self.config.deterministic else [output.chunks]
+        return [token for chunks in passes if chunks for token in self._execute_chunks(chunks)]
+
+    def _execute_chunks(self, chunks: tuple[ScheduledChunk, ...]) -> list[SampledToken]:
+        inputs = self.batch.flatten(chunks)
         with torch.inference_mode():
-            logits = self._forward(inputs, self._embed(inputs, output.chunks))
+            logits = self._forward(inputs, self._embed(inputs, chunks))
             return self._sample(inputs.sampled_ids, logits)
 
     def _update_states(self, output: SchedulerOutput) -> None:
-        """Forgets what left, learns what came, extends block tables."""
+        """Forgets what left, learns what came, brings block tables up to date."""
         for request_id in output.released:
             self.batch.remove(request_id)
-        for key in output.evicted_keys:
-            self.row_cache.drop(key)
+        for key, rows in output.evicted_rows:
+            self.row_cache.drop(key, rows)
         for admitted in output.admitted:
             self.batch.add(admitted)
         for chunk in output.chunks:
-            self.batch[chunk.request_id].append_blocks(chunk.new_block_ids)
+            self.batch[chunk.request_id].set_blocks(chunk.block_start, chunk.block_ids)
 
     def _embed(self, inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Tensor:
         """Token table lookup with the images' rows over their placeholders, `[1, num_tokens, hidden]`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,6 @@ class RequestRow:
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
         self._token_ids[:num_tokens] = admitted.token_ids
         self._block_ids: IntArray = np.zeros(-(-capacity // block_size), dtype=np.int64)
-        self._num_blocks = 0
         self._block_size = block_size
         positions = admitted.positions
         self._prompt_positions = None if positions is None else np.asarray(positions.axes, dtype=np.int64)
@@ -43,20 +42,20 @@ class RequestRow:
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
 
-    def append_blocks(self, block_ids: Iterable[int]) -> None:
-        """Extends the block table."""
-        for block_id in block_ids:
-            self._block_ids[self._num_blocks] = block_id
-            self._num_blocks += 1
+    def set_blocks(self, start: int, block_ids: Sequence[int]) -> None:
+        """Writes blocks into the block table from index `start` on."""
+        self._block_ids[start : start + len(block_ids)] = block_ids
 
     def blocks(self, num_tokens: int) -> IntArray:
         """The blocks of the first `num_tokens` tokens."""
         return self._block_ids[: -(-num_tokens // self._block_size)]
 
-    def slots(self, start: int, stop: int) -> IntArray:
-        """Slots of tokens [start, stop)."""
+    def slots(self, start: int, stop: int, write_start: int, unread_slot: int) -> IntArray:
+        """Slots of tokens [start, stop); those before `write_start` are written where nobody reads."""
         tokens = np.arange(start, stop)
-        return self._block_ids[tokens // self._block_size] * self._block_size + tokens % self._block_size
+        slots: IntArray = self._block_ids[tokens // self._block_size] * self._block_size + tokens % self._block_size
+        slots[: max(0, write_start - start)] = unread_slot
+        return slots
 
     def positions(self, start: int, stop: int, num_axes: int) -> IntArray:
         """Rotary positions of tokens [start, stop), `[num_axes, stop - start]`."""
@@ -91,6 +90,8 @@ class InputBatch:
     """The requests that the runner knows."""
 
     def __init__(self, block_size: int, num_position_axes: int) -> None:
+        # Slot of the block after the pool's last; set when the pool's size is known.
+        self.unread_slot = 0
         self._block_size = block_size
         self._num_position_axes = num_position_axes
         self._rows: dict[RequestId, RequestRow] = {}
@@ -118,7 +119,9 @@ class InputBatch:
         return FlatInputs(
             token_ids=np.concatenate([row.token_ids[chunk.start : stop] for chunk, row, stop in parts]),
             positions=np.concatenate([row.positions(chunk.start, stop, axes) for chunk, row, stop in parts], axis=1),
-            slot_mapping=np.concatenate([row.slots(chunk.start, stop) for chunk, row, stop in parts]),
+            slot_mapping=np.concatenate(
+                [row.slots(chunk.start, stop, chunk.write_start, self.unread_slot) for chunk, row, stop in parts]
+            ),
             block_tables=tuple(row.blocks(stop) for _, row, stop in parts),
             query_lens=tuple(chunk.num_tokens for chunk, _, _ in parts),
             kv_lens=tuple(stop for _, _, stop in parts),

@@ -1,4 +1,4 @@
-"""The tensors behind the encoder-cache accounting: rows of images on the device, and gathering them by range."""
+"""The embedding rows that are on the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import ImageItem
+from decoder_svc.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 
@@ -18,30 +19,48 @@ _TORCH_DTYPES = {
 
 
 class RowCache:
-    """Rows by content key. What may stay and what must go is the EncoderCacheManager's decision."""
+    """Row ranges by content key. What may stay and what must go is the EncoderCacheManager's decision."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype
-        self._rows: dict[ContentKey, Tensor] = {}
+        # Disjoint ranges of each image, as they came.
+        self._parts: dict[ContentKey, dict[RowRange, Tensor]] = {}
 
     def put(self, fetched: FetchedRows) -> None:
-        """Takes rows from host memory; `[num_rows, row_elements]` in the model's dtype."""
-        rows = torch.frombuffer(fetched.data, dtype=_TORCH_DTYPES[fetched.dtype]).view(fetched.num_rows, -1)
-        self._rows[fetched.key] = rows.to(self._device, self._dtype)
+        """Takes rows from host memory; `[len(rows), row_elements]` in the model's dtype."""
+        values = torch.frombuffer(fetched.data, dtype=_TORCH_DTYPES[fetched.dtype]).view(len(fetched.rows), -1)
+        self._parts.setdefault(fetched.key, {})[fetched.rows] = values.to(self._device, self._dtype)
 
-    def drop(self, key: ContentKey) -> None:
-        """Frees the rows of a key."""
-        self._rows.pop(key, None)
+    def drop(self, key: ContentKey, dropped: RowRange) -> None:
+        """Frees rows of a key."""
+        kept: dict[RowRange, Tensor] = {}
+        for rows, values in self._parts.pop(key, {}).items():
+            outside = RowRangeSet([rows])
+            outside.remove(dropped)
+            for part in outside:
+                # A view would keep the memory of all rows.
+                kept[part] = (
+                    values if part == rows else values[part.start - rows.start : part.stop - rows.start].clone()
+                )
+        if kept:
+            self._parts[key] = kept
 
     def place(self, embeddings: Tensor, first: int, item: ImageItem, start: int, stop: int) -> None:
         """Writes the rows of an image over its placeholders among the prompt's tokens [start, stop).
 
-        `embeddings` is the step's `[num_tokens, hidden]`, in which token `start` has index `first`.
+        `embeddings` is the step's `[num_tokens, hidden]`, in which token `start` has index `first`. Raises KeyError
+        when a row is not here: a step must never be computed without it.
         """
         row_start, row_stop = item.rows_between(start, stop)
         if row_start == row_stop:
             return
-        rows = self._rows[item.key][row_start:row_stop]
         tokens = [first + token - start for token in item.tokens_with_row(start, stop)]
-        embeddings[tokens] = rows
+        num_placed = 0
+        for rows, values in self._parts[item.key].items():
+            begin, end = max(rows.start, row_start), min(rows.stop, row_stop)
+            if begin < end:
+                embeddings[tokens[begin - row_start : end - row_start]] = values[begin - rows.start : end - rows.start]
+                num_placed += end - begin
+        if num_placed != row_stop - row_start:
+            raise KeyError(f"{row_stop - row_start - num_placed} embedding rows are not on the device")

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import zlib
+
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span
+from decoder_svc.request import (
+    DEFAULT_SCOPE,
+    CacheScope,
+    ImageItem,
+    Prompt,
+    Request,
+    RequestId,
+    RowSource,
+    SamplingParams,
+    Span,
+)
+from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler import Scheduler, SchedulerLimits, TokenUpdate
 from decoder_svc.scheduler_output import SampledToken, SchedulerOutput
 from lookonce.content_key import (
@@ -30,6 +43,11 @@ def image(name: str, offset: int, num_rows: int, *, data: bytes | None = b"file"
     return ImageItem(key(name), Span(offset, num_rows), num_rows, ProcessorOptions(), data)
 
 
+def rows(start: int, stop: int) -> RowRange:
+    """Rows [start, stop)."""
+    return RowRange(start, stop)
+
+
 def request(
     name: str,
     num_tokens: int,
@@ -39,22 +57,42 @@ def request(
     arrival_s: float = 0.0,
     priority: int = 0,
     stop_token_ids: frozenset[int] = frozenset(),
+    text: str | None = None,
+    deadline_s: float | None = None,
+    cache_scope: CacheScope = DEFAULT_SCOPE,
 ) -> Request:
-    """A request whose prompt is text but for its images."""
-    token_ids = [10 + i for i in range(num_tokens)]
+    """A request whose prompt is text but for its images; requests with the same `text` (default: name) share it."""
+    first_id = 1000 * (1 + zlib.crc32((name if text is None else text).encode()))
+    token_ids = [first_id + i for i in range(num_tokens)]
     for item in images:
         token_ids[item.span.offset : item.span.stop] = [IMAGE_TOKEN] * item.span.length
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-    return Request(RequestId(name), Prompt(tuple(token_ids), images), params, arrival_s=arrival_s, priority=priority)
+    return Request(
+        RequestId(name),
+        Prompt(tuple(token_ids), images),
+        params,
+        arrival_s=arrival_s,
+        priority=priority,
+        deadline_s=deadline_s,
+        cache_scope=cache_scope,
+    )
 
 
 def scheduler(
-    *, token_budget: int = 16, num_blocks: int = 64, cache_rows: int = 64, max_num_seqs: int = 8, context: int = 200
+    *,
+    token_budget: int = 16,
+    num_blocks: int = 64,
+    cache_rows: int = 64,
+    max_num_seqs: int = 8,
+    context: int = 200,
+    rows_asked: int = 64,
+    block_size: int = BLOCK_SIZE,
+    deterministic: bool = False,
 ) -> Scheduler:
     """A scheduler with blocks of four tokens and a clock that stands still."""
     return Scheduler(
-        SchedulerLimits(token_budget, max_num_seqs, context),
-        KVCacheManager(num_blocks, BLOCK_SIZE),
+        SchedulerLimits(token_budget, max_num_seqs, context, rows_asked, deterministic),
+        KVCacheManager(num_blocks, block_size, deterministic=deterministic),
         EncoderCacheManager(cache_rows),
         clock=lambda: 0.0,
     )
@@ -74,7 +112,7 @@ def step(target: Scheduler, *, rows_arrive: bool = True, source: RowSource = Row
     finish_step(target, output)
     if rows_arrive:
         for fetch in output.fetches:
-            target.rows_arrived(fetch.key, source)
+            target.rows_arrived(fetch.key, fetch.rows, source)
     return output
 
 

@@ -48,7 +48,7 @@ class PoisonableRunner(CPUModelRunner):
         for chunk in output.chunks:
             if self.batch[chunk.request_id].token_ids[0] == POISON:
                 raise ValueError("secret inner detail")
-        known = tuple(replace(chunk, new_block_ids=()) for chunk in output.chunks)
+        known = tuple(replace(chunk, block_ids=()) for chunk in output.chunks)
         return super().execute_model(SchedulerOutput((), known, (), (), ()))
 
 
@@ -63,7 +63,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> PoisonableRunner:
 async def engine(runner: PoisonableRunner) -> AsyncIterator[Engine]:
     runner.initialize_kv_cache(NUM_BLOCKS)
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 32, 8, 64, 64, 16)
-    scheduler = Scheduler(SchedulerLimits(32, 8, 100), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64))
+    scheduler = Scheduler(
+        SchedulerLimits(32, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
+    )
     fetcher = EmbeddingFetcher(None, None, num_workers=1, timeout_s=5)
     engine = Engine(runner, scheduler, fetcher, limits, MAX_LIVE_REQUESTS)
     engine.start()
@@ -121,7 +123,9 @@ async def test_a_failing_step_takes_only_its_own_requests_and_hides_the_details(
 
 
 async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer(runner: PoisonableRunner) -> None:
-    scheduler = Scheduler(SchedulerLimits(2, 8, 100), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64))
+    scheduler = Scheduler(
+        SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
+    )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16)
     engine = Engine(runner, scheduler, EmbeddingFetcher(None, None, num_workers=1, timeout_s=5), limits, 8)
     engine.start()
@@ -170,7 +174,9 @@ async def test_a_picture_without_an_encoder_fails_alone(engine: Engine) -> None:
 
 
 async def test_stop_gives_every_live_request_an_answer(runner: PoisonableRunner) -> None:
-    scheduler = Scheduler(SchedulerLimits(32, 2, 100), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64))
+    scheduler = Scheduler(
+        SchedulerLimits(32, 2, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
+    )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 32, 2, 64, 64, 16)
     engine = Engine(runner, scheduler, EmbeddingFetcher(None, None, num_workers=1, timeout_s=5), limits, 20)
     engine.start()

@@ -16,7 +16,7 @@ from decoder_svc.generation_defaults import GenerationDefaults
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.output_stream import OutputStream
 from decoder_svc.preparation import PreparedRequest
-from decoder_svc.request import FinishReason, Prompt, RequestId, RequestOutput, RequestUsage, SamplingParams
+from decoder_svc.request import CacheScope, FinishReason, Prompt, RequestId, RequestOutput, RequestUsage, SamplingParams
 from decoder_svc.sampling_check import SamplingLimits, SamplingSpec, check_sampling
 from decoder_svc.service import LoadedText
 from lookonce.errors import InternalError, OverloadedError, UnavailableError
@@ -43,6 +43,7 @@ class ScriptedEngine:
         *,
         priority: int,
         deadline_s: float | None,
+        cache_scope: CacheScope,
     ) -> AsyncIterator[RequestOutput]:
         self.deadlines_s.append(deadline_s)
         if not self.outputs:
@@ -79,7 +80,7 @@ def prepared(text: LoadedText, spec: SamplingSpec = DEFAULTS) -> PreparedRequest
 
 
 def options(age_s: float = 0.0) -> GenerationOptions:
-    return GenerationOptions(priority=0, arrival_s=time.monotonic() - age_s, deadline_s=None)
+    return GenerationOptions(priority=0, arrival_s=time.monotonic() - age_s, deadline_s=None, cache_scope=CacheScope())
 
 
 async def run(

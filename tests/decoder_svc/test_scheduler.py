@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_svc.request import FinishReason, RequestState, RowSource
-from tests.decoder_svc.scheduling import chunks, finish_step, image, key, request, scheduler, step
+from decoder_svc.request import FinishReason, Request, RequestState, RowSource
+from decoder_svc.row_range import RowRange
+from decoder_svc.scheduler import Scheduler
+from decoder_svc.scheduler_output import SchedulerOutput
+from lookonce.content_key import ContentKey
+from tests.decoder_svc.scheduling import chunks, finish_step, image, key, request, rows, scheduler, step
 
 
 def test_prompt_and_decode_share_one_budget() -> None:
@@ -25,9 +29,9 @@ def test_new_blocks_are_named_once_and_cover_the_tokens() -> None:
     target = scheduler(token_budget=6)
     target.add(request("a", 10))
     first, second = step(target), step(target)
-    assert len(first.chunks[0].new_block_ids) == 2
-    assert len(second.chunks[0].new_block_ids) == 1
-    assert not set(first.chunks[0].new_block_ids) & set(second.chunks[0].new_block_ids)
+    assert (first.chunks[0].block_start, second.chunks[0].block_start) == (0, 2)
+    assert (len(first.chunks[0].block_ids), len(second.chunks[0].block_ids)) == (2, 1)
+    assert not set(first.chunks[0].block_ids) & set(second.chunks[0].block_ids)
 
 
 def test_text_before_an_image_is_computed_while_its_rows_travel() -> None:
@@ -37,7 +41,7 @@ def test_text_before_an_image_is_computed_while_its_rows_travel() -> None:
     assert chunks(output) == [("a", 0, 3)]
     assert [fetch.key for fetch in output.fetches] == [key("x")]
     assert chunks(step(target, rows_arrive=False)) == []
-    assert target.rows_arrived(key("x"), RowSource.ENCODED)
+    assert target.rows_arrived(key("x"), rows(0, 6), RowSource.ENCODED)
     assert chunks(step(target)) == [("a", 3, 9)]
 
 
@@ -55,7 +59,7 @@ def test_one_fetch_serves_all_requests_for_a_picture() -> None:
     target.add(request("a", 8, (image("x", 2, 4),), arrival_s=1))
     target.add(request("b", 8, (image("x", 3, 4),), arrival_s=2))
     assert len(step(target, rows_arrive=False).fetches) == 1
-    target.rows_arrived(key("x"), RowSource.ENCODED)
+    target.rows_arrived(key("x"), rows(0, 4), RowSource.ENCODED)
     output = step(target)
     assert output.fetches == ()
     assert chunks(output) == [("a", 2, 6), ("b", 3, 5)]
@@ -158,10 +162,10 @@ def test_failed_rows_end_only_requests_that_cannot_go_on() -> None:
     target.add(with_file)
     output = step(target, rows_arrive=False)
     assert output.fetches[0].data is None
-    assert target.rows_failed(key("x"), had_data=False) == [by_digest]
+    assert target.rows_failed(key("x"), rows(0, 4), had_data=False) == [by_digest]
     retry = step(target, rows_arrive=False)
     assert retry.fetches[0].data is not None
-    assert target.rows_failed(key("x"), had_data=True) == [with_file]
+    assert target.rows_failed(key("x"), rows(0, 4), had_data=True) == [with_file]
 
 
 def test_running_requests_displace_the_rows_of_waiting_ones() -> None:
@@ -181,7 +185,7 @@ def test_evicted_rows_are_announced_unless_asked_for_again() -> None:
     target.add(request("a", 6, (image("x", 1, 4),), max_tokens=1))
     step(target), step(target)
     target.add(request("b", 6, (image("y", 1, 4),), max_tokens=1, arrival_s=1))
-    assert step(target).evicted_keys == (key("x"),)
+    assert step(target).evicted_rows == ((key("x"), rows(0, 4)),)
 
 
 def test_rows_that_arrive_after_everybody_left_stay_for_the_next() -> None:
@@ -189,8 +193,190 @@ def test_rows_that_arrive_after_everybody_left_stay_for_the_next() -> None:
     target.add(request("a", 6, (image("x", 0, 4),)))
     step(target, rows_arrive=False)
     target.abort(request("a", 6).request_id)
-    assert target.rows_arrived(key("x"), RowSource.ENCODED)
+    assert target.rows_arrived(key("x"), rows(0, 4), RowSource.ENCODED)
     target.add(request("b", 6, (image("x", 0, 4),)))
     output = step(target)
     assert output.fetches == ()
     assert chunks(output) == [("b", 0, 6)]
+
+
+def test_a_prefix_hit_costs_no_budget_and_no_fetch() -> None:
+    target = scheduler(token_budget=16)
+    target.add(request("a", 14, (image("x", 2, 8),), text="same", max_tokens=1))
+    step(target), step(target)
+    again = request("b", 14, (image("x", 2, 8),), text="same", max_tokens=1, arrival_s=1)
+    target.add(again)
+    output = step(target)
+    assert chunks(output) == [("b", 12, 2)]
+    assert output.fetches == ()
+    assert again.usage.cached_prompt_tokens == 12
+    assert (again.usage.skipped_image_tokens, again.usage.cached_image_tokens) == (8, 0)
+
+
+def test_a_hit_that_ends_inside_an_image_fetches_only_the_rows_after_it() -> None:
+    target = scheduler(token_budget=16, cache_rows=8)
+    target.add(request("a", 10, (image("x", 2, 8),), text="same", max_tokens=1))
+    step(target), step(target)
+    target.add(request("other", 9, (image("y", 0, 8),), max_tokens=1, arrival_s=1))
+    assert step(target).evicted_rows == ((key("x"), rows(0, 8)),)
+    step(target)
+    again = request("b", 11, (image("x", 2, 8),), text="same", max_tokens=1, arrival_s=2)
+    target.add(again)
+    output = step(target, source=RowSource.SHARED_CACHE)
+    assert [(fetch.key, fetch.rows) for fetch in output.fetches] == [(key("x"), rows(6, 8))]
+    assert chunks(step(target)) == [("b", 8, 3)]
+    assert (again.usage.skipped_image_tokens, again.usage.cached_image_tokens) == (6, 2)
+
+
+def test_a_fully_cached_prompt_computes_one_token_that_is_not_written() -> None:
+    target = scheduler()
+    target.add(request("a", 8, text="same", max_tokens=1))
+    step(target)
+    target.add(request("b", 8, text="same", max_tokens=2, arrival_s=1))
+    first, second = step(target), step(target)
+    assert chunks(first) == [("b", 7, 1)]
+    assert first.chunks[0].write_start == 8
+    assert (first.chunks[0].block_start, len(first.chunks[0].block_ids)) == (0, 2)
+    assert chunks(second) == [("b", 8, 1)]
+    assert second.chunks[0].write_start == 8
+    assert (second.chunks[0].block_start, len(second.chunks[0].block_ids)) == (2, 1)
+
+
+def test_equal_prompts_of_one_step_share_what_the_first_computes() -> None:
+    target = scheduler(token_budget=32)
+    for name in ("a", "b", "c"):
+        target.add(request(name, 10, (image("x", 1, 3),), text="same", arrival_s=ord(name)))
+    step(target)
+    assert chunks(step(target)) == [("a", 1, 9), ("b", 8, 2), ("c", 8, 2)]
+
+
+def test_nobody_finds_what_a_failed_step_did_not_compute() -> None:
+    target = scheduler()
+    target.add(request("a", 8, text="same"))
+    assert [each.request_id for each in target.fail_step(target.schedule())] == ["a"]
+    target.check_integrity()
+    target.add(request("b", 8, text="same"))
+    assert chunks(step(target)) == [("b", 0, 8)]
+
+
+def test_a_request_whose_deadline_is_over_is_not_begun() -> None:
+    target = scheduler()
+    target.add(request("late", 4, arrival_s=0, deadline_s=0.0))
+    target.add(request("on time", 4, arrival_s=1, deadline_s=5.0))
+    output = step(target)
+    assert output.expired == ("late",)
+    assert chunks(output) == [("on time", 0, 4)]
+
+
+def test_rows_asked_for_in_one_step_are_bounded_but_one_image_always_goes() -> None:
+    target = scheduler(rows_asked=6, cache_rows=64)
+    for index, name in enumerate(("big", "mid", "small")):
+        target.add(request(name, 9, (image(name, 0, 8 - 2 * index),), arrival_s=index))
+    assert [len(fetch.rows) for fetch in step(target).fetches] == [8]
+    assert [len(fetch.rows) for fetch in step(target).fetches] == [6]
+    assert [len(fetch.rows) for fetch in step(target).fetches] == [4]
+
+
+def test_deterministic_chunks_do_not_depend_on_budget_or_cache() -> None:
+    def chunks_of(token_budget: int, *, warm: bool) -> list[tuple[int, int]]:
+        target = scheduler(token_budget=token_budget, deterministic=True)
+        if warm:
+            target.add(request("warm", 10, text="same", max_tokens=1))
+            while target.has_requests():
+                step(target)
+        target.add(request("a", 10, text="same", max_tokens=3, arrival_s=1))
+        found = []
+        while target.has_requests():
+            found += [(start, num_tokens) for _, start, num_tokens in chunks(step(target))]
+        return found
+
+    cold = chunks_of(4, warm=False)
+    assert cold == [(0, 4), (4, 4), (8, 2), (10, 1), (11, 1)]
+    assert chunks_of(7, warm=False) == cold
+    assert chunks_of(16, warm=True) == cold[2:]
+
+
+class TestTheSeedsCrashCase:
+    """vLLM PR #11895: two equal prompts of 16032 tokens, one image, a cache that holds it once."""
+
+    IMAGE = image("x", 7333, 8687)
+
+    def target(self, **changes: bool) -> Scheduler:
+        return scheduler(
+            token_budget=8192,
+            num_blocks=4096,
+            cache_rows=8687,
+            context=20_000,
+            rows_asked=8687,
+            block_size=16,
+            **changes,
+        )
+
+    def two(self) -> tuple[Request, Request]:
+        return (
+            request("a", 16032, (self.IMAGE,), text="same", max_tokens=3, arrival_s=1),
+            request("b", 16032, (self.IMAGE,), text="same", max_tokens=3, arrival_s=2),
+        )
+
+    def test_both_end_with_one_fetch(self) -> None:
+        target = self.target()
+        first, second = self.two()
+        # The rows are there before the first step, as in the report.
+        target.add(first)
+        target.add(second)
+        target.encoder_cache.reserve(self.IMAGE.key, rows(0, 8687))
+        target.rows_arrived(self.IMAGE.key, rows(0, 8687), RowSource.ENCODED)
+        steps = [step(target) for _ in range(4)]
+        assert [[chunk.num_tokens for chunk in each.chunks] for each in steps] == [[8192], [7840, 1], [1, 1], [1, 1]]
+        assert all(each.fetches == () for each in steps)
+        assert not target.has_requests() or not step(target).chunks
+
+    def test_without_the_rows_the_text_before_the_image_goes_first(self) -> None:
+        target = self.target()
+        first, second = self.two()
+        target.add(first)
+        target.add(second)
+        steps = [step(target) for _ in range(6)]
+        assert [[chunk.num_tokens for chunk in each.chunks] for each in steps] == [
+            [7333, 5], [8192], [507, 1], [1, 1], [1, 1], [],
+        ]  # fmt: skip
+        assert sum(len(each.fetches) for each in steps) == 1
+        assert (first.usage.encoded_image_tokens, second.usage.encoded_image_tokens) == (8687, 0)
+
+    def test_an_evicted_image_is_not_fetched_for_a_token_behind_it(self) -> None:
+        _, output = self.evicted()
+        assert output.fetches == ()
+        assert chunks(output) == [("b", 16031, 1)]
+
+    def test_with_whole_blocks_four_rows_are_fetched_and_nothing_is_encoded(self) -> None:
+        target, output = self.evicted(deterministic=True)
+        assert [fetch.rows for fetch in output.fetches] == [rows(8683, 8687)]
+        assert chunks(step(target)) == [("b", 16016, 16)]
+
+    def evicted(self, **changes: bool) -> tuple[Scheduler, SchedulerOutput]:
+        """The step that admits the second request after another image took the first one's place."""
+        target = self.target(**changes)
+        first, second = self.two()
+        target.add(first)
+        while target.has_requests():
+            step(target)
+        target.add(request("other", 8700, (image("y", 1, 8687),), max_tokens=1, arrival_s=3))
+        evicted: tuple[tuple[ContentKey, RowRange], ...] = ()
+        while target.has_requests():
+            evicted += step(target).evicted_rows
+        assert evicted == ((self.IMAGE.key, rows(0, 8687)),)
+        target.add(second)
+        return target, step(target)
+
+    def test_while_a_running_request_holds_the_cache_text_behind_runs(self) -> None:
+        target = self.target()
+        holder = request("holder", 16032, (image("y", 7000, 8687),), max_tokens=3, arrival_s=0)
+        target.add(holder)
+        step(target)
+        assert chunks(step(target)) == [("holder", 7000, 8192)]
+        target.add(request("waits", 8700, (image("x", 0, 8687),), arrival_s=1))
+        target.add(request("text", 20, arrival_s=2))
+        assert chunks(step(target)) == [("holder", 15192, 840), ("text", 0, 20)]
+        output = step(target)
+        assert [fetch.key for fetch in output.fetches] == [key("x")]
+        assert chunks(step(target))[-1] == ("waits", 0, 8190)

@@ -20,8 +20,8 @@ from demo.wordings import QuestionKind, Split
 MODEL_DIR = Path(__file__).parents[2] / "models" / "demo"
 MAX_WEIGHTS_BYTES = 8 * 2**20
 SEED = 31_337
-# The goal is 0.95; finding a shape among several by its name is what is missing (docs/log.md has what was tried).
-MIN_ACCURACY = 0.63
+# The goal is 0.95; what is missing is telling in which of several pictures a shape is (docs/log.md).
+MIN_ACCURACY = 0.9
 SWAPPED_KINDS = (QuestionKind.COUNT, QuestionKind.DESCRIBE, QuestionKind.POSITION, QuestionKind.COLOUR)
 
 
@@ -32,7 +32,7 @@ def model() -> DemoModel:
 
 @pytest.fixture(scope="module")
 def outcomes(model: DemoModel) -> list[Outcome]:
-    return ask_all(model, fresh_chats(240, SEED, Split.HELD_OUT))
+    return ask_all(model, fresh_chats(400, SEED, Split.HELD_OUT))
 
 
 def test_fresh_pictures_in_held_out_wordings_are_answered_exactly(outcomes: list[Outcome]) -> None:
@@ -48,15 +48,15 @@ def test_questions_about_a_single_shape_are_answered_exactly(model: DemoModel) -
         question = ask(rng.choice(SWAPPED_KINDS), (scene,), 0, Split.HELD_OUT, rng)
         if question is not None:
             chats.append(Chat(None, (scene,), (Turn(1, True, question),)))
-    assert summarise(ask_all(model, chats)).accuracy >= 0.9
+    assert summarise(ask_all(model, chats)).accuracy >= 0.95
 
 
 def test_several_pictures_and_later_turns_are_answered_as_well(outcomes: list[Outcome]) -> None:
     several = [outcome for outcome in outcomes if outcome.num_pictures > 1]
     later = [outcome for outcome in outcomes if outcome.turn > 1]
-    for group in (several, later):
+    for group, minimum in ((several, 0.8), (later, 0.87)):
         assert len(group) >= 50
-        assert summarise(group).accuracy >= 0.55
+        assert summarise(group).accuracy >= minimum
 
 
 def swapped_pairs(num_pairs: int) -> list[Chat]:
@@ -81,7 +81,7 @@ def swapped_pairs(num_pairs: int) -> list[Chat]:
 def test_the_same_words_about_another_picture_get_another_answer(model: DemoModel) -> None:
     outcomes = ask_all(model, swapped_pairs(50))
     changed = [one.answer != other.answer for one, other in zip(outcomes[::2], outcomes[1::2], strict=True)]
-    assert sum(changed) / len(changed) >= 0.75
+    assert sum(changed) / len(changed) >= 0.95
 
 
 def test_demo_session_is_answered_without_a_mistake(model: DemoModel) -> None:
@@ -99,7 +99,7 @@ def test_processor_makes_as_many_placeholders_as_the_model_makes_rows() -> None:
     inputs = processor(text=prompt, images=pictures, return_tensors="pt")
     with torch.inference_mode():
         rows = network.get_image_features(inputs["pixel_values"]).pooler_output
-    assert [each.shape for each in rows] == [(64, 128)] * len(pictures)
+    assert [each.shape for each in rows] == [(36, 128)] * len(pictures)
     assert int((inputs["input_ids"] == network.config.image_token_index).sum()) == sum(len(each) for each in rows)
 
 

@@ -10,8 +10,9 @@ import torch
 from demo.chats import random_questions
 from demo.model import NUM_ROWS, build_model
 from demo.scenes import random_scene
-from demo.token_batches import TokenBatch, branch, pad, render_chats
+from demo.token_batches import branch, pad, render_chats
 from demo.tokenizer import IMAGE, train_tokenizer
+from demo.train import hidden_states
 from demo.wordings import Split
 
 NUM_QUESTIONS = 3
@@ -26,7 +27,9 @@ def test_a_branch_is_computed_as_if_it_stood_alone(num_pictures: int) -> None:
     rendered = render_chats(chats, tokenizer)
     pixels = torch.rand(num_pictures, 3, 96, 96)
     row = branch(rendered, tokenizer.convert_tokens_to_ids(IMAGE))
-    together = hidden_states(model, pad([row], tokenizer.pad_token_id, pixels))[0]
+    with torch.no_grad():
+        image_rows = torch.stack(list(model.get_image_features(pixels).pooler_output))
+        together = hidden_states(model, pad([row], tokenizer.pad_token_id, image_rows))[0]
     num_shared = row.branches.count(0)
     assert num_shared > num_pictures * NUM_ROWS
     start = num_shared
@@ -42,16 +45,3 @@ def test_a_branch_is_computed_as_if_it_stood_alone(num_pictures: int) -> None:
 def test_conversations_that_begin_differently_are_not_joined() -> None:
     with pytest.raises(ValueError, match="differ"):
         branch([([1, 3, 5], [False] * 3), ([2, 3, 5], [False] * 3)], image_id=3)
-
-
-def hidden_states(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
-    """[num_rows, num_tokens, hidden] of a batch."""
-    with torch.inference_mode():
-        hidden: torch.Tensor = model.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            pixel_values=batch.pixel_values,
-            use_cache=False,
-        ).last_hidden_state
-    return hidden

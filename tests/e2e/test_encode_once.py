@@ -49,8 +49,9 @@ async def test_the_second_question_about_a_picture_encodes_nothing(stack: LocalS
     assert first.usage.encoded_image_tokens == first.usage.image_tokens > 0
     for later in (second, elsewhere):
         assert later.usage.encoded_image_tokens == 0
-        assert later.usage.cached_image_tokens == later.usage.image_tokens
+        assert later.usage.cached_image_tokens + later.usage.skipped_image_tokens == later.usage.image_tokens
         assert later.text == first.text == picture.answer
+    assert elsewhere.usage.skipped_image_tokens == 0
 
 
 async def test_an_uploaded_picture_is_asked_about_by_digest(stack: LocalStack) -> None:

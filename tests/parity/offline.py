@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.kv_cache_manager import KVCacheManager
 from decoder_svc.models.base import FamilyAdapter
 from decoder_svc.models.registry import load_family
-from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span
+from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span, TokenLogprobs
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduler import Scheduler, SchedulerLimits
-from decoder_svc.scheduler_output import SchedulerOutput
+from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -50,9 +52,12 @@ class OfflineModel:
     runner: CPUModelRunner
     questions: list[Question]
     rows: dict[ContentKey, torch.Tensor]
+    end_token_ids: frozenset[int]
 
 
-def build(folder: pathlib.Path, num_prompts: int, images_per_prompt: tuple[int, ...]) -> OfflineModel:
+def build(
+    folder: pathlib.Path, num_prompts: int, images_per_prompt: tuple[int, ...], block_size: int = 8
+) -> OfflineModel:
     """Questions with 0, 1, 3, … pictures in turn, answered by Hugging Face `generate` in fp32."""
     processor = tiny_models.load_processor(folder)
     reference = tiny_models.load_model(folder)
@@ -66,8 +71,9 @@ def build(folder: pathlib.Path, num_prompts: int, images_per_prompt: tuple[int, 
             for _ in range(images_per_prompt[index % len(images_per_prompt)])
         ]
         questions.append(_question(processor, reference, family, images, rng, rows))
-    runner = CPUModelRunner(RunnerConfig(folder, torch.float32, block_size=8, num_threads=1), family)
-    return OfflineModel(runner, questions, rows)
+    runner = CPUModelRunner(RunnerConfig(folder, torch.float32, block_size=block_size, num_threads=1), family)
+    ends = reference.generation_config.eos_token_id
+    return OfflineModel(runner, questions, rows, frozenset(ends if isinstance(ends, list) else [ends]))
 
 
 def _question(
@@ -123,6 +129,82 @@ def _rows(processor: Any, reference: Any, image: Any) -> torch.Tensor:
     return features[0].float().contiguous()
 
 
+class Session:
+    """One scheduler and one KV pool over the model's runner; caches stay between the runs of a session."""
+
+    def __init__(
+        self,
+        model: OfflineModel,
+        *,
+        max_num_batched_tokens: int = 2048,
+        num_blocks: int = 2000,
+        cache_rows: int = 400,
+        rows_arrive_after: int = 0,
+        max_num_seqs: int = 32,
+        deterministic: bool = False,
+    ) -> None:
+        self.model = model
+        block_size = model.runner.config.block_size
+        model.runner.config = replace(model.runner.config, deterministic=deterministic)
+        model.runner.initialize_kv_cache(num_blocks)
+        # The runner is shared by sessions; their rows are not.
+        model.runner.row_cache = RowCache(model.runner.device, model.runner.model.dtype)
+        self.scheduler = Scheduler(
+            SchedulerLimits(max_num_batched_tokens, max_num_seqs, 4000, cache_rows, deterministic),
+            KVCacheManager(num_blocks, block_size, deterministic=deterministic),
+            EncoderCacheManager(cache_rows),
+        )
+        self.steps: list[SchedulerOutput] = []
+        self._rows_arrive_after = rows_arrive_after
+        self._num_requests = 0
+
+    def ask(
+        self, prompts: Sequence[Prompt], *, max_tokens: int = MAX_NEW_TOKENS, logprobs: int | None = None
+    ) -> Answers:
+        """All prompts at once; returns when all are answered."""
+        requests = []
+        for prompt in prompts:
+            # As the reference does: no end before the last token.
+            params = SamplingParams(
+                max_tokens=max_tokens, min_tokens=max_tokens, stop_token_ids=self.model.end_token_ids, logprobs=logprobs
+            )
+            name = RequestId(f"r{self._num_requests}")
+            requests.append(Request(name, prompt, params, arrival_s=float(self._num_requests)))
+            self._num_requests += 1
+            self.scheduler.add(requests[-1])
+        found: dict[RequestId, list[TokenLogprobs | None]] = {request.request_id: [] for request in requests}
+        travelling: list[tuple[int, RowFetch]] = []
+        while self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            self.steps.append(step)
+            assert len(self.steps) < 20_000, "the scheduler makes no progress"
+            travelling += [(len(self.steps) + self._rows_arrive_after, fetch) for fetch in step.fetches]
+            sampled = self.model.runner.execute_model(step)
+            for token in sampled:
+                found[token.request_id].append(token.logprobs)
+            self.scheduler.update(step, sampled)
+            self.scheduler.check_integrity()
+            for arrival in [each for each in travelling if each[0] <= len(self.steps)]:
+                travelling.remove(arrival)
+                self._arrive(arrival[1])
+        return Answers(requests, [request.output_token_ids for request in requests], list(found.values()))
+
+    def _arrive(self, fetch: RowFetch) -> None:
+        if self.scheduler.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED):
+            values = self.model.rows[fetch.key][fetch.rows.start : fetch.rows.stop]
+            data = bytearray(values.numpy().tobytes())
+            self.model.runner.put_rows(FetchedRows(fetch.key, fetch.rows, data, RowDtype.FLOAT32, RowSource.ENCODED))
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What came out of one run, in the order of the prompts."""
+
+    requests: list[Request]
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs | None]]
+
+
 def run(
     model: OfflineModel,
     *,
@@ -132,32 +214,12 @@ def run(
     rows_arrive_after: int = 0,
 ) -> tuple[list[list[int]], Scheduler, list[SchedulerOutput]]:
     """All questions at once; returns the answers in order, the scheduler afterwards, and every step."""
-    runner = model.runner
-    runner.initialize_kv_cache(num_blocks)
-    scheduler = Scheduler(
-        SchedulerLimits(max_num_batched_tokens, max_num_seqs=32, max_context_tokens=4000),
-        KVCacheManager(num_blocks, block_size=8),
-        EncoderCacheManager(cache_rows),
+    session = Session(
+        model,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_blocks=num_blocks,
+        cache_rows=cache_rows,
+        rows_arrive_after=rows_arrive_after,
     )
-    requests = []
-    for index, question in enumerate(model.questions):
-        params = SamplingParams(max_tokens=MAX_NEW_TOKENS)
-        requests.append(Request(RequestId(f"r{index}"), question.prompt, params, arrival_s=float(index)))
-        scheduler.add(requests[-1])
-    steps: list[SchedulerOutput] = []
-    travelling: list[tuple[int, ContentKey]] = []
-    while scheduler.has_requests():
-        step = scheduler.schedule()
-        steps.append(step)
-        assert len(steps) < 5000, "the scheduler makes no progress"
-        travelling += [(len(steps) + rows_arrive_after, fetch.key) for fetch in step.fetches]
-        scheduler.update(step, runner.execute_model(step))
-        scheduler.check_integrity()
-        for due, key in [arrival for arrival in travelling if arrival[0] <= len(steps)]:
-            travelling.remove((due, key))
-            if scheduler.rows_arrived(key, RowSource.ENCODED):
-                rows = model.rows[key]
-                runner.put_rows(
-                    FetchedRows(key, bytearray(rows.numpy().tobytes()), len(rows), RowDtype.FLOAT32, RowSource.ENCODED)
-                )
-    return [request.output_token_ids for request in requests], scheduler, steps
+    answers = session.ask([question.prompt for question in model.questions])
+    return answers.token_ids, session.scheduler, session.steps

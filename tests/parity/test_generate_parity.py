@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests import tiny_models
@@ -58,7 +60,7 @@ def test_late_rows_and_a_small_row_budget_change_nothing(
     cache_rows = max(item.num_rows for question in model.questions for item in question.prompt.images)
     answers, _, steps = offline.run(model, max_num_batched_tokens=64, cache_rows=cache_rows, rows_arrive_after=3)
     assert answers == expected
-    assert any(step.evicted_keys for step in steps), "rows were evicted and fetched again"
+    assert any(step.evicted_rows for step in steps), "rows were evicted and fetched again"
 
 
 def test_swapped_rows_change_the_answers(model: offline.OfflineModel, expected: list[list[int]]) -> None:
@@ -68,7 +70,7 @@ def test_swapped_rows_change_the_answers(model: offline.OfflineModel, expected: 
     for first, second in zip(keys[::2], keys[1::2], strict=False):
         if len(model.rows[first]) == len(model.rows[second]):
             swapped[first], swapped[second] = model.rows[second], model.rows[first]
-    wrong = offline.OfflineModel(model.runner, model.questions, swapped)
+    wrong = replace(model, rows=swapped)
     answers, _, _ = offline.run(wrong, max_num_batched_tokens=2048)
     changed = [i for i, answer in enumerate(answers) if answer != expected[i]]
     assert len(changed) > NUM_PROMPTS // 4

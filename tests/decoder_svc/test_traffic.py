@@ -1,0 +1,32 @@
+"""Arbitrary traffic against the invariants of the scheduler, checked after every step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.decoder_svc.traffic import Traffic
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_no_token_is_computed_from_another_context(seed: int, deterministic: bool) -> None:
+    Traffic(seed, deterministic=deterministic).run(120)
+
+
+def test_traffic_is_worth_testing_with() -> None:
+    """Without hits, preemptions and adoptions the test above would show nothing."""
+    hits = preemptions = shared = 0
+    for seed in range(30):
+        traffic = Traffic(seed)
+        traffic.run(120)
+        hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)
+        preemptions += sum(one.num_preemptions > 0 for one in traffic.requests)
+        shared += sum(chunk.write_start > chunk.start for output in traffic.trace for chunk in output.chunks)
+    assert min(hits, preemptions, shared) >= 15, (hits, preemptions, shared)
+
+
+def test_equal_traffic_gets_equal_decisions() -> None:
+    first, second = Traffic(5), Traffic(5)
+    first.run(150)
+    second.run(150)
+    assert first.trace == second.trace
