@@ -63,6 +63,8 @@ class EncoderCacheManager:
         # Oldest release first.
         self._entries: OrderedDict[ContentKey, _Entry] = OrderedDict()
         self._evicted: list[tuple[ContentKey, RowRange]] = []
+        # Changes whenever a question may be answered differently.
+        self.version = 0
 
     @property
     def num_reserved_rows(self) -> int:
@@ -105,17 +107,21 @@ class EncoderCacheManager:
         assert entry.resident.missing(rows) == [rows] == entry.arriving.missing(rows), "rows were reserved twice"
         entry.arriving.add(rows)
         self._num_reserved_rows += len(rows)
+        self.version += 1
 
     def need(self, key: ContentKey, user: RowUser, rows: RowRange) -> None:
         """Notes which rows a user has yet to take, in place of what it said before. They need not be here yet."""
         entry = self._entries.setdefault(key, _Entry())
-        entry.needed[user.request_id, user.image_index] = (user, rows)
+        if entry.needed.get((user.request_id, user.image_index)) != (user, rows):
+            entry.needed[user.request_id, user.image_index] = (user, rows)
+            self.version += 1
 
     def release(self, key: ContentKey, request_id: RequestId, image_index: int) -> None:
         """The user needs the image no more; the rows stay until their room is needed."""
         entry = self._entries.get(key)
         if entry is None or entry.needed.pop((request_id, image_index), None) is None:
             return
+        self.version += 1
         if not entry.needed:
             self._entries.move_to_end(key)
         self._drop_if_empty(key)
@@ -128,6 +134,7 @@ class EncoderCacheManager:
         entry.arriving.remove(rows)
         entry.resident.add(rows)
         entry.source = source
+        self.version += 1
         return True
 
     def drop(self, key: ContentKey, rows: RowRange) -> None:
@@ -137,6 +144,7 @@ class EncoderCacheManager:
             return
         entry.arriving.remove(rows)
         self._num_reserved_rows -= len(rows)
+        self.version += 1
         self._drop_if_empty(key)
 
     def take_evicted(self) -> tuple[tuple[ContentKey, RowRange], ...]:
@@ -167,6 +175,7 @@ class EncoderCacheManager:
     def _evict(self, key: ContentKey, entry: _Entry, rows: RowRange) -> None:
         entry.resident.remove(rows)
         self._num_reserved_rows -= len(rows)
+        self.version += 1
         self._evicted.append((key, rows))
         self._drop_if_empty(key)
 

@@ -62,6 +62,8 @@ class _Step:
     num_without_rows: int = 0
     # A running request found no room for its rows: nobody behind it may take any.
     rows_are_short: bool = False
+    # Somebody was refused rows that the next step may give.
+    must_ask_again: bool = False
     has_preempted: bool = False
 
 
@@ -95,6 +97,9 @@ class Scheduler:
         self._released: list[RequestId] = []
         # Of waiting requests: the pool's version at the look-up, and what was found.
         self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
+        # When those who wait were last looked at without a seat in the batch; None: look again.
+        self._seen_queue: tuple[int, list[RequestId]] | None = None
+        self._num_looked_at_without_rows = 0
         # Of the step in hand.
         self._named_blocks: list[int] = []
         # As the latest step saw it.
@@ -214,6 +219,26 @@ class Scheduler:
 
     def _schedule_waiting(self, step: _Step) -> None:
         """Admits from the head of the queue; of those that must wait it asks for the rows of the first few."""
+        if self._is_queue_as_before():
+            step.num_without_rows += self._num_looked_at_without_rows
+            return
+        num_before = step.num_without_rows
+        self._admit_and_look_ahead(step)
+        self._num_looked_at_without_rows = step.num_without_rows - num_before
+        self._seen_queue = None if step.must_ask_again else self._queue_state()
+
+    def _is_queue_as_before(self) -> bool:
+        """Whether the batch is full and nothing has changed for those who wait since they were looked at."""
+        if len(self._running) < self.limits.max_num_seqs:
+            return False
+        return self._seen_queue == self._queue_state()
+
+    def _queue_state(self) -> tuple[int, list[RequestId]]:
+        """All that decides whether rows can be asked for those at the head of the queue."""
+        head = [request.request_id for request in self._waiting[:_NUM_LOOKED_AHEAD]]
+        return self.encoder_cache.version, head
+
+    def _admit_and_look_ahead(self, step: _Step) -> None:
         is_full = False
         num_looked_ahead = 0
         for request in list(islice(self._waiting, self.limits.max_num_seqs)):
@@ -301,6 +326,7 @@ class Scheduler:
     def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, step: _Step) -> bool:
         """Asks for rows that nobody has asked for; False when budget or room are short."""
         if step.rows_are_short or (step.fetches and len(rows) > step.row_budget):
+            step.must_ask_again = True
             return False
         if not self.encoder_cache.can_reserve(len(rows), displacing):
             return False

@@ -380,3 +380,13 @@ class TestTheSeedsCrashCase:
         output = step(target)
         assert [fetch.key for fetch in output.fetches] == [key("x")]
         assert chunks(step(target))[-1] == ("waits", 0, 8190)
+
+
+def test_rows_are_asked_for_a_waiting_request_when_room_comes_free_while_the_batch_is_full() -> None:
+    target = scheduler(cache_rows=8, max_num_seqs=1, token_budget=32)
+    target.add(request("runs", 10, (image("x", 0, 8),), arrival_s=1, max_tokens=30))
+    target.add(request("waits", 10, (image("y", 0, 8),), arrival_s=2))
+    outputs = [step(target) for _ in range(6)]
+    asked = [fetch.key for output in outputs for fetch in output.fetches]
+    assert asked == [key("x"), key("y")]
+    assert target.num_running == 1
