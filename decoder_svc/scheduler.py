@@ -8,8 +8,8 @@ The prefix cache is asked before anything else: tokens that it has cost no budge
 fetched nor encoded. Of the rest only the rows that are not on the device are asked for, range by range.
 
 Progress: requests are served in the order (priority, arrival). The first running one always gets its blocks, because
-the others are preempted for it, and its rows, because what arrived for others is kept against it no longer than the
-step that uses it.
+the others are preempted for it, and its rows, because it may take the place of rows that only requests behind it need;
+when nobody runs, the head of the queue may.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Scheduler:
         return known[1]
 
     def _is_hopeless(self, request: Request) -> bool:
-        """Whether the deadline of a request that has not begun is over."""
+        """Whether the deadline of a request that waits is over."""
         return request.deadline_s is not None and request.deadline_s <= self._clock()
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
