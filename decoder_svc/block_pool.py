@@ -109,7 +109,7 @@ class BlockPool:
             self._tell(BlockEventKind.STORED, block_hash)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Takes the names of held blocks back: they were not computed after all."""
+        """Takes the names of blocks back: they were not computed after all."""
         for block in blocks:
             self._forget(block)
 

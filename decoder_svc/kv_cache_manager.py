@@ -181,6 +181,10 @@ class KVCacheManager:
         """Tokens at the start of the request whose blocks have a name: others may read them, nobody may write."""
         return self._num_named[request_id] * self.block_size
 
+    def holds_any(self, request_id: RequestId, blocks: Iterable[int]) -> bool:
+        """Whether any of these blocks is in the request's table."""
+        return not set(blocks).isdisjoint(self._block_tables[request_id])
+
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:
         """The request's blocks in token order."""
         return tuple(self._block_tables.get(request_id, ()))

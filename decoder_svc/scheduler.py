@@ -159,12 +159,18 @@ class Scheduler:
         return [self._append(token) for token in sampled]
 
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
-        """The step's results will not come: its requests end, and nobody finds what it should have computed."""
-        self.kv_cache.withdraw(self._named_blocks)
-        self._named_blocks = []
+        """The step's results will not come: its requests end, and nobody keeps what it should have computed.
+
+        A request that adopted such blocks and got no chunk in the step starts again.
+        """
         failed = [self._requests[chunk.request_id] for chunk in output.chunks]
         for request in failed:
             self._finish(request, FinishReason.ABORT)
+        for request in list(self._running):
+            if self.kv_cache.holds_any(request.request_id, self._named_blocks):
+                self._preempt(request)
+        self.kv_cache.withdraw(self._named_blocks)
+        self._named_blocks = []
         return failed
 
     def abort(self, request_id: RequestId) -> Request | None:

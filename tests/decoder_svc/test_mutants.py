@@ -144,6 +144,11 @@ def names_of_a_failed_step_stay(patch: Patch) -> None:
 
 
 @mutation
+def who_adopted_blocks_of_a_failed_step_keeps_them(patch: Patch) -> None:
+    patch.setattr(KVCacheManager, "holds_any", lambda self, request_id, blocks: False)
+
+
+@mutation
 def the_runner_is_not_told_of_adopted_blocks(patch: Patch) -> None:
     original = KVCacheManager.adopt
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_svc.request import FinishReason, Request, RequestState, RowSource
+from decoder_svc.request import FinishReason, Request, RequestId, RequestState, RowSource
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler import Scheduler
 from decoder_svc.scheduler_output import SchedulerOutput
@@ -390,3 +390,18 @@ def test_rows_are_asked_for_a_waiting_request_when_room_comes_free_while_the_bat
     asked = [fetch.key for output in outputs for fetch in output.fetches]
     assert asked == [key("x"), key("y")]
     assert target.num_running == 1
+
+
+def test_who_adopted_blocks_of_a_failed_step_without_being_in_it_starts_again() -> None:
+    target = scheduler(token_budget=8)
+    for index, name in enumerate(("a", "b")):
+        target.add(request(name, 20, (image("x", 5, 12),), text="same", arrival_s=index))
+    assert chunks(step(target)) == [("a", 0, 5), ("b", 4, 1)]
+    output = target.schedule()
+    assert chunks(output) == [("a", 5, 8)]
+    adopter = target.request(RequestId("b"))
+    assert adopter.num_computed_tokens == 12
+    target.fail_step(output)
+    assert (adopter.state, adopter.num_computed_tokens) == (RequestState.WAITING, 0)
+    target.check_integrity()
+    assert chunks(step(target)) == [("b", 4, 8)]
