@@ -12,10 +12,14 @@ from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.encoder_client import EncoderClient
 from decoder_svc.engine import Engine
 from decoder_svc.engine_interface import EngineLimits
+from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.kv_cache_manager import KVCacheManager
+from decoder_svc.kv_pool_size import KVPoolWish, num_kv_blocks
 from decoder_svc.models.base import FamilyAdapter
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.runner.row_cache import ROW_DTYPES
+from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduler import Scheduler, SchedulerLimits
 from decoder_svc.settings import DecoderSettings
 from lookonce.embedding_store import EmbeddingStore
@@ -27,7 +31,11 @@ _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16":
 
 
 def build_engine(
-    settings: DecoderSettings, family: FamilyAdapter, store: EmbeddingStore | None, encoder: EncoderClient | None
+    settings: DecoderSettings,
+    family: FamilyAdapter,
+    store: EmbeddingStore | None,
+    encoder: EncoderClient | None,
+    fetch_metrics: FetchMetrics,
 ) -> Engine:
     """Loads the language half and sizes its pools; blocks for as long as loading takes.
 
@@ -44,7 +52,6 @@ def build_engine(
     limits = _limits(settings, runner, family)
     logger.info("engine limits: %s", limits)
     runner.initialize_kv_cache(limits.num_kv_blocks)
-    runner.profile_run()
     runner.capture_model()
     scheduler = Scheduler(
         SchedulerLimits(
@@ -54,22 +61,25 @@ def build_engine(
             limits.encoder_compute_budget_rows,
             deterministic=settings.deterministic,
         ),
-        KVCacheManager(limits.num_kv_blocks, limits.block_size, deterministic=settings.deterministic),
+        KVCacheManager(
+            limits.num_kv_blocks,
+            limits.block_size,
+            is_shared=settings.prefix_cache,
+            deterministic=settings.deterministic,
+        ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
-    fetcher = EmbeddingFetcher(store, encoder, num_workers=settings.fetch_workers, timeout_s=settings.encoder_timeout_s)
+    fetcher = EmbeddingFetcher(
+        store,
+        encoder,
+        num_workers=settings.fetch_workers,
+        timeout_s=settings.encoder_timeout_s,
+        metrics=fetch_metrics,
+    )
     return Engine(runner, scheduler, fetcher, limits, settings.max_num_seqs + settings.max_waiting_requests)
 
 
 def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: FamilyAdapter) -> EngineLimits:
-    block_bytes = runner.get_kv_cache_spec().block_bytes
-    num_blocks = settings.num_kv_blocks or settings.kv_cache_memory_bytes // block_bytes
-    if num_blocks < 2:
-        raise ConfigurationError(
-            f"kv_cache_memory_bytes is {settings.kv_cache_memory_bytes}; one block of this model takes {block_bytes}"
-        )
-    model_context = runner.model.config.get_text_config().max_position_embeddings
-    context = min(settings.max_context_tokens or model_context, model_context, num_blocks * settings.block_size)
     if settings.deterministic and settings.max_num_batched_tokens < settings.block_size:
         raise ConfigurationError(
             f"deterministic needs max_num_batched_tokens ({settings.max_num_batched_tokens}) of at least one block "
@@ -83,8 +93,27 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: FamilyAd
         block_size=settings.block_size,
         configured_cache_rows=settings.encoder_cache_rows,
     )
+    text = runner.model.config.get_text_config()
+    context = min(settings.max_context_tokens or text.max_position_embeddings, text.max_position_embeddings)
+    worst = WorstCase(
+        num_tokens=settings.max_num_batched_tokens,
+        num_requests=settings.max_num_seqs,
+        context_tokens=context,
+        num_images=rows.num_profiled_images,
+        rows_per_image=family.max_rows_per_image,
+        row_elements=text.hidden_size,
+        row_dtype=ROW_DTYPES[runner.model.dtype],
+    )
+    num_blocks = num_kv_blocks(
+        KVPoolWish(settings.num_kv_blocks, settings.kv_cache_memory_bytes, settings.kv_cache_memory_share),
+        block_bytes=runner.get_kv_cache_spec().block_bytes,
+        free_bytes=runner.profile_run(worst),
+        max_useful_blocks=settings.max_num_seqs * -(-context // settings.block_size),
+    )
+    if num_blocks * settings.block_size < context:
+        logger.warning("the KV pool holds %d tokens: so long is the longest request", num_blocks * settings.block_size)
     return EngineLimits(
-        max_context_tokens=context,
+        max_context_tokens=min(context, num_blocks * settings.block_size),
         block_size=settings.block_size,
         num_kv_blocks=num_blocks,
         max_batched_tokens=settings.max_num_batched_tokens,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from decoder_svc.encoder_client import EncoderClient, EncoderInfo
+from decoder_svc.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import RowSource
 from decoder_svc.scheduler_output import RowFetch
@@ -32,9 +34,11 @@ class EmbeddingFetcher:
         *,
         num_workers: int,
         timeout_s: float,
+        metrics: FetchMetrics,
     ) -> None:
         self._store = store
         self._encoder = encoder
+        self._metrics = metrics
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,27 +67,36 @@ class EmbeddingFetcher:
         on_arrived: Callable[[FetchedRows], None],
         on_failed: Callable[[RowFetch, LookonceError], None],
     ) -> None:
+        started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
-                rows = await self._fetch(fetch)
+                rows, tier = await self._fetch(fetch)
         except LookonceError as error:
-            on_failed(fetch, error)
+            self._fail(fetch, error, on_failed)
         except TimeoutError:
-            on_failed(fetch, UnavailableError(f"an image's embedding did not arrive within {self._timeout_s:g} s"))
+            late = UnavailableError(f"an image's embedding did not arrive within {self._timeout_s:g} s")
+            self._fail(fetch, late, on_failed)
         except Exception:
             incident = uuid.uuid4().hex
             logger.exception("fetch of embedding rows failed, incident %s", incident)
-            on_failed(fetch, InternalError(f"internal error {incident}"))
+            self._fail(fetch, InternalError(f"internal error {incident}"), on_failed)
         else:
+            self._metrics.arrived(tier, len(rows.rows), len(rows.data), time.monotonic() - started_s)
             on_arrived(rows)
 
-    async def _fetch(self, fetch: RowFetch) -> FetchedRows:
+    def _fail(
+        self, fetch: RowFetch, error: LookonceError, on_failed: Callable[[RowFetch, LookonceError], None]
+    ) -> None:
+        self._metrics.failed()
+        on_failed(fetch, error)
+
+    async def _fetch(self, fetch: RowFetch) -> tuple[FetchedRows, FetchTier]:
         if self._encoder is None:
             raise UnavailableError("this decoder has no encoder; it serves text only")
         info = await self._encoder.info()
         buffer = bytearray(len(fetch.rows) * info.row_bytes)
         if await self._read_shared(fetch, buffer):
-            return _rows(fetch, buffer, info, RowSource.SHARED_CACHE)
+            return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.SHARED
         source = RowSource.SHARED_CACHE
         if fetch.data is not None:
             encoded = await self._encoder.encode(fetch.key, fetch.data, fetch.options, self._timeout_s)
@@ -91,11 +104,11 @@ class EmbeddingFetcher:
                 raise InternalError("the encoder made another number of rows than the prompt has placeholders")
             source = RowSource.ENCODED if encoded.was_computed else RowSource.SHARED_CACHE
             if encoded.stored and await self._read_shared(fetch, buffer):
-                return _rows(fetch, buffer, info, source)
+                return _rows(fetch, buffer, info, source), FetchTier.ENCODER
         await self._encoder.read_rows(
             fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(buffer), self._timeout_s, options=fetch.options
         )
-        return _rows(fetch, buffer, info, source)
+        return _rows(fetch, buffer, info, source), FetchTier.ENCODER
 
     async def _read_shared(self, fetch: RowFetch, buffer: bytearray) -> bool:
         """Whether the shared cache filled the buffer with verified rows."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from decoder_svc.embedding_fetcher import EmbeddingFetcher
-from decoder_svc.engine_interface import EngineLimits, EngineLoad
+from decoder_svc.engine_interface import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.output_stream import OutputStream
 from decoder_svc.request import (
@@ -167,6 +167,15 @@ class Engine:
             encoder_cache_rows=self._scheduler.encoder_cache.num_reserved_rows,
         )
 
+    def counters(self) -> EngineCounters:
+        """Sums since the start for monitoring."""
+        prefix_cache = self._scheduler.kv_cache.stats
+        return EngineCounters(
+            preemptions=self._scheduler.num_preemptions,
+            prefix_query_tokens=prefix_cache.num_query_tokens,
+            prefix_hit_tokens=prefix_cache.num_hit_tokens,
+        )
+
     def _check_fits(self, prompt: Prompt, params: SamplingParams) -> None:
         num_tokens = len(prompt.token_ids) + params.max_tokens
         if num_tokens > self.limits.max_context_tokens:
@@ -300,7 +309,7 @@ class Engine:
 
 
 def _too_late() -> DeadlineError:
-    return DeadlineError("the deadline passed before the request could begin")
+    return DeadlineError("the deadline comes before the first token could")
 
 
 def _output(update: TokenUpdate) -> RequestOutput:

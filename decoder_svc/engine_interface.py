@@ -26,6 +26,17 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What has happened since the start."""
+
+    # Requests that were put back into the queue because the KV pool was full.
+    preemptions: int
+    # Tokens of admitted requests, and how many of them the prefix cache had; admissions after a preemption apart.
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What the engine can hold; fixed once it runs."""
 
@@ -92,4 +103,8 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad:
         """Figures of this moment."""
+        ...
+
+    def counters(self) -> EngineCounters:
+        """Sums so far."""
         ...

@@ -53,10 +53,13 @@ class KVCacheManager:
         block_size: int,
         *,
         deployment: bytes = b"",
+        is_shared: bool = True,
         deterministic: bool = False,
         on_event: Callable[[BlockEvent], None] | None = None,
     ) -> None:
-        """`deterministic` shares only what is computed block by block: whole blocks of prompts.
+        """Without `is_shared` there is no prefix cache: nothing is hashed, published or found.
+
+        `deterministic` shares only what is computed block by block: whole blocks of prompts.
 
         `deployment` tells apart what must never share blocks, see BlockHasher.
         """
@@ -64,6 +67,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, on_event)
         self.hasher = BlockHasher(block_size, deployment)
         self.stats = PrefixCacheStats()
+        self._is_shared = is_shared
         self._deterministic = deterministic
         self._block_tables: dict[RequestId, list[int]] = {}
         # Blocks of each table, from its start, that were found or have been published.
@@ -83,7 +87,7 @@ class KVCacheManager:
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix of a request that has no blocks yet."""
-        if request.cache_scope.bypass:
+        if not self._may_share(request):
             return NO_HIT
         return self._find_from(request, 0)
 
@@ -96,7 +100,7 @@ class KVCacheManager:
 
         NO_HIT unless that is at least one whole block; else the blocks from that of the next token on.
         """
-        if request.cache_scope.bypass:
+        if not self._may_share(request):
             return NO_HIT
         hit = self._find_from(request, request.num_computed_tokens // self.block_size)
         return hit if hit.num_tokens > request.num_computed_tokens else NO_HIT
@@ -160,6 +164,8 @@ class KVCacheManager:
 
         Call it when these tokens are computed, or scheduled in the step in hand.
         """
+        if not self._is_shared:
+            return []
         if self._deterministic:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         num_full = num_tokens // self.block_size
@@ -202,6 +208,9 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Raises AssertionError when tables and pool disagree."""
         self.pool.check_integrity(self._block_tables.values())
+
+    def _may_share(self, request: Request) -> bool:
+        return self._is_shared and not request.cache_scope.bypass
 
     def _find_from(self, request: Request, index: int) -> PrefixHit:
         """The longest run of cached blocks from block `index` on; `num_tokens` counts from the prompt's start."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from decoder_svc.engine_interface import Engine
 from decoder_svc.request import RequestUsage
@@ -46,7 +51,8 @@ class DecoderMetrics:
             self._image_rows.labels(tier)
 
     def watch(self, engine: Engine) -> None:
-        """Adds gauges that ask the engine when they are scraped."""
+        """Adds what asks the engine when it is scraped."""
+        self._registry.register(_EngineCollector(engine))
         running = Gauge("lookonce_decoder_running_requests", "Requests in the running batch.", registry=self._registry)
         running.set_function(lambda: engine.load().running_requests)
         waiting = Gauge(
@@ -77,3 +83,29 @@ class DecoderMetrics:
         if usage.completion_tokens:
             self._queue.observe(usage.queue_time_s)
             self._ttft.observe(usage.time_to_first_token_s)
+
+
+class _EngineCollector(Collector):
+    """Exports the engine's own sums."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at every scrape."""
+        counters = self._engine.counters()
+        yield CounterMetricFamily(
+            "lookonce_decoder_preemptions_total",
+            "Requests that were put back into the queue because the KV pool was full.",
+            value=counters.preemptions,
+        )
+        yield CounterMetricFamily(
+            "lookonce_decoder_prefix_cache_query_tokens_total",
+            "Tokens of admitted requests; admissions after a preemption are not counted.",
+            value=counters.prefix_query_tokens,
+        )
+        yield CounterMetricFamily(
+            "lookonce_decoder_prefix_cache_hit_tokens_total",
+            "Of these, tokens whose keys and values the prefix cache had.",
+            value=counters.prefix_hit_tokens,
+        )

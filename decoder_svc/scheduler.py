@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from decoder_svc.encoder_cache_manager import EncoderCacheManager, RowUser, row_user
+from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
-from decoder_svc.request import FinishReason, ImageItem, Request, RequestId, RequestState, RowSource
+from decoder_svc.request import FinishReason, Request, RequestId, RequestState, RowSource
+from decoder_svc.row_demand import RowDemand
 from decoder_svc.row_range import RowRange
-from decoder_svc.scheduler_output import AdmittedRequest, RowFetch, SampledToken, ScheduledChunk, SchedulerOutput
+from decoder_svc.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey
 
 # Requests that cannot be admitted yet, but whose rows are asked for. More would cost every step more than it gains.
@@ -52,18 +53,12 @@ class _Step:
     """A step while it is put together."""
 
     token_budget: int
-    row_budget: int
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[AdmittedRequest] = field(default_factory=list)
-    fetches: list[RowFetch] = field(default_factory=list)
     expired: list[RequestId] = field(default_factory=list)
     # Blocks that can be found since this step.
     named_blocks: list[int] = field(default_factory=list)
     num_without_rows: int = 0
-    # A running request found no room for its rows: nobody behind it may take any.
-    rows_are_short: bool = False
-    # Somebody was refused rows that the next step may give.
-    must_ask_again: bool = False
     has_preempted: bool = False
 
 
@@ -89,6 +84,7 @@ class Scheduler:
         self.limits = limits
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
+        self._row_demand = RowDemand(encoder_cache, limits.max_num_rows_asked)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         # Both in serving order.
@@ -104,6 +100,11 @@ class Scheduler:
         self._named_blocks: list[int] = []
         # As the latest step saw it.
         self.num_waiting_for_rows = 0
+        # Since the start.
+        self.num_preemptions = 0
+        self._step_began_s = 0.0
+        # Of all steps so far; 0 before the first.
+        self._best_s_per_token = 0.0
 
     @property
     def num_running(self) -> int:
@@ -134,7 +135,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """The next step. `update` must be told its result before the next call."""
-        step = _Step(self.limits.max_num_batched_tokens, self.limits.max_num_rows_asked)
+        self._step_began_s = self._clock()
+        step = _Step(self.limits.max_num_batched_tokens)
+        self._row_demand.begin_step()
         self._schedule_running(step)
         if not step.has_preempted:
             self._schedule_waiting(step)
@@ -146,16 +149,17 @@ class Scheduler:
             chunks=tuple(step.chunks),
             released=released,
             evicted_rows=self.encoder_cache.take_evicted(),
-            fetches=tuple(step.fetches),
+            fetches=self._row_demand.fetches,
             expired=tuple(step.expired),
         )
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
         """Takes a step's result: computed tokens advance, new tokens are appended, ended requests leave."""
+        self._note_pace(output.num_scheduled_tokens, self._clock() - self._step_began_s)
         for chunk in output.chunks:
             request = self._requests[chunk.request_id]
             request.num_computed_tokens += chunk.num_tokens
-            self._pass_images(request)
+            self._row_demand.pass_computed(request)
         return [self._append(token) for token in sampled]
 
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
@@ -193,10 +197,7 @@ class Scheduler:
         failed = [
             request
             for request in self._requests.values()
-            if any(
-                item.key == key and (had_data or item.data is None) and _overlap(item, request, rows)
-                for item in self._images_ahead(request)
-            )
+            if self._row_demand.takes_any(request, key, rows, had_data=had_data)
         ]
         for request in failed:
             self._finish(request, FinishReason.ABORT)
@@ -231,7 +232,7 @@ class Scheduler:
         num_before = step.num_without_rows
         self._admit_and_look_ahead(step)
         self._num_looked_at_without_rows = step.num_without_rows - num_before
-        self._seen_queue = None if step.must_ask_again else self._queue_state()
+        self._seen_queue = None if self._row_demand.has_put_off else self._queue_state()
 
     def _is_queue_as_before(self) -> bool:
         """Whether the batch is full and nothing has changed for those who wait since they were looked at."""
@@ -248,11 +249,11 @@ class Scheduler:
         is_full = False
         num_looked_ahead = 0
         for request in list(islice(self._waiting, self.limits.max_num_seqs)):
-            if self._is_hopeless(request):
+            hit = self._prefix_hit(request, may_be_old=is_full)
+            if self._is_hopeless(request, hit):
                 self._finish(request, FinishReason.ABORT)
                 step.expired.append(request.request_id)
                 continue
-            hit = self._prefix_hit(request, may_be_old=is_full)
             num_tokens = self._num_new_tokens(request, hit.num_tokens, step)
             is_full = is_full or len(self._running) >= self.limits.max_num_seqs
             # All known tokens must fit, not only this chunk, or admission would only feed preemption.
@@ -277,10 +278,11 @@ class Scheduler:
     def _take_over(self, request: Request, num_tokens: int) -> None:
         """The request's first tokens are in shared blocks: neither they nor rows under them need to be computed."""
         if request.num_preemptions == 0:
-            self._account_for_hit(request, num_tokens)
+            request.usage.cached_prompt_tokens += num_tokens - request.num_computed_tokens
+            self._row_demand.account_for_hit(request, num_tokens)
         request.num_computed_tokens = num_tokens
         request.num_shared_tokens = self.kv_cache.num_shared_tokens(request.request_id)
-        self._pass_images(request)
+        self._row_demand.pass_computed(request)
 
     def _prefix_hit(self, request: Request, *, may_be_old: bool) -> PrefixHit:
         """What the prefix cache has of a waiting request; looked up again only when the cache changed."""
@@ -290,15 +292,21 @@ class Scheduler:
             known = self._prefix_hits[request.request_id] = (version, self.kv_cache.find_prefix(request))
         return known[1]
 
-    def _is_hopeless(self, request: Request) -> bool:
-        """Whether the deadline of a request that waits is over."""
-        return request.deadline_s is not None and request.deadline_s <= self._clock()
+    def _is_hopeless(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a request that waits cannot have its first token before its deadline.
+
+        Its uncached tokens are counted at the best pace that any step had so far: who could still make it is kept.
+        """
+        if request.deadline_s is None:
+            return False
+        least_s = (request.num_tokens - hit.num_tokens) * self._best_s_per_token
+        return request.deadline_s <= self._clock() + least_s
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
         """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
         least = self._fixed_chunk(request, start) if self.limits.deterministic else 1
-        self._ask_for_rows(request, start, least, step)
-        runnable_stop = self._runnable_stop(request, start)
+        self._row_demand.ask(request, start, least, may_displace=self._may_displace(request))
+        runnable_stop = self._row_demand.runnable_stop(request, start)
         step.num_without_rows += runnable_stop < start + least
         num_tokens = max(0, min(runnable_stop, start + step.token_budget) - start)
         if not self.limits.deterministic:
@@ -312,57 +320,9 @@ class Scheduler:
             return 1
         return min((start // block_size + 1) * block_size, request.num_prompt_tokens) - start
 
-    def _ask_for_rows(self, request: Request, start: int, least: int, step: _Step) -> None:
-        """`least` is the smallest number of tokens from `start` with which the request could go on."""
-        for index, item, rows in self._rows_ahead(request, start):
-            user = row_user(request, index)
-            self.encoder_cache.need(item.key, user, rows)
-            is_first_missing = item.token_of_row(rows.start) < start + least
-            displacing = user if is_first_missing and self._may_displace(request) else None
-            for part in self.encoder_cache.unasked(item.key, rows):
-                if not self._reserve(item, part, displacing, step):
-                    step.rows_are_short |= displacing is not None
-                    return
-            self._note_source(request, item, rows)
-
     def _may_displace(self, request: Request) -> bool:
         """Running requests may take rows from those behind; the head of the queue only when nobody runs."""
         return request.state is RequestState.RUNNING or (not self._running and request is self._waiting[0])
-
-    def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, step: _Step) -> bool:
-        """Asks for rows that nobody has asked for; False when budget or room are short."""
-        if step.rows_are_short or (step.fetches and len(rows) > step.row_budget):
-            step.must_ask_again = True
-            return False
-        if not self.encoder_cache.can_reserve(len(rows), displacing):
-            return False
-        self.encoder_cache.reserve(item.key, rows, displacing)
-        step.row_budget -= len(rows)
-        step.fetches.append(RowFetch(item.key, rows, item.num_rows, item.options, item.data))
-        return True
-
-    def _note_source(self, request: Request, item: ImageItem, rows: RowRange) -> None:
-        is_resident = self.encoder_cache.first_missing_row(item.key, rows) is None
-        request.row_sources.setdefault(item.key, RowSource.DEVICE if is_resident else None)
-
-    def _runnable_stop(self, request: Request, start: int) -> int:
-        """One past the last token before the first row that is not on the device."""
-        for _, item, rows in self._rows_ahead(request, start):
-            missing = self.encoder_cache.first_missing_row(item.key, rows)
-            if missing is not None:
-                return item.token_of_row(missing)
-        return request.num_tokens
-
-    def _rows_ahead(self, request: Request, start: int) -> Iterator[tuple[int, ImageItem, RowRange]]:
-        """(index, image, rows) of the images of which the tokens from `start` on take rows."""
-        for index in range(request.num_images_passed, len(request.prompt.images)):
-            item = request.prompt.images[index]
-            first, last = item.rows_between(start, item.span.stop)
-            if first < last:
-                yield index, item, RowRange(first, last)
-
-    def _images_ahead(self, request: Request) -> Sequence[ImageItem]:
-        return request.prompt.images[request.num_images_passed :]
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
         """Preempts from the end of the running batch until the blocks are there; False if the request itself went."""
@@ -395,8 +355,7 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.usage.queue_time_s = self._clock() - request.arrival_s
         self._take_over(request, hit.num_tokens)
-        for index, item, rows in self._rows_ahead(request, request.num_computed_tokens):
-            self.encoder_cache.need(item.key, row_user(request, index), rows)
+        self._row_demand.renew(request)
         step.admitted.append(
             AdmittedRequest(
                 request_id=request.request_id,
@@ -417,45 +376,15 @@ class Scheduler:
         request.num_shared_tokens = 0
         request.num_images_passed = 0
         request.num_preemptions += 1
+        self.num_preemptions += 1
         self._enqueue(self._waiting, request)
 
     # After a step.
 
-    def _pass_images(self, request: Request) -> None:
-        """Gives up the claim on every image whose tokens are all computed, and accounts for it once."""
-        images = request.prompt.images
-        while request.num_images_passed < len(images):
-            item = images[request.num_images_passed]
-            if item.span.stop > request.num_computed_tokens:
-                return
-            request.num_images_passed += 1
-            self._account(request, item)
-            self.encoder_cache.release(item.key, request.request_id, request.num_images_passed - 1)
-
-    def _account_for_hit(self, request: Request, num_tokens: int) -> None:
-        """Tokens from the computed ones to `num_tokens` were found, and the rows under them not needed at all."""
-        request.usage.cached_prompt_tokens += num_tokens - request.num_computed_tokens
-        for index, item in enumerate(request.prompt.images):
-            first, last = item.rows_between(request.num_computed_tokens, num_tokens)
-            request.num_skipped_rows[index] += last - first
-            request.usage.skipped_image_tokens += last - first
-
-    def _account(self, request: Request, item: ImageItem) -> None:
-        """The rows that were needed, by where they came from."""
-        index = request.num_images_passed - 1
-        if index < request.num_images_accounted:
-            return
-        request.num_images_accounted = index + 1
-        num_rows = item.num_rows - request.num_skipped_rows[index]
-        if num_rows == 0:
-            return
-        source = request.row_sources.get(item.key) or self.encoder_cache.source(item.key)
-        if source is RowSource.ENCODED:
-            request.usage.encoded_image_tokens += num_rows
-            # The same image again in this prompt is served by the first one's rows.
-            request.row_sources[item.key] = RowSource.DEVICE
-        else:
-            request.usage.cached_image_tokens += num_rows
+    def _note_pace(self, num_tokens: int, duration_s: float) -> None:
+        if num_tokens:
+            s_per_token = duration_s / num_tokens
+            self._best_s_per_token = min(self._best_s_per_token or s_per_token, s_per_token)
 
     def _append(self, token: SampledToken) -> TokenUpdate:
         request = self._requests[token.request_id]
@@ -489,15 +418,8 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self._released.append(request.request_id)
         self.kv_cache.free(request.request_id)
-        for index, item in enumerate(request.prompt.images):
-            self.encoder_cache.release(item.key, request.request_id, index)
+        self._row_demand.release(request)
 
     @staticmethod
     def _enqueue(queue: list[Request], request: Request) -> None:
         insort(queue, request, key=lambda other: (other.priority, other.arrival_s))
-
-
-def _overlap(item: ImageItem, request: Request, rows: RowRange) -> bool:
-    """Whether the request has yet to compute a token that takes one of these rows."""
-    first, last = item.rows_between(request.num_computed_tokens, item.span.stop)
-    return first < rows.stop and rows.start < last

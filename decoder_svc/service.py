@@ -14,6 +14,7 @@ from decoder_svc.assembly import build_engine
 from decoder_svc.chat_template import ChatTemplate
 from decoder_svc.encoder_client import ChannelSettings, EncoderClient, ExpectedRows
 from decoder_svc.engine import Engine
+from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.generation_defaults import load_defaults
 from decoder_svc.image_reference import ImageResolver
 from decoder_svc.metrics import DecoderMetrics
@@ -31,6 +32,7 @@ from lookonce.embedding_store import EmbeddingStore
 from lookonce.image_header import ImageLimits
 from lookonce.model_folder import ModelFolder
 from lookonce.serving import ServiceEntry
+from lookonce.store_metrics import StoreCollector
 
 # The encoder's default; it decides, this only spares it a call.
 _MAX_IMAGE_ASPECT = 200.0
@@ -93,7 +95,9 @@ async def open_service(settings: DecoderSettings, registry: CollectorRegistry) -
     async with AsyncExitStack() as stack:
         store = _open_store(settings, stack)
         encoder = _open_encoder(settings, text, stack)
-        engine = build_engine(settings, text.family, store, encoder)
+        if store is not None:
+            registry.register(StoreCollector(store, "decoder"))
+        engine = build_engine(settings, text.family, store, encoder, FetchMetrics(registry))
         engine.start()
         stack.push_async_callback(engine.stop)
         metrics = DecoderMetrics(registry)

@@ -19,7 +19,18 @@ class DecoderSettings(ServiceSettings):
 
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     num_kv_blocks: int | None = Field(None, ge=2, description="KV blocks of the pool; overrides kv_cache_memory_bytes.")
-    kv_cache_memory_bytes: int = Field(512 << 20, ge=1 << 16, description="Memory of the KV pool, bytes.")
+    kv_cache_memory_bytes: int | None = Field(
+        None, ge=1 << 16, description="Memory of the KV pool, bytes. Default: by kv_cache_memory_share."
+    )
+    kv_cache_memory_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description=(
+            "Share of the memory left beside the heaviest step that the KV pool takes, at most what max_num_seqs "
+            "requests of max_context_tokens fill. Raise it where the decoder has a machine or container of its own."
+        ),
+    )
     max_context_tokens: int | None = Field(
         None, ge=2, description="Longest prompt plus completion. Default: what the model was built for."
     )
@@ -33,10 +44,7 @@ class DecoderSettings(ServiceSettings):
         ge=1,
         description="Embedding rows held by the decoder. Default: computed from the batch and the largest image.",
     )
-    deterministic: bool = Field(
-        False,
-        description="Compute every token in the same company whatever is cached, so that logits are bit-equal. Slower.",
-    )
+    prefix_cache: bool = Field(True, description="Share the KV blocks of equal prompt beginnings between requests.")
 
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not say.")
     max_stop_strings: int = Field(16, ge=0, description="Most stop strings of a request.")

@@ -41,13 +41,16 @@ class Lesson:
 _LONE_PICTURES: Final = (BatchShape(num_pictures=1, num_chats=14, num_questions=6, weight=1.0),)
 _ALL_SHAPES: Final = (
     BatchShape(num_pictures=1, num_chats=14, num_questions=6, weight=0.33),
-    BatchShape(num_pictures=2, num_chats=10, num_questions=6, weight=0.32),
-    BatchShape(num_pictures=3, num_chats=7, num_questions=6, weight=0.10),
+    BatchShape(num_pictures=2, num_chats=10, num_questions=6, weight=0.31),
+    BatchShape(num_pictures=3, num_chats=7, num_questions=6, weight=0.11),
     BatchShape(num_pictures=1, num_chats=14, num_questions=5, weight=0.10, is_chat=True),
     BatchShape(num_pictures=2, num_chats=10, num_questions=5, weight=0.10, is_chat=True),
     BatchShape(num_pictures=3, num_chats=7, num_questions=5, weight=0.05, is_chat=True),
 )
-_PAIRS_OF_PICTURES: Final = (BatchShape(num_pictures=2, num_chats=10, num_questions=6, weight=1.0),)
+_PAIRS_AND_LONE_PICTURES: Final = (
+    BatchShape(num_pictures=2, num_chats=10, num_questions=6, weight=0.65),
+    BatchShape(num_pictures=1, num_chats=14, num_questions=6, weight=0.35),
+)
 _COLOUR, _SHAPE, _COUNT = QuestionKind.COLOUR, QuestionKind.SHAPE, QuestionKind.COUNT
 _POSITION, _DESCRIBE, _WHICH = QuestionKind.POSITION, QuestionKind.DESCRIBE, QuestionKind.WHICH_PICTURE
 _ABOUT_ONE: Final = (_COLOUR, _SHAPE, _COUNT, _POSITION, _POSITION, _DESCRIBE, _DESCRIBE)
@@ -57,7 +60,8 @@ LESSONS: Final = (
     Lesson(0.05, (_COLOUR,), 1.0, _LONE_PICTURES),
     Lesson(0.10, (_COLOUR, _SHAPE), 1.0, _LONE_PICTURES),
     Lesson(0.15, (_COLOUR, _SHAPE, _POSITION, _POSITION, _DESCRIBE), 0.5, _LONE_PICTURES),
-    Lesson(0.20, (_COLOUR, _POSITION, _WHICH), 0.5, _PAIRS_OF_PICTURES),
+    # Which picture has it, the only kind that compares here; what was learnt before is not left alone meanwhile.
+    Lesson(0.24, (_COLOUR, _SHAPE, _POSITION, _POSITION, _DESCRIBE, _DESCRIBE, _WHICH), 0.5, _PAIRS_AND_LONE_PICTURES),
     Lesson(1.00, _ABOUT_ONE + _COMPARING, 0.1, _ALL_SHAPES),
 )
 

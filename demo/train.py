@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-pictures", type=int, default=12_000, help="per worker")
     parser.add_argument("--num-vision-steps", type=int, default=800)
     parser.add_argument("--vision-batch-size", type=int, default=32, help="per worker")
-    parser.add_argument("--num-chat-steps", type=int, default=4200)
+    parser.add_argument("--num-chat-steps", type=int, default=4400)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     out_dir: Path = parsed.out

@@ -144,8 +144,13 @@ WORDINGS: Final[dict[QuestionKind, Wordings]] = {
             f"I want to know the number of {_THINGS}{{in}}.",
             f"How many {_THINGS} can you find{{in}}?",
             f"Could you tell me how many {_THINGS} can be seen{{in}}?",
+            f"In total, how many {_THINGS} are there{{in}}?",
+            f"Count up the total of the {_THINGS}{{in}}.",
+            f"How many {_THINGS} in all can you see{{in}}?",
         ),
         held_out=(
+            f"What is the count of {_THINGS}{{in}}?",
+            f"How many {_THINGS} would you say there are{{in}}?",
             f"Do you know how many {_THINGS} there are{{in}}?",
             f"How many {_THINGS} are drawn{{in}}?",
             f"Can you tell me the number of {_THINGS}{{in}}?",

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
-from lookonce.circuit_breaker import BreakerState
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.store_stats import StoreOperation
 
 _STORE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _FORWARD_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -61,28 +52,3 @@ class EncoderMetrics:
         self.local_cache_bytes = Gauge(
             "lookonce_encoder_local_cache_bytes", "Bytes of rows kept in this process.", registry=registry
         )
-
-
-class StoreCollector(Collector):
-    """Exports what the shared cache's client counted: misses by reason, writes by outcome, the breaker's state."""
-
-    def __init__(self, store: EmbeddingStore) -> None:
-        self._store = store
-
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry at every scrape."""
-        misses = CounterMetricFamily(
-            "lookonce_encoder_cache_miss_total", "Misses of the shared cache.", labels=["operation", "reason"]
-        )
-        writes = CounterMetricFamily(
-            "lookonce_encoder_store_writes_total", "Writes to the shared cache.", labels=["outcome"]
-        )
-        for (operation, outcome), count in self._store.stats.snapshot().items():
-            if operation == StoreOperation.WRITE.value:
-                writes.add_metric([outcome], count)
-            elif outcome != "ok":
-                misses.add_metric([operation, outcome], count)
-        state = GaugeMetricFamily("lookonce_encoder_breaker_state", "1 for the state in force.", labels=["state"])
-        for candidate in BreakerState:
-            state.add_metric([candidate.value], float(candidate is self._store.state))
-        yield from (misses, writes, state)

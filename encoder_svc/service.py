@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from encoder_svc.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.cache_tiers import CacheTiers
 from encoder_svc.local_cache import LocalCache
-from encoder_svc.metrics import EncoderMetrics, StoreCollector
+from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.pipeline import EncodePipeline
 from encoder_svc.preprocess import Preprocessor
 from encoder_svc.servicer import SERVICE_NAME, EncoderServicer
@@ -20,6 +20,7 @@ from lookonce.embedding_store import EmbeddingStore
 from lookonce.encoder.v1.encoder_service_pb2_grpc import add_EncoderServiceServicer_to_server
 from lookonce.image_header import ImageLimits
 from lookonce.serving import ServiceEntry
+from lookonce.store_metrics import StoreCollector
 
 
 @asynccontextmanager
@@ -29,12 +30,13 @@ async def open_pipeline(
     """A running pipeline for one process. Raises ConfigurationError for an unusable Redis URL."""
     metrics = EncoderMetrics(registry)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
-    batch_limits = BatchLimits(settings.max_forward_images, settings.max_forward_bytes, settings.max_queued_images)
+    max_forward_images = 1 if settings.deterministic else settings.max_forward_images
+    batch_limits = BatchLimits(max_forward_images, settings.max_forward_bytes, settings.max_queued_images)
     async with AsyncExitStack() as stack:
         store = _open_store(settings)
         if store is not None:
             stack.callback(store.close)
-            registry.register(StoreCollector(store))
+            registry.register(StoreCollector(store, "encoder"))
         pipeline = EncodePipeline(
             model,
             Preprocessor(model.family, limits, settings.preprocess_workers),

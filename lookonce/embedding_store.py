@@ -159,7 +159,10 @@ class EmbeddingStore:
         was_reached = True
         try:
             with self._link.exchange(deadline_s) as exchange:
-                return action(exchange)
+                try:
+                    return action(exchange)
+                finally:
+                    self.stats.add_bytes_read(exchange.num_bulk_bytes)
         except RedisReplyError as refusal:
             if refusal.reason is MissReason.WRONG_TYPE:
                 raise CorruptEntryError(MissReason.WRONG_TYPE) from refusal

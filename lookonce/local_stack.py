@@ -18,6 +18,8 @@ from lookonce.redis_server import EmbeddedRedis
 from lookonce.reserved_port import reserved_port
 
 _DRAIN_TIMEOUT_S = 5.0
+# Of the memory that is left; all decoders of the machine together.
+_KV_CACHE_MEMORY_SHARE = 0.5
 # Beyond its drain a process needs time to free the model and to end its threads.
 _STOP_MARGIN_S = 10.0
 
@@ -118,6 +120,7 @@ class LocalStack:
         arguments = self._shared_arguments()
         if addresses:
             arguments += ["--encoder-target", f"ipv4:{','.join(addresses)}"]
+        arguments += ["--kv-cache-memory-share", f"{_KV_CACHE_MEMORY_SHARE / max(1, len(self._decoder_ports)):g}"]
         for index, port in enumerate(self._decoder_ports):
             arguments = [*arguments, "--listen", f"127.0.0.1:{port}", *self._decoder_arguments]
             self.decoders.append(ChildProcess(f"decoder-{index}", "decoder_svc", arguments, directory))

@@ -121,6 +121,8 @@ class Exchange:
         self._buffer = bytearray()
         self._num_outstanding = 0
         self._was_answered = False
+        # Of strings that were received to their end.
+        self.num_bulk_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -205,6 +207,7 @@ class Exchange:
         if self._buffer[:2] != b"\r\n":
             raise RedisTroubleError(MissReason.PROTOCOL)
         del self._buffer[:2]
+        self.num_bulk_bytes += view.nbytes
 
     def _line(self) -> bytes:
         while (end := self._buffer.find(b"\r\n")) < 0:

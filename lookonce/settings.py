@@ -44,6 +44,12 @@ class ServiceSettings(BaseSettings):
         None, ge=1, description="Threads for tensor work. Default: the CPUs of this process."
     )
 
+    deterministic: bool = Field(
+        False,
+        description="Every image is encoded alone, every token computed in the same company whatever is cached: equal "
+        "bits for equal prompts. Slower; wanted from encoders and decoders alike.",
+    )
+
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one.")
     insecure: bool = Field(False, description="Allow plaintext on an address other than loopback.")
     tls_cert: pathlib.Path | None = Field(None, description="PEM certificate chain of the server.")

@@ -29,11 +29,22 @@ class StoreStats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._bytes_read = 0
 
     def count(self, operation: StoreOperation, outcome: str) -> None:
         """Adds one."""
         with self._lock:
             self._counts[operation.value, outcome] += 1
+
+    def add_bytes_read(self, num_bytes: int) -> None:
+        """Adds bytes of values that arrived, whatever became of them."""
+        with self._lock:
+            self._bytes_read += num_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of values that arrived so far."""
+        return self._bytes_read
 
     def snapshot(self) -> dict[tuple[str, str], int]:
         """All counts so far, by (operation, outcome)."""

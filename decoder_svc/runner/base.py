@@ -23,6 +23,7 @@ from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KV
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import SampleRow, sample
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class ModelRunnerBase(ABC):
         """Sets `model` (language half only) and `backend`."""
 
     @abstractmethod
-    def profile_run(self) -> None:
-        """Runs the heaviest step once, so that what remains of the memory is known."""
+    def profile_run(self, worst: WorstCase) -> int:
+        """Runs the heaviest step once; returns the bytes that are free beside it, for the KV pool among others."""
 
     @abstractmethod
     def capture_model(self) -> None:
@@ -105,6 +106,18 @@ class ModelRunnerBase(ABC):
             "KV cache: %d blocks of %d tokens, %.1f MiB, attention backend %s",
             num_blocks, spec.block_size, num_blocks * spec.block_bytes / 2**20, self.backend.name,
         )  # fmt: skip
+
+    def _dummy_run(self, worst: WorstCase) -> None:
+        """Runs the heaviest step with a pool of its own and forgets it; the KV cache must be initialised afterwards."""
+        self.initialize_kv_cache(NUM_BLOCKS)
+        rows = worst_case_rows(worst)
+        for fetched in rows:
+            self.put_rows(fetched)
+        step = worst_case_step(worst, self.config.block_size)
+        self.execute_model(step)
+        released = tuple(admitted.request_id for admitted in step.admitted)
+        evicted = tuple((fetched.key, fetched.rows) for fetched in rows)
+        self.execute_model(SchedulerOutput((), (), released, evicted, ()))
 
     def put_rows(self, fetched: FetchedRows) -> None:
         """Takes rows that arrived for a key that the scheduler has room for."""

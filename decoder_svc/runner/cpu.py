@@ -9,6 +9,8 @@ import torch
 
 from decoder_svc.runner.attention import PAGED_ATTENTION, SdpaBackend
 from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.free_memory import free_bytes, measured_peak
+from decoder_svc.runner.worst_case import WorstCase
 from lookonce.half_model import load_text_half
 
 logger = logging.getLogger(__name__)
@@ -28,8 +30,13 @@ class CPUModelRunner(ModelRunnerBase):
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         self.backend = SdpaBackend()
 
-    def profile_run(self) -> None:
-        """The KV pool's size is given in bytes on this device, so there is nothing to measure."""
+    def profile_run(self, worst: WorstCase) -> int:
+        """Measures by the resident memory of this process and what machine and container still have."""
+        free = free_bytes()
+        with measured_peak() as peak:
+            self._dummy_run(worst)
+        logger.info("the heaviest step takes %d MiB of %d that were free", peak.extra_bytes >> 20, free >> 20)
+        return max(0, free - peak.extra_bytes)
 
     def capture_model(self) -> None:
         """CPUs have no graphs to capture."""

@@ -11,11 +11,12 @@ from decoder_svc.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     RowDtype.FLOAT32: torch.float32,
     RowDtype.FLOAT16: torch.float16,
     RowDtype.BFLOAT16: torch.bfloat16,
 }
+ROW_DTYPES = {torch_dtype: row_dtype for row_dtype, torch_dtype in TORCH_DTYPES.items()}
 
 
 class RowCache:
@@ -27,9 +28,13 @@ class RowCache:
         # Disjoint ranges of each image, as they came.
         self._parts: dict[ContentKey, dict[RowRange, Tensor]] = {}
 
+    def __len__(self) -> int:
+        """Rows that are here."""
+        return sum(len(rows) for parts in self._parts.values() for rows in parts)
+
     def put(self, fetched: FetchedRows) -> None:
         """Takes rows from host memory; `[len(rows), row_elements]` in the model's dtype."""
-        values = torch.frombuffer(fetched.data, dtype=_TORCH_DTYPES[fetched.dtype]).view(len(fetched.rows), -1)
+        values = torch.frombuffer(fetched.data, dtype=TORCH_DTYPES[fetched.dtype]).view(len(fetched.rows), -1)
         self._parts.setdefault(fetched.key, {})[fetched.rows] = values.to(self._device, self._dtype)
 
     def drop(self, key: ContentKey, dropped: RowRange) -> None:

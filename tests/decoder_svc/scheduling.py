@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager
@@ -88,13 +89,14 @@ def scheduler(
     rows_asked: int = 64,
     block_size: int = BLOCK_SIZE,
     deterministic: bool = False,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> Scheduler:
     """A scheduler with blocks of four tokens and a clock that stands still."""
     return Scheduler(
         SchedulerLimits(token_budget, max_num_seqs, context, rows_asked, deterministic),
         KVCacheManager(num_blocks, block_size, deterministic=deterministic),
         EncoderCacheManager(cache_rows),
-        clock=lambda: 0.0,
+        clock=clock,
     )
 
 

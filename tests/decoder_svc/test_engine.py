@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.engine import Engine
 from decoder_svc.engine_interface import EngineLimits
+from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.kv_cache_manager import KVCacheManager
 from decoder_svc.models.registry import load_family
 from decoder_svc.output_stream import OutputStream
@@ -52,6 +54,11 @@ class PoisonableRunner(CPUModelRunner):
         return super().execute_model(SchedulerOutput((), known, (), (), ()))
 
 
+def no_fetcher() -> EmbeddingFetcher:
+    """Has neither a shared cache nor an encoder."""
+    return EmbeddingFetcher(None, None, num_workers=1, timeout_s=5, metrics=FetchMetrics(CollectorRegistry()))
+
+
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> PoisonableRunner:
     folder: pathlib.Path = tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
@@ -66,7 +73,7 @@ async def engine(runner: PoisonableRunner) -> AsyncIterator[Engine]:
     scheduler = Scheduler(
         SchedulerLimits(32, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
-    fetcher = EmbeddingFetcher(None, None, num_workers=1, timeout_s=5)
+    fetcher = no_fetcher()
     engine = Engine(runner, scheduler, fetcher, limits, MAX_LIVE_REQUESTS)
     engine.start()
     yield engine
@@ -127,7 +134,7 @@ async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer
         SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16)
-    engine = Engine(runner, scheduler, EmbeddingFetcher(None, None, num_workers=1, timeout_s=5), limits, 8)
+    engine = Engine(runner, scheduler, no_fetcher(), limits, 8)
     engine.start()
     streams = [submit(engine, f"bad{i}", (POISON, 1)) for i in range(6)]
     results = await asyncio.gather(*(read(stream) for stream in streams), return_exceptions=True)
@@ -178,7 +185,7 @@ async def test_stop_gives_every_live_request_an_answer(runner: PoisonableRunner)
         SchedulerLimits(32, 2, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 32, 2, 64, 64, 16)
-    engine = Engine(runner, scheduler, EmbeddingFetcher(None, None, num_workers=1, timeout_s=5), limits, 20)
+    engine = Engine(runner, scheduler, no_fetcher(), limits, 20)
     engine.start()
     streams = [submit(engine, f"r{i}", max_tokens=90) for i in range(6)]
     await engine.stop()

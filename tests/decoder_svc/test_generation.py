@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.engine_interface import EngineLimits, EngineLoad
+from decoder_svc.engine_interface import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.generated_text import TextIncrement
 from decoder_svc.generation import GenerationOptions, generating
 from decoder_svc.generation_defaults import GenerationDefaults
@@ -61,6 +61,9 @@ class ScriptedEngine:
 
     def load(self) -> EngineLoad:
         return EngineLoad(2, 1, 1, 0.25, 32)
+
+    def counters(self) -> EngineCounters:
+        return EngineCounters(preemptions=3, prefix_query_tokens=40, prefix_hit_tokens=30)
 
 
 def output(*token_ids: int, reason: FinishReason | None = None, **usage: float) -> RequestOutput:
@@ -206,6 +209,9 @@ async def test_metrics_count_what_ended(llava_text: LoadedText, registry: Collec
         ("lookonce_decoder_running_requests", ""): 2,
         ("lookonce_decoder_waiting_requests", ""): 1,
         ("lookonce_decoder_kv_cache_usage", ""): 0.25,
+        ("lookonce_decoder_preemptions_total", ""): 3,
+        ("lookonce_decoder_prefix_cache_query_tokens_total", ""): 40,
+        ("lookonce_decoder_prefix_cache_hit_tokens_total", ""): 30,
     }
     for (name, tier), value in expected.items():
         assert registry.get_sample_value(name, {"tier": tier} if tier else {}) == value, name

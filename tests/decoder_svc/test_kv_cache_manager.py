@@ -197,3 +197,12 @@ def test_reset_forgets_and_running_requests_go_on() -> None:
     manager.allocate(one, 4)
     manager.publish(one, 12)
     manager.check_integrity()
+
+
+def test_without_sharing_nothing_is_hashed_or_found() -> None:
+    manager = KVCacheManager(num_blocks=20, block_size=4, is_shared=False)
+    one, other = request("a", 16), request("b", 16)
+    assert fill(manager, one) == NO_HIT
+    assert fill(manager, other) == NO_HIT
+    assert one.block_hashes == other.block_hashes == []
+    assert manager.num_shared_tokens(one.request_id) == 0

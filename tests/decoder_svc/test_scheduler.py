@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from decoder_svc.request import FinishReason, Request, RequestId, RequestState, RowSource
@@ -268,6 +270,30 @@ def test_a_request_whose_deadline_is_over_is_not_begun() -> None:
     assert chunks(output) == [("on time", 0, 4)]
 
 
+def test_a_request_is_not_begun_when_even_the_best_pace_so_far_is_too_slow_for_it() -> None:
+    now = 0.0
+    target = scheduler(clock=lambda: now)
+
+    def compute(duration_s: float) -> SchedulerOutput:
+        nonlocal now
+        output = target.schedule()
+        now += duration_s
+        finish_step(target, output)
+        return output
+
+    target.add(request("warm", 8, text="same", max_tokens=1, arrival_s=0))
+    compute(4.0)
+    target.add(request("first to come", 8, max_tokens=1, arrival_s=1))
+    assert compute(8.0).expired == ()
+    # Half a second per token at best; now it is 12.
+    target.add(request("eight tokens", 8, max_tokens=1, arrival_s=2, deadline_s=15.9))
+    target.add(request("one token, the rest is cached", 8, text="same", max_tokens=1, arrival_s=3, deadline_s=12.6))
+    target.add(request("eight tokens, enough time", 8, max_tokens=1, arrival_s=4, deadline_s=16.1))
+    output = compute(1.0)
+    assert output.expired == ("eight tokens",)
+    assert chunks(output) == [("one token, the rest is cached", 7, 1), ("eight tokens, enough time", 0, 8)]
+
+
 def test_rows_asked_for_in_one_step_are_bounded_but_one_image_always_goes() -> None:
     target = scheduler(rows_asked=6, cache_rows=64)
     for index, name in enumerate(("big", "mid", "small")):
@@ -301,7 +327,7 @@ class TestTheSeedsCrashCase:
 
     IMAGE = image("x", 7333, 8687)
 
-    def target(self, **changes: bool) -> Scheduler:
+    def target(self, **changes: Any) -> Scheduler:
         return scheduler(
             token_budget=8192,
             num_blocks=4096,

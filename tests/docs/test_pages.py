@@ -9,11 +9,13 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.engine_interface import Engine, EngineLoad
+from decoder_svc.engine_interface import Engine, EngineCounters, EngineLoad
+from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.metrics import DecoderMetrics
-from encoder_svc.metrics import EncoderMetrics, StoreCollector
+from encoder_svc.metrics import EncoderMetrics
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.interceptors import CallMetrics
+from lookonce.store_metrics import StoreCollector
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -47,15 +49,20 @@ class _EngineAtRest:
     def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 0, 0.0, 0)
 
+    def counters(self) -> EngineCounters:
+        return EngineCounters(0, 0, 0)
+
 
 def _exported() -> set[str]:
     """Names as Prometheus stores them, of everything of ours that both services register."""
     registry = CollectorRegistry()
     CallMetrics(registry)
     EncoderMetrics(registry)
+    FetchMetrics(registry)
     DecoderMetrics(registry).watch(cast(Engine, _EngineAtRest()))
     store = EmbeddingStore("unix:///nowhere", budget_s=0.1, ttl_s=1, max_entry_bytes=4096)
-    registry.register(StoreCollector(store))
+    for service in ("encoder", "decoder"):
+        registry.register(StoreCollector(store, service))
     names = {f"{metric.name}_total" if metric.type == "counter" else metric.name for metric in registry.collect()}
     store.close()
     return names

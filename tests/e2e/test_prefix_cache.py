@@ -59,3 +59,23 @@ async def test_those_who_know_a_salt_share(stack: LocalStack) -> None:
     await ask(stack, picture, cache_salt="team-a")
     assert (await ask(stack, picture, cache_salt="team-a")).usage.cached_prompt_tokens > 0
     assert (await ask(stack, picture)).usage.cached_prompt_tokens == 0
+
+
+def fetched(stack: LocalStack) -> dict[str, float]:
+    """Sums of the first decoder over both tiers."""
+    names = ("embedding_fetch_rows_total", "embedding_fetch_bytes_total", "prefix_cache_hit_tokens_total")
+    return {name: stack.metric(stack.decoders[:1], f"lookonce_decoder_{name}") for name in names}
+
+
+async def test_metrics_tell_what_was_fetched_and_what_the_prefix_cache_had(stack: LocalStack) -> None:
+    (picture,) = fresh(1)
+    before = fetched(stack)
+    first = await ask(stack, picture)
+    after_first = fetched(stack)
+    assert after_first["embedding_fetch_rows_total"] - before["embedding_fetch_rows_total"] == first.usage.image_tokens
+    assert after_first["embedding_fetch_bytes_total"] > before["embedding_fetch_bytes_total"]
+    again = await ask(stack, picture)
+    after_both = fetched(stack)
+    hits = after_both["prefix_cache_hit_tokens_total"] - after_first["prefix_cache_hit_tokens_total"]
+    assert hits == again.usage.cached_prompt_tokens > 0
+    assert after_both["embedding_fetch_rows_total"] == after_first["embedding_fetch_rows_total"]

@@ -193,6 +193,16 @@ async def test_encoder_info_publishes_model_and_limits(
         assert info.version
 
 
+async def test_in_deterministic_mode_every_image_has_a_forward_pass_of_its_own(
+    start_encoder: StartEncoder, shared_redis: EmbeddedRedis
+) -> None:
+    items = [pb.EncodeItem(image=source(png(700 + index))) for index in range(6)]
+    async with start_encoder("llava_clip", redis_url=shared_redis.url, deterministic=True) as encoder:
+        await encoder.stub.Encode(pb.EncodeRequest(items=items))
+        assert encoder.metric("lookonce_encoder_forward_images_count") == 6
+        assert encoder.metric("lookonce_encoder_forward_images_sum") == 6
+
+
 async def test_a_stream_answers_every_item_and_errors_stay_with_their_item(
     start_encoder: StartEncoder, shared_redis: EmbeddedRedis
 ) -> None:

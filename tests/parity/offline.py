@@ -29,7 +29,8 @@ from lookonce.content_key import (
     content_key,
     image_digest,
 )
-from lookonce.embedding_meta import RowDtype
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.embedding_store import EmbeddingStore
 from lookonce.model_folder import ModelFolder
 from tests import tiny_models
 
@@ -53,6 +54,11 @@ class OfflineModel:
     questions: list[Question]
     rows: dict[ContentKey, torch.Tensor]
     end_token_ids: frozenset[int]
+
+    def with_block_size(self, block_size: int) -> OfflineModel:
+        """The same model and questions with KV blocks of another size."""
+        runner = self.runner
+        return replace(self, runner=CPUModelRunner(replace(runner.config, block_size=block_size), runner.family))
 
 
 def build(
@@ -142,8 +148,11 @@ class Session:
         rows_arrive_after: int = 0,
         max_num_seqs: int = 32,
         deterministic: bool = False,
+        store: EmbeddingStore | None = None,
     ) -> None:
+        """With a `store` every row comes from there, and must be there."""
         self.model = model
+        self._store = store
         block_size = model.runner.config.block_size
         model.runner.config = replace(model.runner.config, deterministic=deterministic)
         model.runner.initialize_kv_cache(num_blocks)
@@ -190,10 +199,22 @@ class Session:
         return Answers(requests, [request.output_token_ids for request in requests], list(found.values()))
 
     def _arrive(self, fetch: RowFetch) -> None:
-        if self.scheduler.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED):
+        source = RowSource.ENCODED if self._store is None else RowSource.SHARED_CACHE
+        if self.scheduler.rows_arrived(fetch.key, fetch.rows, source):
             values = self.model.rows[fetch.key][fetch.rows.start : fetch.rows.stop]
             data = bytearray(values.numpy().tobytes())
-            self.model.runner.put_rows(FetchedRows(fetch.key, fetch.rows, data, RowDtype.FLOAT32, RowSource.ENCODED))
+            if self._store is not None:
+                data = bytearray(len(data))
+                miss = self._store.read_rows(fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(data))
+                assert miss is None, miss
+            self.model.runner.put_rows(FetchedRows(fetch.key, fetch.rows, data, RowDtype.FLOAT32, source))
+
+
+def fill_store(store: EmbeddingStore, model: OfflineModel) -> None:
+    """Writes the rows of every picture that the model's questions show."""
+    for key, rows in model.rows.items():
+        meta = EmbeddingMeta(len(rows), rows.shape[1], 0, RowDtype.FLOAT32, 100, 100)
+        assert store.write(key, meta, memoryview(rows.numpy()))
 
 
 @dataclass(frozen=True, slots=True)

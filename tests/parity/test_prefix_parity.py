@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from decoder_svc.request import Prompt, Span
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.redis_server import EmbeddedRedis
 from tests import tiny_models
 from tests.parity import offline
 
@@ -19,6 +22,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("models") / request.param
     tiny_models.BUILDERS[request.param](folder)
     return offline.build(folder, NUM_PROMPTS, (0, 1, 3), BLOCK_SIZE)
+
+
+@pytest.fixture
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
 
 
 @pytest.fixture
@@ -87,17 +96,40 @@ def test_rows_on_the_device_serve_when_the_prefix_cache_is_empty(
     assert not any(step.fetches for step in session.steps[num_steps:])
 
 
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 23])
+def test_rows_from_redis_in_any_range_serve_a_decoder_that_has_nothing(
+    model: offline.OfflineModel,
+    prompts: list[Prompt],
+    expected: list[list[int]],
+    max_num_batched_tokens: int,
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Little room on the device: rows are evicted in parts and come again, by ranges that begin anywhere."""
+    store = EmbeddingStore(redis_server.url, budget_s=5.0, ttl_s=600, max_entry_bytes=1 << 20)
+    offline.fill_store(store, model)
+    session = offline.Session(
+        model, num_blocks=60, cache_rows=100, max_num_batched_tokens=max_num_batched_tokens, store=store
+    )
+    answers = session.ask(prompts)
+    assert answers.token_ids == expected
+    ranges = [fetch.rows for step in session.steps for fetch in step.fetches]
+    assert any(rows.start > 0 for rows in ranges), "whole images only"
+    assert sum(request.usage.cached_image_tokens for request in answers.requests) > 0
+    assert store.stats.snapshot() == {("write", "ok"): len(model.rows), ("read_rows", "ok"): len(ranges)}
+    store.close()
+
+
 def test_eight_blocks_and_twenty_clients(
     model: offline.OfflineModel, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     """A pool that holds little more than the longest request: everybody is preempted, all is computed again."""
     longest = max(len(prompt.token_ids) for prompt in prompts) + offline.MAX_NEW_TOKENS
-    num_blocks = max(8, -(-longest // BLOCK_SIZE))
-    session = offline.Session(model, num_blocks=num_blocks, max_num_seqs=20, max_num_batched_tokens=64)
+    model = model.with_block_size(-(-longest // 8))
+    session = offline.Session(model, num_blocks=8, max_num_seqs=20, max_num_batched_tokens=64)
     answers = session.ask(prompts)
     assert answers.token_ids == expected
     assert sum(request.num_preemptions > 0 for request in answers.requests) > 10
-    assert session.scheduler.kv_cache.pool.num_free_blocks == num_blocks
+    assert session.scheduler.kv_cache.pool.num_free_blocks == 8
 
 
 def test_deterministic_mode_gives_the_same_bits_cold_and_warm(

@@ -1,0 +1,172 @@
+"""Models for benchmarks: real shapes, random weights, built from configurations on first use. Nothing is downloaded.
+
+Run time does not depend on what weights say, so random ones do, as long as no token is the answer to everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pathlib
+import random
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+_FOLDER = pathlib.Path(__file__).parents[1] / "build/benchmark-models"
+_SEED = 20261121
+_TOKENIZER_SIZE = 1024
+
+_LLAVA_SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
+_LLAVA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+_QWEN_SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<|video_pad|>",
+)  # fmt: skip
+_QWEN_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+)
+
+
+def small_llava(dtype: torch.dtype = torch.bfloat16) -> pathlib.Path:
+    """The model for speed: SigLIP-base tower (12 layers of 768, 384 px: 576 rows) and a Llama of 135M parameters.
+
+    The Llama has 30 layers of 576, 9 heads on 3 and a vocabulary of 49152.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return _built(f"small-llava-{name}", functools.partial(_build_small_llava, dtype))
+
+
+def large_image_qwen2_vl() -> pathlib.Path:
+    """Qwen2-VL that takes images of up to 8687 rows of 2 KiB: two narrow layers on each side, so that it is quick."""
+    return _built("large-image-qwen2-vl", _build_large_image_qwen2_vl)
+
+
+def _built(name: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """The model's folder; a build that was interrupted leaves none."""
+    folder = _FOLDER / name
+    if not folder.exists():
+        unfinished = folder.with_name(f"{name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        build(unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def _build_small_llava(dtype: torch.dtype, folder: pathlib.Path) -> None:
+    tokenizer = _tokenizer(_LLAVA_SPECIAL, _LLAVA_TEMPLATE, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    config = transformers.LlavaConfig(
+        vision_config=transformers.SiglipVisionConfig(
+            hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=384,
+            patch_size=16, vision_use_head=False,
+        ),
+        text_config=transformers.LlamaConfig(
+            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rms_norm_eps=1e-5,
+            tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+            **_token_ids(tokenizer),
+        ),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=576,
+        vision_feature_layer=-1, vision_feature_select_strategy="full", tie_word_embeddings=True,
+    )  # fmt: skip
+    model = _random_model(transformers.LlavaForConditionalGeneration, config, tokenizer)
+    processor = SiglipImageProcessorPil(size={"height": 384, "width": 384})
+    settings = {
+        "processor_class": "LlavaProcessor", "patch_size": 16, "vision_feature_select_strategy": "full",
+        "image_token": "<image>", "num_additional_image_tokens": 0,
+    }  # fmt: skip
+    _save(folder, model.to(dtype), tokenizer, processor, settings)
+
+
+def _build_large_image_qwen2_vl(folder: pathlib.Path) -> None:
+    tokenizer = _tokenizer(_QWEN_SPECIAL, _QWEN_TEMPLATE, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    text_config = {
+        "model_type": "qwen2_vl_text", "vocab_size": len(tokenizer), "hidden_size": 512, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        **_token_ids(tokenizer),
+    }  # fmt: skip
+    vision_config = {
+        "depth": 1, "embed_dim": 64, "hidden_size": 512, "mlp_ratio": 2, "num_heads": 2, "patch_size": 14,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in _QWEN_SPECIAL}
+    config = transformers.Qwen2VLConfig(
+        text_config=text_config, vision_config=vision_config, image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+    model = _random_model(transformers.Qwen2VLForConditionalGeneration, config, tokenizer)
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * 28 * 28, "longest_edge": 8687 * 28 * 28})
+    _save(folder, model, tokenizer, processor, {"processor_class": "Qwen2VLProcessor"})
+
+
+def _token_ids(tokenizer: Any) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def _tokenizer(special: tuple[str, ...], template: str, **named: str) -> Any:
+    """A byte-level BPE tokenizer trained on made-up words."""
+    draw = random.Random(_SEED)
+    syllables = [first + second for first in "bdfgklmnprstvz" for second in ("a", "e", "i", "o", "u", "en", "or")]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(500)]
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_TOKENIZER_SIZE, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator((" ".join(draw.choices(words, k=12)) for _ in range(3000)), trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        extra_special_tokens=[token for token in special if token not in named.values()],
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _random_model(model_class: Any, config: Any, tokenizer: Any) -> Any:
+    """Weights that keep activations at about their size; ids that the tokenizer cannot spell are never the answer."""
+    config.dtype = torch.float32
+    torch.manual_seed(_SEED)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if ("norm" in name or "ln_q" in name) and name.endswith("weight") else 0.0)
+            else:
+                fan_in = parameter.shape[1] if "embed" in name else parameter[0].numel()
+                parameter.normal_(0.0, 1.0 / math.sqrt(fan_in))
+        head = model.get_output_embeddings().weight
+        head[len(tokenizer) :] = 0.0
+        head[tokenizer.all_special_ids] = 0.0
+    for name, value in _token_ids(tokenizer).items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+def _save(folder: pathlib.Path, model: Any, tokenizer: Any, processor: Any, settings: dict[str, Any]) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(settings, indent=2))

@@ -1,0 +1,222 @@
+"""How many bytes leave Redis for the rows that a prompt really needs? `--help` for the knobs.
+
+Real services as processes of their own, asked through the SDK. The prompt is the one that crashed vLLM (PR #11895):
+16032 tokens with an image of 8687 rows at token 7333. What the KV cache still has of it when it is asked again is set
+by the pool's size and by one request in between, which also takes the rows' place on the decoder. Bytes are counted by
+Redis itself, so headers and whatever else is read are in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import pathlib
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import PIL.Image
+import redis
+from tokenizers import Tokenizer
+
+from benchmarks import report
+from benchmarks.models import large_image_qwen2_vl
+from lookonce.client import Client
+from lookonce.embedding_codec import BLOCK_TARGET_BYTES
+from lookonce.generation import Generation, Message
+from lookonce.local_stack import LocalStack
+
+_NAME = "rows_moved"
+_TIMEOUT_S = 300.0
+_BLOCK_SIZE = 16
+_ROW_BYTES = 512 * 4
+# 73 × 119 squares of 28 px.
+_IMAGE_SIZE = (73 * 28, 119 * 28)
+_NUM_ROWS = 73 * 119
+_IMAGE_OFFSET = 7333
+_PROMPT_TOKENS = 16032
+_PROMPT_BLOCKS = _PROMPT_TOKENS // _BLOCK_SIZE
+# Special tokens that the template writes before the text, around the image, and at the end.
+_NUM_TEXT_BEFORE = _IMAGE_OFFSET - 2
+_NUM_TEXT_AFTER = _PROMPT_TOKENS - _IMAGE_OFFSET - _NUM_ROWS - 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A state of the caches when the prompt comes."""
+
+    name: str
+    # Blocks at the prompt's end that are gone when it is asked again; None: a decoder that has never seen it.
+    num_lost_blocks: int | None
+    # The image has been encoded before.
+    is_encoded: bool = True
+
+
+CASES = (
+    Case("nobody has seen the image", None, is_encoded=False),
+    Case("another decoder has", None),
+    Case("KV covers half of the image", (_PROMPT_TOKENS - _IMAGE_OFFSET - _NUM_ROWS // 2) // _BLOCK_SIZE),
+    Case("KV lacks the last block (4 rows)", 1),
+    Case("KV covers the image", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one prompt moved."""
+
+    num_rows_needed: int
+    # Of values and replies, as Redis counts what it sends.
+    num_bytes: int
+    num_encodes: int
+
+    @property
+    def num_bytes_needed(self) -> int:
+        return self.num_rows_needed * _ROW_BYTES
+
+    @property
+    def excess_bytes(self) -> int:
+        return self.num_bytes - self.num_bytes_needed
+
+
+def main() -> None:
+    """Measures every case, writes JSON and the section of RESULTS.md."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1, help="stacks per case (default: %(default)s)")
+    arguments = parser.parse_args()
+    model = large_image_qwen2_vl()
+    moved = {case: [measure(model, case) for _ in range(arguments.rounds)] for case in CASES}
+    machine = report.this_machine()
+    figures = {
+        "machine": asdict(machine),
+        "row_bytes": _ROW_BYTES,
+        "cases": [{**asdict(case), "rounds": [asdict(one) for one in moved[case]]} for case in CASES],
+    }
+    path = report.write_json(_NAME, figures)
+    report.write_section(_NAME, _section(moved), machine)
+    print(f"wrote {path} and {report.RESULTS}")
+
+
+def measure(model: pathlib.Path, case: Case) -> Moved:
+    """Brings a stack of its own into the case's state, asks the prompt, and checks the answer."""
+    filler_blocks = _PROMPT_BLOCKS
+    num_blocks = _PROMPT_BLOCKS + filler_blocks - (case.num_lost_blocks or 0)
+    pools = ["--num-kv-blocks", str(num_blocks), "--max-num-batched-tokens", "8192", "--encoder-cache-rows", "8687"]
+    num_decoders = 2 if case.num_lost_blocks is None else 1
+    with LocalStack(model, num_decoders=num_decoders, decoder_arguments=pools) as stack:
+        first = Client.connect(stack.decoder_targets[0], timeout_s=_TIMEOUT_S)
+        last = Client.connect(stack.decoder_targets[-1], timeout_s=_TIMEOUT_S)
+        with first, last:
+            expected = _ask(first, model, 1) if case.is_encoded else None
+            if case.num_lost_blocks is not None:
+                _ask(first, model, 2)
+            with _counted(stack) as counted:
+                answer = _ask(last, model, 1)
+        if expected is not None and answer.text != expected.text:
+            raise AssertionError(f"{case.name}: another answer than at first")
+    needed = answer.usage.image_tokens - answer.usage.skipped_image_tokens
+    moved = Moved(needed, counted.num_bytes, counted.num_encodes)
+    print(f"{case.name}: {moved}", flush=True)
+    return moved
+
+
+@dataclass(slots=True)
+class _Counted:
+    num_bytes: int = 0
+    num_encodes: int = 0
+
+
+@contextlib.contextmanager
+def _counted(stack: LocalStack) -> Iterator[_Counted]:
+    """Bytes that Redis sent and images that were encoded during the block."""
+    assert stack.redis_url is not None
+    with redis.Redis.from_url(stack.redis_url) as server:
+        # What counting costs is counted, too: the second of these differs from the first by one answer.
+        before = _bytes_sent(server)
+        cost = _bytes_sent(server) - before
+        encodes = _num_encodes(stack)
+        sent = _bytes_sent(server)
+        counted = _Counted()
+        yield counted
+        counted.num_bytes = _bytes_sent(server) - sent - cost
+        counted.num_encodes = _num_encodes(stack) - encodes
+
+
+def _bytes_sent(server: Any) -> int:
+    return int(server.info("stats")["total_net_output_bytes"])
+
+
+def _num_encodes(stack: LocalStack) -> int:
+    return int(stack.metric(stack.encoders, "lookonce_encoder_encodes_total"))
+
+
+def _ask(client: Client, model: pathlib.Path, seed: int) -> Generation:
+    """The prompt with this seed's picture; a text of the same length for every seed, but not the same one."""
+    word = _word(model, seed)
+    picture = _picture(seed)
+    message = Message("user", [word * _NUM_TEXT_BEFORE, picture, word * _NUM_TEXT_AFTER])
+    answer = client.generate([message], max_tokens=1, temperature=0.0)
+    if answer.usage.prompt_tokens != _PROMPT_TOKENS or answer.usage.image_tokens != _NUM_ROWS:
+        raise AssertionError(
+            f"the prompt should have {_PROMPT_TOKENS} tokens, {_NUM_ROWS} of its image: {answer.usage}"
+        )
+    return answer
+
+
+def _word(model: pathlib.Path, seed: int) -> str:
+    """A word that is one token wherever it stands; another seed gives another one."""
+    vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
+    words = sorted(token for token in vocabulary if token.startswith("Ġ") and token[1:].isalpha())
+    return words[seed].replace("Ġ", " ")
+
+
+def _picture(seed: int) -> bytes:
+    """A PNG of coarse noise: quick to compress at this size."""
+    noise = random.Random(seed).randbytes(3 * 8 * 8)
+    file = io.BytesIO()
+    PIL.Image.frombytes("RGB", (8, 8), noise).resize(_IMAGE_SIZE, PIL.Image.Resampling.NEAREST).save(file, "PNG")
+    return file.getvalue()
+
+
+def _section(moved: dict[Case, list[Moved]]) -> str:
+    head = ["the prompt comes again, and …", "rows needed", "encodes", "bytes needed", "bytes from Redis", "÷ needed"]
+    rows = [
+        [
+            case.name,
+            _spread([one.num_rows_needed for one in rounds]),
+            _spread([one.num_encodes for one in rounds]),
+            _spread([one.num_bytes_needed for one in rounds]),
+            _spread([one.num_bytes for one in rounds]),
+            _ratio(rounds),
+        ]
+        for case, rounds in moved.items()
+    ]
+    excess = max(one.excess_bytes for rounds in moved.values() for one in rounds)
+    question = (
+        "## rows_moved\n\nHow many bytes leave Redis for the rows that a prompt really needs? Goal: those and at most\n"
+        "one sealed block per range; nothing at all, and no encode, where the KV cache covers the image."
+    )
+    note = (
+        f"A prompt of {_PROMPT_TOKENS} tokens with an image of {_NUM_ROWS} rows of {_ROW_BYTES} bytes at token "
+        f"{_IMAGE_OFFSET}; blocks of\n{_BLOCK_SIZE} tokens. Between the first time and this one another such prompt "
+        "took the rows' place on the decoder.\nBytes as Redis counts them, protocol and headers included; the most "
+        f"beyond what is needed: {excess} bytes\n(a sealed block is at most {BLOCK_TARGET_BYTES} bytes). "
+        "Every answer was that of the first time."
+    )
+    return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
+
+
+def _ratio(rounds: Sequence[Moved]) -> str:
+    ratios = [one.num_bytes / one.num_bytes_needed for one in rounds if one.num_bytes_needed]
+    return f"{statistics.median(ratios):.3f}" if ratios else "–"
+
+
+def _spread(counts: Sequence[int]) -> str:
+    return f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} … {max(counts)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Prometheus metrics of the embedding rows that a decoder fetches, by where they came from."""
+
+from __future__ import annotations
+
+import enum
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class FetchTier(enum.Enum):
+    """Who gave the rows; the value is a metric label."""
+
+    # Redis had them before anybody was asked to encode.
+    SHARED = "shared"
+    # The encoder was asked first, whether it encoded then or had them.
+    ENCODER = "encoder"
+
+
+class FetchMetrics:
+    """One instance per process and registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            "lookonce_decoder_embedding_fetch_seconds",
+            "From the moment when rows were asked for to their arrival.",
+            labelnames=("tier",),
+            buckets=_BUCKETS_S,
+            registry=registry,
+        )
+        self._rows = Counter(
+            "lookonce_decoder_embedding_fetch_rows", "Rows that arrived.", labelnames=("tier",), registry=registry
+        )
+        self._bytes = Counter(
+            "lookonce_decoder_embedding_fetch_bytes", "Bytes of these rows.", labelnames=("tier",), registry=registry
+        )
+        self._failed = Counter(
+            "lookonce_decoder_embedding_fetch_failed", "Fetches that ended with an error.", registry=registry
+        )
+        for tier in FetchTier:
+            for metric in (self._seconds, self._rows, self._bytes):
+                metric.labels(tier.value)
+
+    def arrived(self, tier: FetchTier, num_rows: int, num_bytes: int, seconds: float) -> None:
+        """Counts a fetch that succeeded."""
+        self._seconds.labels(tier.value).observe(seconds)
+        self._rows.labels(tier.value).inc(num_rows)
+        self._bytes.labels(tier.value).inc(num_bytes)
+
+    def failed(self) -> None:
+        """Counts a fetch that did not."""
+        self._failed.inc()

@@ -1,0 +1,78 @@
+"""The heaviest step that the limits allow, made up: what start-up runs once to see what it takes (vLLM PR #11895)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoder_svc.fetched_rows import FetchedRows
+from decoder_svc.request import ImageItem, RequestId, RowSource, SamplingParams, Span
+from decoder_svc.row_range import RowRange
+from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
+from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
+from lookonce.embedding_meta import RowDtype
+
+# All tokens share these: the KV pool is not there yet when the step runs.
+NUM_BLOCKS = 1
+
+# The dearest way to choose a token.
+_SAMPLING = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, max_tokens=1, seed=0, logprobs=20)
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    """Limits of a step, each at least 1 where nothing else is said."""
+
+    # Computed in the step.
+    num_tokens: int
+    # With a token in the step.
+    num_requests: int
+    # Of the longest request, which ends with the step.
+    context_tokens: int
+    # The largest images that are held at the same time; may be 0.
+    num_images: int
+    rows_per_image: int
+    row_elements: int
+    row_dtype: RowDtype
+
+
+def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
+    """The largest images' rows, as they would come from the fetcher: zeros."""
+    # Written, not only promised: memory that nobody has touched is not taken yet.
+    num_bytes = worst.rows_per_image * worst.row_elements * worst.row_dtype.item_bytes
+    rows = RowRange(0, worst.rows_per_image)
+    return [
+        FetchedRows(image.key, rows, bytearray(b"\0") * num_bytes, worst.row_dtype, RowSource.ENCODED)
+        for image in _images(worst, 0)
+    ]
+
+
+def worst_case_step(worst: WorstCase, block_size: int) -> SchedulerOutput:
+    """One request that computes the last tokens of the longest context over the images; the others decode beside it."""
+    num_others = min(worst.num_requests, worst.num_tokens) - 1
+    num_tokens = min(worst.num_tokens - num_others, worst.context_tokens)
+    start = worst.context_tokens - num_tokens
+    longest = _admitted("longest", worst.context_tokens, _images(worst, start))
+    others = [_admitted(f"other-{index}", 1, ()) for index in range(num_others)]
+    chunks = [_chunk(longest, start, num_tokens, block_size), *(_chunk(other, 0, 1, block_size) for other in others)]
+    return SchedulerOutput((longest, *others), tuple(chunks), (), (), ())
+
+
+def _images(worst: WorstCase, start: int) -> tuple[ImageItem, ...]:
+    """Side by side from token `start` on, as many as there are tokens for in the step, if need be beyond it."""
+    items = []
+    for index in range(worst.num_images):
+        digest = image_digest(f"worst case {index}".encode())
+        options = ProcessorOptions()
+        key = content_key(digest, EncoderFingerprint("worst case"), options, DEFAULT_TENANT)
+        span = Span(start + index * worst.rows_per_image, worst.rows_per_image)
+        items.append(ImageItem(key, span, worst.rows_per_image, options, None))
+    return tuple(items)
+
+
+def _admitted(name: str, num_tokens: int, images: tuple[ImageItem, ...]) -> AdmittedRequest:
+    return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, _SAMPLING)
+
+
+def _chunk(request: AdmittedRequest, start: int, num_tokens: int, block_size: int) -> ScheduledChunk:
+    num_blocks = -(-(start + num_tokens) // block_size)
+    return ScheduledChunk(request.request_id, start, num_tokens, start, 0, (0,) * num_blocks, samples=True)

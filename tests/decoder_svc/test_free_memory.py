@@ -1,0 +1,76 @@
+"""What is free by the machine and by the container, and what a piece of work takes at its peak."""
+
+from __future__ import annotations
+
+import pathlib
+
+import psutil
+import pytest
+
+from decoder_svc.runner.free_memory import free_bytes, measured_peak
+
+MIB = 1 << 20
+NOWHERE = pathlib.Path("/nowhere")
+
+
+def group(folder: pathlib.Path, limit: str, usage: int, droppable: int = 0) -> None:
+    """A cgroup of version 2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {droppable}\nactive_file 7\n")
+
+
+@pytest.fixture
+def own(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "own"
+    path.write_text("0::/pods/decoder\n")
+    return path
+
+
+def test_without_a_container_it_is_what_the_machine_has() -> None:
+    free = free_bytes(NOWHERE, NOWHERE)
+    assert 0 < free <= psutil.virtual_memory().total
+
+
+def test_the_container_s_limit_counts_less_what_is_used(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
+    group(tmp_path / "root/pods/decoder", str(30 * MIB), 10 * MIB)
+    assert free_bytes(tmp_path / "root", own) == 20 * MIB
+
+
+def test_page_cache_that_can_be_dropped_is_free(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
+    group(tmp_path / "root/pods/decoder", str(30 * MIB), 10 * MIB, droppable=4 * MIB)
+    assert free_bytes(tmp_path / "root", own) == 24 * MIB
+
+
+def test_the_tightest_of_nested_limits_counts(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
+    group(tmp_path / "root/pods/decoder", "max", 10 * MIB)
+    group(tmp_path / "root/pods", str(12 * MIB), 11 * MIB)
+    group(tmp_path / "root", str(40 * MIB), 20 * MIB)
+    assert free_bytes(tmp_path / "root", own) == MIB
+
+
+def test_the_path_of_the_host_leads_to_the_mounted_root(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
+    group(tmp_path / "root", str(8 * MIB), 5 * MIB)
+    assert free_bytes(tmp_path / "root", own) == 3 * MIB
+
+
+def test_groups_of_the_first_version_are_known_too(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "root/memory"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(str(9 * MIB))
+    (folder / "memory.usage_in_bytes").write_text(str(7 * MIB))
+    (folder / "memory.stat").write_text(f"total_inactive_file {MIB}\n")
+    assert free_bytes(tmp_path / "root", NOWHERE) == 3 * MIB
+
+
+def test_over_the_limit_nothing_is_free(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
+    group(tmp_path / "root/pods/decoder", str(MIB), 2 * MIB)
+    assert free_bytes(tmp_path / "root", own) == 0
+
+
+def test_the_peak_counts_what_is_given_back_before_the_end() -> None:
+    with measured_peak() as peak:
+        taken = bytearray(b"\1") * (200 * MIB)
+        del taken
+    assert peak.extra_bytes >= 190 * MIB

@@ -1,0 +1,119 @@
+"""The made-up heaviest step, and start-up that runs it with a real tiny model."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoder_svc.models.registry import load_family
+from decoder_svc.runner.base import RunnerConfig
+from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
+from decoder_svc.scheduler_output import SampledToken, SchedulerOutput
+from lookonce.embedding_meta import RowDtype
+from lookonce.errors import ConfigurationError
+from lookonce.model_folder import ModelFolder
+from tests import tiny_models
+from tests.decoder_svc.decoders import running_decoder
+
+BLOCK_SIZE = 8
+
+
+def worst_case(
+    num_tokens: int = 64, num_requests: int = 4, context_tokens: int = 300, num_images: int = 3
+) -> WorstCase:
+    return WorstCase(
+        num_tokens, num_requests, context_tokens, num_images, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
+
+
+class WatchedRunner(CPUModelRunner):
+    """Remembers which steps it ran."""
+
+    steps: list[SchedulerOutput]
+
+    def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
+        self.steps.append(output)
+        return super().execute_model(output)
+
+
+@pytest.fixture(scope="module")
+def runner(folder: pathlib.Path) -> WatchedRunner:
+    family = load_family(ModelFolder.open(folder), tiny_models.load_processor(folder).tokenizer)
+    WatchedRunner.steps = []
+    return WatchedRunner(RunnerConfig(folder, torch.float32, BLOCK_SIZE, num_threads=1), family)
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    num_requests=st.integers(1, 20),
+    context_tokens=st.integers(2, 300),
+    num_images=st.integers(0, 4),
+)
+def test_the_step_fills_the_budget_and_no_more(
+    num_tokens: int, num_requests: int, context_tokens: int, num_images: int
+) -> None:
+    worst = worst_case(num_tokens, num_requests, context_tokens, num_images)
+    step = worst_case_step(worst, BLOCK_SIZE)
+    num_others = min(num_requests, num_tokens) - 1
+    assert len(step.chunks) == len(step.admitted) == num_others + 1
+    assert step.num_scheduled_tokens == min(num_tokens, context_tokens + num_others)
+    longest = step.chunks[0]
+    assert longest.start + longest.num_tokens == context_tokens
+    assert all(len(chunk.block_ids) * BLOCK_SIZE >= chunk.start + chunk.num_tokens for chunk in step.chunks)
+    assert {block for chunk in step.chunks for block in chunk.block_ids} == set(range(NUM_BLOCKS))
+    keys = [image.key for image in step.admitted[0].images]
+    assert keys == [fetched.key for fetched in worst_case_rows(worst)]
+    assert len(set(keys)) == num_images
+
+
+def test_start_up_runs_it_once_and_forgets_it(runner: WatchedRunner) -> None:
+    runner.steps.clear()
+    free = runner.profile_run(worst_case())
+    assert free > 0
+    assert [step.num_scheduled_tokens for step in runner.steps] == [64, 0]
+    assert len(runner.batch) == 0
+    assert len(runner.row_cache) == 0
+
+
+def test_more_tokens_leave_less_memory(runner: WatchedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoder_svc.runner.cpu.free_bytes", lambda: 1 << 40)
+    small = runner.profile_run(worst_case(num_tokens=1, num_requests=1, num_images=0))
+    large = runner.profile_run(worst_case(num_tokens=8192, context_tokens=16384))
+    # The mask of 8192 tokens over 16384 alone, one byte each.
+    assert small - large > 8192 * 16384
+
+
+async def test_a_pool_that_nobody_sized_holds_all_requests_at_their_longest(folder: pathlib.Path) -> None:
+    sizes: dict[str, Any] = {
+        "num_kv_blocks": None,
+        "max_num_seqs": 3,
+        "max_context_tokens": 100,
+        "block_size": BLOCK_SIZE,
+    }
+    async with running_decoder(folder, **sizes) as decoder:
+        limits = decoder.service.engine.limits
+    assert limits.num_kv_blocks == 3 * 13
+    assert limits.max_context_tokens == 100
+
+
+async def test_a_pool_smaller_than_the_context_shortens_it(folder: pathlib.Path) -> None:
+    async with running_decoder(folder, num_kv_blocks=5, block_size=BLOCK_SIZE) as decoder:
+        assert decoder.service.engine.limits.max_context_tokens == 5 * BLOCK_SIZE
+
+
+async def test_a_pool_without_room_refuses_to_start(folder: pathlib.Path) -> None:
+    sizes: dict[str, Any] = {"num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 16, "block_size": 256}
+    with pytest.raises(ConfigurationError, match="no room for 2 blocks"):
+        async with running_decoder(folder, **sizes):
+            pass
