@@ -31,6 +31,7 @@ from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServi
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.image_header import ImageLimits
 from lookonce.model_folder import ModelFolder
+from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.store_metrics import StoreCollector
 
@@ -160,7 +161,11 @@ def _open_store(settings: DecoderSettings, stack: AsyncExitStack) -> EmbeddingSt
         return None
     # The decoder only reads, so no entry is small enough to be written.
     store = EmbeddingStore(
-        settings.redis_url.get_secret_value(), settings.redis_budget_s, settings.ttl_s, max_entry_bytes=0
+        settings.redis_url.get_secret_value(),
+        settings.redis_budget_s,
+        settings.ttl_s,
+        max_entry_bytes=0,
+        sealer=load_sealer(settings.seal_key_file),
     )
     stack.callback(store.close)
     return store

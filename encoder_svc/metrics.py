@@ -25,6 +25,11 @@ class EncoderMetrics:
         self.coalesced = Counter(
             "lookonce_encoder_coalesced_total", "Requests that joined work in flight.", ["scope"], registry=registry
         )
+        self.lease_takeovers = Counter(
+            "lookonce_encoder_lease_takeovers_total",
+            "Encodes that were begun here after another replica's lease had ended without rows.",
+            registry=registry,
+        )
         self.rejected = Counter(
             "lookonce_encoder_rejected_total", "Images that were refused since the queue was full.", registry=registry
         )

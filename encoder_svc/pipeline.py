@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from encoder_svc.batcher import EncodedRows, ForwardBatcher
 from encoder_svc.cache_tiers import CacheTiers, RowRange, not_cached
+from encoder_svc.fleet_flight import FleetFlight
 from encoder_svc.local_cache import LocalEmbedding
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.preprocess import Preprocessor
@@ -89,8 +90,12 @@ class EncodePipeline:
         metrics: EncoderMetrics,
         *,
         max_queued_images: int,
+        fleet: FleetFlight[EncodeOutcome] | None,
     ) -> None:
-        """`max_queued_images` bounds the images between a miss and the end of their forward pass."""
+        """`max_queued_images` bounds the images between a miss and the end of their forward pass.
+
+        `fleet` None: there is no shared cache over which replicas could agree.
+        """
         self.model = model
         self._preprocessor = preprocessor
         self._batcher = batcher
@@ -100,6 +105,7 @@ class EncodePipeline:
         self._max_queued_images = max_queued_images
         self._num_queued = 0
         self._flights: SingleFlight[EncodeOutcome] = SingleFlight()
+        self._fleet = fleet
 
     def key_of(self, digest: ImageDigest, options: ProcessorOptions, tenant: Tenant) -> ContentKey:
         """The key under which this encoder keeps an image."""
@@ -147,6 +153,8 @@ class EncodePipeline:
     async def close(self) -> None:
         """Cancels what is in flight and stops all threads."""
         await self._flights.close()
+        if self._fleet is not None:
+            await self._fleet.close()
         for part in (self._preprocessor, self._batcher, self._tiers):
             await asyncio.to_thread(part.close)
 
@@ -197,11 +205,21 @@ class EncodePipeline:
             self._metrics.coalesced.labels("process").inc()
             return _as_joined(await self._flights.join(flight))
 
-        async def find_or_encode() -> EncodeOutcome:
-            found = None if refresh else await self._find_shared(key)
-            return found or await self._encode(key, data, options, overwrite=refresh)
+        async def encode() -> EncodeOutcome:
+            return await self._encode(key, data, options, overwrite=refresh)
 
-        return await self._flights.start(flight, find_or_encode())
+        work = encode() if refresh else self._find_or_encode(key, encode)
+        return await self._flights.start(flight, work)
+
+    async def _find_or_encode(self, key: ContentKey, encode: Callable[[], Awaitable[EncodeOutcome]]) -> EncodeOutcome:
+        """Looks into the shared cache, then agrees with the other replicas on who encodes."""
+        found = await self._find_shared(key)
+        if found is not None:
+            return found
+        if self._fleet is None:
+            return await encode()
+        outcome, was_elsewhere = await self._fleet.run(key, lambda: self._find_shared(key), encode)
+        return replace(outcome, origin=Origin.COALESCED) if was_elsewhere else outcome
 
     async def _encode(
         self, key: ContentKey, data: bytes, options: ProcessorOptions, *, overwrite: bool

@@ -9,16 +9,20 @@ from prometheus_client import CollectorRegistry
 
 from encoder_svc.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.cache_tiers import CacheTiers
+from encoder_svc.done_channel import DoneChannel
+from encoder_svc.fleet_flight import FleetFlight
 from encoder_svc.local_cache import LocalCache
 from encoder_svc.metrics import EncoderMetrics
-from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.pipeline import EncodeOutcome, EncodePipeline
 from encoder_svc.preprocess import Preprocessor
 from encoder_svc.servicer import SERVICE_NAME, EncoderServicer
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision_model import VisionModel
 from lookonce.embedding_store import EmbeddingStore
+from lookonce.encode_lease import EncodeLeases
 from lookonce.encoder.v1.encoder_service_pb2_grpc import add_EncoderServiceServicer_to_server
 from lookonce.image_header import ImageLimits
+from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.store_metrics import StoreCollector
 
@@ -37,6 +41,7 @@ async def open_pipeline(
         if store is not None:
             stack.callback(store.close)
             registry.register(StoreCollector(store, "encoder"))
+        fleet = None if store is None else _open_fleet(settings, store, metrics)
         pipeline = EncodePipeline(
             model,
             Preprocessor(model.family, limits, settings.preprocess_workers),
@@ -45,6 +50,7 @@ async def open_pipeline(
             limits,
             metrics,
             max_queued_images=settings.max_queued_images,
+            fleet=fleet,
         )
         stack.push_async_callback(pipeline.close)
         yield pipeline
@@ -56,9 +62,23 @@ def service_entry(pipeline: EncodePipeline, settings: EncoderSettings) -> Servic
     return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
 
 
+def _open_fleet(
+    settings: EncoderSettings, store: EmbeddingStore, metrics: EncoderMetrics
+) -> FleetFlight[EncodeOutcome]:
+    assert settings.redis_url is not None, "where there is a store there is a URL"
+    done = DoneChannel(settings.redis_url.get_secret_value(), settings.redis_budget_s)
+    done.start()
+    leases = EncodeLeases(store, settings.encode_lease_s)
+    return FleetFlight(leases, done, metrics, num_threads=settings.store_workers)
+
+
 def _open_store(settings: EncoderSettings) -> EmbeddingStore | None:
     if settings.redis_url is None:
         return None
     return EmbeddingStore(
-        settings.redis_url.get_secret_value(), settings.redis_budget_s, settings.ttl_s, settings.max_entry_bytes
+        settings.redis_url.get_secret_value(),
+        settings.redis_budget_s,
+        settings.ttl_s,
+        settings.max_entry_bytes,
+        sealer=load_sealer(settings.seal_key_file),
     )

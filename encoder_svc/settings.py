@@ -21,6 +21,13 @@ class EncoderSettings(ServiceSettings):
     preprocess_workers: int = Field(2, ge=1, description="Threads that decode and preprocess images.")
     store_workers: int = Field(4, ge=1, description="Threads that talk to the shared cache.")
     max_image_aspect: float = Field(200.0, ge=1, le=200, description="Largest ratio of longer to shorter side.")
+    encode_lease_s: float = Field(
+        5.0,
+        gt=0,
+        le=300,
+        description="Life of the lease by which one replica encodes an image, seconds; it is renewed meanwhile. "
+        "So long an image waits when its encoder dies.",
+    )
     local_cache_bytes: int = Field(
         256 * MIB, ge=0, description="Rows kept in this process for ReadEmbedding and hot images."
     )

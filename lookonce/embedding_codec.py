@@ -1,12 +1,13 @@
 """Rows ⇄ self-describing sealed bytes, and row range → byte ranges. Does no I/O.
 
     entry    = header (4096 bytes) | row blocks
-    header   = fixed fields (112 bytes) | block seals (8 bytes each) | zeros | header seal (8 bytes)
-    metadata = fixed fields (68 bytes)  | seal (8 bytes)
+    header   = fixed fields (112 bytes) | block seals | zeros | header seal
+    metadata = fixed fields (68 bytes)  | seal
 
-Everything is little-endian. A block is a whole number of rows, about 1 MiB; its seal is the XXH3-64 of its bytes. The
-header seal covers all bytes before it, the key included, so a value that belongs to another key, an older writer or
-another generation cannot be taken for this one. Seals detect accidents, not forgery.
+Everything is little-endian. A block is a whole number of rows, about 1 MiB. The header seal covers all bytes before it,
+the key included, so a value that belongs to another key, an older writer or another generation cannot be taken for this
+one. Seals are checksums, which detect accidents, or with a key file AES-GCM, which also prevents reading and forgery
+(sealing.py); a record says which, and a reader takes only its own kind.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-import xxhash
-
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.miss_reason import CorruptEntryError, MissReason
+from lookonce.sealing import BlockCipher, Sealer
 
 HEADER_BYTES = 4096
 KEY_BYTES = 32
@@ -33,14 +33,9 @@ _PREAMBLE = struct.Struct("<8sHH32s")
 _SHAPE = struct.Struct("<B3xIIIII")
 # row bytes, rows per block, blocks, payload bytes, writer nonce, creation time.
 _LAYOUT = struct.Struct("<IIIQ16sQ")
-_SEAL = struct.Struct("<Q")
-_SEAL_KIND_XXH3 = 1
 
 _LAYOUT_OFFSET = _PREAMBLE.size + _SHAPE.size
 _SEALS_OFFSET = _LAYOUT_OFFSET + _LAYOUT.size
-_HEADER_SEAL_OFFSET = HEADER_BYTES - _SEAL.size
-MAX_BLOCKS = (_HEADER_SEAL_OFFSET - _SEALS_OFFSET) // _SEAL.size
-METADATA_BYTES = _PREAMBLE.size + _SHAPE.size + _SEAL.size
 
 _DTYPE_CODES = {RowDtype.FLOAT32: 1, RowDtype.FLOAT16: 2, RowDtype.BFLOAT16: 3}
 _DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
@@ -57,8 +52,10 @@ class EntryHeader:
     nonce: bytes
     # When it was written, seconds since 1970 by the writer's clock. For people; nothing depends on it.
     created_s: int
-    # XXH3-64 of each block.
-    seals: tuple[int, ...]
+    # Of each block.
+    seals: tuple[bytes, ...]
+    # Opens the blocks.
+    cipher: BlockCipher
 
     @property
     def entry_bytes(self) -> int:
@@ -87,42 +84,125 @@ class BlockSpan:
     take_bytes: int
 
 
-def pack(key: bytes, meta: EmbeddingMeta, rows: memoryview, nonce: bytes, created_s: int) -> bytes:
-    """The 4096 header bytes of an entry; `rows` follows them as it is and is not copied.
+@dataclass(frozen=True, slots=True)
+class PackedEntry:
+    """An entry ready to be written, in parts that need not be joined."""
 
-    `rows` holds `meta.size_bytes` contiguous bytes, [num_rows, (1 + num_levels) * hidden_size] in `meta.dtype`.
-    Raises ValueError when key, nonce, shape or rows do not fit together.
-    """
-    rows = as_bytes(rows)
-    if len(key) != KEY_BYTES or len(nonce) != NONCE_BYTES:
-        raise ValueError(f"key and nonce must have {KEY_BYTES} and {NONCE_BYTES} bytes")
-    if rows.nbytes != meta.size_bytes or rows.nbytes == 0:
-        raise ValueError(f"rows have {rows.nbytes} bytes, their description says {meta.size_bytes}")
-    block_rows = _choose_block_rows(meta)
-    block_bytes = block_rows * meta.row_bytes
-    seals = [_seal(rows[offset : offset + block_bytes]) for offset in range(0, rows.nbytes, block_bytes)]
-    layout = _LAYOUT.pack(meta.row_bytes, block_rows, len(seals), meta.size_bytes, nonce, created_s)
-    fixed = _pack_identity(_ENTRY_MAGIC, key, meta) + layout
-    return _sealed((fixed + b"".join(map(_SEAL.pack, seals))).ljust(_HEADER_SEAL_OFFSET, b"\0"))
+    # HEADER_BYTES.
+    header: bytes
+    # meta.size_bytes in all; with checksums the rows as they are, not copied.
+    blocks: tuple[memoryview, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Header and blocks."""
+        return len(self.header) + sum(block.nbytes for block in self.blocks)
 
 
-def parse_header(data: bytes | memoryview, key: bytes) -> EntryHeader:
-    """Checks the first HEADER_BYTES of an entry that was found under `key`.
+class EmbeddingCodec:
+    """The format with one way of sealing."""
 
-    Raises CorruptEntryError, and nothing else, for every input that `pack` did not make for this key.
-    """
-    data = as_bytes(memoryview(data))
-    if data.nbytes < HEADER_BYTES:
-        raise CorruptEntryError(MissReason.TOO_SHORT)
-    data = data[:HEADER_BYTES]
-    meta = _parse_identity(data, _ENTRY_MAGIC, key)
-    row_bytes, block_rows, num_blocks, payload_bytes, nonce, created_s = _LAYOUT.unpack_from(data, _LAYOUT_OFFSET)
-    if (row_bytes, payload_bytes) != (meta.row_bytes, meta.size_bytes) or block_rows < 1 or num_blocks > MAX_BLOCKS:
-        raise CorruptEntryError(MissReason.BAD_SHAPE)
-    if num_blocks != -(-meta.num_rows // block_rows):
-        raise CorruptEntryError(MissReason.BAD_SHAPE)
-    seals = struct.unpack_from(f"<{num_blocks}Q", data, _SEALS_OFFSET)
-    return EntryHeader(meta, block_rows, nonce, created_s, seals)
+    def __init__(self, sealer: Sealer) -> None:
+        self._sealer = sealer
+        self._header_seal_offset = HEADER_BYTES - sealer.record_seal_bytes
+        self.max_blocks = (self._header_seal_offset - _SEALS_OFFSET) // sealer.block_seal_bytes
+        self.metadata_bytes = _PREAMBLE.size + _SHAPE.size + sealer.record_seal_bytes
+
+    def pack(self, key: bytes, meta: EmbeddingMeta, rows: memoryview, nonce: bytes, created_s: int) -> PackedEntry:
+        """An entry of `rows`: `meta.size_bytes` contiguous bytes, [num_rows, (1 + num_levels) * hidden_size].
+
+        `nonce` must never have been used. Raises ValueError when key, nonce, shape or rows do not fit together.
+        """
+        rows = as_bytes(rows)
+        if len(key) != KEY_BYTES or len(nonce) != NONCE_BYTES:
+            raise ValueError(f"key and nonce must have {KEY_BYTES} and {NONCE_BYTES} bytes")
+        if rows.nbytes != meta.size_bytes or rows.nbytes == 0:
+            raise ValueError(f"rows have {rows.nbytes} bytes, their description says {meta.size_bytes}")
+        block_rows = self._choose_block_rows(meta)
+        block_bytes = block_rows * meta.row_bytes
+        num_blocks = -(-rows.nbytes // block_bytes)
+        layout = _LAYOUT.pack(meta.row_bytes, block_rows, num_blocks, meta.size_bytes, nonce, created_s)
+        fixed = self._pack_identity(_ENTRY_MAGIC, key, meta) + layout
+        cipher = self._sealer.blocks(0, fixed)
+        parts = [rows[offset : offset + block_bytes] for offset in range(0, rows.nbytes, block_bytes)]
+        blocks, seals = zip(*(cipher.seal(index, part) for index, part in enumerate(parts)), strict=True)
+        return PackedEntry(self._sealed((fixed + b"".join(seals)).ljust(self._header_seal_offset, b"\0")), blocks)
+
+    def parse_header(self, data: bytes | memoryview, key: bytes) -> EntryHeader:
+        """Checks the first HEADER_BYTES of an entry that was found under `key`.
+
+        Raises CorruptEntryError, and nothing else, for every input that `pack` did not make for this key.
+        """
+        data = as_bytes(memoryview(data))
+        if data.nbytes < HEADER_BYTES:
+            raise CorruptEntryError(MissReason.TOO_SHORT)
+        data = data[:HEADER_BYTES]
+        meta, key_index = self._parse_identity(data, _ENTRY_MAGIC, key)
+        row_bytes, block_rows, num_blocks, payload_bytes, nonce, created_s = _LAYOUT.unpack_from(data, _LAYOUT_OFFSET)
+        is_shape_right = (row_bytes, payload_bytes) == (meta.row_bytes, meta.size_bytes) and block_rows >= 1
+        if not is_shape_right or num_blocks > self.max_blocks or num_blocks != -(-meta.num_rows // block_rows):
+            raise CorruptEntryError(MissReason.BAD_SHAPE)
+        width = self._sealer.block_seal_bytes
+        offsets = range(_SEALS_OFFSET, _SEALS_OFFSET + num_blocks * width, width)
+        seals = tuple(bytes(data[offset : offset + width]) for offset in offsets)
+        cipher = self._sealer.blocks(key_index, bytes(data[:_SEALS_OFFSET]))
+        return EntryHeader(meta, block_rows, nonce, created_s, seals, cipher)
+
+    def pack_metadata(self, key: bytes, meta: EmbeddingMeta) -> bytes:
+        """The `metadata_bytes` that describe an embedding without its rows."""
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key must have {KEY_BYTES} bytes")
+        return self._sealed(self._pack_identity(_METADATA_MAGIC, key, meta))
+
+    def parse_metadata(self, data: bytes | memoryview, key: bytes) -> EmbeddingMeta:
+        """Reverses `pack_metadata`. Raises CorruptEntryError, and nothing else, for every other input."""
+        data = as_bytes(memoryview(data))
+        if data.nbytes != self.metadata_bytes:
+            is_short = data.nbytes < self.metadata_bytes
+            raise CorruptEntryError(MissReason.TOO_SHORT if is_short else MissReason.LENGTH)
+        meta, _ = self._parse_identity(data, _METADATA_MAGIC, key)
+        return meta
+
+    def _choose_block_rows(self, meta: EmbeddingMeta) -> int:
+        """About 1 MiB of whole rows, or more where that would need more seals than the header holds."""
+        by_size = max(1, BLOCK_TARGET_BYTES // meta.row_bytes)
+        by_seals = -(-meta.num_rows // self.max_blocks)
+        return min(meta.num_rows, max(by_size, by_seals))
+
+    def _pack_identity(self, magic: bytes, key: bytes, meta: EmbeddingMeta) -> bytes:
+        try:
+            shape = _SHAPE.pack(
+                _DTYPE_CODES[meta.dtype],
+                meta.num_rows,
+                meta.hidden_size,
+                meta.num_levels,
+                meta.image_width,
+                meta.image_height,
+            )
+        except struct.error as error:
+            raise ValueError(f"a shape that does not fit 32 bits: {meta}") from error
+        return _PREAMBLE.pack(magic, FORMAT_VERSION, self._sealer.kind, key) + shape
+
+    def _parse_identity(self, data: memoryview, magic: bytes, key: bytes) -> tuple[EmbeddingMeta, int]:
+        """Magic, version, seal and key of a record that ends with its seal; then its shape and who sealed it."""
+        found_magic, version, seal_kind, found_key = _PREAMBLE.unpack_from(data)
+        if found_magic != magic:
+            raise CorruptEntryError(MissReason.BAD_MAGIC)
+        if (version, seal_kind) != (FORMAT_VERSION, self._sealer.kind):
+            raise CorruptEntryError(MissReason.OTHER_VERSION)
+        seal_offset = data.nbytes - self._sealer.record_seal_bytes
+        key_index = self._sealer.key_of_record(data[:seal_offset], bytes(data[seal_offset:]))
+        if key_index is None:
+            raise CorruptEntryError(MissReason.HEADER_SEAL)
+        if found_key != key:
+            raise CorruptEntryError(MissReason.WRONG_KEY)
+        code, num_rows, hidden_size, num_levels, image_width, image_height = _SHAPE.unpack_from(data, _PREAMBLE.size)
+        if code not in _DTYPES or num_rows < 1 or hidden_size < 1:
+            raise CorruptEntryError(MissReason.BAD_SHAPE)
+        return EmbeddingMeta(num_rows, hidden_size, num_levels, _DTYPES[code], image_width, image_height), key_index
+
+    def _sealed(self, data: bytes) -> bytes:
+        return data + self._sealer.seal_record(data)
 
 
 def check_length(header: EntryHeader, entry_bytes: int) -> None:
@@ -144,27 +224,15 @@ def block_span(header: EntryHeader, start_row: int, stop_row: int) -> tuple[Bloc
     return tuple(_span_of_block(header, index, start_row, stop_row) for index in range(first, last + 1))
 
 
-def verify_block(header: EntryHeader, index: int, block: memoryview) -> None:
-    """Raises CorruptEntryError unless `block` holds exactly the bytes of block `index` that the header seals."""
-    if block.nbytes != header.block_bytes(index):
+def open_block(header: EntryHeader, index: int, stored: memoryview, out: memoryview) -> None:
+    """Puts the bytes of block `index` into `out`, which has room for them and may be `stored` itself.
+
+    Raises CorruptEntryError unless `stored` is exactly what the header seals.
+    """
+    if stored.nbytes != header.block_bytes(index):
         raise CorruptEntryError(MissReason.LENGTH)
-    if _seal(block) != header.seals[index]:
+    if not header.cipher.open(index, stored, header.seals[index], out):
         raise CorruptEntryError(MissReason.BLOCK_SEAL)
-
-
-def pack_metadata(key: bytes, meta: EmbeddingMeta) -> bytes:
-    """The METADATA_BYTES that describe an embedding without its rows."""
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key must have {KEY_BYTES} bytes")
-    return _sealed(_pack_identity(_METADATA_MAGIC, key, meta))
-
-
-def parse_metadata(data: bytes | memoryview, key: bytes) -> EmbeddingMeta:
-    """Reverses `pack_metadata`. Raises CorruptEntryError, and nothing else, for every other input."""
-    data = as_bytes(memoryview(data))
-    if data.nbytes != METADATA_BYTES:
-        raise CorruptEntryError(MissReason.TOO_SHORT if data.nbytes < METADATA_BYTES else MissReason.LENGTH)
-    return _parse_identity(data, _METADATA_MAGIC, key)
 
 
 def as_bytes(view: memoryview) -> memoryview:
@@ -174,56 +242,8 @@ def as_bytes(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _choose_block_rows(meta: EmbeddingMeta) -> int:
-    """About 1 MiB of whole rows, or more where that would need more seals than the header holds."""
-    by_size = max(1, BLOCK_TARGET_BYTES // meta.row_bytes)
-    by_seals = -(-meta.num_rows // MAX_BLOCKS)
-    return min(meta.num_rows, max(by_size, by_seals))
-
-
 def _span_of_block(header: EntryHeader, index: int, start_row: int, stop_row: int) -> BlockSpan:
     first_row, row_bytes, length = index * header.block_rows, header.meta.row_bytes, header.block_bytes(index)
     skip_bytes = max(0, start_row - first_row) * row_bytes
     stop_bytes = min(length, (stop_row - first_row) * row_bytes)
     return BlockSpan(index, HEADER_BYTES + first_row * row_bytes, length, skip_bytes, stop_bytes - skip_bytes)
-
-
-def _pack_identity(magic: bytes, key: bytes, meta: EmbeddingMeta) -> bytes:
-    try:
-        shape = _SHAPE.pack(
-            _DTYPE_CODES[meta.dtype],
-            meta.num_rows,
-            meta.hidden_size,
-            meta.num_levels,
-            meta.image_width,
-            meta.image_height,
-        )
-    except struct.error as error:
-        raise ValueError(f"a shape that does not fit 32 bits: {meta}") from error
-    return _PREAMBLE.pack(magic, FORMAT_VERSION, _SEAL_KIND_XXH3, key) + shape
-
-
-def _parse_identity(data: memoryview, magic: bytes, key: bytes) -> EmbeddingMeta:
-    """Magic, version, seal and key of a record whose last 8 bytes are its seal; then its shape."""
-    found_magic, version, seal_kind, found_key = _PREAMBLE.unpack_from(data)
-    if found_magic != magic:
-        raise CorruptEntryError(MissReason.BAD_MAGIC)
-    if (version, seal_kind) != (FORMAT_VERSION, _SEAL_KIND_XXH3):
-        raise CorruptEntryError(MissReason.OTHER_VERSION)
-    if _seal(data[: -_SEAL.size]) != _SEAL.unpack(data[-_SEAL.size :])[0]:
-        raise CorruptEntryError(MissReason.HEADER_SEAL)
-    if found_key != key:
-        raise CorruptEntryError(MissReason.WRONG_KEY)
-    code, num_rows, hidden_size, num_levels, image_width, image_height = _SHAPE.unpack_from(data, _PREAMBLE.size)
-    if code not in _DTYPES or num_rows < 1 or hidden_size < 1:
-        raise CorruptEntryError(MissReason.BAD_SHAPE)
-    return EmbeddingMeta(num_rows, hidden_size, num_levels, _DTYPES[code], image_width, image_height)
-
-
-def _sealed(data: bytes) -> bytes:
-    return data + _SEAL.pack(_seal(memoryview(data)))
-
-
-def _seal(data: memoryview) -> int:
-    seal: int = xxhash.xxh3_64_intdigest(data)
-    return seal

@@ -19,7 +19,7 @@ from typing import TypeVar
 from lookonce import embedding_codec
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.content_key import ContentKey
-from lookonce.embedding_codec import HEADER_BYTES, METADATA_BYTES, NONCE_BYTES, BlockSpan, EntryHeader
+from lookonce.embedding_codec import HEADER_BYTES, NONCE_BYTES, BlockSpan, EmbeddingCodec, EntryHeader, PackedEntry
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.miss_reason import (
     UNREACHABLE_REASONS,
@@ -30,6 +30,7 @@ from lookonce.miss_reason import (
     RedisTroubleError,
 )
 from lookonce.redis_link import Exchange, RedisLink
+from lookonce.sealing import Checksum, Sealer
 from lookonce.store_stats import StoreOperation, StoreStats
 
 ResultT = TypeVar("ResultT")
@@ -49,16 +50,25 @@ class EmbeddingStore:
     """One image = one immutable, sealed string key, written by one command. Thread-safe.
 
     `budget_s`: longest time of one operation in seconds, connecting included. `ttl_s`: life of an entry after writing
-    or touching. `max_entry_bytes`: larger entries are not written. Raises ConfigurationError for an unusable URL.
+    or touching. `max_entry_bytes`: larger entries are not written. `sealer`: the checksum where nothing else is said.
+    Raises ConfigurationError for an unusable URL.
     """
 
     def __init__(
-        self, url: str, budget_s: float, ttl_s: int, max_entry_bytes: int, *, breaker: CircuitBreaker | None = None
+        self,
+        url: str,
+        budget_s: float,
+        ttl_s: int,
+        max_entry_bytes: int,
+        *,
+        sealer: Sealer | None = None,
+        breaker: CircuitBreaker | None = None,
     ) -> None:
         self._link = RedisLink(url, budget_s)
         self._budget_s = budget_s
         self._ttl_ms = ttl_s * 1000
         self._max_entry_bytes = min(max_entry_bytes, _MAX_STRING_BYTES)
+        self._codec = EmbeddingCodec(sealer or Checksum())
         self._breaker = breaker or CircuitBreaker()
         self.stats = StoreStats()
 
@@ -69,19 +79,21 @@ class EmbeddingStore:
 
     def stat(self, key: ContentKey) -> EmbeddingMeta | None:
         """The shape of a complete entry, or None. Reads the header only: rows are verified when they are read."""
-        return self._find(StoreOperation.STAT, key, _data_key(key), lambda exchange: _read_header(exchange, key).meta)
+        return self._find(
+            StoreOperation.STAT, key, _data_key(key), lambda exchange: self._read_header(exchange, key).meta
+        )
 
     def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
         """The shape of an image that was encoded some time ago; its rows may be gone."""
         return self._find(
-            StoreOperation.METADATA, key, _metadata_key(key), lambda exchange: _read_metadata(exchange, key)
+            StoreOperation.METADATA, key, _metadata_key(key), lambda exchange: self._read_metadata(exchange, key)
         )
 
     def read_rows(self, key: ContentKey, start: int, stop: int, out: memoryview) -> MissReason | None:
         """Copies rows [start, stop) into `out`, which has room for exactly these rows, and returns None.
 
-        Each byte is verified before it is copied, and all rows come from one write of the entry. After a miss, which
-        is returned as its reason, `out` may hold some verified rows and must not be used.
+        Every block is verified before None is returned, and all rows come from one write of the entry. After a miss,
+        which is returned as its reason, `out` may hold anything and must not be used.
         Raises ValueError when the range is empty or reversed or `out` is not writable and contiguous.
         """
         out = embedding_codec.as_bytes(out)
@@ -107,9 +119,9 @@ class EmbeddingStore:
         over the limit and for any trouble. Raises ValueError when `rows` and `meta` do not fit together.
         """
         rows = embedding_codec.as_bytes(rows)
-        header = embedding_codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
+        entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
         try:
-            outcome = self._ask(lambda exchange: self._write(exchange, key, meta, header, rows), self._deadline_s())
+            outcome = self._ask(lambda exchange: self._write(exchange, key, meta, entry), self._deadline_s())
         except CacheMissError as miss:
             outcome = miss.reason.value
         self.stats.count(StoreOperation.WRITE, outcome)
@@ -143,6 +155,10 @@ class EmbeddingStore:
             return exchange.read_status()
 
         return self._succeeds(StoreOperation.PING, ask)
+
+    def ask(self, action: Callable[[Exchange], ResultT]) -> ResultT:
+        """Runs another exchange with Redis in one operation's time and behind its breaker. Raises CacheMissError."""
+        return self._ask(action, self._deadline_s())
 
     def close(self) -> None:
         """Closes the connections; every later operation is a miss."""
@@ -200,7 +216,7 @@ class EmbeddingStore:
         attempt = _ReadAttempt()
 
         def read(exchange: Exchange) -> None:
-            header = _read_header(exchange, key)
+            header = self._read_header(exchange, key)
             attempt.nonce = header.nonce
             _read_blocks(exchange, key, header, embedding_codec.block_span(header, start, stop), out)
 
@@ -211,7 +227,7 @@ class EmbeddingStore:
             attempt.is_corrupt = isinstance(miss, CorruptEntryError)
         return attempt
 
-    def _write(self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, header: bytes, rows: memoryview) -> str:
+    def _write(self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry) -> str:
         exchange.send(b"EXISTS", _data_key(key))
         if exchange.read_integer():
             # SET NX alone would send all rows only to learn that they are not wanted.
@@ -220,13 +236,35 @@ class EmbeddingStore:
         limit_bytes = self._max_entry_bytes
         if max_memory_bytes is not None:
             limit_bytes = min(limit_bytes, max_memory_bytes // _MAX_MEMORY_SHARE)
-        if len(header) + rows.nbytes > limit_bytes:
+        if entry.size_bytes > limit_bytes:
             return "too_large"
-        metadata = embedding_codec.pack_metadata(key.value, meta)
-        exchange.send(b"SET", _data_key(key), (header, rows), b"NX", b"PX", self._ttl_ms)
+        metadata = self._codec.pack_metadata(key.value, meta)
+        exchange.send(b"SET", _data_key(key), (entry.header, *entry.blocks), b"NX", b"PX", self._ttl_ms)
         exchange.send(b"SET", _metadata_key(key), metadata, b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
         was_first, _ = exchange.read_status(), exchange.read_status()
         return "ok" if was_first else "exists"
+
+    def _read_header(self, exchange: Exchange, key: ContentKey) -> EntryHeader:
+        """The checked header of an entry whose length is right. One round trip."""
+        exchange.send(b"GETRANGE", _data_key(key), 0, HEADER_BYTES - 1)
+        exchange.send(b"STRLEN", _data_key(key))
+        data = memoryview(bytearray(HEADER_BYTES))
+        num_bytes = exchange.read_bulk_into(data)
+        entry_bytes = exchange.read_integer()
+        if num_bytes == 0:
+            raise CacheMissError(MissReason.ABSENT)
+        header = self._codec.parse_header(data[:num_bytes], key.value)
+        embedding_codec.check_length(header, entry_bytes)
+        return header
+
+    def _read_metadata(self, exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
+        # One byte more than expected, to notice a longer value without reading all of it.
+        exchange.send(b"GETRANGE", _metadata_key(key), 0, self._codec.metadata_bytes)
+        data = memoryview(bytearray(self._codec.metadata_bytes + 1))
+        num_bytes = exchange.read_bulk_into(data)
+        if num_bytes == 0:
+            raise CacheMissError(MissReason.ABSENT)
+        return self._codec.parse_metadata(data[:num_bytes], key.value)
 
     def _discard(self, name: bytes, deadline_s: float) -> None:
         """Removes a value that is not what its key promises. A role that may only read cannot; then it stays a miss."""
@@ -267,28 +305,14 @@ def _metadata_key(key: ContentKey) -> bytes:
     return b"lookonce:{%s}:m" % key.hex.encode()
 
 
-def _read_header(exchange: Exchange, key: ContentKey) -> EntryHeader:
-    """The checked header of an entry whose length is right. One round trip."""
-    exchange.send(b"GETRANGE", _data_key(key), 0, HEADER_BYTES - 1)
-    exchange.send(b"STRLEN", _data_key(key))
-    data = memoryview(bytearray(HEADER_BYTES))
-    num_bytes = exchange.read_bulk_into(data)
-    entry_bytes = exchange.read_integer()
-    if num_bytes == 0:
-        raise CacheMissError(MissReason.ABSENT)
-    header = embedding_codec.parse_header(data[:num_bytes], key.value)
-    embedding_codec.check_length(header, entry_bytes)
-    return header
+def lease_key(key: ContentKey) -> bytes:
+    """Who encodes the image (encode_lease.py)."""
+    return b"lookonce:{%s}:l" % key.hex.encode()
 
 
-def _read_metadata(exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
-    # One byte more than expected, to notice a longer value without reading all of it.
-    exchange.send(b"GETRANGE", _metadata_key(key), 0, METADATA_BYTES)
-    data = memoryview(bytearray(METADATA_BYTES + 1))
-    num_bytes = exchange.read_bulk_into(data)
-    if num_bytes == 0:
-        raise CacheMissError(MissReason.ABSENT)
-    return embedding_codec.parse_metadata(data[:num_bytes], key.value)
+def done_channel(key: ContentKey) -> bytes:
+    """Where the end of an encode is told."""
+    return b"lookonce:{%s}:d" % key.hex.encode()
 
 
 def _read_blocks(
@@ -297,22 +321,26 @@ def _read_blocks(
     """Fills `out` with the needed part of every block. At most _WINDOW_PIECES pieces are on their way at a time."""
     if out.nbytes != sum(span.take_bytes for span in spans):
         raise CorruptEntryError(MissReason.OTHER_SHAPE)
-    scratch = memoryview(bytearray(max(span.length for span in spans)))
+    # Only a block at either end is needed in part; whole ones are received where they belong.
+    scratch = memoryview(bytearray(max((span.length for span in spans if span.take_bytes < span.length), default=0)))
     upcoming = _pieces(spans)
     outstanding: deque[_Piece] = deque()
     filled_bytes = 0
     for span in spans:
+        is_whole = span.take_bytes == span.length
+        target = out[filled_bytes : filled_bytes + span.length] if is_whole else scratch[: span.length]
         received_bytes = 0
         while received_bytes < span.length:
             while len(outstanding) < _WINDOW_PIECES and (piece := next(upcoming, None)) is not None:
                 exchange.send(b"GETRANGE", _data_key(key), piece.offset, piece.offset + piece.length - 1)
                 outstanding.append(piece)
             length = outstanding.popleft().length
-            _receive_piece(exchange, scratch[received_bytes : received_bytes + length])
+            _receive_piece(exchange, target[received_bytes : received_bytes + length])
             received_bytes += length
-        embedding_codec.verify_block(header, span.index, scratch[: span.length])
-        needed = scratch[span.skip_bytes : span.skip_bytes + span.take_bytes]
-        out[filled_bytes : filled_bytes + span.take_bytes] = needed
+        embedding_codec.open_block(header, span.index, target, target)
+        if not is_whole:
+            needed = target[span.skip_bytes : span.skip_bytes + span.take_bytes]
+            out[filled_bytes : filled_bytes + span.take_bytes] = needed
         filled_bytes += span.take_bytes
 
 

@@ -35,6 +35,7 @@ _SEND_BYTES = 1 << 20
 # Longest argument that is copied to travel with its neighbours in one packet.
 _INLINE_BYTES = 8 << 10
 _MAX_SMALL_BULK_BYTES = 64 << 10
+_MAX_TRANSACTION = 16
 # The CLIENT SETINFO of a new connection would be two round trips and, with tight ACLs, two log lines on the server.
 _SILENT: dict[str, Any] = (
     {"driver_info": None} if hasattr(redis, "DriverInfo") else {"lib_name": None, "lib_version": None}
@@ -156,6 +157,18 @@ class Exchange:
         if line[:1] == b"$" and self._number(line) != -1:
             raise RedisTroubleError(MissReason.PROTOCOL)
         return line[:1] == b"+"
+
+    def read_transaction(self) -> list[int] | None:
+        """The reply to EXEC whose commands all answer with integers; None when a watched key had changed."""
+        length = self._number(self._typed_line(b"*"))
+        if length == -1:
+            return None
+        if not 0 <= length <= _MAX_TRANSACTION:
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        lines = [self._line() for _ in range(length)]
+        if any(line[:1] != b":" for line in lines):
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        return [self._number(line) for line in lines]
 
     def read_bulk(self) -> bytes | None:
         """A string of at most 64 KiB; None for nil."""

@@ -63,6 +63,11 @@ class ServiceSettings(BaseSettings):
         description="redis://, rediss:// or unix:// URL of the shared cache. Unset: this process uses no shared cache.",
     )
     redis_budget_s: float = Field(0.25, gt=0, le=10, description="Longest time one cache operation may take, seconds.")
+    seal_key_file: pathlib.Path | None = Field(
+        None,
+        description="File of keys that encrypt and authenticate cache entries, 64 hex characters per line, the newest "
+        "first; the same for all services. Unset: entries carry checksums only.",
+    )
     ttl_s: int = Field(86_400, ge=1, description="Life of a cache entry after its last use, seconds.")
 
     max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, both directions.")

@@ -17,6 +17,7 @@ class StoreOperation(enum.Enum):
     TOUCH = "touch"
     DELETE = "delete"
     PING = "ping"
+    LEASE = "lease"
 
 
 class StoreStats:

@@ -101,6 +101,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
             CacheTiers(LocalCache(local_bytes), store, metrics, store_workers=2),
             LIMITS,
             metrics,
+            fleet=None,
             max_queued_images=max_queued,
         )
         yield Harness(pipeline, store, gate, passes)

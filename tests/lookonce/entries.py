@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import secrets
 
-from lookonce import embedding_codec
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -14,9 +13,11 @@ from lookonce.content_key import (
     content_key,
     image_digest,
 )
+from lookonce.embedding_codec import EmbeddingCodec
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.miss_reason import MissReason
+from lookonce.sealing import Checksum
 
 SMALL = EmbeddingMeta(7, 8, 1, RowDtype.BFLOAT16, 20, 10)
 # 5 blocks, 13 rows of 80 kB each.
@@ -36,7 +37,8 @@ def make_rows(meta: EmbeddingMeta, seed: int = 0) -> bytes:
 
 def make_entry(key: ContentKey, meta: EmbeddingMeta, rows: bytes) -> bytes:
     """The value that a writer would store, with a generation of its own."""
-    return embedding_codec.pack(key.value, meta, memoryview(rows), secrets.token_bytes(16), created_s=0) + rows
+    packed = EmbeddingCodec(Checksum()).pack(key.value, meta, memoryview(rows), secrets.token_bytes(16), created_s=0)
+    return packed.header + b"".join(packed.blocks)
 
 
 def data_key(key: ContentKey) -> str:

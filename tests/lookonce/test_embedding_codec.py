@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from lookonce import embedding_codec as codec
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.miss_reason import CorruptEntryError, MissReason
+from lookonce.sealing import Checksum
 
+CODEC = codec.EmbeddingCodec(Checksum())
 KEY = bytes(range(32))
 OTHER_KEY = bytes(32)
 NONCE = b"n" * codec.NONCE_BYTES
@@ -28,17 +30,18 @@ SMALL_ROWS = random.Random(2).randbytes(SMALL_META.size_bytes)
 
 
 def make_entry(meta: EmbeddingMeta, rows: bytes, key: bytes = KEY, nonce: bytes = NONCE) -> bytes:
-    return codec.pack(key, meta, memoryview(rows), nonce, created_s=1_700_000_000) + rows
+    packed = CODEC.pack(key, meta, memoryview(rows), nonce, created_s=1_700_000_000)
+    return packed.header + b"".join(packed.blocks)
 
 
 def read(entry: bytes, start: int, stop: int, key: bytes = KEY) -> bytes:
     """What a careful reader does: header, length, covering blocks, and only then the rows."""
-    header = codec.parse_header(memoryview(entry)[: codec.HEADER_BYTES], key)
+    header = CODEC.parse_header(memoryview(entry)[: codec.HEADER_BYTES], key)
     codec.check_length(header, len(entry))
     rows = b""
     for span in codec.block_span(header, start, stop):
-        block = memoryview(entry)[span.offset : span.offset + span.length]
-        codec.verify_block(header, span.index, block)
+        block = memoryview(bytearray(entry[span.offset : span.offset + span.length]))
+        codec.open_block(header, span.index, block, block)
         rows += bytes(block[span.skip_bytes : span.skip_bytes + span.take_bytes])
     return rows
 
@@ -77,7 +80,7 @@ def reseal(record: bytearray) -> bytes:
 def test_any_shape_comes_back_bit_equal(meta: EmbeddingMeta, data: st.DataObject) -> None:
     rows = random.Random(data.draw(st.integers(0, 9))).randbytes(meta.size_bytes)
     entry = make_entry(meta, rows)
-    header = codec.parse_header(entry[: codec.HEADER_BYTES], KEY)
+    header = CODEC.parse_header(entry[: codec.HEADER_BYTES], KEY)
     assert (header.meta, header.nonce, header.created_s) == (meta, NONCE, 1_700_000_000)
     assert header.entry_bytes == len(entry)
     start = data.draw(st.integers(0, meta.num_rows - 1))
@@ -91,7 +94,7 @@ def test_any_range_over_several_blocks_comes_back_bit_equal(wanted: tuple[int, i
 
 
 def test_a_few_rows_touch_only_their_block() -> None:
-    header = codec.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
+    header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     (span,) = codec.block_span(header, 14, 16)
     assert (span.index, span.skip_bytes, span.take_bytes) == (1, META.row_bytes, 2 * META.row_bytes)
     assert span.length <= codec.BLOCK_TARGET_BYTES
@@ -147,14 +150,14 @@ def test_a_splice_of_two_entries_never_gives_mixed_rows(other: bytes, cuts: list
 
 @pytest.mark.parametrize("length", [0, 1, 13 * META.row_bytes - 1, 13 * META.row_bytes + 1])
 def test_a_block_of_another_length_is_noticed(length: int) -> None:
-    header = codec.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
+    header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     with pytest.raises(CorruptEntryError) as caught:
-        codec.verify_block(header, 0, memoryview(ENTRY)[codec.HEADER_BYTES :][:length])
+        codec.open_block(header, 0, memoryview(ENTRY)[codec.HEADER_BYTES :][:length], memoryview(bytearray(length)))
     assert caught.value.reason is MissReason.LENGTH
 
 
 def test_two_blocks_that_changed_places_are_noticed() -> None:
-    header = codec.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
+    header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     size = header.block_bytes(0)
     blocks = [ENTRY[codec.HEADER_BYTES + index * size :][:size] for index in range(2)]
     swapped = ENTRY[: codec.HEADER_BYTES] + blocks[1] + blocks[0] + ENTRY[codec.HEADER_BYTES + 2 * size :]
@@ -166,14 +169,14 @@ def test_two_blocks_that_changed_places_are_noticed() -> None:
 @given(data=st.binary(max_size=9000))
 def test_foreign_bytes_are_noticed(data: bytes) -> None:
     with pytest.raises(CorruptEntryError):
-        codec.parse_header(data, KEY)
+        CODEC.parse_header(data, KEY)
     with pytest.raises(CorruptEntryError):
-        codec.parse_metadata(data, KEY)
+        CODEC.parse_metadata(data, KEY)
 
 
 def test_another_keys_entry_is_noticed() -> None:
     with pytest.raises(CorruptEntryError) as caught:
-        codec.parse_header(OTHER_IMAGE[: codec.HEADER_BYTES], KEY)
+        CODEC.parse_header(OTHER_IMAGE[: codec.HEADER_BYTES], KEY)
     assert caught.value.reason is MissReason.WRONG_KEY
 
 
@@ -183,7 +186,7 @@ def test_other_format_versions_are_told_apart_from_damage(version: int) -> None:
     header[8:10] = struct.pack("<H", version)
     for data in (bytes(header), reseal(header)):
         with pytest.raises(CorruptEntryError) as caught:
-            codec.parse_header(data, KEY)
+            CODEC.parse_header(data, KEY)
         assert caught.value.reason is MissReason.OTHER_VERSION
 
 
@@ -201,7 +204,7 @@ def test_a_sealed_header_that_contradicts_itself_is_noticed_or_harmless(offset: 
 
 
 def test_a_range_beyond_the_rows_is_another_shape() -> None:
-    header = codec.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
+    header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     with pytest.raises(CorruptEntryError) as caught:
         codec.block_span(header, 44, 46)
     assert caught.value.reason is MissReason.OTHER_SHAPE
@@ -209,7 +212,7 @@ def test_a_range_beyond_the_rows_is_another_shape() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 1), (3, 3), (4, 3)])
 def test_a_range_that_is_none_is_a_callers_mistake(start: int, stop: int) -> None:
-    header = codec.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
+    header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     with pytest.raises(ValueError, match="not a range"):
         codec.block_span(header, start, stop)
 
@@ -217,17 +220,17 @@ def test_a_range_that_is_none_is_a_callers_mistake(start: int, stop: int) -> Non
 def test_a_giant_entry_gets_larger_blocks_instead_of_more_seals() -> None:
     meta = EmbeddingMeta(520, 1 << 18, 0, RowDtype.FLOAT32, 1, 1)
     # Untouched private pages: 520 MiB of zeros that take no memory.
-    with mmap.mmap(-1, meta.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as zeros:
-        with memoryview(zeros) as rows:
-            packed = codec.pack(KEY, meta, rows, NONCE, created_s=0)
-        header = codec.parse_header(packed, KEY)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, meta.size_bytes, flags=flags) as zeros, memoryview(zeros) as rows:
+        header = CODEC.parse_header(CODEC.pack(KEY, meta, rows, NONCE, created_s=0).header, KEY)
     assert header.block_rows == 2
-    assert len(header.seals) == 260 <= codec.MAX_BLOCKS
+    assert len(header.seals) == 260 <= CODEC.max_blocks
 
 
 def test_pack_does_not_care_about_the_element_type_of_the_buffer() -> None:
     as_words = memoryview(SMALL_ROWS).cast("H")
-    assert codec.pack(KEY, SMALL_META, as_words, NONCE, created_s=1_700_000_000) == SMALL_ENTRY[: codec.HEADER_BYTES]
+    packed = CODEC.pack(KEY, SMALL_META, as_words, NONCE, created_s=1_700_000_000)
+    assert packed.header == SMALL_ENTRY[: codec.HEADER_BYTES]
 
 
 @pytest.mark.parametrize(
@@ -245,18 +248,18 @@ def test_pack_does_not_care_about_the_element_type_of_the_buffer() -> None:
 def test_pack_refuses_what_does_not_fit_together(changes: dict[str, object]) -> None:
     arguments = {"key": KEY, "meta": SMALL_META, "rows": memoryview(SMALL_ROWS), "nonce": NONCE, **changes}
     with pytest.raises(ValueError, match=r"must|have|fit"):
-        codec.pack(created_s=0, **arguments)  # type: ignore[arg-type]
+        CODEC.pack(created_s=0, **arguments)  # type: ignore[arg-type]
 
 
 @given(meta=metas)
 def test_metadata_comes_back_equal(meta: EmbeddingMeta) -> None:
-    record = codec.pack_metadata(KEY, meta)
-    assert len(record) == codec.METADATA_BYTES
-    assert codec.parse_metadata(record, KEY) == meta
+    record = CODEC.pack_metadata(KEY, meta)
+    assert len(record) == CODEC.metadata_bytes
+    assert CODEC.parse_metadata(record, KEY) == meta
 
 
 def test_every_damage_to_metadata_is_noticed() -> None:
-    record = codec.pack_metadata(KEY, SMALL_META)
+    record = CODEC.pack_metadata(KEY, SMALL_META)
     damaged = [record[:length] for length in range(len(record))] + [record + b"\0"]
     for bit in range(8 * len(record)):
         flipped = bytearray(record)
@@ -264,14 +267,14 @@ def test_every_damage_to_metadata_is_noticed() -> None:
         damaged.append(bytes(flipped))
     for data in damaged:
         with pytest.raises(CorruptEntryError):
-            codec.parse_metadata(data, KEY)
+            CODEC.parse_metadata(data, KEY)
 
 
 def test_metadata_of_another_key_and_an_entry_are_no_metadata() -> None:
     for data, reason in (
-        (codec.pack_metadata(OTHER_KEY, SMALL_META), MissReason.WRONG_KEY),
-        (SMALL_ENTRY[: codec.METADATA_BYTES], MissReason.BAD_MAGIC),
+        (CODEC.pack_metadata(OTHER_KEY, SMALL_META), MissReason.WRONG_KEY),
+        (SMALL_ENTRY[: CODEC.metadata_bytes], MissReason.BAD_MAGIC),
     ):
         with pytest.raises(CorruptEntryError) as caught:
-            codec.parse_metadata(data, KEY)
+            CODEC.parse_metadata(data, KEY)
         assert caught.value.reason is reason

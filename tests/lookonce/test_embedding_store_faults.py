@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from lookonce import embedding_codec
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
+from lookonce.embedding_codec import HEADER_BYTES
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.miss_reason import MissReason
 from lookonce.redis_server import EmbeddedRedis
-from tests.lookonce.entries import LARGE, data_key, fresh_key, make_rows, read_all
+from tests.lookonce.entries import LARGE, data_key, fresh_key, make_entry, make_rows, read_all
 from tests.lookonce.faults import FaultProxy, kill_child
 
 MakeStore = Callable[..., EmbeddingStore]
@@ -189,7 +189,7 @@ def test_a_garbled_reply_is_a_protocol_miss_and_the_connection_is_closed(
 
 def test_a_reply_without_its_end_is_not_believed(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store, key = make_store(fault_proxy.url), fresh_key()
-    header = embedding_codec.pack(key.value, LARGE, memoryview(ROWS), bytes(16), created_s=0)
+    header = make_entry(key, LARGE, ROWS)[:HEADER_BYTES]
     well_formed = b"$4096\r\n%b\r\n:%d\r\n" % (header, 4096 + len(ROWS))
     fault_proxy.faults.forged_reply = well_formed
     assert store.stat(key) == LARGE

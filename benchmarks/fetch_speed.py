@@ -1,0 +1,268 @@
+"""How fast do rows come from Redis into a buffer, against the bare socket and against redis-py? `--help` for the knobs.
+
+All sides read the same bytes from one server over the same kind of socket, in turns: a raw `recv_into` of a loopback
+sender, our `read_rows` (verified), and redis-py's `get`. Then small GETs are timed beside large reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pathlib
+import random
+import resource
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import redis
+
+from benchmarks import report
+from lookonce.content_key import (
+    DEFAULT_TENANT,
+    ContentKey,
+    EncoderFingerprint,
+    ProcessorOptions,
+    content_key,
+    image_digest,
+)
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.redis_server import EmbeddedRedis
+from lookonce.sealing import AesGcm, Checksum
+
+_NAME = "fetch_speed"
+_MB = 1_000_000
+_BUDGET_S = 30.0
+_HIDDEN_SIZE = 3584
+_SMALL_BYTES = 1024
+
+# The sender of the bare socket: it answers each byte with the payload, from a process of its own as a server is.
+_SENDER = """
+import socket, sys
+path, size = sys.argv[1], int(sys.argv[2])
+payload = bytes(size)
+with socket.socket(socket.AF_UNIX) as server:
+    server.bind(path)
+    server.listen()
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    with connection:
+        while connection.recv(1):
+            connection.sendall(payload)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One way of reading one size, median over the rounds."""
+
+    gb_per_s: float
+    # User and system time of this process, seconds per gigabyte.
+    cpu_s_per_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """All ways of reading one entry."""
+
+    num_bytes: int
+    raw: list[Speed]
+    ours: list[Speed]
+    sealed: list[Speed]
+    redis_py: list[Speed]
+
+
+def main() -> None:
+    """Measures every size, writes JSON and the section of RESULTS.md."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="per size and side (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.5, 2, 8, 24, 64, 117])
+    arguments = parser.parse_args()
+    with EmbeddedRedis(2 << 30) as server:
+        sizes = [measure(server, int(size * _MB), arguments.rounds) for size in arguments.megabytes]
+        alone, beside = small_reads(server)
+    machine = report.this_machine()
+    figures = {
+        "machine": asdict(machine),
+        "sizes": [asdict(size) for size in sizes],
+        "small_get_us": {"alone": alone, "beside": beside},
+    }
+    path = report.write_json(_NAME, figures)
+    report.write_section(_NAME, _section(sizes, alone, beside), machine)
+    print(f"wrote {path} and {report.RESULTS}")
+
+
+def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int) -> Size:
+    """Interleaved reads of one entry of about this size."""
+    meta = EmbeddingMeta(max(1, num_bytes // (2 * _HIDDEN_SIZE)), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
+    rows = memoryview(secrets.token_bytes(meta.size_bytes))
+    out = memoryview(bytearray(meta.size_bytes))
+    with contextlib.ExitStack() as exits:
+        plain, sealed = (
+            EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20, sealer=sealer)
+            for sealer in (Checksum(), AesGcm([bytes(32)]))
+        )
+        for store in (plain, sealed):
+            exits.callback(store.close)
+        keys = _key(f"plain {num_bytes}"), _key(f"sealed {num_bytes}")
+        assert plain.write(keys[0], meta, rows)
+        assert sealed.write(keys[1], meta, rows)
+        raw = exits.enter_context(_raw_reader(out))
+        client = exits.enter_context(redis.Redis.from_url(server.url))
+        name = f"lookonce:{{{keys[0].hex}}}:e"
+
+        def ours() -> None:
+            assert plain.read_rows(keys[0], 0, meta.num_rows, out) is None
+
+        def ours_sealed() -> None:
+            assert sealed.read_rows(keys[1], 0, meta.num_rows, out) is None
+
+        def redis_py() -> None:
+            assert client.get(name) is not None
+
+        sides: list[Callable[[], None]] = [raw, ours, ours_sealed, redis_py]
+        speeds: list[list[Speed]] = [[] for _ in sides]
+        repeats = max(1, 50 * _MB // meta.size_bytes)
+        for side in sides:
+            side()
+        for number in range(num_rounds):
+            for index in [(number + turn) % len(sides) for turn in range(len(sides))]:
+                speeds[index].append(_timed(sides[index], repeats, meta.size_bytes))
+        for key in keys:
+            plain.delete(key)
+    size = Size(meta.size_bytes, *speeds)
+    print(f"{meta.size_bytes / _MB:.1f} MB: {_ratio(size.ours, size.raw):.2f} of the bare socket", flush=True)
+    return size
+
+
+def small_reads(server: EmbeddedRedis) -> tuple[list[float], list[float]]:
+    """Microseconds of 1 KB GETs, alone and beside two readers of 24 MB entries."""
+    meta = EmbeddingMeta(24 * _MB // (2 * _HIDDEN_SIZE), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
+    store = EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)
+    key = _key("beside")
+    assert store.write(key, meta, memoryview(secrets.token_bytes(meta.size_bytes)))
+    ended = threading.Event()
+
+    def read() -> None:
+        out = memoryview(bytearray(meta.size_bytes))
+        while not ended.is_set():
+            store.read_rows(key, 0, meta.num_rows, out)
+
+    with redis.Redis.from_url(server.url) as client:
+        client.set("small", random.Random(1).randbytes(_SMALL_BYTES))
+        alone = _latencies_us(client)
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        beside = _latencies_us(client)
+        ended.set()
+        for reader in readers:
+            reader.join()
+    store.close()
+    return alone, beside
+
+
+def _latencies_us(client: Any, count: int = 4000) -> list[float]:
+    found = []
+    for _ in range(count):
+        started = time.perf_counter()
+        client.get("small")
+        found.append(1e6 * (time.perf_counter() - started))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _raw_reader(out: memoryview) -> Iterator[Callable[[], None]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "s"
+        command = [sys.executable, "-c", _SENDER, str(path), str(out.nbytes)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as sender, socket.socket(socket.AF_UNIX) as connection:
+            assert sender.stdout is not None
+            sender.stdout.readline()
+            connection.connect(str(path))
+
+            def read() -> None:
+                connection.sendall(b"x")
+                num_bytes = 0
+                while num_bytes < out.nbytes:
+                    num_bytes += connection.recv_into(out[num_bytes:])
+
+            yield read
+            connection.close()
+
+
+def _timed(read: Callable[[], None], repeats: int, num_bytes: int) -> Speed:
+    cpu_s, started_s = _cpu_s(), time.perf_counter()
+    for _ in range(repeats):
+        read()
+    gigabytes = repeats * num_bytes / 1e9
+    return Speed(gigabytes / (time.perf_counter() - started_s), (_cpu_s() - cpu_s) / gigabytes)
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _key(name: str) -> ContentKey:
+    digest = image_digest(name.encode())
+    return content_key(digest, EncoderFingerprint("benchmark"), ProcessorOptions(), DEFAULT_TENANT)
+
+
+def _ratio(side: Sequence[Speed], other: Sequence[Speed]) -> float:
+    """Median over the rounds of the speed of one side over the other's."""
+    return statistics.median(one.gb_per_s / two.gb_per_s for one, two in zip(side, other, strict=True))
+
+
+def _section(sizes: Sequence[Size], alone: Sequence[float], beside: Sequence[float]) -> str:
+    head = [
+        "entry", "bare socket", "rows", "rows ÷ socket", "least … most", "redis-py ÷ socket", "AES-GCM ÷ socket",
+        "CPU of rows ÷ redis-py",
+    ]  # fmt: skip
+    rows = []
+    for size in sizes:
+        ratios = [one.gb_per_s / raw.gb_per_s for one, raw in zip(size.ours, size.raw, strict=True)]
+        cpu = statistics.median(
+            one.cpu_s_per_gb / two.cpu_s_per_gb for one, two in zip(size.ours, size.redis_py, strict=True)
+        )
+        rows.append(
+            [
+                f"{size.num_bytes / _MB:.1f} MB",
+                f"{statistics.median(one.gb_per_s for one in size.raw):.2f} GB/s",
+                f"{statistics.median(one.gb_per_s for one in size.ours):.2f} GB/s",
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f} … {max(ratios):.2f}",
+                f"{_ratio(size.redis_py, size.raw):.2f}",
+                f"{_ratio(size.sealed, size.raw):.2f}",
+                f"{cpu:.2f}",
+            ]
+        )
+    question = (
+        "## fetch_speed\n\nHow fast do rows come from Redis into a buffer? Goals: at least 0.8 of a bare socket's "
+        "speed\nand at most a third of redis-py's CPU time for 2 to 117 MB; p99.9 of small GETs beside 24 MB reads at "
+        "most 5 ms."
+    )
+    note = (
+        f"{len(sizes[0].ours)} interleaved rounds over a Unix socket; rows are verified, redis-py only receives.\n"
+        f"A GET of 1 KB, median / p99 / p99.9: alone {_quantiles(alone)}, beside two readers of 24 MB entries\n"
+        f"in the same process {_quantiles(beside)}."
+    )
+    return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
+
+
+def _quantiles(sorted_us: Sequence[float]) -> str:
+    picked = [sorted_us[min(len(sorted_us) - 1, int(share * len(sorted_us)))] for share in (0.5, 0.99, 0.999)]
+    return " / ".join(f"{value / 1000:.2f}" for value in picked) + " ms"
+
+
+if __name__ == "__main__":
+    main()
