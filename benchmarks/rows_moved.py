@@ -69,8 +69,10 @@ class Moved:
     """What one prompt moved."""
 
     num_rows_needed: int
-    # Of values and replies, as Redis counts what it sends.
+    # All that Redis sent, as it counts itself; a few bytes of doubt, for the report with the count is counted, too.
     num_bytes: int
+    # Values that the decoder read, as it counts itself.
+    num_bytes_read: int
     num_encodes: int
 
     @property
@@ -118,7 +120,7 @@ def measure(model: pathlib.Path, case: Case) -> Moved:
         if expected is not None and answer.text != expected.text:
             raise AssertionError(f"{case.name}: another answer than at first")
     needed = answer.usage.image_tokens - answer.usage.skipped_image_tokens
-    moved = Moved(needed, counted.num_bytes, counted.num_encodes)
+    moved = Moved(needed, counted.num_bytes, counted.num_bytes_read, counted.num_encodes)
     print(f"{case.name}: {moved}", flush=True)
     return moved
 
@@ -126,6 +128,7 @@ def measure(model: pathlib.Path, case: Case) -> Moved:
 @dataclass(slots=True)
 class _Counted:
     num_bytes: int = 0
+    num_bytes_read: int = 0
     num_encodes: int = 0
 
 
@@ -137,16 +140,21 @@ def _counted(stack: LocalStack) -> Iterator[_Counted]:
         # What counting costs is counted, too: the second of these differs from the first by one answer.
         before = _bytes_sent(server)
         cost = _bytes_sent(server) - before
-        encodes = _num_encodes(stack)
+        encodes, read = _num_encodes(stack), _bytes_read(stack)
         sent = _bytes_sent(server)
         counted = _Counted()
         yield counted
         counted.num_bytes = _bytes_sent(server) - sent - cost
+        counted.num_bytes_read = _bytes_read(stack) - read
         counted.num_encodes = _num_encodes(stack) - encodes
 
 
 def _bytes_sent(server: Any) -> int:
     return int(server.info("stats")["total_net_output_bytes"])
+
+
+def _bytes_read(stack: LocalStack) -> int:
+    return int(stack.metric(stack.decoders, "lookonce_decoder_store_read_bytes_total"))
 
 
 def _num_encodes(stack: LocalStack) -> int:
@@ -182,13 +190,22 @@ def _picture(seed: int) -> bytes:
 
 
 def _section(moved: dict[Case, list[Moved]]) -> str:
-    head = ["the prompt comes again, and …", "rows needed", "encodes", "bytes needed", "bytes from Redis", "÷ needed"]
+    head = [
+        "the prompt comes again, and …",
+        "rows needed",
+        "encodes",
+        "bytes needed",
+        "read by the decoder",
+        "sent by Redis",
+        "÷ needed",
+    ]
     rows = [
         [
             case.name,
             _spread([one.num_rows_needed for one in rounds]),
             _spread([one.num_encodes for one in rounds]),
             _spread([one.num_bytes_needed for one in rounds]),
+            _spread([one.num_bytes_read for one in rounds]),
             _spread([one.num_bytes for one in rounds]),
             _ratio(rounds),
         ]
@@ -202,9 +219,9 @@ def _section(moved: dict[Case, list[Moved]]) -> str:
     note = (
         f"A prompt of {_PROMPT_TOKENS} tokens with an image of {_NUM_ROWS} rows of {_ROW_BYTES} bytes at token "
         f"{_IMAGE_OFFSET}; blocks of\n{_BLOCK_SIZE} tokens. Between the first time and this one another such prompt "
-        "took the rows' place on the decoder.\nBytes as Redis counts them, protocol and headers included; the most "
-        f"beyond what is needed: {excess} bytes\n(a sealed block is at most {BLOCK_TARGET_BYTES} bytes). "
-        "Every answer was that of the first time."
+        "took the rows' place on the decoder.\nRedis counts protocol and headers, too, and its own report, give "
+        f"or take some bytes. The most beyond what is needed:\n{excess} bytes; a sealed block is at most "
+        f"{BLOCK_TARGET_BYTES} bytes. Every answer was that of the first time."
     )
     return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
 

@@ -74,6 +74,7 @@ def build_engine(
         encoder,
         num_workers=settings.fetch_workers,
         timeout_s=settings.encoder_timeout_s,
+        ttl_s=settings.ttl_s,
         metrics=fetch_metrics,
     )
     return Engine(runner, scheduler, fetcher, limits, settings.max_num_seqs + settings.max_waiting_requests)

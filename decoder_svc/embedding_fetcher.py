@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from decoder_svc.encoder_client import EncoderClient, EncoderInfo
@@ -18,10 +18,15 @@ from decoder_svc.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import RowSource
 from decoder_svc.scheduler_output import RowFetch
+from decoder_svc.touch_queue import TouchQueue
+from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import InternalError, LookonceError, UnavailableError
 
 logger = logging.getLogger(__name__)
+
+_MAX_TOUCH_INTERVAL_S = 60.0
+_TOUCHES_PER_LIFE = 4
 
 
 class EmbeddingFetcher:
@@ -34,14 +39,17 @@ class EmbeddingFetcher:
         *,
         num_workers: int,
         timeout_s: float,
+        ttl_s: float,
         metrics: FetchMetrics,
     ) -> None:
+        """`ttl_s`: life of a shared cache entry; what is read is prolonged several times in a life."""
         self._store = store
         self._encoder = encoder
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._touches = TouchQueue(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
 
     def start(
         self,
@@ -59,6 +67,7 @@ class EmbeddingFetcher:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._touches.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(
@@ -96,6 +105,7 @@ class EmbeddingFetcher:
         info = await self._encoder.info()
         buffer = bytearray(len(fetch.rows) * info.row_bytes)
         if await self._read_shared(fetch, buffer):
+            self._touches.note(fetch.key, fetch.options)
             return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.SHARED
         source = RowSource.SHARED_CACHE
         if fetch.data is not None:
@@ -105,10 +115,17 @@ class EmbeddingFetcher:
             source = RowSource.ENCODED if encoded.was_computed else RowSource.SHARED_CACHE
             if encoded.stored and await self._read_shared(fetch, buffer):
                 return _rows(fetch, buffer, info, source), FetchTier.ENCODER
+            if encoded.rows is not None:
+                buffer[:] = encoded.rows[fetch.rows.start * info.row_bytes : fetch.rows.stop * info.row_bytes]
+                return _rows(fetch, buffer, info, source), FetchTier.ENCODER
         await self._encoder.read_rows(
             fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(buffer), self._timeout_s, options=fetch.options
         )
         return _rows(fetch, buffer, info, source), FetchTier.ENCODER
+
+    async def _touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
+        if self._encoder is not None:
+            await self._encoder.touch(keys, options)
 
     async def _read_shared(self, fetch: RowFetch, buffer: bytearray) -> bool:
         """Whether the shared cache filled the buffer with verified rows."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -97,6 +98,8 @@ class EncodedImage:
     stored: bool
     # Whether the rows were encoded for this call or for one that it joined, rather than found.
     was_computed: bool
+    # All rows where the shared cache does not have them and they are small enough for a message, else None.
+    rows: bytes | None = field(default=None, repr=False)
 
 
 class EncoderClient:
@@ -158,7 +161,10 @@ class EncoderClient:
             encoder_service_pb2.RESULT_SOURCE_COMPUTED,
             encoder_service_pb2.RESULT_SOURCE_COALESCED,
         )
-        return EncodedImage(_meta(result.embedding), result.stored, was_computed)
+        meta = _meta(result.embedding)
+        if result.rows and len(result.rows) != meta.size_bytes:
+            raise UnavailableError("the encoder service sent other rows than it describes")
+        return EncodedImage(meta, result.stored, was_computed, result.rows or None)
 
     async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
         """Shape of the rows where the encoder knows them, without encoding; None for an unknown image."""
@@ -172,6 +178,16 @@ class EncoderClient:
             return None
         _check_key(found[0], key)
         return _meta(found[0])
+
+    async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
+        """Prolongs the lives of at most 256 shared cache entries."""
+        request = encoder_service_pb2.LookupEmbeddingsRequest(
+            keys=[_wire_key(key) for key in keys], max_pixels=options.max_pixels, touch=True
+        )
+        try:
+            await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=_metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
 
     async def read_rows(
         self, key: ContentKey, start: int, stop: int, out: memoryview, timeout_s: float, *, options: ProcessorOptions
@@ -202,7 +218,7 @@ class EncoderClient:
         timeout_s: float,
     ) -> encoder_service_pb2.EncodeResult:
         request = encoder_service_pb2.EncodeRequest(
-            items=[encoder_service_pb2.EncodeItem(image=image)],
+            items=[encoder_service_pb2.EncodeItem(image=image, rows_if_not_stored=True)],
             cache_policy=policy,
             expected_encoder_fingerprint=key.fingerprint,
         )

@@ -1,99 +1,78 @@
-"""Image files → pixel tensors, in worker threads: decoding, orientation, colour, and the model's image processor."""
+"""Image files → pixel tensors: decoding in processes of their own, then the model's image processor in threads."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
-import PIL.Image
-
+from encoder_svc.decode_worker import DecodeWorker
 from encoder_svc.families import PixelInputs, VisionFamily
-from lookonce.content_key import ProcessorOptions
-from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError
-from lookonce.image_header import ImageFormat, ImageHeader, ImageLimits, open_image
+from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
+from lookonce.errors import ImagePoisonousError
+from lookonce.image_header import ImageHeader, ImageLimits, probe_image
 
-# A progressive JPEG is decoded once per scan. 10 scans are usual; hundreds turn 100 kB into seconds of work.
-_MAX_JPEG_SCAN_PIXELS = 1_000_000_000
-_JPEG_START_OF_SCAN = b"\xff\xda"
-_WHITE = (255, 255, 255, 255)
-
-_TRANSPOSE = PIL.Image.Transpose
-# EXIF 2.32, tag 274: what makes the stored image upright.
-_UPRIGHT = {
-    2: _TRANSPOSE.FLIP_LEFT_RIGHT,
-    3: _TRANSPOSE.ROTATE_180,
-    4: _TRANSPOSE.FLIP_TOP_BOTTOM,
-    5: _TRANSPOSE.TRANSPOSE,
-    6: _TRANSPOSE.ROTATE_270,
-    7: _TRANSPOSE.TRANSVERSE,
-    8: _TRANSPOSE.ROTATE_90,
-}
+# An image that killed a worker so often is not decoded again; the last so many are remembered.
+_MAX_KILLS = 2
+_MAX_REMEMBERED = 1024
 
 
 class Preprocessor:
-    """A pool of threads that decode images and run the image processor; Pillow releases the GIL in both."""
+    """A pool of threads, each with a decoding process; image processors run in the threads and release the GIL."""
 
-    def __init__(self, family: VisionFamily, limits: ImageLimits, num_workers: int) -> None:
+    def __init__(self, family: VisionFamily, limits: ImageLimits, num_workers: int, decode_timeout_s: float) -> None:
+        """`decode_timeout_s`: longest time one image may take to decode, seconds."""
         self._family = family
         self._limits = limits
+        self._decode_timeout_s = decode_timeout_s
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="preprocess")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._decoders: list[DecodeWorker] = []
+        self._kills: OrderedDict[ImageDigest, int] = OrderedDict()
 
     async def prepare(self, data: bytes, options: ProcessorOptions) -> tuple[PixelInputs, ImageHeader]:
         """Pixels of one image file; `options` have been checked.
 
-        Raises ImageUndecodableError, ImageTooLargeError or ImageDecodeLimitError.
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError.
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, self._prepare, data, options)
 
     def close(self) -> None:
-        """Waits for the images in work and drops the others."""
+        """Waits for the images in work, drops the others and ends the decoding processes."""
         self._workers.shutdown(cancel_futures=True)
+        for decoder in self._decoders:
+            decoder.close()
 
     def _prepare(self, data: bytes, options: ProcessorOptions) -> tuple[PixelInputs, ImageHeader]:
-        image, header = decode_image(data, self._limits)
+        # What the header tells costs nothing here, and no process there.
+        probe_image(data, self._limits)
+        self._check_quarantine(data)
+        try:
+            image, header = self._decoder().decode(data)
+        except ImagePoisonousError:
+            self._note_kill(image_digest(data))
+            raise
         return self._family.pixel_inputs(image, options), header
 
+    def _decoder(self) -> DecodeWorker:
+        """This thread's."""
+        decoder: DecodeWorker | None = getattr(self._own, "decoder", None)
+        if decoder is None:
+            decoder = self._own.decoder = DecodeWorker(self._limits, self._decode_timeout_s)
+            with self._lock:
+                self._decoders.append(decoder)
+        return decoder
 
-def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, ImageHeader]:
-    """The first frame, upright, as RGB with transparency over white (as the model's processors do).
+    def _check_quarantine(self, data: bytes) -> None:
+        with self._lock:
+            is_known = self._kills and self._kills.get(image_digest(data), 0) >= _MAX_KILLS
+        if is_known:
+            raise ImagePoisonousError("the image has killed decoding processes before; it is not tried again")
 
-    Raises ImageUndecodableError, ImageTooLargeError or, for a JPEG that asks for too much work, ImageDecodeLimitError.
-    """
-    with open_image(data, limits) as (stored, header):
-        _check_effort(data, header)
-        with _undecodable():
-            stored.load()
-            image = _to_rgb(stored)
-    turn = _UPRIGHT.get(header.orientation)
-    return (image if turn is None else image.transpose(turn)), header
-
-
-def _check_effort(data: bytes, header: ImageHeader) -> None:
-    """Bytes FF DA never occur inside entropy-coded data, so counting them bounds the scans from above."""
-    if header.format is not ImageFormat.JPEG:
-        return
-    effort = data.count(_JPEG_START_OF_SCAN) * header.width * header.height
-    if effort > _MAX_JPEG_SCAN_PIXELS:
-        raise ImageDecodeLimitError(
-            f"the JPEG takes {effort} pixel passes to decode, the limit is {_MAX_JPEG_SCAN_PIXELS}; "
-            "save it with fewer scans or as a baseline JPEG"
-        )
-
-
-@contextlib.contextmanager
-def _undecodable() -> Iterator[None]:
-    try:
-        yield
-    except MemoryError:
-        raise ImageDecodeLimitError("decoding the image needs more memory than there is; send it smaller") from None
-    except Exception:
-        raise ImageUndecodableError("the image is broken or truncated; its pixels cannot be decoded") from None
-
-
-def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    if "A" in image.getbands() or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
-    return image.convert("RGB")
+    def _note_kill(self, digest: ImageDigest) -> None:
+        with self._lock:
+            self._kills[digest] = self._kills.pop(digest, 0) + 1
+            while len(self._kills) > _MAX_REMEMBERED:
+                self._kills.popitem(last=False)

@@ -44,7 +44,7 @@ async def open_pipeline(
         fleet = None if store is None else _open_fleet(settings, store, metrics)
         pipeline = EncodePipeline(
             model,
-            Preprocessor(model.family, limits, settings.preprocess_workers),
+            Preprocessor(model.family, limits, settings.preprocess_workers, settings.decode_timeout_s),
             ForwardBatcher(model.forward, batch_limits, metrics),
             CacheTiers(LocalCache(settings.local_cache_bytes), store, metrics, store_workers=settings.store_workers),
             limits,

@@ -57,7 +57,12 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             )
         images = [self._image(item.image, f"items[{index}].image") for index, item in enumerate(request.items)]
         outcomes = await self._encode_all(images, cache_use)
-        return pb.EncodeResponse(results=[wire.encode_result(outcome) for outcome in outcomes])
+        results = [wire.encode_result(outcome) for outcome in outcomes]
+        room_bytes = self._settings.max_message_bytes // 2
+        for item, outcome, result in zip(request.items, outcomes, results, strict=True):
+            if item.rows_if_not_stored:
+                room_bytes -= await self._add_rows(result, outcome, room_bytes)
+        return pb.EncodeResponse(results=results)
 
     async def EncodeStream(
         self,
@@ -171,7 +176,22 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             _log.error("unexpected error in an item", fault_id=fault_id, exc_info=fault)
             opaque = InternalError(f"internal error {fault_id}")
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(opaque))
-        return pb.EncodeStreamResponse(item_id=request.item_id, result=wire.encode_result(outcome))
+        result = wire.encode_result(outcome)
+        if request.item.rows_if_not_stored:
+            await self._add_rows(result, outcome, self._settings.max_message_bytes // 2)
+        return pb.EncodeStreamResponse(item_id=request.item_id, result=result)
+
+    async def _add_rows(self, result: pb.EncodeResult, outcome: EncodeOutcome, room_bytes: int) -> int:
+        """Puts the rows into the result where nobody else has them; returns how many bytes that took."""
+        if outcome.stored or outcome.meta.size_bytes > room_bytes:
+            return 0
+        try:
+            found = await self._pipeline.read(outcome.key, 0, 0)
+        except EmbeddingNotCachedError:
+            # Already pushed out of this process: the caller finds that out by itself.
+            return 0
+        result.rows = bytes(found.rows)
+        return found.rows.nbytes
 
 
 def _options(request: pb.LookupEmbeddingsRequest | pb.ReadEmbeddingRequest) -> ProcessorOptions:

@@ -18,7 +18,12 @@ class EncoderSettings(ServiceSettings):
         256 * MIB, ge=1, description="Most pixel bytes in one forward pass; a single larger image still gets one."
     )
     max_queued_images: int = Field(256, ge=1, description="Images waiting for preprocessing or a forward pass.")
-    preprocess_workers: int = Field(2, ge=1, description="Threads that decode and preprocess images.")
+    preprocess_workers: int = Field(
+        2, ge=1, description="Threads that preprocess images, each with a process that decodes them."
+    )
+    decode_timeout_s: float = Field(
+        10.0, gt=0, description="Longest time one image may take to decode, seconds; then its process is killed."
+    )
     store_workers: int = Field(4, ge=1, description="Threads that talk to the shared cache.")
     max_image_aspect: float = Field(200.0, ge=1, le=200, description="Largest ratio of longer to shorter side.")
     encode_lease_s: float = Field(

@@ -10,6 +10,7 @@ LookonceError
 │   ├── ImageUndecodableError        not an image, truncated, or a format outside the allow-list
 │   ├── ImageTooLargeError           too many pixels or bytes, extreme aspect, zero size
 │   ├── ImageDecodeLimitError        decoding went over its time or memory
+│   ├── ImagePoisonousError          decoding killed its process
 │   └── DigestMismatchError          the bytes do not hash to the digest that came with them
 ├── EmbeddingNotCachedError          a digest that the cache does not hold; upload the bytes
 ├── FingerprintMismatchError         rows of another encoder were asked for
@@ -83,6 +84,10 @@ class ImageTooLargeError(InvalidInputError):
 
 class ImageDecodeLimitError(InvalidInputError):
     """Decoding needed more time or memory than an image may take."""
+
+
+class ImagePoisonousError(InvalidInputError):
+    """The process that decoded the image died of it."""
 
 
 class DigestMismatchError(InvalidInputError):

@@ -34,6 +34,7 @@ STATUS_TABLE: tuple[StatusRow, ...] = (
     StatusRow(errors.ImageUndecodableError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_UNDECODABLE"),
     StatusRow(errors.ImageTooLargeError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_TOO_LARGE"),
     StatusRow(errors.ImageDecodeLimitError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_DECODE_LIMIT"),
+    StatusRow(errors.ImagePoisonousError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_POISONOUS"),
     StatusRow(errors.DigestMismatchError, grpc.StatusCode.INVALID_ARGUMENT, "DIGEST_MISMATCH"),
     StatusRow(errors.EmbeddingNotCachedError, grpc.StatusCode.NOT_FOUND, "EMBEDDING_NOT_CACHED"),
     StatusRow(errors.FingerprintMismatchError, grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH"),

@@ -71,10 +71,12 @@ async def test_an_image_is_encoded_once_then_found_and_its_rows_can_be_read(real
     data = png(1)
     key = await key_of(real, data)
     meta = EmbeddingMeta(16, 64, 0, RowDtype.FLOAT32, 80, 60)
-    assert await real.encode(key, data, NO_OPTIONS, 30) == EncodedImage(meta, stored=False, was_computed=True)
-    assert await real.encode(key, data, NO_OPTIONS, 30) == EncodedImage(meta, stored=False, was_computed=False)
-    assert await real.encode(key, None, NO_OPTIONS, 30) == EncodedImage(meta, stored=False, was_computed=False)
+    first = await real.encode(key, data, NO_OPTIONS, 30)
     whole = await rows_of(real, key, 0, 16)
+    assert first == EncodedImage(meta, stored=False, was_computed=True, rows=whole)
+    found = EncodedImage(meta, stored=False, was_computed=False, rows=whole)
+    assert await real.encode(key, data, NO_OPTIONS, 30) == found
+    assert await real.encode(key, None, NO_OPTIONS, 30) == found
     assert len(set(whole)) > 100
     assert await rows_of(real, key, 3, 5) == whole[3 * 256 : 5 * 256]
 
@@ -86,7 +88,9 @@ async def test_stored_rows_are_said_to_be_stored(model_folder: Callable[[str], p
             client(target) as encoder,
         ):
             data = png(2)
-            assert (await encoder.encode(await key_of(encoder, data), data, NO_OPTIONS, 30)).stored
+            encoded = await encoder.encode(await key_of(encoder, data), data, NO_OPTIONS, 30)
+            assert encoded.stored
+            assert encoded.rows is None, "they are read where they are stored"
 
 
 async def test_lookup_never_encodes(real: EncoderClient) -> None:

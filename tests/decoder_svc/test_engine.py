@@ -56,7 +56,7 @@ class PoisonableRunner(CPUModelRunner):
 
 def no_fetcher() -> EmbeddingFetcher:
     """Has neither a shared cache nor an encoder."""
-    return EmbeddingFetcher(None, None, num_workers=1, timeout_s=5, metrics=FetchMetrics(CollectorRegistry()))
+    return EmbeddingFetcher(None, None, num_workers=1, timeout_s=5, ttl_s=60, metrics=FetchMetrics(CollectorRegistry()))
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
         store = None if redis_url is None else EmbeddingStore(redis_url, 0.5, 60, 1 << 20)
         pipeline = EncodePipeline(
             model,
-            Preprocessor(model.family, LIMITS, 2),
+            Preprocessor(model.family, LIMITS, 2, 60.0),
             ForwardBatcher(forward, BatchLimits(8, 1 << 26, max_queued), metrics),
             CacheTiers(LocalCache(local_bytes), store, metrics, store_workers=2),
             LIMITS,

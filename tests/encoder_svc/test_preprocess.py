@@ -11,7 +11,8 @@ import PIL.ImageOps
 import pytest
 import torch
 
-from encoder_svc.preprocess import Preprocessor, decode_image
+from encoder_svc.image_decoder import decode_image
+from encoder_svc.preprocess import Preprocessor
 from encoder_svc.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError
@@ -92,7 +93,7 @@ def test_an_ordinary_progressive_jpeg_is_accepted() -> None:
 @pytest.mark.parametrize("name", ["llava_clip", "llava_siglip", "qwen2_vl"])
 async def test_prepared_pixels_equal_the_processors(name: str, vision_model: Callable[[str], VisionModel]) -> None:
     family = vision_model(name).family
-    preprocessor = Preprocessor(family, LIMITS, num_workers=2)
+    preprocessor = Preprocessor(family, LIMITS, num_workers=2, decode_timeout_s=60)
     image = image_files.noise(5, 120, 70)
     inputs, header = await preprocessor.prepare(image_files.encoded(image), ProcessorOptions())
     preprocessor.close()
@@ -101,7 +102,7 @@ async def test_prepared_pixels_equal_the_processors(name: str, vision_model: Cal
 
 
 async def test_limits_are_checked_before_anything_is_decoded(vision_model: Callable[[str], VisionModel]) -> None:
-    preprocessor = Preprocessor(vision_model("llava_clip").family, LIMITS, num_workers=1)
+    preprocessor = Preprocessor(vision_model("llava_clip").family, LIMITS, num_workers=1, decode_timeout_s=60)
     with pytest.raises(ImageTooLargeError):
         await preprocessor.prepare(image_files.png_of_size(40_000, 40_000), ProcessorOptions())
     preprocessor.close()

@@ -77,3 +77,13 @@ async def test_without_redis_text_and_pictures_go_on_and_caching_returns_with_it
         assert uploaded.encoding is not None
         assert uploaded.encoding.stored
         assert (await describe(client, later)).text == later.answer
+
+
+async def test_without_redis_any_of_several_encoders_gives_its_rows() -> None:
+    """Calls go round the replicas: the one that is asked for rows is mostly not the one that encoded them."""
+    pictures = fresh(12)
+    with LocalStack(DEMO_MODEL, num_encoders=3, encoder_arguments=ONE_THREAD, decoder_arguments=ONE_THREAD) as stack:
+        kill_redis(stack)
+        async with AsyncClient.connect(stack.decoder_targets[0]) as client:
+            answers = await asyncio.gather(*(describe(client, picture) for picture in pictures))
+    assert [answer.text for answer in answers] == [picture.answer for picture in pictures]

@@ -1,0 +1,130 @@
+"""What does an image that is cached somewhere cost a decoder that has never seen it? `--help` for the knobs.
+
+Two decoders. One asks about a picture, so that it is encoded; then the other is asked about it, and about a text with
+as many tokens, in turns. Measured from sending to the first token, as a user sees it, one request at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks import report
+from benchmarks.models import small_llava
+from benchmarks.prefix_reuse import Ask, u40
+from lookonce.client import Client
+from lookonce.local_stack import LocalStack
+
+_NAME = "hit_cost"
+_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Times to first token of one picture and of one text, seconds."""
+
+    image_s: float
+    text_s: float
+    num_image_prompt_tokens: int
+    num_text_prompt_tokens: int
+    # The picture's first look, encode included.
+    cold_s: float
+
+
+def main() -> None:
+    """Measures, writes JSON and the section of RESULTS.md."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
+    parser.add_argument("--pictures", type=int, default=25, help="default: %(default)s")
+    arguments = parser.parse_args()
+    model = small_llava()
+    pairs = measure(model, arguments.pictures)
+    machine = report.this_machine()
+    figures = {"model": model.name, "machine": asdict(machine), "pairs": [asdict(pair) for pair in pairs]}
+    path = report.write_json(_NAME, figures)
+    report.write_section(_NAME, _section(model.name, pairs), machine)
+    print(f"wrote {path} and {report.RESULTS}")
+
+
+def measure(model: pathlib.Path, num_pictures: int) -> list[Pair]:
+    """One pair per picture; which of the two comes first changes."""
+    asks = u40(random.Random(_NAME))[:num_pictures]
+    rng = random.Random("texts")
+    with (
+        LocalStack(model, num_decoders=2) as stack,
+        Client.connect(stack.decoder_targets[0], timeout_s=_TIMEOUT_S) as seen,
+        Client.connect(stack.decoder_targets[1], timeout_s=_TIMEOUT_S) as unseen,
+    ):
+        warm_up = u40(random.Random("warm-up"))[:2]
+        for client in (seen, unseen):
+            for ask in warm_up:
+                _first_token_s(client, ask.question, ask)
+                _first_token_s(client, _text(rng, 640), None)
+        pairs = []
+        for number, ask in enumerate(asks):
+            cold_s, num_tokens = _first_token_s(seen, ask.question, ask)
+            text = _text(rng, num_tokens)
+            if number % 2:
+                text_s, num_text_tokens = _first_token_s(unseen, text, None)
+            image_s, num_image_tokens = _first_token_s(unseen, ask.question, ask)
+            if not number % 2:
+                text_s, num_text_tokens = _first_token_s(unseen, text, None)
+            pairs.append(Pair(image_s, text_s, num_image_tokens, num_text_tokens, cold_s))
+        encodes = int(stack.metric(stack.encoders, "lookonce_encoder_encodes_total"))
+    assert encodes == len(asks) + len(warm_up), "a picture was encoded twice"
+    return pairs
+
+
+def _first_token_s(client: Client, prompt: str, ask: Ask | None) -> tuple[float, int]:
+    """(seconds to the first token, prompt tokens)."""
+    images = [] if ask is None else [ask.picture]
+    started_s = time.perf_counter()
+    with client.stream(prompt, images, max_tokens=2, temperature=0.0, ignore_eos=True) as stream:
+        next(stream)
+        first_s = time.perf_counter() - started_s
+        for _ in stream:
+            pass
+        return first_s, stream.usage.prompt_tokens
+
+
+def _text(rng: random.Random, num_tokens: int) -> str:
+    """About so many tokens of letters, which no tokenizer of ours merges much."""
+    return " ".join(rng.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(num_tokens // 2))
+
+
+def _section(model: str, pairs: Sequence[Pair]) -> str:
+    per_token = [
+        (pair.image_s / pair.num_image_prompt_tokens) / (pair.text_s / pair.num_text_prompt_tokens) for pair in pairs
+    ]
+    head = ["", "median", "least … most"]
+    rows = [
+        ["cached image ÷ text, per prompt token", f"{statistics.median(per_token):.3f}", _spread(per_token, "")],
+        ["cached image", *_milliseconds([pair.image_s for pair in pairs])],
+        ["text", *_milliseconds([pair.text_s for pair in pairs])],
+        ["unseen image, encode included", *_milliseconds([pair.cold_s for pair in pairs])],
+    ]
+    question = (
+        "## hit_cost\n\nTime to the first token of an image that is cached, on a decoder that has never seen it, over "
+        "that of a text with\nas many tokens. Goal: at most 1.05."
+    )
+    note = (
+        f"Model `{model}`, {len(pairs)} pictures, one request at a time; {pairs[0].num_image_prompt_tokens} prompt "
+        f"tokens with a picture, {pairs[0].num_text_prompt_tokens} without."
+    )
+    return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
+
+
+def _milliseconds(seconds: Sequence[float]) -> tuple[str, str]:
+    return f"{1000 * statistics.median(seconds):.0f} ms", _spread([1000 * one for one in seconds], " ms", digits=0)
+
+
+def _spread(values: Sequence[float], unit: str, *, digits: int = 3) -> str:
+    return f"{min(values):.{digits}f} … {max(values):.{digits}f}{unit}"
+
+
+if __name__ == "__main__":
+    main()
