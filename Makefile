@@ -56,6 +56,9 @@ contract: $(INSTALLED)
 bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.scheduler_cost
 	@$(BIN)/python -m benchmarks.encode_once
+	@$(BIN)/python -m benchmarks.hit_cost
+	@$(BIN)/python -m benchmarks.rows_moved
+	@$(BIN)/python -m benchmarks.fetch_speed
 
 docs: $(INSTALLED) ## rewrite what the documentation takes from the code
 	@$(BIN)/python docs/generate_settings.py

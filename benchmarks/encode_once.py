@@ -156,8 +156,7 @@ def _section(model: str, load: Load, rounds: dict[Setup, list[Round]]) -> str:
     )
     note = (
         f"{load.num_rounds} bursts per setup, new pictures in each; model `{model}`; all processes share the machine.\n"
-        "More encodes than pictures come from encoders that meet the same new picture at the same moment: a flight is\n"
-        "shared inside of one encoder process, not yet between two."
+        "Encoders that meet the same new picture at the same moment agree over a lease in Redis on who encodes it."
     )
     return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
 

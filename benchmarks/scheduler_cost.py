@@ -49,6 +49,15 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Bookkeeping:
+    """What all decisions about one request cost, from its admission to its end, nothing of it being cached."""
+
+    # Of each round, µs per request.
+    with_prefix_cache_us: list[float]
+    without_us: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class Hashing:
     """A long prompt that is asked for again and again."""
 
@@ -68,10 +77,16 @@ def main() -> None:
     arguments = parser.parse_args()
     costs = [cost for running in _NUM_RUNNING for cost in measure(running, arguments.rounds, arguments.steps)]
     hashing = measure_hashing()
+    bookkeeping = measure_bookkeeping(arguments.rounds)
     machine = report.this_machine()
-    figures = {"machine": asdict(machine), "costs": [asdict(cost) for cost in costs], "hashing": asdict(hashing)}
+    figures = {
+        "machine": asdict(machine),
+        "costs": [asdict(cost) for cost in costs],
+        "hashing": asdict(hashing),
+        "bookkeeping": asdict(bookkeeping),
+    }
     path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(costs, hashing), machine)
+    report.write_section(_NAME, _section(costs, hashing, bookkeeping), machine)
     print(f"wrote {path} and {report.RESULTS}")
 
 
@@ -106,6 +121,30 @@ def measure_hashing(num_calls: int = 100) -> Hashing:
     )
 
 
+def measure_bookkeeping(num_rounds: int, num_requests: int = 40, num_output_tokens: int = 16) -> Bookkeeping:
+    """Requests of 650 tokens, all at once, with the prefix cache and without, in turns."""
+    found = Bookkeeping([], [])
+    schedulers = {
+        is_shared: Scheduler(
+            SchedulerLimits(2048, 64, 8192, max_num_rows_asked=2048),
+            KVCacheManager(num_blocks=2200, block_size=_BLOCK_SIZE, is_shared=is_shared),
+            EncoderCacheManager(2064),
+        )
+        for is_shared in (True, False)
+    }
+    for number in range(num_rounds):
+        for is_shared in (True, False) if number % 2 else (False, True):
+            scheduler = schedulers[is_shared]
+            for index in range(num_requests):
+                name = f"round {number} {index} {is_shared}"
+                scheduler.add(_request(name, 650, with_image=False, max_tokens=num_output_tokens))
+            total_us = 0.0
+            while scheduler.has_requests():
+                total_us += _step_us(scheduler)
+            (found.with_prefix_cache_us if is_shared else found.without_us).append(total_us / num_requests)
+    return found
+
+
 def _loaded(num_running: int, num_waiting: int) -> Scheduler:
     """A full batch in the middle of decoding, with a queue behind it."""
     num_tokens = num_running * _PROMPT_TOKENS
@@ -137,16 +176,16 @@ def _step_us(scheduler: Scheduler) -> float:
 _numbers = itertools.count()
 
 
-def _request(name: str, num_tokens: int, *, with_image: bool = True) -> Request:
+def _request(name: str, num_tokens: int, *, with_image: bool = True, max_tokens: int = _MAX_TOKENS) -> Request:
     """A prompt like no other, with an image like no other in its middle."""
     number = next(_numbers)
     key = content_key(image_digest(name.encode()), EncoderFingerprint("f"), ProcessorOptions(), DEFAULT_TENANT)
     images = (ImageItem(key, Span(16, _IMAGE_TOKENS), _IMAGE_TOKENS, ProcessorOptions(), b"file"),)
     prompt = Prompt(tuple(range(number, number + num_tokens)), images if with_image else ())
-    return Request(RequestId(name), prompt, SamplingParams(max_tokens=_MAX_TOKENS), arrival_s=float(number))
+    return Request(RequestId(name), prompt, SamplingParams(max_tokens=max_tokens), arrival_s=float(number))
 
 
-def _section(costs: list[Cost], hashing: Hashing) -> str:
+def _section(costs: list[Cost], hashing: Hashing, bookkeeping: Bookkeeping) -> str:
     rows = [
         [
             cost.num_running,
@@ -165,7 +204,12 @@ def _section(costs: list[Cost], hashing: Hashing) -> str:
     note = (
         f"{len(costs[0].ratio)} interleaved rounds. A prompt of {hashing.num_tokens} tokens has {hashing.num_blocks} "
         f"blocks; in 100 look-ups\n{hashing.num_hashed} blocks were hashed: {hashing.first_call_ms:.1f} ms the first "
-        f"time, {hashing.later_call_us:.1f} µs each time after."
+        f"time, {hashing.later_call_us:.1f} µs each time after.\n"
+        f"All decisions about a request of 650 tokens and 16 tokens out, none of it cached: "
+        f"{statistics.median(bookkeeping.with_prefix_cache_us):.0f} µs with the prefix cache\n"
+        f"({min(bookkeeping.with_prefix_cache_us):.0f} … {max(bookkeeping.with_prefix_cache_us):.0f}), "
+        f"{statistics.median(bookkeeping.without_us):.0f} without "
+        f"({min(bookkeeping.without_us):.0f} … {max(bookkeeping.without_us):.0f})."
     )
     return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
 

@@ -60,6 +60,7 @@ def build_engine(
             limits.max_context_tokens,
             limits.encoder_compute_budget_rows,
             deterministic=settings.deterministic,
+            min_tokens_before_missing_row=limits.block_size,
         ),
         KVCacheManager(
             limits.num_kv_blocks,

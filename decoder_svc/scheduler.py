@@ -46,6 +46,8 @@ class SchedulerLimits:
     max_num_rows_asked: int
     # Every token is computed in the same company whatever is cached: prompts block by block, then token by token.
     deterministic: bool = False
+    # Fewer tokens than this are not computed alone before a row that has not arrived; at most a block.
+    min_tokens_before_missing_row: int = 1
 
 
 @dataclass(slots=True)
@@ -304,14 +306,27 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
         """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
-        least = self._fixed_chunk(request, start) if self.limits.deterministic else 1
+        least = self._least_chunk(request, start)
         self._row_demand.ask(request, start, least, may_displace=self._may_displace(request))
         runnable_stop = self._row_demand.runnable_stop(request, start)
-        step.num_without_rows += runnable_stop < start + least
-        num_tokens = max(0, min(runnable_stop, start + step.token_budget) - start)
+        if runnable_stop < start + least:
+            step.num_without_rows += 1
+            return 0
+        num_tokens = min(runnable_stop, start + step.token_budget) - start
         if not self.limits.deterministic:
             return num_tokens
         return least if least <= num_tokens else 0
+
+    def _least_chunk(self, request: Request, start: int) -> int:
+        """Tokens without whose rows the request does not go on.
+
+        A step reads all weights for however few tokens: before a row that has not arrived, a few are better computed
+        with what follows. No more than the rows of a block, or a request could hold more rows than are kept beside the
+        largest image, and wait for itself.
+        """
+        if self.limits.deterministic:
+            return self._fixed_chunk(request, start)
+        return min(self.limits.min_tokens_before_missing_row, request.num_tokens - start)
 
     def _fixed_chunk(self, request: Request, start: int) -> int:
         """Tokens of the only chunk that may begin at `start` in deterministic mode."""

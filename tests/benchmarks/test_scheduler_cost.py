@@ -13,3 +13,9 @@ def test_every_queue_length_is_measured_beside_an_empty_queue() -> None:
     assert [cost.num_waiting for cost in costs] == [0, 100, 1000, 10_000]
     assert costs[0].ratio == [1.0] * 3
     assert all(len(cost.step_us) == 3 and min(cost.step_us) > 0 for cost in costs)
+
+
+def test_the_prefix_cache_is_measured_with_prompts_that_repeat_nothing() -> None:
+    bookkeeping = scheduler_cost.measure_bookkeeping(num_rounds=2, num_requests=3, num_output_tokens=4)
+    assert len(bookkeeping.with_prefix_cache_us) == len(bookkeeping.without_us) == 2
+    assert min(bookkeeping.with_prefix_cache_us + bookkeeping.without_us) > 0

@@ -89,11 +89,12 @@ def scheduler(
     rows_asked: int = 64,
     block_size: int = BLOCK_SIZE,
     deterministic: bool = False,
+    min_tokens_before_missing_row: int = 1,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Scheduler:
     """A scheduler with blocks of four tokens and a clock that stands still."""
     return Scheduler(
-        SchedulerLimits(token_budget, max_num_seqs, context, rows_asked, deterministic),
+        SchedulerLimits(token_budget, max_num_seqs, context, rows_asked, deterministic, min_tokens_before_missing_row),
         KVCacheManager(num_blocks, block_size, deterministic=deterministic),
         EncoderCacheManager(cache_rows),
         clock=clock,

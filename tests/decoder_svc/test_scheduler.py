@@ -294,6 +294,24 @@ def test_a_request_is_not_begun_when_even_the_best_pace_so_far_is_too_slow_for_i
     assert chunks(output) == [("one token, the rest is cached", 7, 1), ("eight tokens, enough time", 0, 8)]
 
 
+def test_a_few_tokens_before_a_missing_row_wait_for_it_and_many_do_not() -> None:
+    target = scheduler(token_budget=32, min_tokens_before_missing_row=4)
+    target.add(request("few", 12, (image("x", 3, 5),), arrival_s=0))
+    target.add(request("many", 12, (image("y", 4, 5),), arrival_s=1))
+    target.add(request("text", 3, arrival_s=2))
+    first = step(target)
+    assert chunks(first) == [("many", 0, 4), ("text", 0, 3)]
+    assert {fetch.key for fetch in first.fetches} == {key("x"), key("y")}
+    assert set(chunks(step(target))) == {("few", 0, 12), ("many", 4, 8), ("text", 3, 1)}
+
+
+def test_the_budget_cuts_shorter_than_that() -> None:
+    target = scheduler(token_budget=2, min_tokens_before_missing_row=4)
+    target.add(request("a", 12, (image("x", 5, 5),)))
+    assert chunks(step(target, rows_arrive=False)) == [("a", 0, 2)]
+    assert chunks(step(target, rows_arrive=False)) == []
+
+
 def test_rows_asked_for_in_one_step_are_bounded_but_one_image_always_goes() -> None:
     target = scheduler(rows_asked=6, cache_rows=64)
     for index, name in enumerate(("big", "mid", "small")):

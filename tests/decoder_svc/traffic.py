@@ -122,6 +122,7 @@ class Traffic:
             max_num_seqs=4,
             rows_asked=CACHE_ROWS,
             deterministic=deterministic,
+            min_tokens_before_missing_row=4 if seed % 4 == 3 else 1,
         )
         self.oracle = Oracle(self.target)
         self.requests: list[Request] = []
