@@ -223,10 +223,11 @@ class Engine:
         return [request.request_id for request in self._scheduler.live_requests()]
 
     def _take_messages(self) -> bool:
-        """Handles everything in the inbox; waits for something when there is nothing to run. False: stop."""
+        """Handles everything in the inbox; waits for something when there is nothing to run or say. False: stop."""
         while True:
+            may_run = self._made_progress and self._scheduler.has_requests()
             try:
-                message = self._inbox.get(block=not (self._made_progress and self._scheduler.has_requests()))
+                message = self._inbox.get(block=not (may_run or self._outbox))
             except queue.Empty:
                 return True
             if message is None:

@@ -100,6 +100,15 @@ async def test_first_output_is_the_admission_and_the_last_has_the_reason(engine:
     assert outputs[-1].usage.time_to_first_token_s > 0
 
 
+async def test_a_request_that_never_ran_is_told_its_end_at_once(engine: Engine) -> None:
+    """Nobody else is there whose step would bring the answer along."""
+    prompt = Prompt((20, 21, 22, 23), (image("x", 0, 3),))
+    stream = engine.submit(RequestId("no encoder"), prompt, SamplingParams(max_tokens=5))
+    async with asyncio.timeout(10):
+        with pytest.raises(UnavailableError):
+            await read(stream)
+
+
 async def test_alone_and_in_a_crowd_the_answer_is_the_same(engine: Engine) -> None:
     prompts = [tuple(range(20 + i, 26 + 2 * i)) for i in range(12)]
     alone = [(await read(submit(engine, f"alone{i}", prompt)))[0] for i, prompt in enumerate(prompts)]
