@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -189,6 +190,8 @@ def main() -> None:
     limits = ImageLimits(int(max_bytes), int(max_pixels), float(max_aspect))
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Ctrl-C in a terminal reaches all processes; the owner says when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(fd)) as connection:
         connection.sendall(_READY)
         serve(connection, limits)

@@ -75,10 +75,12 @@ class DoneChannel:
         """Ends the connection; who waits hears nothing more."""
         if self._reader is not None:
             self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        with contextlib.suppress(redis.exceptions.RedisError, OSError):
-            await self._subscription.aclose()
-            await self._client.aclose()
+            # Bounded, like all that a process waits for while it ends.
+            await asyncio.wait({self._reader}, timeout=self._budget_s)
+        with contextlib.suppress(redis.exceptions.RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(self._budget_s):
+                await self._subscription.aclose()
+                await self._client.aclose()
 
     @contextlib.asynccontextmanager
     async def listening(self, key: ContentKey) -> AsyncIterator[Listener]:
