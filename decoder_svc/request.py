@@ -265,5 +265,13 @@ class Request:
         """Generated ids."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def finish_reason_now(self, max_context_tokens: int) -> FinishReason | None:
+        """Why the latest generated token is the last; None when another may follow."""
+        if self.token_ids[-1] in self.params.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
+            return FinishReason.STOP
+        if self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= max_context_tokens:
+            return FinishReason.LENGTH
+        return None
+
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.state.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"

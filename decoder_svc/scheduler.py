@@ -15,10 +15,8 @@ when nobody runs, the head of the queue may.
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
@@ -26,6 +24,7 @@ from decoder_svc.request import FinishReason, Request, RequestId, RequestState, 
 from decoder_svc.row_demand import RowDemand
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
+from decoder_svc.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 
 # Requests that cannot be admitted yet, but whose rows are asked for. More would cost every step more than it gains.
@@ -89,12 +88,10 @@ class Scheduler:
         self._row_demand = RowDemand(encoder_cache, limits.max_num_rows_asked)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
-        # Both in serving order.
+        # In serving order.
         self._running: list[Request] = []
-        self._waiting: list[Request] = []
+        self._waiting = WaitingQueue(kv_cache, clock)
         self._released: list[RequestId] = []
-        # Of waiting requests: the pool's version at the look-up, and what was found.
-        self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
         # When those who wait were last looked at without a seat in the batch; None: look again.
         self._seen_queue: tuple[int, list[RequestId]] | None = None
         self._num_looked_at_without_rows = 0
@@ -105,8 +102,6 @@ class Scheduler:
         # Since the start.
         self.num_preemptions = 0
         self._step_began_s = 0.0
-        # Of all steps so far; 0 before the first.
-        self._best_s_per_token = 0.0
 
     @property
     def num_running(self) -> int:
@@ -133,7 +128,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request that has passed the admission checks."""
         self._requests[request.request_id] = request
-        self._enqueue(self._waiting, request)
+        self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
         """The next step. `update` must be told its result before the next call."""
@@ -157,7 +152,7 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
         """Takes a step's result: computed tokens advance, new tokens are appended, ended requests leave."""
-        self._note_pace(output.num_scheduled_tokens, self._clock() - self._step_began_s)
+        self._waiting.note_pace(output.num_scheduled_tokens, self._clock() - self._step_began_s)
         for chunk in output.chunks:
             request = self._requests[chunk.request_id]
             request.num_computed_tokens += chunk.num_tokens
@@ -244,15 +239,15 @@ class Scheduler:
 
     def _queue_state(self) -> tuple[int, list[RequestId]]:
         """All that decides whether rows can be asked for those at the head of the queue."""
-        head = [request.request_id for request in self._waiting[:_NUM_LOOKED_AHEAD]]
+        head = [request.request_id for request in self._waiting.first(_NUM_LOOKED_AHEAD)]
         return self.encoder_cache.version, head
 
     def _admit_and_look_ahead(self, step: _Step) -> None:
         is_full = False
         num_looked_ahead = 0
-        for request in list(islice(self._waiting, self.limits.max_num_seqs)):
-            hit = self._prefix_hit(request, may_be_old=is_full)
-            if self._is_hopeless(request, hit):
+        for request in self._waiting.first(self.limits.max_num_seqs):
+            hit = self._waiting.prefix_hit(request, may_be_old=is_full)
+            if self._waiting.is_hopeless(request, hit):
                 self._finish(request, FinishReason.ABORT)
                 step.expired.append(request.request_id)
                 continue
@@ -285,24 +280,6 @@ class Scheduler:
         request.num_computed_tokens = num_tokens
         request.num_shared_tokens = self.kv_cache.num_shared_tokens(request.request_id)
         self._row_demand.pass_computed(request)
-
-    def _prefix_hit(self, request: Request, *, may_be_old: bool) -> PrefixHit:
-        """What the prefix cache has of a waiting request; looked up again only when the cache changed."""
-        version = self.kv_cache.pool.version
-        known = self._prefix_hits.get(request.request_id)
-        if known is None or (known[0] != version and not may_be_old):
-            known = self._prefix_hits[request.request_id] = (version, self.kv_cache.find_prefix(request))
-        return known[1]
-
-    def _is_hopeless(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request that waits cannot have its first token before its deadline.
-
-        Its uncached tokens are counted at the best pace that any step had so far: who could still make it is kept.
-        """
-        if request.deadline_s is None:
-            return False
-        least_s = (request.num_tokens - hit.num_tokens) * self._best_s_per_token
-        return request.deadline_s <= self._clock() + least_s
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
         """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
@@ -337,7 +314,7 @@ class Scheduler:
 
     def _may_displace(self, request: Request) -> bool:
         """Running requests may take rows from those behind; the head of the queue only when nobody runs."""
-        return request.state is RequestState.RUNNING or (not self._running and request is self._waiting[0])
+        return request.state is RequestState.RUNNING or (not self._running and self._waiting.is_head(request))
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
         """Preempts from the end of the running batch until the blocks are there; False if the request itself went."""
@@ -363,9 +340,8 @@ class Scheduler:
 
     def _admit(self, request: Request, hit: PrefixHit, step: _Step) -> None:
         self._waiting.remove(request)
-        self._prefix_hits.pop(request.request_id, None)
         request.state = RequestState.RUNNING
-        self._enqueue(self._running, request)
+        enqueue(self._running, request)
         self.kv_cache.admit(request, hit)
         if request.num_preemptions == 0:
             request.usage.queue_time_s = self._clock() - request.arrival_s
@@ -392,14 +368,9 @@ class Scheduler:
         request.num_images_passed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._enqueue(self._waiting, request)
+        self._waiting.add(request)
 
     # After a step.
-
-    def _note_pace(self, num_tokens: int, duration_s: float) -> None:
-        if num_tokens:
-            s_per_token = duration_s / num_tokens
-            self._best_s_per_token = min(self._best_s_per_token or s_per_token, s_per_token)
 
     def _append(self, token: SampledToken) -> TokenUpdate:
         request = self._requests[token.request_id]
@@ -407,23 +378,13 @@ class Scheduler:
             request.usage.time_to_first_token_s = self._clock() - request.arrival_s
         request.token_ids.append(token.token_id)
         request.usage.completion_tokens = request.num_output_tokens
-        reason = self._finish_reason(request, token.token_id)
+        reason = request.finish_reason_now(self.limits.max_context_tokens)
         if reason is not None:
             self._finish(request, reason)
         return TokenUpdate(request, token, reason)
 
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        if token_id in request.params.stop_token_ids and request.num_output_tokens >= request.params.min_tokens:
-            return FinishReason.STOP
-        if request.num_output_tokens >= request.params.max_tokens:
-            return FinishReason.LENGTH
-        if request.num_tokens >= self.limits.max_context_tokens:
-            return FinishReason.LENGTH
-        return None
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
-        self._prefix_hits.pop(request.request_id, None)
         self._free(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
@@ -434,7 +395,3 @@ class Scheduler:
             self._released.append(request.request_id)
         self.kv_cache.free(request.request_id)
         self._row_demand.release(request)
-
-    @staticmethod
-    def _enqueue(queue: list[Request], request: Request) -> None:
-        insort(queue, request, key=lambda other: (other.priority, other.arrival_s))

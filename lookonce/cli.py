@@ -90,8 +90,10 @@ def up(
 
     settings = CliSettings()
     folder = resolve_model(model or _demo_model())
-    # SIGTERM ends everything as orderly as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM ends everything as orderly as Ctrl-C does. SIGINT is set too: what a script starts in its background
+    # inherits it ignored, and then Python installs no handler of its own.
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, signal.default_int_handler)
     with contextlib.ExitStack() as exits:
         with _err.status("starting") as status:
             stack = LocalStack(

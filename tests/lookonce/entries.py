@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 
+from lookonce import embedding_codec as codec
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -35,10 +36,29 @@ def make_rows(meta: EmbeddingMeta, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(meta.size_bytes)
 
 
+def pack_entry(
+    packer: EmbeddingCodec, key: bytes, meta: EmbeddingMeta, rows: bytes, nonce: bytes, created_s: int = 0
+) -> bytes:
+    """The stored value of an entry, in one piece."""
+    packed = packer.pack(key, meta, memoryview(rows), nonce, created_s=created_s)
+    return packed.header + b"".join(packed.blocks)
+
+
+def open_entry(reader: EmbeddingCodec, entry: bytes, start: int, stop: int, key: bytes) -> bytes:
+    """Rows as a careful reader takes them: header, length, covering blocks. Raises CorruptEntryError."""
+    header = reader.parse_header(memoryview(entry)[: codec.HEADER_BYTES], key)
+    codec.check_length(header, len(entry))
+    rows = b""
+    for span in codec.block_span(header, start, stop):
+        block = memoryview(bytearray(entry[span.offset : span.offset + span.length]))
+        codec.open_block(header, span.index, block, block)
+        rows += bytes(block[span.skip_bytes : span.skip_bytes + span.take_bytes])
+    return rows
+
+
 def make_entry(key: ContentKey, meta: EmbeddingMeta, rows: bytes) -> bytes:
     """The value that a writer would store, with a generation of its own."""
-    packed = EmbeddingCodec(Checksum()).pack(key.value, meta, memoryview(rows), secrets.token_bytes(16), created_s=0)
-    return packed.header + b"".join(packed.blocks)
+    return pack_entry(EmbeddingCodec(Checksum()), key.value, meta, rows, secrets.token_bytes(16))
 
 
 def data_key(key: ContentKey) -> str:

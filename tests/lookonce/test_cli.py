@@ -191,9 +191,9 @@ def test_the_record_lies_in_the_runtime_folder_or_in_one_of_this_user(
 
 @pytest.fixture
 def running_up(environment: dict[str, str], tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
-    """`lookonce up` with two decoders on a tiny model, up and running."""
+    """`lookonce up` with two decoders on a tiny model, started as a script's background is: SIGINT ignored."""
     model = build_llava_clip(tmp_path / "tiny")
-    command = [*COMMAND, "up", "--model", str(model), "--decoders", "2"]
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *COMMAND, "up", "--model", str(model), "--decoders", "2"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) as process:
         yield process

@@ -16,6 +16,7 @@ from lookonce import embedding_codec as codec
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.miss_reason import CorruptEntryError, MissReason
 from lookonce.sealing import Checksum
+from tests.lookonce.entries import open_entry, pack_entry
 
 CODEC = codec.EmbeddingCodec(Checksum())
 KEY = bytes(range(32))
@@ -30,20 +31,11 @@ SMALL_ROWS = random.Random(2).randbytes(SMALL_META.size_bytes)
 
 
 def make_entry(meta: EmbeddingMeta, rows: bytes, key: bytes = KEY, nonce: bytes = NONCE) -> bytes:
-    packed = CODEC.pack(key, meta, memoryview(rows), nonce, created_s=1_700_000_000)
-    return packed.header + b"".join(packed.blocks)
+    return pack_entry(CODEC, key, meta, rows, nonce, created_s=1_700_000_000)
 
 
 def read(entry: bytes, start: int, stop: int, key: bytes = KEY) -> bytes:
-    """What a careful reader does: header, length, covering blocks, and only then the rows."""
-    header = CODEC.parse_header(memoryview(entry)[: codec.HEADER_BYTES], key)
-    codec.check_length(header, len(entry))
-    rows = b""
-    for span in codec.block_span(header, start, stop):
-        block = memoryview(bytearray(entry[span.offset : span.offset + span.length]))
-        codec.open_block(header, span.index, block, block)
-        rows += bytes(block[span.skip_bytes : span.skip_bytes + span.take_bytes])
-    return rows
+    return open_entry(CODEC, entry, start, stop, key)
 
 
 def rows_of(meta: EmbeddingMeta, rows: bytes, start: int, stop: int) -> bytes:

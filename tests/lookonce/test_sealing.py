@@ -19,7 +19,17 @@ from lookonce.errors import ConfigurationError
 from lookonce.miss_reason import CorruptEntryError, MissReason
 from lookonce.redis_server import EmbeddedRedis
 from lookonce.sealing import AesGcm, Checksum, Sealer, load_sealer
-from tests.lookonce.entries import LARGE, data_key, fresh_key, make_rows, metadata_key, read, read_all
+from tests.lookonce.entries import (
+    LARGE,
+    data_key,
+    fresh_key,
+    make_rows,
+    metadata_key,
+    open_entry,
+    pack_entry,
+    read,
+    read_all,
+)
 
 KEY_A, KEY_B = b"a" * 32, b"b" * 32
 SEALED = EmbeddingCodec(AesGcm([KEY_A]))
@@ -34,19 +44,7 @@ SMALL_ROWS = random.Random(2).randbytes(SMALL_META.size_bytes)
 def entry_of(
     packer: EmbeddingCodec, meta: EmbeddingMeta, rows: bytes, key: bytes = CONTENT_KEY, nonce: bytes = b"n" * 16
 ) -> bytes:
-    packed = packer.pack(key, meta, memoryview(rows), nonce, created_s=0)
-    return packed.header + b"".join(packed.blocks)
-
-
-def open_entry(reader: EmbeddingCodec, entry: bytes, start: int, stop: int, key: bytes = CONTENT_KEY) -> bytes:
-    header = reader.parse_header(entry[: codec.HEADER_BYTES], key)
-    codec.check_length(header, len(entry))
-    rows = b""
-    for span in codec.block_span(header, start, stop):
-        block = memoryview(bytearray(entry[span.offset : span.offset + span.length]))
-        codec.open_block(header, span.index, block, block)
-        rows += bytes(block[span.skip_bytes : span.skip_bytes + span.take_bytes])
-    return rows
+    return pack_entry(packer, key, meta, rows, nonce)
 
 
 ENTRY = entry_of(SEALED, META, ROWS)
@@ -62,7 +60,7 @@ def refusal(reader: EmbeddingCodec, entry: bytes, key: bytes = CONTENT_KEY) -> M
 @given(st.integers(0, 29).flatmap(lambda start: st.tuples(st.just(start), st.integers(start + 1, 30))))
 def test_any_range_comes_back_bit_equal(wanted: tuple[int, int]) -> None:
     start, stop = wanted
-    assert open_entry(SEALED, ENTRY, start, stop) == ROWS[start * META.row_bytes : stop * META.row_bytes]
+    assert open_entry(SEALED, ENTRY, start, stop, CONTENT_KEY) == ROWS[start * META.row_bytes : stop * META.row_bytes]
 
 
 def test_the_rows_cannot_be_read_without_the_key() -> None:
@@ -82,7 +80,7 @@ def test_every_flipped_bit_is_noticed() -> None:
         damaged = bytearray(SMALL_ENTRY)
         damaged[bit // 8] ^= 1 << (bit % 8)
         with pytest.raises(CorruptEntryError):
-            open_entry(SEALED, bytes(damaged), 0, SMALL_META.num_rows)
+            open_entry(SEALED, bytes(damaged), 0, SMALL_META.num_rows, CONTENT_KEY)
 
 
 def test_another_image_s_entry_cannot_be_put_in_its_place() -> None:
@@ -120,16 +118,16 @@ def test_metadata_is_sealed_too() -> None:
 
 def test_a_new_key_in_front_opens_what_the_old_one_sealed() -> None:
     rotated, new_only = EmbeddingCodec(AesGcm([KEY_B, KEY_A])), EmbeddingCodec(AesGcm([KEY_B]))
-    assert open_entry(rotated, ENTRY, 0, 30) == ROWS
+    assert open_entry(rotated, ENTRY, 0, 30, CONTENT_KEY) == ROWS
     fresh = entry_of(rotated, META, ROWS)
-    assert open_entry(new_only, fresh, 0, 30) == ROWS
+    assert open_entry(new_only, fresh, 0, 30, CONTENT_KEY) == ROWS
     assert refusal(SEALED, fresh) is MissReason.HEADER_SEAL
 
 
 def test_a_key_file_has_a_key_per_line(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"{KEY_B.hex()}\n{KEY_A.hex()}\n")
-    assert open_entry(EmbeddingCodec(load_sealer(path)), ENTRY, 0, 30) == ROWS
+    assert open_entry(EmbeddingCodec(load_sealer(path)), ENTRY, 0, 30, CONTENT_KEY) == ROWS
     assert isinstance(load_sealer(None), Checksum)
 
 
