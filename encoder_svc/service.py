@@ -26,6 +26,9 @@ from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.store_metrics import StoreCollector
 
+# A hiccup of Redis is waited out once: what it is asked here, and not told, costs a forward pass.
+_STORE_ATTEMPTS = 2
+
 
 @asynccontextmanager
 async def open_pipeline(
@@ -81,4 +84,5 @@ def _open_store(settings: EncoderSettings) -> EmbeddingStore | None:
         settings.ttl_s,
         settings.max_entry_bytes,
         sealer=load_sealer(settings.seal_key_file),
+        num_attempts=_STORE_ATTEMPTS,
     )

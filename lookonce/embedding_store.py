@@ -38,6 +38,8 @@ ResultT = TypeVar("ResultT")
 # A read keeps at most this many pieces of this size on their way, so that small operations beside it stay quick.
 _PIECE_BYTES = 1 << 20
 _WINDOW_PIECES = 3
+# Asking again may help.
+_LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
 # Redis' own limit of one string (proto-max-bulk-len).
 _MAX_STRING_BYTES = 512 << 20
 # One value larger than maxmemory would evict everything and then fail.
@@ -51,6 +53,8 @@ class EmbeddingStore:
 
     `budget_s`: longest time of one operation in seconds, connecting included. `ttl_s`: life of an entry after writing
     or touching. `max_entry_bytes`: larger entries are not written. `sealer`: the checksum where nothing else is said.
+    `num_attempts`: how often a server that did not answer in time is asked, each time for `budget_s`, as long as the
+    breaker is closed; more than 1 where the alternative costs more than waiting. Reading rows is tried once.
     Raises ConfigurationError for an unusable URL.
     """
 
@@ -63,6 +67,7 @@ class EmbeddingStore:
         *,
         sealer: Sealer | None = None,
         breaker: CircuitBreaker | None = None,
+        num_attempts: int = 1,
     ) -> None:
         self._link = RedisLink(url, budget_s)
         self._budget_s = budget_s
@@ -70,6 +75,7 @@ class EmbeddingStore:
         self._max_entry_bytes = min(max_entry_bytes, _MAX_STRING_BYTES)
         self._codec = EmbeddingCodec(sealer or Checksum())
         self._breaker = breaker or CircuitBreaker()
+        self._num_attempts = num_attempts
         self.stats = StoreStats()
 
     @property
@@ -121,7 +127,7 @@ class EmbeddingStore:
         rows = embedding_codec.as_bytes(rows)
         entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
         try:
-            outcome = self._ask(lambda exchange: self._write(exchange, key, meta, entry), self._deadline_s())
+            outcome = self.ask(lambda exchange: self._write(exchange, key, meta, entry))
         except CacheMissError as miss:
             outcome = miss.reason.value
         self.stats.count(StoreOperation.WRITE, outcome)
@@ -157,7 +163,16 @@ class EmbeddingStore:
         return self._succeeds(StoreOperation.PING, ask)
 
     def ask(self, action: Callable[[Exchange], ResultT]) -> ResultT:
-        """Runs another exchange with Redis in one operation's time and behind its breaker. Raises CacheMissError."""
+        """Runs an exchange with Redis as one operation, behind the breaker. Raises CacheMissError.
+
+        `action` may be run again after Redis did it without an answer getting through.
+        """
+        for _ in range(self._num_attempts - 1):
+            try:
+                return self._ask(action, self._deadline_s())
+            except RedisTroubleError as trouble:
+                if trouble.reason not in _LATE_REASONS:
+                    raise
         return self._ask(action, self._deadline_s())
 
     def close(self) -> None:
@@ -192,20 +207,19 @@ class EmbeddingStore:
     def _find(
         self, operation: StoreOperation, key: ContentKey, name: bytes, action: Callable[[Exchange], EmbeddingMeta]
     ) -> EmbeddingMeta | None:
-        deadline_s = self._deadline_s()
         try:
-            meta = self._ask(action, deadline_s)
+            meta = self.ask(action)
         except CacheMissError as miss:
             self.stats.count(operation, miss.reason.value)
             if isinstance(miss, CorruptEntryError):
-                self._discard(name, deadline_s)
+                self._discard(name, self._deadline_s())
             return None
         self.stats.count(operation, "ok")
         return meta
 
     def _succeeds(self, operation: StoreOperation, action: Callable[[Exchange], bool]) -> bool:
         try:
-            succeeded = self._ask(action, self._deadline_s())
+            succeeded = self.ask(action)
         except CacheMissError as miss:
             self.stats.count(operation, miss.reason.value)
             return False

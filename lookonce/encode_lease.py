@@ -62,9 +62,11 @@ class EncodeLeases:
 
         def take(exchange: Exchange) -> LeaseAttempt:
             exchange.send(b"SET", lease_key(key), token, b"NX", b"PX", self._ttl_ms)
+            exchange.send(b"GET", lease_key(key))
             exchange.send(b"PTTL", lease_key(key))
-            is_mine, remaining_ms = exchange.read_status(), exchange.read_integer()
-            if is_mine:
+            is_first, holder, remaining_ms = exchange.read_status(), exchange.read_bulk(), exchange.read_integer()
+            # Not the first and yet the holder: an earlier attempt whose answer came too late.
+            if is_first or holder == token:
                 return LeaseAttempt(LeaseState.HELD, token, self.ttl_s)
             return LeaseAttempt(LeaseState.BUSY, remaining_s=max(0, remaining_ms) / 1000)
 

@@ -1,7 +1,7 @@
 """The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
 
 SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, at most
-`drain_timeout_s` → what is left gets UNAVAILABLE → exit 0.     A second signal kills the process.
+`drain_timeout_s` → what is left gets UNAVAILABLE → exit 0. A second signal kills the process.
 """
 
 from __future__ import annotations

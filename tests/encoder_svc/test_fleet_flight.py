@@ -297,6 +297,22 @@ async def test_four_replicas_and_fifty_requests_each_for_one_cold_image_encode_o
             assert all(answer.results[0].stored for answer in answers)
 
 
+async def test_a_hiccup_of_redis_costs_no_second_encode(start_encoder: StartEncoder, own_redis: EmbeddedRedis) -> None:
+    async with AsyncExitStack() as stack:
+        encoders = [
+            await stack.enter_async_context(start_encoder("llava_clip", redis_url=own_redis.url)) for _ in range(4)
+        ]
+        await asyncio.gather(*(encoder.stub.Encode(request_of(9050)) for encoder in encoders))
+        os.kill(own_redis.pid, signal.SIGSTOP)
+        asking = asyncio.gather(*(encoder.stub.Encode(request_of(9051)) for encoder in encoders for _ in range(50)))
+        # Longer than one operation may take.
+        await asyncio.sleep(0.3)
+        os.kill(own_redis.pid, signal.SIGCONT)
+        answers = await asking
+        assert encodes(encoders) == 2
+        assert all(answer.results[0].stored for answer in answers)
+
+
 async def test_a_thousand_requests_over_fifty_images_encode_each_once(
     start_encoder: StartEncoder, own_redis: EmbeddedRedis
 ) -> None:
