@@ -305,8 +305,8 @@ async def test_a_hiccup_of_redis_costs_no_second_encode(start_encoder: StartEnco
         await asyncio.gather(*(encoder.stub.Encode(request_of(9050)) for encoder in encoders))
         os.kill(own_redis.pid, signal.SIGSTOP)
         asking = asyncio.gather(*(encoder.stub.Encode(request_of(9051)) for encoder in encoders for _ in range(50)))
-        # Longer than one operation may take.
-        await asyncio.sleep(0.3)
+        # Longer than a look and the attempt to get the lease may take.
+        await asyncio.sleep(0.65)
         os.kill(own_redis.pid, signal.SIGCONT)
         answers = await asking
         assert encodes(encoders) == 2
