@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import pathlib
 import random
 import resource
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,13 +48,17 @@ _SMALL_BYTES = 1024
 
 # The sender of the bare socket: it answers each byte with the payload, from a process of its own as a server is.
 _SENDER = """
-import socket, sys
-path, size = sys.argv[1], int(sys.argv[2])
-payload = bytes(size)
-with socket.socket(socket.AF_UNIX) as server:
-    server.bind(path)
+import os, socket, sys
+family, size = getattr(socket, sys.argv[1]), int(sys.argv[2])
+# Zeros would all lie in one page, and the sender would read nothing but its cache.
+payload = os.urandom(size)
+with socket.socket(family) as server:
+    if family == socket.AF_INET:
+        server.bind(("127.0.0.1", 0))
+    else:
+        server.bind(sys.argv[3])
     server.listen()
-    print("ready", flush=True)
+    print(server.getsockname()[1] if family == socket.AF_INET else 0, flush=True)
     connection, _ = server.accept()
     with connection:
         while connection.recv(1):
@@ -76,7 +81,10 @@ class Size:
 
     num_bytes: int
     raw: list[Speed]
+    # The whole entry by one command, as from a Valkey since 9.
     ours: list[Speed]
+    # As from every other server, and as ranges are read from all.
+    in_pieces: list[Speed]
     sealed: list[Speed]
     redis_py: list[Speed]
 
@@ -87,13 +95,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="per size and side (default: %(default)s)")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.5, 2, 8, 24, 64, 117])
     arguments = parser.parse_args()
-    with EmbeddedRedis(2 << 30) as server:
-        sizes = [measure(server, int(size * _MB), arguments.rounds) for size in arguments.megabytes]
-        alone, beside = small_reads(server)
+    sizes = {}
+    for name, use_tcp in (("TCP loopback", True), ("Unix socket", False)):
+        with EmbeddedRedis(2 << 30, use_tcp=use_tcp) as server:
+            megabytes = arguments.megabytes
+            sizes[name] = [measure(server, int(size * _MB), arguments.rounds, use_tcp=use_tcp) for size in megabytes]
+            if use_tcp:
+                alone, beside = small_reads(server)
     machine = report.this_machine()
     figures = {
         "machine": asdict(machine),
-        "sizes": [asdict(size) for size in sizes],
+        "sizes": {name: [asdict(size) for size in found] for name, found in sizes.items()},
         "small_get_us": {"alone": alone, "beside": beside},
     }
     path = report.write_json(_NAME, figures)
@@ -101,7 +113,7 @@ def main() -> None:
     print(f"wrote {path} and {report.RESULTS}")
 
 
-def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int) -> Size:
+def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: bool) -> Size:
     """Interleaved reads of one entry of about this size."""
     meta = EmbeddingMeta(max(1, num_bytes // (2 * _HIDDEN_SIZE)), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
     rows = memoryview(secrets.token_bytes(meta.size_bytes))
@@ -116,20 +128,23 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int) -> Size:
         keys = _key(f"plain {num_bytes}"), _key(f"sealed {num_bytes}")
         assert plain.write(keys[0], meta, rows)
         assert sealed.write(keys[1], meta, rows)
-        raw = exits.enter_context(_raw_reader(out))
+        raw = exits.enter_context(_raw_reader(out, use_tcp=use_tcp))
         client = exits.enter_context(redis.Redis.from_url(server.url))
         name = f"lookonce:{{{keys[0].hex}}}:e"
 
         def ours() -> None:
+            assert plain.read_rows(keys[0], 0, meta.num_rows, out, num_rows=meta.num_rows) is None
+
+        def in_pieces() -> None:
             assert plain.read_rows(keys[0], 0, meta.num_rows, out) is None
 
         def ours_sealed() -> None:
-            assert sealed.read_rows(keys[1], 0, meta.num_rows, out) is None
+            assert sealed.read_rows(keys[1], 0, meta.num_rows, out, num_rows=meta.num_rows) is None
 
         def redis_py() -> None:
             assert client.get(name) is not None
 
-        sides: list[Callable[[], None]] = [raw, ours, ours_sealed, redis_py]
+        sides: list[Callable[[], None]] = [raw, ours, in_pieces, ours_sealed, redis_py]
         speeds: list[list[Speed]] = [[] for _ in sides]
         repeats = max(1, 50 * _MB // meta.size_bytes)
         for side in sides:
@@ -145,33 +160,43 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int) -> Size:
 
 
 def small_reads(server: EmbeddedRedis) -> tuple[list[float], list[float]]:
-    """Microseconds of 1 KB GETs, alone and beside two readers of 24 MB entries."""
+    """Microseconds of 1 KB GETs, alone and beside a process whose two threads read 24 MB entries."""
     meta = EmbeddingMeta(24 * _MB // (2 * _HIDDEN_SIZE), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
-    store = EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)
-    key = _key("beside")
-    assert store.write(key, meta, memoryview(secrets.token_bytes(meta.size_bytes)))
-    ended = threading.Event()
+    with contextlib.closing(EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)) as store:
+        assert store.write(_key("beside"), meta, memoryview(secrets.token_bytes(meta.size_bytes)))
+    context = multiprocessing.get_context("spawn")
+    begun, ended = context.Event(), context.Event()
+    reader = context.Process(target=_read_on, args=(server.url, meta, begun, ended), daemon=True)
+    with redis.Redis.from_url(server.url) as client:
+        client.set("small", random.Random(1).randbytes(_SMALL_BYTES))
+        alone = _latencies_us(client)
+        reader.start()
+        begun.wait()
+        beside = _latencies_us(client)
+        ended.set()
+        reader.join()
+    return alone, beside
+
+
+def _read_on(url: str, meta: EmbeddingMeta, begun: Any, ended: Any) -> None:
+    """Two threads read a large entry until told to end."""
+    store = EmbeddingStore(url, _BUDGET_S, 600, 512 << 20)
 
     def read() -> None:
         out = memoryview(bytearray(meta.size_bytes))
         while not ended.is_set():
-            store.read_rows(key, 0, meta.num_rows, out)
+            assert store.read_rows(_key("beside"), 0, meta.num_rows, out, num_rows=meta.num_rows) is None
+            begun.set()
 
-    with redis.Redis.from_url(server.url) as client:
-        client.set("small", random.Random(1).randbytes(_SMALL_BYTES))
-        alone = _latencies_us(client)
-        readers = [threading.Thread(target=read) for _ in range(2)]
-        for reader in readers:
-            reader.start()
-        beside = _latencies_us(client)
-        ended.set()
-        for reader in readers:
-            reader.join()
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     store.close()
-    return alone, beside
 
 
-def _latencies_us(client: Any, count: int = 4000) -> list[float]:
+def _latencies_us(client: Any, count: int = 10_000) -> list[float]:
     found = []
     for _ in range(count):
         started = time.perf_counter()
@@ -181,14 +206,15 @@ def _latencies_us(client: Any, count: int = 4000) -> list[float]:
 
 
 @contextlib.contextmanager
-def _raw_reader(out: memoryview) -> Iterator[Callable[[], None]]:
+def _raw_reader(out: memoryview, *, use_tcp: bool) -> Iterator[Callable[[], None]]:
+    family = socket.AF_INET if use_tcp else socket.AF_UNIX
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "s"
-        command = [sys.executable, "-c", _SENDER, str(path), str(out.nbytes)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as sender, socket.socket(socket.AF_UNIX) as connection:
+        path = str(pathlib.Path(folder) / "s")
+        command = [sys.executable, "-c", _SENDER, family.name, str(out.nbytes), path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as sender, socket.socket(family) as connection:
             assert sender.stdout is not None
-            sender.stdout.readline()
-            connection.connect(str(path))
+            port = int(sender.stdout.readline())
+            connection.connect(("127.0.0.1", port) if use_tcp else path)
 
             def read() -> None:
                 connection.sendall(b"x")
@@ -223,10 +249,27 @@ def _ratio(side: Sequence[Speed], other: Sequence[Speed]) -> float:
     return statistics.median(one.gb_per_s / two.gb_per_s for one, two in zip(side, other, strict=True))
 
 
-def _section(sizes: Sequence[Size], alone: Sequence[float], beside: Sequence[float]) -> str:
+def _section(sizes: Mapping[str, Sequence[Size]], alone: Sequence[float], beside: Sequence[float]) -> str:
+    question = (
+        "## fetch_speed\n\nHow fast do rows come from Redis into a buffer? Goals: at least 0.8 of a bare socket's "
+        "speed\nand at most a third of redis-py's CPU time for 2 to 117 MB; p99.9 of small GETs beside 24 MB reads at "
+        "most 5 ms."
+    )
+    num_rounds = len(next(iter(sizes.values()))[0].ours)
+    note = (
+        f"{num_rounds} interleaved rounds; rows are verified, redis-py only receives. Whole: one command, as decoders\n"
+        "read an image of which they have nothing from a Valkey since 9; in pieces: as ranges are read, and all\n"
+        f"from other servers. A GET of 1 KB over TCP, median / p99 / p99.9: alone {_quantiles(alone)},\n"
+        f"beside a process with two threads that read 24 MB entries {_quantiles(beside)}."
+    )
+    tables = [f"{name}:\n\n{_table(found)}" for name, found in sizes.items()]
+    return "\n\n".join([question, *tables, note])
+
+
+def _table(sizes: Sequence[Size]) -> str:
     head = [
-        "entry", "bare socket", "rows", "rows ÷ socket", "least … most", "redis-py ÷ socket", "AES-GCM ÷ socket",
-        "CPU of rows ÷ redis-py",
+        "entry", "bare socket", "whole", "whole ÷ socket", "least … most", "in pieces ÷ socket", "redis-py ÷ socket",
+        "AES-GCM ÷ socket", "CPU of whole ÷ redis-py",
     ]  # fmt: skip
     rows = []
     for size in sizes:
@@ -241,22 +284,13 @@ def _section(sizes: Sequence[Size], alone: Sequence[float], beside: Sequence[flo
                 f"{statistics.median(one.gb_per_s for one in size.ours):.2f} GB/s",
                 f"{statistics.median(ratios):.2f}",
                 f"{min(ratios):.2f} … {max(ratios):.2f}",
+                f"{_ratio(size.in_pieces, size.raw):.2f}",
                 f"{_ratio(size.redis_py, size.raw):.2f}",
                 f"{_ratio(size.sealed, size.raw):.2f}",
                 f"{cpu:.2f}",
             ]
         )
-    question = (
-        "## fetch_speed\n\nHow fast do rows come from Redis into a buffer? Goals: at least 0.8 of a bare socket's "
-        "speed\nand at most a third of redis-py's CPU time for 2 to 117 MB; p99.9 of small GETs beside 24 MB reads at "
-        "most 5 ms."
-    )
-    note = (
-        f"{len(sizes[0].ours)} interleaved rounds over a Unix socket; rows are verified, redis-py only receives.\n"
-        f"A GET of 1 KB, median / p99 / p99.9: alone {_quantiles(alone)}, beside two readers of 24 MB entries\n"
-        f"in the same process {_quantiles(beside)}."
-    )
-    return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
+    return report.table(head, rows)
 
 
 def _quantiles(sorted_us: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ EmbeddingNotCachedError; trouble with the shared cache is a miss.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 import uuid
@@ -131,11 +132,15 @@ class EmbeddingFetcher:
         """Whether the shared cache filled the buffer with verified rows."""
         if self._store is None:
             return False
-        loop = asyncio.get_running_loop()
-        miss = await loop.run_in_executor(
-            self._threads, self._store.read_rows, fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(buffer)
+        read = functools.partial(
+            self._store.read_rows,
+            fetch.key,
+            fetch.rows.start,
+            fetch.rows.stop,
+            memoryview(buffer),
+            num_rows=fetch.num_image_rows,
         )
-        return miss is None
+        return await asyncio.get_running_loop().run_in_executor(self._threads, read) is None
 
 
 def _rows(fetch: RowFetch, buffer: bytearray, info: EncoderInfo, source: RowSource) -> FetchedRows:

@@ -166,7 +166,7 @@ def _read_rows(store: EmbeddingStore, key: ContentKey, row_offset: int, row_coun
         return None
     start, stop = _checked_range(meta, row_offset, row_count)
     rows = memoryview(bytearray((stop - start) * meta.row_bytes))
-    missing = store.read_rows(key, start, stop, rows)
+    missing = store.read_rows(key, start, stop, rows, num_rows=meta.num_rows)
     return None if missing is not None else RowRange(meta, start, rows.toreadonly())
 
 

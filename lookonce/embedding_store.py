@@ -3,24 +3,25 @@
 Synchronous: call it from threads, never on an event loop. Redis is a cache: whatever it does (dead, frozen, full, not
 allowed, foreign values) is a miss or a False within `budget_s` seconds, counted by reason, and never an exception.
 
-Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN and PING; writing also EXISTS, SET,
-PEXPIRE, UNLINK and, to learn maxmemory, INFO. What a role may not do, it does without.
+Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN, PING, HELLO and, where that names a
+Valkey, GET; writing also EXISTS, SET, PEXPIRE, UNLINK and, to learn maxmemory, INFO. A role without HELLO reads in
+pieces, one without INFO knows no limit.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from lookonce import embedding_codec
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.content_key import ContentKey
-from lookonce.embedding_codec import HEADER_BYTES, NONCE_BYTES, BlockSpan, EmbeddingCodec, EntryHeader, PackedEntry
+from lookonce.embedding_codec import NONCE_BYTES, EmbeddingCodec, PackedEntry
 from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.entry_reader import EntryReader
 from lookonce.miss_reason import (
     UNREACHABLE_REASONS,
     CacheMissError,
@@ -29,15 +30,13 @@ from lookonce.miss_reason import (
     RedisReplyError,
     RedisTroubleError,
 )
-from lookonce.redis_link import Exchange, RedisLink
+from lookonce.redis_exchange import Exchange
+from lookonce.redis_link import RedisLink
 from lookonce.sealing import Checksum, Sealer
 from lookonce.store_stats import StoreOperation, StoreStats
 
 ResultT = TypeVar("ResultT")
 
-# A read keeps at most this many pieces of this size on their way, so that small operations beside it stay quick.
-_PIECE_BYTES = 1 << 20
-_WINDOW_PIECES = 3
 # Asking again may help.
 _LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
 # Redis' own limit of one string (proto-max-bulk-len).
@@ -86,7 +85,7 @@ class EmbeddingStore:
     def stat(self, key: ContentKey) -> EmbeddingMeta | None:
         """The shape of a complete entry, or None. Reads the header only: rows are verified when they are read."""
         return self._find(
-            StoreOperation.STAT, key, _data_key(key), lambda exchange: self._read_header(exchange, key).meta
+            StoreOperation.STAT, key, _data_key(key), lambda exchange: self._reader(exchange, key).read_header().meta
         )
 
     def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
@@ -95,22 +94,26 @@ class EmbeddingStore:
             StoreOperation.METADATA, key, _metadata_key(key), lambda exchange: self._read_metadata(exchange, key)
         )
 
-    def read_rows(self, key: ContentKey, start: int, stop: int, out: memoryview) -> MissReason | None:
+    def read_rows(
+        self, key: ContentKey, start: int, stop: int, out: memoryview, *, num_rows: int | None = None
+    ) -> MissReason | None:
         """Copies rows [start, stop) into `out`, which has room for exactly these rows, and returns None.
 
         Every block is verified before None is returned, and all rows come from one write of the entry. After a miss,
-        which is returned as its reason, `out` may hold anything and must not be used.
+        which is returned as its reason, `out` may hold anything and must not be used. `num_rows`: how many rows the
+        entry should have, if the caller knows; all of them come by one command from a server that is good at it.
         Raises ValueError when the range is empty or reversed or `out` is not writable and contiguous.
         """
         out = embedding_codec.as_bytes(out)
         if out.readonly or not 0 <= start < stop:
             raise ValueError(f"rows [{start}, {stop}) must be a range and their buffer writable")
         deadline_s = self._deadline_s()
-        first = self._try_read(key, start, stop, out, deadline_s)
+        wants_all = (start, stop) == (0, num_rows)
+        first = self._try_read(key, start, stop, out, deadline_s, wants_all=wants_all)
         attempt = first
         if first.reason is MissReason.BLOCK_SEAL:
             # Either the entry was replaced between two pieces, or its bytes are damaged: a second look tells.
-            attempt = self._try_read(key, start, stop, out, deadline_s)
+            attempt = self._try_read(key, start, stop, out, deadline_s, wants_all=wants_all)
             if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
                 attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
         if attempt.is_corrupt:
@@ -226,13 +229,21 @@ class EmbeddingStore:
         self.stats.count(operation, "ok" if succeeded else MissReason.ABSENT.value)
         return succeeded
 
-    def _try_read(self, key: ContentKey, start: int, stop: int, out: memoryview, deadline_s: float) -> _ReadAttempt:
+    def _try_read(
+        self, key: ContentKey, start: int, stop: int, out: memoryview, deadline_s: float, *, wants_all: bool
+    ) -> _ReadAttempt:
         attempt = _ReadAttempt()
 
         def read(exchange: Exchange) -> None:
-            header = self._read_header(exchange, key)
-            attempt.nonce = header.nonce
-            _read_blocks(exchange, key, header, embedding_codec.block_span(header, start, stop), out)
+            reader = self._reader(exchange, key)
+            if wants_all and self._link.replies_by_reference(exchange):
+                header, entry_bytes = reader.begin_whole()
+                attempt.nonce = header.nonce
+                reader.finish_whole(header, entry_bytes, out)
+            else:
+                header = reader.read_header()
+                attempt.nonce = header.nonce
+                reader.read_range(header, start, stop, out)
 
         try:
             self._ask(read, deadline_s)
@@ -258,18 +269,8 @@ class EmbeddingStore:
         was_first, _ = exchange.read_status(), exchange.read_status()
         return "ok" if was_first else "exists"
 
-    def _read_header(self, exchange: Exchange, key: ContentKey) -> EntryHeader:
-        """The checked header of an entry whose length is right. One round trip."""
-        exchange.send(b"GETRANGE", _data_key(key), 0, HEADER_BYTES - 1)
-        exchange.send(b"STRLEN", _data_key(key))
-        data = memoryview(bytearray(HEADER_BYTES))
-        num_bytes = exchange.read_bulk_into(data)
-        entry_bytes = exchange.read_integer()
-        if num_bytes == 0:
-            raise CacheMissError(MissReason.ABSENT)
-        header = self._codec.parse_header(data[:num_bytes], key.value)
-        embedding_codec.check_length(header, entry_bytes)
-        return header
+    def _reader(self, exchange: Exchange, key: ContentKey) -> EntryReader:
+        return EntryReader(exchange, self._codec, _data_key(key), key.value)
 
     def _read_metadata(self, exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
         # One byte more than expected, to notice a longer value without reading all of it.
@@ -327,55 +328,3 @@ def lease_key(key: ContentKey) -> bytes:
 def done_channel(key: ContentKey) -> bytes:
     """Where the end of an encode is told."""
     return b"lookonce:{%s}:d" % key.hex.encode()
-
-
-def _read_blocks(
-    exchange: Exchange, key: ContentKey, header: EntryHeader, spans: tuple[BlockSpan, ...], out: memoryview
-) -> None:
-    """Fills `out` with the needed part of every block. At most _WINDOW_PIECES pieces are on their way at a time."""
-    if out.nbytes != sum(span.take_bytes for span in spans):
-        raise CorruptEntryError(MissReason.OTHER_SHAPE)
-    # Only a block at either end is needed in part; whole ones are received where they belong.
-    scratch = memoryview(bytearray(max((span.length for span in spans if span.take_bytes < span.length), default=0)))
-    upcoming = _pieces(spans)
-    outstanding: deque[_Piece] = deque()
-    filled_bytes = 0
-    for span in spans:
-        is_whole = span.take_bytes == span.length
-        target = out[filled_bytes : filled_bytes + span.length] if is_whole else scratch[: span.length]
-        received_bytes = 0
-        while received_bytes < span.length:
-            while len(outstanding) < _WINDOW_PIECES and (piece := next(upcoming, None)) is not None:
-                exchange.send(b"GETRANGE", _data_key(key), piece.offset, piece.offset + piece.length - 1)
-                outstanding.append(piece)
-            length = outstanding.popleft().length
-            _receive_piece(exchange, target[received_bytes : received_bytes + length])
-            received_bytes += length
-        embedding_codec.open_block(header, span.index, target, target)
-        if not is_whole:
-            needed = target[span.skip_bytes : span.skip_bytes + span.take_bytes]
-            out[filled_bytes : filled_bytes + span.take_bytes] = needed
-        filled_bytes += span.take_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What one GETRANGE asks for; never crosses a block's border."""
-
-    # From the start of the entry.
-    offset: int
-    length: int
-
-
-def _pieces(spans: tuple[BlockSpan, ...]) -> Iterator[_Piece]:
-    for span in spans:
-        for offset in range(0, span.length, _PIECE_BYTES):
-            yield _Piece(span.offset + offset, min(_PIECE_BYTES, span.length - offset))
-
-
-def _receive_piece(exchange: Exchange, view: memoryview) -> None:
-    num_bytes = exchange.read_bulk_into(view)
-    if num_bytes == 0:
-        raise CacheMissError(MissReason.EVICTED)
-    if num_bytes != view.nbytes:
-        raise CorruptEntryError(MissReason.LENGTH)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from lookonce.content_key import ContentKey
 from lookonce.embedding_store import EmbeddingStore, done_channel, lease_key
 from lookonce.miss_reason import CacheMissError
-from lookonce.redis_link import Argument, Exchange
+from lookonce.redis_exchange import Argument, Exchange
 from lookonce.store_stats import StoreOperation
 
 _TOKEN_BYTES = 16

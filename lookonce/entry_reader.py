@@ -1,0 +1,127 @@
+"""Reads one entry's header and rows over one exchange: pieces of a range, or the whole by one command.
+
+Rows are received where the caller wants them, and no block is believed before its seal was checked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lookonce import embedding_codec
+from lookonce.embedding_codec import HEADER_BYTES, BlockSpan, EmbeddingCodec, EntryHeader
+from lookonce.miss_reason import CacheMissError, CorruptEntryError, MissReason
+from lookonce.redis_exchange import Exchange
+
+# A read in pieces keeps at most this many of this size on their way, so that small operations beside it stay quick.
+_PIECE_BYTES = 1 << 20
+_WINDOW_PIECES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one GETRANGE asks for; never crosses a block's border."""
+
+    # From the start of the entry.
+    offset: int
+    length: int
+
+
+class EntryReader:
+    """The value under one name. Every method raises CacheMissError, and CorruptEntryError for what should go."""
+
+    def __init__(self, exchange: Exchange, codec: EmbeddingCodec, name: bytes, key: bytes) -> None:
+        """`key` is what the entry must say it belongs to."""
+        self._exchange = exchange
+        self._codec = codec
+        self._name = name
+        self._key = key
+
+    def read_header(self) -> EntryHeader:
+        """The checked header of an entry whose length is right. One round trip."""
+        self._exchange.send(b"GETRANGE", self._name, 0, HEADER_BYTES - 1)
+        self._exchange.send(b"STRLEN", self._name)
+        data = memoryview(bytearray(HEADER_BYTES))
+        num_bytes = self._exchange.read_bulk_into(data)
+        entry_bytes = self._exchange.read_integer()
+        if num_bytes == 0:
+            raise CacheMissError(MissReason.ABSENT)
+        header = self._codec.parse_header(data[:num_bytes], self._key)
+        embedding_codec.check_length(header, entry_bytes)
+        return header
+
+    def read_range(self, header: EntryHeader, start: int, stop: int, out: memoryview) -> None:
+        """Rows [start, stop) into `out` by the pieces of the blocks that cover them, _WINDOW_PIECES on their way."""
+        spans = embedding_codec.block_span(header, start, stop)
+        _check_size(spans, out)
+        # Only a block at either end is needed in part; whole ones are received where they belong.
+        partial_bytes = (span.length for span in spans if span.take_bytes < span.length)
+        scratch = memoryview(bytearray(max(partial_bytes, default=0)))
+        upcoming = _pieces(spans)
+        outstanding: deque[_Piece] = deque()
+        filled_bytes = 0
+        for span in spans:
+            is_whole = span.take_bytes == span.length
+            target = out[filled_bytes : filled_bytes + span.length] if is_whole else scratch[: span.length]
+            self._receive_pieces(target, upcoming, outstanding)
+            embedding_codec.open_block(header, span.index, target, target)
+            if not is_whole:
+                needed = target[span.skip_bytes : span.skip_bytes + span.take_bytes]
+                out[filled_bytes : filled_bytes + span.take_bytes] = needed
+            filled_bytes += span.take_bytes
+
+    def begin_whole(self) -> tuple[EntryHeader, int]:
+        """(header, length) of an entry all of whose rows `finish_whole` takes. One command for both.
+
+        Only for a server that does not copy the value for it: the whole reply is under way from now on.
+        """
+        self._exchange.send(b"GET", self._name)
+        entry_bytes = self._exchange.begin_bulk()
+        if entry_bytes is None:
+            raise CacheMissError(MissReason.ABSENT)
+        if entry_bytes < HEADER_BYTES:
+            raise CorruptEntryError(MissReason.TOO_SHORT)
+        data = memoryview(bytearray(HEADER_BYTES))
+        self._exchange.receive_bulk(data)
+        header = self._codec.parse_header(data, self._key)
+        embedding_codec.check_length(header, entry_bytes)
+        return header, entry_bytes
+
+    def finish_whole(self, header: EntryHeader, entry_bytes: int, out: memoryview) -> None:
+        """All rows into `out`; a block is checked while the next one arrives."""
+        spans = embedding_codec.block_span(header, 0, header.meta.num_rows)
+        _check_size(spans, out)
+        filled_bytes = 0
+        for span in spans:
+            target = out[filled_bytes : filled_bytes + span.length]
+            self._exchange.receive_bulk(target)
+            embedding_codec.open_block(header, span.index, target, target)
+            filled_bytes += span.length
+        self._exchange.end_bulk(entry_bytes)
+
+    def _receive_pieces(self, target: memoryview, upcoming: Iterator[_Piece], outstanding: deque[_Piece]) -> None:
+        """Fills `target`; asks for the next pieces of the read meanwhile."""
+        received_bytes = 0
+        while received_bytes < target.nbytes:
+            while len(outstanding) < _WINDOW_PIECES and (piece := next(upcoming, None)) is not None:
+                self._exchange.send(b"GETRANGE", self._name, piece.offset, piece.offset + piece.length - 1)
+                outstanding.append(piece)
+            length = outstanding.popleft().length
+            num_bytes = self._exchange.read_bulk_into(target[received_bytes : received_bytes + length])
+            if num_bytes == 0:
+                raise CacheMissError(MissReason.EVICTED)
+            if num_bytes != length:
+                raise CorruptEntryError(MissReason.LENGTH)
+            received_bytes += length
+
+
+def _pieces(spans: tuple[BlockSpan, ...]) -> Iterator[_Piece]:
+    for span in spans:
+        for offset in range(0, span.length, _PIECE_BYTES):
+            yield _Piece(span.offset + offset, min(_PIECE_BYTES, span.length - offset))
+
+
+def _check_size(spans: tuple[BlockSpan, ...], out: memoryview) -> None:
+    if out.nbytes != sum(span.take_bytes for span in spans):
+        raise CorruptEntryError(MissReason.OTHER_SHAPE)
