@@ -59,6 +59,7 @@ bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.hit_cost
 	@$(BIN)/python -m benchmarks.rows_moved
 	@$(BIN)/python -m benchmarks.fetch_speed
+	@$(BIN)/python -m benchmarks.frozen_redis
 
 docs: $(INSTALLED) ## rewrite what the documentation takes from the code
 	@$(BIN)/python docs/generate_settings.py

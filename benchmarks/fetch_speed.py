@@ -27,6 +27,7 @@ from typing import Any
 import redis
 
 from benchmarks import report
+from lookonce.cache_names import data_key
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -130,7 +131,7 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
         assert sealed.write(keys[1], meta, rows)
         raw = exits.enter_context(_raw_reader(out, use_tcp=use_tcp))
         client = exits.enter_context(redis.Redis.from_url(server.url))
-        name = f"lookonce:{{{keys[0].hex}}}:e"
+        name = data_key(keys[0])
 
         def ours() -> None:
             assert plain.read_rows(keys[0], 0, meta.num_rows, out, num_rows=meta.num_rows) is None

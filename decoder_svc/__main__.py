@@ -6,6 +6,7 @@ import sys
 
 from decoder_svc.settings import DecoderSettings
 from lookonce import serving
+from lookonce.cache_health import watched_cache
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
 
@@ -18,8 +19,10 @@ async def serve(arguments: list[str]) -> None:
     # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
     from decoder_svc.service import open_service
 
-    async with open_service(settings, telemetry.registry) as service:
-        server = serving.GrpcService(settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy)
+    async with open_service(settings, telemetry.registry) as service, watched_cache(service.store) as parts:
+        server = serving.GrpcService(
+            settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy, parts=parts
+        )
         await server.serve_until_stopped()
 
 

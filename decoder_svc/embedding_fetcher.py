@@ -7,6 +7,7 @@ EmbeddingNotCachedError; trouble with the shared cache is a miss.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -22,12 +23,16 @@ from decoder_svc.scheduler_output import RowFetch
 from decoder_svc.touch_queue import TouchQueue
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_store import EmbeddingStore
-from lookonce.errors import InternalError, LookonceError, UnavailableError
+from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
 _MAX_TOUCH_INTERVAL_S = 60.0
 _TOUCHES_PER_LIFE = 4
+# An image whose rows cannot be read after they were written, nor had from another replica, is encoded so often at most.
+_MAX_ENCODES = 6
+# After so many it seems that the encoder finds an entry whose rows nobody can read.
+_TRUSTING_ENCODES = 2
 
 
 class EmbeddingFetcher:
@@ -104,25 +109,48 @@ class EmbeddingFetcher:
         if self._encoder is None:
             raise UnavailableError("this decoder has no encoder; it serves text only")
         info = await self._encoder.info()
+        if info.fingerprint != fetch.key.fingerprint:
+            # The prompt was laid out for another encoder's rows, of which this one's description says nothing.
+            raise UnavailableError("the encoder was replaced while the request waited; send it again")
         buffer = bytearray(len(fetch.rows) * info.row_bytes)
         if await self._read_shared(fetch, buffer):
             self._touches.note(fetch.key, fetch.options)
             return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.SHARED
-        source = RowSource.SHARED_CACHE
         if fetch.data is not None:
-            encoded = await self._encoder.encode(fetch.key, fetch.data, fetch.options, self._timeout_s)
+            return await self._encode(self._encoder, fetch, fetch.data, info, buffer), FetchTier.ENCODER
+        await self._read_rows(self._encoder, fetch, buffer)
+        return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.ENCODER
+
+    async def _encode(
+        self, encoder: EncoderClient, fetch: RowFetch, data: bytes, info: EncoderInfo, buffer: bytearray
+    ) -> FetchedRows:
+        source = RowSource.SHARED_CACHE
+        for number in range(_MAX_ENCODES):
+            refresh = number >= _TRUSTING_ENCODES
+            encoded = await encoder.encode(fetch.key, data, fetch.options, self._timeout_s, refresh=refresh)
             if encoded.meta.num_rows != fetch.num_image_rows:
                 raise InternalError("the encoder made another number of rows than the prompt has placeholders")
-            source = RowSource.ENCODED if encoded.was_computed else RowSource.SHARED_CACHE
+            if encoded.meta.dtype is not info.dtype:
+                raise UnavailableError("the encoder service changed the element type of its rows; retry")
+            if encoded.was_computed:
+                source = RowSource.ENCODED
             if encoded.stored and await self._read_shared(fetch, buffer):
-                return _rows(fetch, buffer, info, source), FetchTier.ENCODER
+                return _rows(fetch, buffer, info, source)
             if encoded.rows is not None:
                 buffer[:] = encoded.rows[fetch.rows.start * info.row_bytes : fetch.rows.stop * info.row_bytes]
-                return _rows(fetch, buffer, info, source), FetchTier.ENCODER
-        await self._encoder.read_rows(
+                return _rows(fetch, buffer, info, source)
+            # The shared cache has lost the rows since, or does not answer. Calls go round the replicas; with one call
+            # more each time, one that has encoded the image is met for any number of them.
+            for _ in range(number + 1):
+                with contextlib.suppress(EmbeddingNotCachedError):
+                    await self._read_rows(encoder, fetch, buffer)
+                    return _rows(fetch, buffer, info, source)
+        raise UnavailableError(f"an image's embedding was lost {_MAX_ENCODES} times before it could be read; retry")
+
+    async def _read_rows(self, encoder: EncoderClient, fetch: RowFetch, buffer: bytearray) -> None:
+        await encoder.read_rows(
             fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(buffer), self._timeout_s, options=fetch.options
         )
-        return _rows(fetch, buffer, info, source), FetchTier.ENCODER
 
     async def _touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
         if self._encoder is not None:
@@ -144,4 +172,4 @@ class EmbeddingFetcher:
 
 
 def _rows(fetch: RowFetch, buffer: bytearray, info: EncoderInfo, source: RowSource) -> FetchedRows:
-    return FetchedRows(fetch.key, fetch.rows, buffer, info.dtype, source)
+    return FetchedRows(fetch.key, fetch.rows, buffer, info.dtype, source, info.num_levels)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from decoder_svc.request import Request, RequestId, RequestState, RowSource
 from decoder_svc.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
+from lookonce.forgotten import Forgotten
 
 
 class RowUser(NamedTuple):
@@ -40,6 +41,8 @@ class _Entry:
     # Of the rows that arrived last; None before any did.
     source: RowSource | None = None
     needed: dict[tuple[RequestId, int], tuple[RowUser, RowRange]] = field(default_factory=dict)
+    # Goes as soon as nobody needs it.
+    is_forgotten: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -124,12 +127,16 @@ class EncoderCacheManager:
         self.version += 1
         if not entry.needed:
             self._entries.move_to_end(key)
+        self._drop_if_forgotten(key)
         self._drop_if_empty(key)
 
     def arrived(self, key: ContentKey, rows: RowRange, source: RowSource) -> bool:
         """The rows are on the device. False when they are not expected any more: they must be dropped."""
         entry = self._entries.get(key)
         if entry is None or entry.arriving.missing(rows):
+            return False
+        if entry.is_forgotten and not entry.needed:
+            self.drop(key, rows)
             return False
         entry.arriving.remove(rows)
         entry.resident.add(rows)
@@ -146,6 +153,12 @@ class EncoderCacheManager:
         self._num_reserved_rows -= len(rows)
         self.version += 1
         self._drop_if_empty(key)
+
+    def forget(self, forgotten: Forgotten) -> None:
+        """Rows of these images go at once, or when those who need them now are done."""
+        for key in [key for key in self._entries if forgotten.includes(key.value)]:
+            self._entries[key].is_forgotten = True
+            self._drop_if_forgotten(key)
 
     def take_evicted(self) -> tuple[tuple[ContentKey, RowRange], ...]:
         """Rows evicted since the last call; the runner frees them before others of the same key arrive."""
@@ -179,7 +192,13 @@ class EncoderCacheManager:
         self._evicted.append((key, rows))
         self._drop_if_empty(key)
 
+    def _drop_if_forgotten(self, key: ContentKey) -> None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.is_forgotten and not entry.needed:
+            for rows in list(entry.resident):
+                self._evict(key, entry, rows)
+
     def _drop_if_empty(self, key: ContentKey) -> None:
-        entry = self._entries[key]
-        if not entry.num_rows and not entry.needed:
+        entry = self._entries.get(key)
+        if entry is not None and not entry.num_rows and not entry.needed:
             del self._entries[key]

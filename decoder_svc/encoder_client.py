@@ -20,7 +20,7 @@ import structlog
 from decoder_svc.row_stream import RowStreamReader
 from lookonce import errors, status_codes
 from lookonce.common.v1 import common_pb2
-from lookonce.content_key import ContentKey, EncoderFingerprint, ProcessorOptions
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
 from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
@@ -39,6 +39,7 @@ _DTYPES = {
     common_pb2.DATA_TYPE_FLOAT32: RowDtype.FLOAT32,
     common_pb2.DATA_TYPE_FLOAT16: RowDtype.FLOAT16,
     common_pb2.DATA_TYPE_BFLOAT16: RowDtype.BFLOAT16,
+    common_pb2.DATA_TYPE_INT8_SCALED: RowDtype.INT8_SCALED,
 }
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -54,6 +55,8 @@ class ExpectedRows:
     hidden_size: int
     # Extra levels per row.
     num_levels: int = 0
+    # Of the tenant under whose secret the encoder keeps them.
+    tenant_tag: str = DEFAULT_TENANT.tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class EncoderInfo:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row with its levels."""
-        return (1 + self.num_levels) * self.hidden_size * self.dtype.item_bytes
+        return self.dtype.row_bytes(self.hidden_size, self.num_levels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +146,11 @@ class EncoderClient:
             return self._info
 
     async def encode(
-        self, key: ContentKey, data: bytes | None, options: ProcessorOptions, timeout_s: float
+        self, key: ContentKey, data: bytes | None, options: ProcessorOptions, timeout_s: float, *, refresh: bool = False
     ) -> EncodedImage:
         """Makes sure that the image's rows exist. Without `data` they must: else EmbeddingNotCachedError.
 
+        `refresh`: encodes `data` whatever the caches say that they hold.
         Raises what is wrong with the image as its own type, else UnavailableError, OverloadedError or
         FingerprintMismatchError.
         """
@@ -156,7 +160,8 @@ class EncoderClient:
         else:
             image.data = data
             image.expected_digest = key.digest
-        result = await self._encode(key, image, encoder_service_pb2.CACHE_POLICY_UNSPECIFIED, timeout_s)
+        policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
+        result = await self._encode(key, image, policy, timeout_s)
         was_computed = result.source in (
             encoder_service_pb2.RESULT_SOURCE_COMPUTED,
             encoder_service_pb2.RESULT_SOURCE_COALESCED,
@@ -232,7 +237,11 @@ class EncoderClient:
         return response.results[0]
 
     def _checked(self, response: encoder_service_pb2.GetEncoderInfoResponse) -> EncoderInfo:
-        found = ExpectedRows(response.model_type, response.hidden_size, response.num_levels)
+        found = ExpectedRows(response.model_type, response.hidden_size, response.num_levels, response.tenant_tag)
+        if found.tenant_tag != self._expected.tenant_tag:
+            raise FingerprintMismatchError(
+                "the encoder service keeps rows under another tenant secret; tenant_secret_file must be the same"
+            )
         if found != self._expected:
             raise FingerprintMismatchError(
                 f"the encoder service makes rows for {found.model_type} of width {found.hidden_size} with "

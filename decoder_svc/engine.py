@@ -43,6 +43,7 @@ from lookonce.errors import (
     OverloadedError,
     UnavailableError,
 )
+from lookonce.forgotten import Forgotten
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class _Abort:
     reason: FinishReason
 
 
-_Message = Request | FetchedRows | _FailedRows | _Abort | None
+_Message = Request | FetchedRows | _FailedRows | _Abort | Forgotten | None
 _Answer = RequestOutput | LookonceError
 
 
@@ -157,6 +158,10 @@ class Engine:
         """Ends a request in any state with this reason; unknown and ended ones are fine."""
         self._inbox.put(_Abort(request_id, reason))
 
+    def forget(self, forgotten: Forgotten) -> None:
+        """Drops rows, keys and values of these images; requests that are using them go on and leave none behind."""
+        self._inbox.put(forgotten)
+
     def load(self) -> EngineLoad:
         """Figures of this moment for routers and autoscalers."""
         return EngineLoad(
@@ -235,7 +240,7 @@ class Engine:
             self._handle(message)
             self._made_progress = True
 
-    def _handle(self, message: Request | FetchedRows | _FailedRows | _Abort) -> None:
+    def _handle(self, message: Request | FetchedRows | _FailedRows | _Abort | Forgotten) -> None:
         if isinstance(message, Request):
             self._scheduler.add(message)
         elif isinstance(message, FetchedRows):
@@ -243,6 +248,8 @@ class Engine:
                 self._runner.put_rows(message)
         elif isinstance(message, _FailedRows):
             self._fail_rows(message)
+        elif isinstance(message, Forgotten):
+            self._scheduler.forget(message)
         else:
             request = self._scheduler.abort(message.request_id)
             if request is not None:

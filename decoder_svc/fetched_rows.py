@@ -16,7 +16,9 @@ class FetchedRows:
 
     key: ContentKey
     rows: RowRange
-    # [len(rows), row_elements] little-endian, row-major.
+    # [len(rows), row_bytes] little-endian, row-major, as `dtype` lays them out.
     data: bytearray
     dtype: RowDtype
     source: RowSource
+    # Extra feature levels of each row.
+    num_levels: int = 0

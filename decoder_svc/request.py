@@ -224,6 +224,8 @@ class Request:
         self.cache_scope = cache_scope
         # Prompt, then generated.
         self.token_ids = list(prompt.token_ids)
+        # Shows an image that is to be forgotten: its blocks get no names any more.
+        self.is_private = False
         # Tokens whose KV is in the cache; catches up with len(token_ids).
         self.num_computed_tokens = 0
         self.state = RequestState.WAITING

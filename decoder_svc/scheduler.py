@@ -26,6 +26,7 @@ from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
 from decoder_svc.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
+from lookonce.forgotten import Forgotten
 
 # Requests that cannot be admitted yet, but whose rows are asked for. More would cost every step more than it gains.
 _NUM_LOOKED_AHEAD = 4
@@ -199,6 +200,17 @@ class Scheduler:
         for request in failed:
             self._finish(request, FinishReason.ABORT)
         return failed
+
+    def forget(self, forgotten: Forgotten) -> None:
+        """No later request finds rows, keys or values of these images; live ones that show them share nothing any more.
+
+        All blocks lose their names: which of them follow an image is not recorded, and this is rare.
+        """
+        for request in self._requests.values():
+            if any(forgotten.includes(item.key.value) for item in request.prompt.images):
+                request.is_private = True
+        self.kv_cache.reset_prefix_cache()
+        self.encoder_cache.forget(forgotten)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks, rows and requests disagree."""

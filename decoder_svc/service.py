@@ -29,11 +29,13 @@ from decoder_svc.text_tokenizer import TextTokenizer, load_pretrained
 from lookonce import __version__
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
 from lookonce.embedding_store import EmbeddingStore
+from lookonce.forget_channel import ForgetListener
 from lookonce.image_header import ImageLimits
 from lookonce.model_folder import ModelFolder
 from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.store_metrics import StoreCollector
+from lookonce.tenants import Tenants, load_tenants
 
 # The encoder's default; it decides, this only spares it a call.
 _MAX_IMAGE_ASPECT = 200.0
@@ -62,6 +64,8 @@ class DecoderService:
 
     engine: Engine
     servicer: DecoderServicer
+    # None: this decoder uses no shared cache.
+    store: EmbeddingStore | None
 
     def entry(self) -> ServiceEntry:
         """What the server shell registers."""
@@ -95,12 +99,18 @@ async def open_service(settings: DecoderSettings, registry: CollectorRegistry) -
     text = load_text(settings)
     async with AsyncExitStack() as stack:
         store = _open_store(settings, stack)
-        encoder = _open_encoder(settings, text, stack)
+        tenants = load_tenants(settings.tenant_secret_file)
+        encoder = _open_encoder(settings, text, tenants, stack)
         if store is not None:
             registry.register(StoreCollector(store, "decoder"))
         engine = build_engine(settings, text.family, store, encoder, FetchMetrics(registry))
         engine.start()
         stack.push_async_callback(engine.stop)
+        if settings.redis_url is not None:
+            url = settings.redis_url.get_secret_value()
+            listener = ForgetListener(url, settings.redis_budget_s, engine.forget)
+            listener.start()
+            stack.push_async_callback(listener.close)
         metrics = DecoderMetrics(registry)
         metrics.watch(engine)
         prompt_threads = _open_threads(stack, settings.prompt_workers, "prompt")
@@ -115,11 +125,12 @@ async def open_service(settings: DecoderSettings, registry: CollectorRegistry) -
             preparer,
             text.tokenizer,
             encoder,
+            tenants,
             metrics,
             prompt_threads,
             settings.max_num_seqs + settings.max_waiting_requests,
         )
-        yield DecoderService(engine, servicer)
+        yield DecoderService(engine, servicer, store)
 
 
 def build_preparer(
@@ -171,11 +182,13 @@ def _open_store(settings: DecoderSettings, stack: AsyncExitStack) -> EmbeddingSt
     return store
 
 
-def _open_encoder(settings: DecoderSettings, text: LoadedText, stack: AsyncExitStack) -> EncoderClient | None:
+def _open_encoder(
+    settings: DecoderSettings, text: LoadedText, tenants: Tenants, stack: AsyncExitStack
+) -> EncoderClient | None:
     if settings.encoder_target is None:
         return None
     channel = ChannelSettings(settings.max_message_bytes, settings.keepalive_time_s, settings.keepalive_timeout_s)
-    expected = ExpectedRows(text.folder.model_type, text.hidden_size)
+    expected = ExpectedRows(text.folder.model_type, text.hidden_size, tenant_tag=tenants.default.tag)
     encoder = EncoderClient(settings.encoder_target, expected, channel)
     stack.push_async_callback(encoder.close)
     return encoder

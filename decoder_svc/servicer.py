@@ -24,9 +24,9 @@ from decoder_svc.live_requests import LiveRequest, LiveRequests
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.preparation import RequestPreparer
 from decoder_svc.text_tokenizer import TextTokenizer
-from lookonce.content_key import DEFAULT_TENANT
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
+from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"
 # GetModelInfo answers without the fingerprint rather than wait longer for an encoder.
@@ -64,6 +64,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         preparer: RequestPreparer,
         tokenizer: TextTokenizer,
         encoder: EncoderClient | None,
+        tenants: Tenants,
         metrics: DecoderMetrics,
         threads: Executor,
         max_live_requests: int,
@@ -74,6 +75,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._preparer = preparer
         self._tokenizer = tokenizer
         self._encoder = encoder
+        self._tenants = tenants
         self._metrics = metrics
         self._threads = threads
         self._live = LiveRequests(max_live_requests)
@@ -123,7 +125,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.TokenizeRequest, context: Context
     ) -> decoder_service_pb2.TokenizeResponse:
         """The prompt's tokens as Generate would see them, whether or not they fit the context."""
-        prompt = await self._preparer.build_prompt(wire_request.parse_prompt(request), DEFAULT_TENANT)
+        prompt = await self._preparer.build_prompt(wire_request.parse_prompt(request), self._tenants.default)
         images = [wire_response.placeholder_range(item) for item in prompt.images]
         return decoder_service_pb2.TokenizeResponse(token_ids=prompt.token_ids, images=images)
 
@@ -191,11 +193,13 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._check_params(params)
         with self._live.claimed(params.request_id) as live:
             prepared = await self._preparer.prepare(
-                wire_request.parse_prompt(params), wire_request.parse_sampling(params.sampling), DEFAULT_TENANT
+                wire_request.parse_prompt(params),
+                wire_request.parse_sampling(params.sampling),
+                self._tenants.default,
             )
             if live.is_aborted:
                 raise AbortedError("the request was aborted before it began")
-            scope = wire_request.parse_cache_scope(params, DEFAULT_TENANT)
+            scope = wire_request.parse_cache_scope(params, self._tenants.default)
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope)
             async with generating(
                 self._engine, live.engine_id, prepared, options, self._tokenizer, self._metrics

@@ -6,6 +6,7 @@ import sys
 
 from encoder_svc.settings import EncoderSettings
 from lookonce import serving
+from lookonce.cache_health import watched_cache
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
 
@@ -18,7 +19,7 @@ async def serve(arguments: list[str]) -> None:
     import torch
     import transformers
 
-    from encoder_svc.service import open_pipeline, service_entry
+    from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry
     from encoder_svc.vision_model import VisionModel
 
     if settings.num_threads is not None:
@@ -27,8 +28,20 @@ async def serve(arguments: list[str]) -> None:
         transformers.utils.logging.disable_progress_bar()
     model = VisionModel.load(settings)
     model.warm_up()
-    async with open_pipeline(settings, model, telemetry.registry) as pipeline:
-        await serving.GrpcService(settings, telemetry, [service_entry(pipeline, settings)]).serve_until_stopped()
+    async with (
+        open_pipeline(settings, model, telemetry.registry) as pipeline,
+        open_control(settings, pipeline) as control,
+        watched_cache(pipeline.tiers.store) as parts,
+    ):
+        server = serving.GrpcService(
+            settings,
+            telemetry,
+            [service_entry(pipeline, settings)],
+            admin_services=[admin_entry(pipeline, settings, control)],
+            is_ready=lambda: pipeline.is_healthy,
+            parts=parts,
+        )
+        await server.serve_until_stopped()
 
 
 def main() -> None:

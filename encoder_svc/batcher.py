@@ -1,15 +1,23 @@
 """Images of all requests → forward passes: one thread, one bounded queue, one future per image.
 
-A pass takes whatever waits, up to a number of images and of pixel bytes; it never waits for more. When a pass of
-several images fails, each of them runs again alone, so that only the image at fault fails.
+Which images share a pass says forward_queue.py. When a pass begins: at once, as soon as the model is free and an image
+waits; or, with `max_delay_s`, when the pass is full, when no other image is on its way, or when its oldest image has
+waited that long.
+
+When a pass of several images fails, each of them runs again alone, so that only the image at fault fails. Whether it
+*is* at fault shows a control, a pass over a picture known to be good: when that succeeds, the image is poisonous, when
+that fails, too, it is the model, and the image gets the error as it is. Lack of memory is never held against an image:
+it depends on what else was there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,10 +25,16 @@ import structlog
 import torch
 
 from encoder_svc.families import PixelInputs
+from encoder_svc.forward_queue import CallerId, EncodedRows, ForwardJob, ForwardQueue
 from encoder_svc.metrics import EncoderMetrics
-from lookonce.errors import OverloadedError, UnavailableError
+from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
 
 Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
+
+# A pass that hangs does not keep the process from ending.
+_CLOSE_TIMEOUT_S = 10.0
+# How torch's allocator of main memory says it, as a plain RuntimeError.
+_NO_MEMORY = "can't allocate memory"
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -35,105 +49,182 @@ class BatchLimits:
     max_bytes: int
     # Images that wait.
     max_queued: int
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedRows:
-    """What the model gave for one image."""
-
-    # [num_rows, hidden_size], contiguous.
-    rows: torch.Tensor
-    # Duration of the forward pass that the image was part of, seconds.
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    inputs: PixelInputs
-    future: Future[EncodedRows]
+    # How long a pass that is not full waits for images on their way, seconds since its oldest image arrived.
+    max_delay_s: float = 0.0
+    # A pass that runs longer makes the batcher unhealthy, seconds.
+    max_pass_s: float = math.inf
 
 
 class ForwardBatcher:
-    """Owns the forward thread. `submit` may be called from any thread."""
+    """Owns the forward thread. `submit` and `expecting` may be called from any thread."""
 
-    def __init__(self, forward: Forward, limits: BatchLimits, metrics: EncoderMetrics) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        control: Callable[[], object],
+        limits: BatchLimits,
+        metrics: EncoderMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`control` encodes a good picture and raises when the model does not work; it runs on the forward thread."""
         self._forward = forward
+        self._control = control
         self._limits = limits
         self._metrics = metrics
-        self._waiting: deque[_Job] = deque()
+        self._clock = clock
+        self._queue = ForwardQueue(limits.max_images, limits.max_bytes)
+        self._numbers = itertools.count()
+        # Images that somebody prepares.
+        self._num_expected = 0
         self._changed = threading.Condition()
         self._closed = False
+        self._pass_started_s: float | None = None
+        metrics.forward_running_seconds.set_function(lambda: self.running_s)
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
         self._thread.start()
 
-    def submit(self, inputs: PixelInputs) -> Future[EncodedRows]:
-        """Queues one image. Raises OverloadedError when the queue is full, UnavailableError after `close`.
+    @property
+    def running_s(self) -> float:
+        """Age of the forward pass in work, seconds; 0 when there is none."""
+        started_s = self._pass_started_s
+        return 0.0 if started_s is None else self._clock() - started_s
 
-        The future raises whatever the forward pass raised for this image alone. Cancelling it before its pass begins
-        takes the image out of the queue.
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the thread lives and its pass in work is not overdue. A pass that hangs cannot be ended from here."""
+        return self._thread.is_alive() and self.running_s <= self._limits.max_pass_s
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """While the block runs an image is on its way, for which a pass that is not full may wait. Submit inside."""
+        with self._changed:
+            self._num_expected += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_expected -= 1
+                self._changed.notify()
+
+    def submit(self, inputs: PixelInputs, caller: CallerId) -> Future[EncodedRows]:
+        """Queues one image. Raises OverloadedError when the queue is full, UnavailableError after `close` or while
+        the model hangs.
+
+        The future raises ImagePoisonousError when the model works but not on this image, else what the pass of this
+        image alone raised. Cancelling it before its pass begins takes the image out of the queue.
         """
-        job = _Job(inputs, Future())
         with self._changed:
             if self._closed:
                 raise UnavailableError("the encoder is shutting down; retry on another replica")
-            if len(self._waiting) >= self._limits.max_queued:
-                raise OverloadedError(f"{len(self._waiting)} images wait for the model, which is the limit")
-            self._waiting.append(job)
+            if not self.is_healthy:
+                raise UnavailableError("the encoder's model does not answer; retry on another replica")
+            if len(self._queue) >= self._limits.max_queued:
+                raise OverloadedError(f"{len(self._queue)} images wait for the model, which is the limit")
+            job = ForwardJob(inputs, caller, next(self._numbers), self._clock())
+            self._queue.put(job)
             self._changed.notify()
         return job.future
 
     def close(self) -> None:
-        """Ends the thread after the pass in work; waiting images fail with UnavailableError."""
+        """Ends the thread after the pass in work, which is waited for a while; waiting images get UnavailableError."""
         with self._changed:
             self._closed = True
-            dropped = list(self._waiting)
-            self._waiting.clear()
+            dropped = self._queue.clear()
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.warning("a forward pass is left to the end of the process", running_s=round(self.running_s, 3))
         for job in dropped:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(UnavailableError("the encoder is shutting down; retry on another replica"))
 
     def _run(self) -> None:
-        while batch := self._next_batch():
-            jobs = [job for job in batch if job.future.set_running_or_notify_cancel()]
+        while plan := self._next_pass():
+            jobs = [job for job in plan if job.future.set_running_or_notify_cancel()]
             if jobs:
                 self._encode(jobs)
 
-    def _next_batch(self) -> list[_Job]:
-        """Blocks for the first image; empty only after `close`."""
+    def _next_pass(self) -> list[ForwardJob]:
+        """Blocks until a pass may begin; empty only after `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if self._closed:
-                return []
-            batch = [self._waiting.popleft()]
-            num_bytes = batch[0].inputs.size_bytes
-            while self._waiting and len(batch) < self._limits.max_images:
-                num_bytes += self._waiting[0].inputs.size_bytes
-                if num_bytes > self._limits.max_bytes:
-                    break
-                batch.append(self._waiting.popleft())
-            return batch
+            while not self._closed:
+                plan = self._queue.plan()
+                left_s = self._delay_left_s(plan) if plan else None
+                if left_s is not None and left_s <= 0:
+                    self._queue.take(plan)
+                    return plan
+                self._changed.wait(left_s)
+            return []
 
-    def _encode(self, jobs: list[_Job]) -> None:
-        started_s = time.monotonic()
-        try:
-            outputs = self._forward([job.inputs for job in jobs])
-        except Exception as error:
-            self._encode_singly(jobs, error)
+    def _delay_left_s(self, plan: Sequence[ForwardJob]) -> float:
+        """How long this pass may still wait for further images, seconds."""
+        if not self._limits.max_delay_s or not self._num_expected or self._queue.is_full(plan):
+            return 0.0
+        return min(job.arrived_s for job in plan) + self._limits.max_delay_s - self._clock()
+
+    def _encode(self, jobs: Sequence[ForwardJob]) -> None:
+        now_s = self._clock()
+        for job in jobs:
+            self._metrics.batch_wait_seconds.observe(now_s - job.arrived_s)
+        if len(jobs) > 1 and self._attempt(jobs) is None:
             return
-        compute_s = time.monotonic() - started_s
+        failures = [(job, error) for job in jobs if (error := self._attempt([job])) is not None]
+        if failures:
+            self._blame(failures)
+
+    def _attempt(self, jobs: Sequence[ForwardJob]) -> Exception | None:
+        """One forward pass; returns its error, which keeps the pass's tensors alive as long as it is held."""
+        started_s = self._clock()
+        try:
+            with self._timed():
+                outputs = self._forward([job.inputs for job in jobs])
+            answers = list(zip(jobs, outputs, strict=True))
+        except Exception as error:
+            _log.warning("a forward pass failed", num_images=len(jobs), exc_info=error)
+            return error
+        compute_s = self._clock() - started_s
         self._metrics.forward_seconds.observe(compute_s)
         self._metrics.forward_images.observe(len(jobs))
         self._metrics.encodes.inc(len(jobs))
-        for job, rows in zip(jobs, outputs, strict=True):
+        for job, rows in answers:
             job.future.set_result(EncodedRows(rows, compute_s))
+        return None
 
-    def _encode_singly(self, jobs: list[_Job], error: Exception) -> None:
-        if len(jobs) == 1:
-            _log.error("the forward pass of one image failed", exc_info=error)
-            jobs[0].future.set_exception(error)
-            return
-        _log.warning("a forward pass failed; its images run again one by one", num_images=len(jobs), exc_info=error)
-        for job in jobs:
-            self._encode([job])
+    def _blame(self, failures: Sequence[tuple[ForwardJob, Exception]]) -> None:
+        """Answers the images that failed alone."""
+        works: bool | None = None
+        for job, error in failures:
+            if _is_lack_of_memory(error):
+                job.future.set_exception(error)
+                continue
+            if works is None:
+                works = self._is_model_working()
+            if works:
+                poisonous = ImagePoisonousError("the model fails on this image; it is not accepted")
+                poisonous.__cause__ = error
+                job.future.set_exception(poisonous)
+            else:
+                job.future.set_exception(error)
+
+    def _is_model_working(self) -> bool:
+        try:
+            with self._timed():
+                self._control()
+        except Exception:
+            self._metrics.model_faults.inc()
+            _log.exception("the model fails on a good picture, too; no image is held responsible")
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._pass_started_s = self._clock()
+        try:
+            yield
+        finally:
+            self._pass_started_s = None
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _NO_MEMORY in str(error)

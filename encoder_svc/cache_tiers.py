@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ import structlog
 
 from encoder_svc.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.metrics import EncoderMetrics
+from encoder_svc.store_admission import StoreAdmission
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
+from lookonce.forgotten import Forgotten
 
 ResultT = TypeVar("ResultT")
 
@@ -47,20 +50,23 @@ class CacheTiers:
         self, local: LocalCache, store: EmbeddingStore | None, metrics: EncoderMetrics, *, store_workers: int
     ) -> None:
         """`store` None: there is no shared cache."""
-        self._local = local
-        self._store = store
+        self.local = local
+        self.store = store
         self._metrics = metrics
+        self._admission = StoreAdmission()
+        self._num_queries: Counter[str] = Counter()
+        self._num_hits: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(store_workers, thread_name_prefix="store")
 
     def find_local(self, key: ContentKey) -> LocalEmbedding | None:
         """What this process holds."""
-        entry = self._local.get(key.value)
+        entry = self.local.get(key.value)
         self._count_query(_LOCAL, is_hit=entry is not None)
         return entry
 
     async def find_shared(self, key: ContentKey) -> EmbeddingMeta | None:
         """The description of what the shared cache holds; its life starts anew."""
-        store = self._store
+        store = self.store
         if store is None:
             return None
         meta = await self._in_thread(lambda: _stat(store, key, touch=True))
@@ -69,13 +75,12 @@ class CacheTiers:
 
     async def put(self, key: ContentKey, entry: LocalEmbedding, *, overwrite: bool) -> bool:
         """Keeps new rows in both tiers. Returns whether the shared cache holds rows of this key now."""
-        self._local.put(key.value, entry)
-        self._metrics.local_cache_bytes.set(self._local.num_bytes)
+        self._keep_local(key, entry)
         return await self._write(key, entry, overwrite=overwrite)
 
     async def keep_stored(self, key: ContentKey, entry: LocalEmbedding) -> bool:
         """Prolongs the shared entry's life; writes it again where it went away. Returns whether it is there now."""
-        store = self._store
+        store = self.store
         if store is None:
             return False
         return await self._in_thread(lambda: store.touch(key)) or await self._write(key, entry, overwrite=False)
@@ -84,13 +89,40 @@ class CacheTiers:
         """The description of each key's rows, None where no tier holds them; `touch` prolongs the shared lives."""
         entries = [self.find_local(key) for key in keys]
         local = [None if entry is None else entry.meta for entry in entries]
-        store = self._store
+        store = self.store
         if store is None:
             return local
         shared = await self._in_thread(lambda: [_stat(store, key, touch=touch) for key in keys])
         for meta in shared:
             self._count_query(_SHARED, is_hit=meta is not None)
         return [here or there for here, there in zip(local, shared, strict=True)]
+
+    async def prewarm(self, key: ContentKey) -> bool:
+        """Brings the rows from the shared cache into this process; whether they are here now."""
+        if self.holds(key):
+            return True
+        store = self.store
+        if store is None:
+            return False
+        found = await self._in_thread(lambda: _read_rows(store, key, 0, 0))
+        if found is not None:
+            await self._in_thread(lambda: store.touch(key))
+            self._keep_local(key, LocalEmbedding(found.meta, found.rows))
+        return self.holds(key)
+
+    def holds(self, key: ContentKey) -> bool:
+        """Whether this process has the rows; not counted as a question."""
+        return key.value in self.local
+
+    def forget(self, forgotten: Forgotten) -> None:
+        """Drops rows from this process."""
+        for value in self.local.keys_where(forgotten.includes):
+            self.local.remove(value)
+        self._metrics.local_cache_bytes.set(self.local.num_bytes)
+
+    def num_hits_and_misses(self, tier: str) -> tuple[int, int]:
+        """Of the questions to "local" or "shared" so far."""
+        return self._num_hits[tier], self._num_queries[tier] - self._num_hits[tier]
 
     async def read(self, key: ContentKey, row_offset: int, row_count: int) -> RowRange:
         """Rows [row_offset, row_offset + row_count) of one embedding, to its end for a count of 0.
@@ -102,7 +134,7 @@ class CacheTiers:
             start, stop = _checked_range(entry.meta, row_offset, row_count)
             width = entry.meta.row_bytes
             return RowRange(entry.meta, start, entry.rows[start * width : stop * width])
-        store = self._store
+        store = self.store
         if store is None:
             raise not_cached()
         found = await self._in_thread(lambda: _read_rows(store, key, row_offset, row_count))
@@ -117,31 +149,42 @@ class CacheTiers:
 
     async def _write(self, key: ContentKey, entry: LocalEmbedding, *, overwrite: bool) -> bool:
         """Never raises: rows that cannot be written can still be read from this process."""
-        store = self._store
+        store = self.store
         if store is None:
             return False
+        if not self._admission.is_worth_storing(entry.rows.nbytes, entry.encode_s):
+            self._metrics.not_worth_storing.inc()
+            return False
 
-        def write() -> bool:
+        def write() -> tuple[bool, float]:
             started_s = time.monotonic()
             try:
                 if overwrite:
                     store.delete(key)
-                return store.write(key, entry.meta, entry.rows)
+                stored = store.write(key, entry.meta, entry.rows)
             except Exception:
                 _log.exception("writing to the shared cache failed")
-                return False
-            finally:
-                self._metrics.store_seconds.observe(time.monotonic() - started_s)
+                stored = False
+            return stored, time.monotonic() - started_s
 
-        stored = await self._in_thread(write)
-        if not stored:
+        stored, duration_s = await self._in_thread(write)
+        self._metrics.store_seconds.observe(duration_s)
+        if stored:
+            self._admission.note_write(entry.rows.nbytes, duration_s)
+        else:
             self._metrics.unstored.inc()
         return stored
 
     async def _in_thread(self, action: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, action)
 
+    def _keep_local(self, key: ContentKey, entry: LocalEmbedding) -> None:
+        self.local.put(key.value, entry)
+        self._metrics.local_cache_bytes.set(self.local.num_bytes)
+
     def _count_query(self, tier: str, *, is_hit: bool) -> None:
+        self._num_queries[tier] += 1
+        self._num_hits[tier] += is_hit
         self._metrics.cache_queries.labels(tier).inc()
         if is_hit:
             self._metrics.cache_hits.labels(tier).inc()

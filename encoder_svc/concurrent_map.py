@@ -18,19 +18,23 @@ async def map_concurrently(
     Raises what `work` or the stream raises. However it ends, no task is left behind.
     """
     running: set[asyncio.Task[ResultT]] = set()
-    reading: asyncio.Task[ItemT | None] | None = asyncio.create_task(_next_or_none(items))
+    reading: asyncio.Task[ItemT | None] | None = None
+    has_more = True
     try:
-        while reading is not None or running:
+        while has_more or running:
+            if has_more and reading is None and len(running) < limit:
+                reading = asyncio.create_task(_next_or_none(items))
             awaited: set[asyncio.Task[Any]] = {*running}
-            if reading is not None and len(running) < limit:
+            if reading is not None:
                 awaited.add(reading)
             finished, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if reading is not None and reading in finished:
                 item = reading.result()
                 reading = None
-                if item is not None:
+                if item is None:
+                    has_more = False
+                else:
                     running.add(asyncio.create_task(work(item)))
-                    reading = asyncio.create_task(_next_or_none(items))
             for task in running & finished:
                 running.discard(task)
                 yield task.result()

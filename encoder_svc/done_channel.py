@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import redis.asyncio
 import redis.exceptions
 import structlog
 
+from lookonce.cache_names import done_channel
 from lookonce.content_key import ContentKey
-from lookonce.embedding_store import done_channel
+from lookonce.miss_reason import RedisTroubleError
+from lookonce.redis_subscriber import RedisSubscriber
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -53,10 +54,9 @@ class DoneChannel:
 
     def __init__(self, url: str, budget_s: float) -> None:
         """`budget_s`: longest time of connecting and of one subscription's command, seconds."""
-        # Reads wait for as long as nothing happens; commands have their own limit.
-        options: dict[str, Any] = {"protocol": 2, "socket_connect_timeout": budget_s, "retry": None}
-        self._client: Any = redis.asyncio.Redis.from_url(url, **options)
-        self._subscription: Any = self._client.pubsub(ignore_subscribe_messages=True)
+        self._subscriber = RedisSubscriber(url, budget_s)
+        # None before the first connection.
+        self._subscription: Any = None
         self._budget_s = budget_s
         self._listeners: dict[bytes, set[Listener]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -79,8 +79,8 @@ class DoneChannel:
             await asyncio.wait({self._reader}, timeout=self._budget_s)
         with contextlib.suppress(redis.exceptions.RedisError, OSError, TimeoutError):
             async with asyncio.timeout(self._budget_s):
-                await self._subscription.aclose()
-                await self._client.aclose()
+                await self._end_subscription()
+        await self._subscriber.close()
 
     @contextlib.asynccontextmanager
     async def listening(self, key: ContentKey) -> AsyncIterator[Listener]:
@@ -91,27 +91,29 @@ class DoneChannel:
         others.add(listener)
         try:
             if len(others) == 1:
-                await self._tell(self._subscription.subscribe, channel)
+                await self._tell("subscribe", channel)
             yield listener
         finally:
             others.discard(listener)
             if not others and self._listeners.get(channel) is others:
                 del self._listeners[channel]
-                await self._tell(self._subscription.unsubscribe, channel)
+                await self._tell("unsubscribe", channel)
 
-    async def _tell(self, command: Any, channel: bytes) -> None:
+    async def _tell(self, command: str, channel: bytes) -> None:
         """Subscribes or unsubscribes; a connection that takes neither is the reader's to renew."""
         if not self._is_connected:
             return
         try:
             async with asyncio.timeout(self._budget_s):
-                await command(channel)
+                await getattr(self._subscription, command)(channel)
         except (redis.exceptions.RedisError, OSError, TimeoutError):
             self._is_connected = False
 
     async def _read(self) -> None:
         while True:
             try:
+                client = await self._subscriber.connect()
+                self._subscription = client.pubsub(ignore_subscribe_messages=True)
                 await self._subscription.subscribe(_IDLE_CHANNEL, *self._listeners)
                 self._is_connected = True
                 while self._is_connected:
@@ -119,13 +121,17 @@ class DoneChannel:
                     if message is not None and message["type"] == "message":
                         for listener in self._listeners.get(message["channel"], ()):
                             listener.end(message["data"])
-            except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
+            except (RedisTroubleError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
                 _log.debug("the done channel is away", reason=type(error).__name__)
             except Exception:
                 # Nothing but waiting depends on this task, so it must not end either.
                 _log.exception("the done channel failed")
             self._is_connected = False
             with contextlib.suppress(redis.exceptions.RedisError, OSError):
-                await self._subscription.aclose()
-            self._subscription = self._client.pubsub(ignore_subscribe_messages=True)
+                await self._end_subscription()
             await asyncio.sleep(_RECONNECT_S)
+
+    async def _end_subscription(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            await subscription.aclose()

@@ -1,7 +1,8 @@
 """One encode per image over all replicas: who has the lease encodes, the others wait for the rows in the shared cache.
 
 In this process only one flight per key comes here (single_flight.py). Nothing depends on the lease: without Redis,
-after the holder's death, or when the holder could not store its rows, whoever waits encodes for itself.
+after the holder's death, after too long a wait, or when the holder could not store its rows, whoever waits encodes for
+itself.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _STORED, _NOT_STORED, _FAILED = b"stored", b"not stored", b"failed"
 # Between looks while waiting: a message usually comes first, but it may be lost, and without a connection none comes.
 _LOOK_S = 0.25
 _LOOK_UNHEARD_S = 0.025
+# The end of others' encodes is waited for so many lives of a lease; then nobody is believed to be at it any more.
+_MAX_WAIT_LIVES = 8
 # A lease is renewed so often during its life.
 _RENEWALS_PER_LIFE = 3
 
@@ -60,8 +63,9 @@ class FleetFlight(Generic[OutcomeT]):
 
         `find` looks into the shared cache and never raises for trouble with it. Raises what `encode` raises.
         """
+        give_up_s = time.monotonic() + _MAX_WAIT_LIVES * self._leases.ttl_s
         has_waited = False
-        while True:
+        while time.monotonic() < give_up_s:
             attempt = await self._in_thread(self._leases.acquire, key)
             if attempt.state is LeaseState.UNAVAILABLE:
                 return await encode(), False
@@ -73,7 +77,8 @@ class FleetFlight(Generic[OutcomeT]):
                 self._metrics.coalesced.labels("fleet").inc()
                 return found, True
             if must_encode:
-                return await encode(), False
+                break
+        return await encode(), False
 
     async def close(self) -> None:
         """Gives back what is held and waits for it."""
@@ -113,7 +118,7 @@ class FleetFlight(Generic[OutcomeT]):
         self, key: ContentKey, attempt: LeaseAttempt, find: Callable[[], Awaitable[OutcomeT | None]]
     ) -> tuple[OutcomeT | None, bool]:
         """(rows, whether to encode without a lease) after the holder's end, or after as long as its lease lasts."""
-        until_s = time.monotonic() + attempt.remaining_s
+        until_s = time.monotonic() + max(attempt.remaining_s, _LOOK_UNHEARD_S)
         async with self._done.listening(key) as listener:
             while True:
                 # After the subscription, so that an end in between is not missed.

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _STORE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _FORWARD_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+_RELATIVE_ERROR_BUCKETS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1)
 
 
 class EncoderMetrics:
@@ -36,6 +37,11 @@ class EncoderMetrics:
         self.unstored = Counter(
             "lookonce_encoder_unstored_total", "Embeddings that the shared cache did not take.", registry=registry
         )
+        self.not_worth_storing = Counter(
+            "lookonce_encoder_not_worth_storing_total",
+            "Embeddings that would take longer to read than to encode again, and were not stored.",
+            registry=registry,
+        )
         self.store_seconds = Histogram(
             "lookonce_encoder_store_seconds",
             "Time to write one embedding to the shared cache.",
@@ -50,6 +56,40 @@ class EncoderMetrics:
         )
         self.forward_images = Histogram(
             "lookonce_encoder_forward_images", "Images in one forward pass.", buckets=_BATCH_BUCKETS, registry=registry
+        )
+        self.forward_running_seconds = Gauge(
+            "lookonce_encoder_forward_running_seconds",
+            "Age of the forward pass in work, 0 when there is none.",
+            registry=registry,
+        )
+        self.batch_wait_seconds = Histogram(
+            "lookonce_encoder_batch_wait_seconds",
+            "Time from an image's pixels being ready to the start of its forward pass.",
+            buckets=_FORWARD_BUCKETS_S,
+            registry=registry,
+        )
+        self.poisonous = Counter(
+            "lookonce_encoder_poisonous_total",
+            "Images that killed their decoding process, or on which alone the model failed.",
+            ["stage"],
+            registry=registry,
+        )
+        self.quarantine_refused = Counter(
+            "lookonce_encoder_quarantine_refused_total",
+            "Images that were refused untried since they had failed fatally before.",
+            ["stage"],
+            registry=registry,
+        )
+        self.model_faults = Counter(
+            "lookonce_encoder_model_faults_total",
+            "Failed forward passes after which the model failed on a good picture, too.",
+            registry=registry,
+        )
+        self.int8_relative_error = Histogram(
+            "lookonce_encoder_int8_relative_error",
+            "What the rows of one image lose as int8: norm of the difference over norm of the rows.",
+            buckets=_RELATIVE_ERROR_BUCKETS,
+            registry=registry,
         )
         self.queued_images = Gauge(
             "lookonce_encoder_queued_images", "Images waiting for preprocessing or in the model.", registry=registry

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from encoder_svc.batcher import EncodedRows, ForwardBatcher
+from encoder_svc.batcher import ForwardBatcher
 from encoder_svc.cache_tiers import CacheTiers, RowRange, not_cached
 from encoder_svc.fleet_flight import FleetFlight
+from encoder_svc.forward_queue import CallerId, EncodedRows
 from encoder_svc.local_cache import LocalEmbedding
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.preprocess import Preprocessor
+from encoder_svc.quarantine import Quarantine
 from encoder_svc.single_flight import SingleFlight
 from encoder_svc.vision_model import VisionModel, row_bytes
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key, image_digest
@@ -24,6 +27,7 @@ from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import (
     DigestMismatchError,
     FingerprintMismatchError,
+    ImagePoisonousError,
     InvalidParameterError,
     LookonceError,
     OverloadedError,
@@ -90,22 +94,30 @@ class EncodePipeline:
         metrics: EncoderMetrics,
         *,
         max_queued_images: int,
+        quarantine: Quarantine,
         fleet: FleetFlight[EncodeOutcome] | None,
     ) -> None:
         """`max_queued_images` bounds the images between a miss and the end of their forward pass.
 
+        `quarantine` holds the keys of images on which the model fails; a key says options and tenant, too.
         `fleet` None: there is no shared cache over which replicas could agree.
         """
         self.model = model
         self._preprocessor = preprocessor
         self._batcher = batcher
-        self._tiers = tiers
+        self.tiers = tiers
         self._limits = limits
         self._metrics = metrics
         self._max_queued_images = max_queued_images
         self._num_queued = 0
         self._flights: SingleFlight[EncodeOutcome] = SingleFlight()
+        self._quarantine = quarantine
         self._fleet = fleet
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the model answers."""
+        return self._batcher.is_healthy
 
     def key_of(self, digest: ImageDigest, options: ProcessorOptions, tenant: Tenant) -> ContentKey:
         """The key under which this encoder keeps an image."""
@@ -119,11 +131,13 @@ class EncodePipeline:
                 metadata={"encoder_fingerprint": self.model.fingerprint},
             )
 
-    async def encode(self, image: ImageInput, cache_use: CacheUse, tenant: Tenant) -> EncodeOutcome:
+    async def encode(self, image: ImageInput, cache_use: CacheUse, tenant: Tenant, caller: CallerId) -> EncodeOutcome:
         """Makes sure that the image's rows can be read from a cache.
 
+        Images of one `caller` take turns with those of others; an image that several ask for has the turn of the first.
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds, OverloadedError,
-        DigestMismatchError, InvalidParameterError and the image errors of `image_header` and `preprocess`.
+        DigestMismatchError, InvalidParameterError, the image errors of `image_header` and `preprocess`, and
+        ImagePoisonousError for an image on which the model fails.
         """
         self.model.family.check_options(image.options)
         if image.data is None:
@@ -137,25 +151,26 @@ class EncodePipeline:
             return await self._find(key)
         if cache_use is CacheUse.READ_AND_WRITE and (found := await self._find_local(key)) is not None:
             return found
-        return await self._fly(key, image.data, image.options, refresh=cache_use is CacheUse.REFRESH)
+        is_refresh = cache_use is CacheUse.REFRESH
+        return await self._fly(key, image.data, image.options, caller, refresh=is_refresh)
 
     async def lookup(self, keys: Sequence[ContentKey], *, touch: bool) -> list[EmbeddingMeta | None]:
         """The description of each key's rows, None where no cache holds them; `touch` prolongs their lives."""
-        return await self._tiers.lookup(keys, touch=touch)
+        return await self.tiers.lookup(keys, touch=touch)
 
     async def read(self, key: ContentKey, row_offset: int, row_count: int) -> RowRange:
         """Rows [row_offset, row_offset + row_count) of one embedding, to its end for a count of 0.
 
         Raises EmbeddingNotCachedError, or InvalidParameterError for a range outside of the embedding.
         """
-        return await self._tiers.read(key, row_offset, row_count)
+        return await self.tiers.read(key, row_offset, row_count)
 
     async def close(self) -> None:
         """Cancels what is in flight and stops all threads."""
         await self._flights.close()
         if self._fleet is not None:
             await self._fleet.close()
-        for part in (self._preprocessor, self._batcher, self._tiers):
+        for part in (self._preprocessor, self._batcher, self.tiers):
             await asyncio.to_thread(part.close)
 
     async def _checked_digest(self, data: bytes, expected: ImageDigest | None) -> ImageDigest:
@@ -180,14 +195,14 @@ class EncodePipeline:
         return found
 
     async def _find_local(self, key: ContentKey) -> EncodeOutcome | None:
-        entry = self._tiers.find_local(key)
+        entry = self.tiers.find_local(key)
         if entry is None:
             return None
-        stored = await self._tiers.keep_stored(key, entry)
+        stored = await self.tiers.keep_stored(key, entry)
         return EncodeOutcome(key, entry.meta, Origin.LOCAL_CACHE, 0.0, stored)
 
     async def _find_shared(self, key: ContentKey) -> EncodeOutcome | None:
-        meta = await self._tiers.find_shared(key)
+        meta = await self.tiers.find_shared(key)
         return None if meta is None else EncodeOutcome(key, meta, Origin.SHARED_CACHE, 0.0, stored=True)
 
     async def _join(self, key: ContentKey) -> EncodeOutcome | None:
@@ -198,7 +213,9 @@ class EncodePipeline:
         except LookonceError:
             return None
 
-    async def _fly(self, key: ContentKey, data: bytes, options: ProcessorOptions, *, refresh: bool) -> EncodeOutcome:
+    async def _fly(
+        self, key: ContentKey, data: bytes, options: ProcessorOptions, caller: CallerId, *, refresh: bool
+    ) -> EncodeOutcome:
         """Joins the flight of this key or starts one; a refresh joins refreshes only."""
         flight = (key.value, "refresh") if refresh else key.value
         if flight in self._flights:
@@ -206,7 +223,7 @@ class EncodePipeline:
             return _as_joined(await self._flights.join(flight))
 
         async def encode() -> EncodeOutcome:
-            return await self._encode(key, data, options, overwrite=refresh)
+            return await self._encode(key, data, options, caller, overwrite=refresh)
 
         work = encode() if refresh else self._find_or_encode(key, encode)
         return await self._flights.start(flight, work)
@@ -222,18 +239,31 @@ class EncodePipeline:
         return replace(outcome, origin=Origin.COALESCED) if was_elsewhere else outcome
 
     async def _encode(
-        self, key: ContentKey, data: bytes, options: ProcessorOptions, *, overwrite: bool
+        self, key: ContentKey, data: bytes, options: ProcessorOptions, caller: CallerId, *, overwrite: bool
     ) -> EncodeOutcome:
+        self._quarantine.check(key.value)
         self._admit()
         try:
-            inputs, header = await self._preprocessor.prepare(data, options)
-            encoded = await asyncio.wrap_future(self._batcher.submit(inputs))
+            with self._batcher.expecting():
+                inputs, header = await self._preprocessor.prepare(data, key.digest, options)
+                submitted = self._batcher.submit(inputs, caller)
+            encoded = await self._judged(key, submitted)
         finally:
             self._num_queued -= 1
             self._metrics.queued_images.set(self._num_queued)
-        entry = LocalEmbedding(self._meta_of(encoded, header), row_bytes(encoded.rows))
-        stored = await self._tiers.put(key, entry, overwrite=overwrite)
+        entry = LocalEmbedding(self._meta_of(encoded, header), row_bytes(encoded.rows), encoded.compute_s)
+        stored = await self.tiers.put(key, entry, overwrite=overwrite)
         return EncodeOutcome(key, entry.meta, Origin.COMPUTED, encoded.compute_s, stored)
+
+    async def _judged(self, key: ContentKey, submitted: Future[EncodedRows]) -> EncodedRows:
+        """Waits for the model and remembers images on which it fails."""
+        try:
+            encoded = await asyncio.wrap_future(submitted)
+        except ImagePoisonousError:
+            self._quarantine.strike(key.value)
+            raise
+        self._quarantine.absolve(key.value)
+        return encoded
 
     def _admit(self) -> None:
         """Takes a place among the queued images. Raises OverloadedError when there is none."""
@@ -248,7 +278,7 @@ class EncodePipeline:
             num_rows=encoded.rows.shape[0],
             hidden_size=self.model.hidden_size,
             num_levels=self.model.num_levels,
-            dtype=self.model.dtype,
+            dtype=self.model.row_dtype,
             image_width=header.width,
             image_height=header.height,
         )

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 from encoder_svc.decode_worker import DecodeWorker
 from encoder_svc.families import PixelInputs, VisionFamily
-from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
+from encoder_svc.quarantine import Quarantine
+from lookonce.content_key import ImageDigest, ProcessorOptions
 from lookonce.errors import ImagePoisonousError
 from lookonce.image_header import ImageHeader, ImageLimits, probe_image
-
-# An image that killed a worker so often is not decoded again; the last so many are remembered.
-_MAX_KILLS = 2
-_MAX_REMEMBERED = 1024
 
 
 class Preprocessor:
     """A pool of threads, each with a decoding process; image processors run in the threads and release the GIL."""
 
-    def __init__(self, family: VisionFamily, limits: ImageLimits, num_workers: int, decode_timeout_s: float) -> None:
-        """`decode_timeout_s`: longest time one image may take to decode, seconds."""
+    def __init__(
+        self,
+        family: VisionFamily,
+        limits: ImageLimits,
+        num_workers: int,
+        decode_timeout_s: float,
+        quarantine: Quarantine,
+    ) -> None:
+        """`decode_timeout_s`: longest time one image may take to decode, seconds.
+
+        `quarantine` holds the digests of images that kill decoding processes, whatever the options.
+        """
         self._family = family
         self._limits = limits
         self._decode_timeout_s = decode_timeout_s
@@ -30,14 +36,16 @@ class Preprocessor:
         self._own = threading.local()
         self._lock = threading.Lock()
         self._decoders: list[DecodeWorker] = []
-        self._kills: OrderedDict[ImageDigest, int] = OrderedDict()
+        self._quarantine = quarantine
 
-    async def prepare(self, data: bytes, options: ProcessorOptions) -> tuple[PixelInputs, ImageHeader]:
-        """Pixels of one image file; `options` have been checked.
+    async def prepare(
+        self, data: bytes, digest: ImageDigest, options: ProcessorOptions
+    ) -> tuple[PixelInputs, ImageHeader]:
+        """Pixels of one image file that has this digest; `options` have been checked.
 
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._workers, self._prepare, data, options)
+        return await asyncio.get_running_loop().run_in_executor(self._workers, self._prepare, data, digest, options)
 
     def close(self) -> None:
         """Waits for the images in work, drops the others and ends the decoding processes."""
@@ -45,15 +53,16 @@ class Preprocessor:
         for decoder in self._decoders:
             decoder.close()
 
-    def _prepare(self, data: bytes, options: ProcessorOptions) -> tuple[PixelInputs, ImageHeader]:
+    def _prepare(self, data: bytes, digest: ImageDigest, options: ProcessorOptions) -> tuple[PixelInputs, ImageHeader]:
         # What the header tells costs nothing here, and no process there.
         probe_image(data, self._limits)
-        self._check_quarantine(data)
+        self._quarantine.check(digest)
         try:
             image, header = self._decoder().decode(data)
         except ImagePoisonousError:
-            self._note_kill(image_digest(data))
+            self._quarantine.strike(digest)
             raise
+        self._quarantine.absolve(digest)
         return self._family.pixel_inputs(image, options), header
 
     def _decoder(self) -> DecodeWorker:
@@ -64,15 +73,3 @@ class Preprocessor:
             with self._lock:
                 self._decoders.append(decoder)
         return decoder
-
-    def _check_quarantine(self, data: bytes) -> None:
-        with self._lock:
-            is_known = self._kills and self._kills.get(image_digest(data), 0) >= _MAX_KILLS
-        if is_known:
-            raise ImagePoisonousError("the image has killed decoding processes before; it is not tried again")
-
-    def _note_kill(self, digest: ImageDigest) -> None:
-        with self._lock:
-            self._kills[digest] = self._kills.pop(digest, 0) + 1
-            while len(self._kills) > _MAX_REMEMBERED:
-                self._kills.popitem(last=False)

@@ -7,7 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
+from encoder_svc.admin_servicer import SERVICE_NAME as ADMIN_SERVICE_NAME
+from encoder_svc.admin_servicer import EncoderAdminServicer
 from encoder_svc.batcher import BatchLimits, ForwardBatcher
+from encoder_svc.cache_control import CacheControl
 from encoder_svc.cache_tiers import CacheTiers
 from encoder_svc.done_channel import DoneChannel
 from encoder_svc.fleet_flight import FleetFlight
@@ -15,16 +18,24 @@ from encoder_svc.local_cache import LocalCache
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.pipeline import EncodeOutcome, EncodePipeline
 from encoder_svc.preprocess import Preprocessor
+from encoder_svc.quarantine import Quarantine, Stage
+from encoder_svc.row_format import stored_forward
 from encoder_svc.servicer import SERVICE_NAME, EncoderServicer
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision_model import VisionModel
+from lookonce.cache_admin import CacheAdmin
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.encode_lease import EncodeLeases
-from lookonce.encoder.v1.encoder_service_pb2_grpc import add_EncoderServiceServicer_to_server
+from lookonce.encoder.v1.encoder_service_pb2_grpc import (
+    add_EncoderAdminServiceServicer_to_server,
+    add_EncoderServiceServicer_to_server,
+)
+from lookonce.forget_channel import ForgetListener
 from lookonce.image_header import ImageLimits
 from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.store_metrics import StoreCollector
+from lookonce.tenants import load_tenants
 
 # A hiccup of Redis is waited out once: what it is asked here, and not told, costs a forward pass.
 _STORE_ATTEMPTS = 2
@@ -37,8 +48,7 @@ async def open_pipeline(
     """A running pipeline for one process. Raises ConfigurationError for an unusable Redis URL."""
     metrics = EncoderMetrics(registry)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
-    max_forward_images = 1 if settings.deterministic else settings.max_forward_images
-    batch_limits = BatchLimits(max_forward_images, settings.max_forward_bytes, settings.max_queued_images)
+    poisonous_files = Quarantine(Stage.DECODE, settings.quarantine_s, metrics)
     async with AsyncExitStack() as stack:
         store = _open_store(settings)
         if store is not None:
@@ -47,22 +57,56 @@ async def open_pipeline(
         fleet = None if store is None else _open_fleet(settings, store, metrics)
         pipeline = EncodePipeline(
             model,
-            Preprocessor(model.family, limits, settings.preprocess_workers, settings.decode_timeout_s),
-            ForwardBatcher(model.forward, batch_limits, metrics),
+            Preprocessor(model.family, limits, settings.preprocess_workers, settings.decode_timeout_s, poisonous_files),
+            ForwardBatcher(stored_forward(model, metrics), model.warm_up, _batch_limits(settings), metrics),
             CacheTiers(LocalCache(settings.local_cache_bytes), store, metrics, store_workers=settings.store_workers),
             limits,
             metrics,
             max_queued_images=settings.max_queued_images,
+            quarantine=Quarantine(Stage.FORWARD, settings.quarantine_s, metrics),
             fleet=fleet,
         )
         stack.push_async_callback(pipeline.close)
         yield pipeline
 
 
+@asynccontextmanager
+async def open_control(settings: EncoderSettings, pipeline: EncodePipeline) -> AsyncIterator[CacheControl]:
+    """What removes embeddings on an operator's word, or on that of another replica."""
+    async with AsyncExitStack() as stack:
+        admin = None
+        if settings.redis_url is not None:
+            admin = CacheAdmin(settings.redis_url.get_secret_value())
+            stack.callback(admin.close)
+        control = CacheControl(pipeline.tiers, admin, pipeline.model.fingerprint, settings.ttl_s)
+        if settings.redis_url is not None:
+            url = settings.redis_url.get_secret_value()
+            listener = ForgetListener(url, settings.redis_budget_s, control.forget)
+            listener.start()
+            stack.push_async_callback(listener.close)
+        yield control
+
+
+def admin_entry(pipeline: EncodePipeline, settings: EncoderSettings, control: CacheControl) -> ServiceEntry:
+    """What the server shell registers on the operators' address. Raises ConfigurationError as `service_entry` does."""
+    servicer = EncoderAdminServicer(pipeline, load_tenants(settings.tenant_secret_file), control)
+    return ServiceEntry(ADMIN_SERVICE_NAME, lambda server: add_EncoderAdminServiceServicer_to_server(servicer, server))
+
+
 def service_entry(pipeline: EncodePipeline, settings: EncoderSettings) -> ServiceEntry:
-    """What the server shell registers."""
-    servicer = EncoderServicer(pipeline, settings)
+    """What the server shell registers. Raises ConfigurationError for an unusable tenant secret."""
+    servicer = EncoderServicer(pipeline, load_tenants(settings.tenant_secret_file), settings)
     return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
+
+
+def _batch_limits(settings: EncoderSettings) -> BatchLimits:
+    return BatchLimits(
+        max_images=1 if settings.deterministic else settings.max_forward_images,
+        max_bytes=settings.max_forward_bytes,
+        max_queued=settings.max_queued_images,
+        max_delay_s=settings.max_batch_delay_s,
+        max_pass_s=settings.max_forward_s,
+    )
 
 
 def _open_fleet(

@@ -13,10 +13,11 @@ import structlog
 import lookonce
 from encoder_svc import wire
 from encoder_svc.concurrent_map import map_concurrently
+from encoder_svc.forward_queue import CallerId
 from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
-from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions
+from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import (
@@ -27,6 +28,8 @@ from lookonce.errors import (
     LookonceError,
 )
 from lookonce.status_codes import code_number, from_reason, status_row
+from lookonce.telemetry import current_request_id
+from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderService"
 MAX_LOOKUP_KEYS = 256
@@ -41,8 +44,9 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 class EncoderServicer(pb_grpc.EncoderServiceServicer):
     """Handlers of the five RPCs."""
 
-    def __init__(self, pipeline: EncodePipeline, settings: EncoderSettings) -> None:
+    def __init__(self, pipeline: EncodePipeline, tenants: Tenants, settings: EncoderSettings) -> None:
         self._pipeline = pipeline
+        self._tenants = tenants
         self._settings = settings
 
     async def Encode(
@@ -128,9 +132,10 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             version=lookonce.__version__,
             max_message_bytes=self._settings.max_message_bytes,
             max_image_pixels=self._settings.max_image_pixels,
-            dtype=wire.DATA_TYPES[model.dtype],
+            dtype=wire.DATA_TYPES[model.row_dtype],
             model_type=model.model_type,
             num_levels=model.num_levels,
+            tenant_tag=self._tenants.default.tag,
         )
 
     def _image(self, image: common_pb2.ImageSource, field: str) -> ImageInput:
@@ -141,11 +146,13 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
     def _key(self, key: common_pb2.ContentKey, field: str, options: ProcessorOptions) -> ContentKey:
         digest = wire.parse_key(key, field)
         self._pipeline.check_fingerprint(key.encoder_fingerprint)
-        return self._pipeline.key_of(digest, options, DEFAULT_TENANT)
+        return self._pipeline.key_of(digest, options, self._tenants.default)
 
     async def _encode_all(self, images: Sequence[ImageInput], cache_use: CacheUse) -> list[EncodeOutcome]:
+        caller = _caller()
         results = await asyncio.gather(
-            *(self._pipeline.encode(image, cache_use, DEFAULT_TENANT) for image in images), return_exceptions=True
+            *(self._pipeline.encode(image, cache_use, self._tenants.default, caller) for image in images),
+            return_exceptions=True,
         )
         outcomes: list[EncodeOutcome] = []
         missing: list[int] = []
@@ -168,7 +175,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         """Never raises: an item's failure is its answer."""
         try:
             image = self._image(request.item.image, "item.image")
-            outcome = await self._pipeline.encode(image, CacheUse.READ_AND_WRITE, DEFAULT_TENANT)
+            outcome = await self._pipeline.encode(image, CacheUse.READ_AND_WRITE, self._tenants.default, _caller())
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
         except Exception as fault:
@@ -192,6 +199,13 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             return 0
         result.rows = bytes(found.rows)
         return found.rows.nbytes
+
+
+def _caller() -> CallerId:
+    """The call's request id. A decoder that hands its own on makes one caller of all images of one prompt."""
+    request_id = current_request_id()
+    assert request_id is not None, "the border gives every call an id"
+    return CallerId(request_id)
 
 
 def _options(request: pb.LookupEmbeddingsRequest | pb.ReadEmbeddingRequest) -> ProcessorOptions:

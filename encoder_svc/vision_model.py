@@ -16,9 +16,11 @@ from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_f
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
 from lookonce.half_model import load_vision_half
+from lookonce.int8_rows import quantise
 from lookonce.model_folder import ModelFolder
 
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROW_DTYPES = {"native": None, "int8": RowDtype.INT8_SCALED}
 _WARM_UP_SIZES = ((64, 64), (96, 64))
 # Parts of a configuration that have no influence on rows.
 _UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
@@ -29,27 +31,35 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 class VisionModel:
     """Vision tower and projector of one model; turns images into embedding rows."""
 
-    def __init__(self, folder: ModelFolder, model: Any, family: VisionFamily) -> None:
-        """`model` is the vision half, in evaluation mode."""
+    def __init__(
+        self, folder: ModelFolder, model: Any, family: VisionFamily, row_dtype: RowDtype | None = None
+    ) -> None:
+        """`model` is the vision half, in evaluation mode. `row_dtype` None: rows are stored as the model gives them."""
         self.model_type = folder.model_type
         self.family = family
+        # Of the forward pass and of its rows.
         self.dtype = RowDtype(_dtype_name(model))
+        # Of the rows as they are stored and sent; row_format.py makes them.
+        self.row_dtype = row_dtype or self.dtype
         self.hidden_size: int = model.config.get_text_config().hidden_size
         # Extra feature levels beside the rows; none of the families served today has any.
         self.num_levels = 0
-        self.fingerprint = _fingerprint(folder, model, family)
+        self.fingerprint = _fingerprint(folder, model, family, self.row_dtype)
         self._model = model
+        self._is_warm = False
 
     @classmethod
     def load(cls, settings: EncoderSettings) -> VisionModel:
         """Checks the folder and loads its vision half. Raises ModelFolderError for a folder that cannot be served."""
         folder = ModelFolder.open(settings.model)
         family = load_family(folder)
-        loaded = cls(folder, load_vision_half(folder.path, _DTYPES[settings.dtype]), family)
+        model = load_vision_half(folder.path, _DTYPES[settings.dtype])
+        loaded = cls(folder, model, family, _ROW_DTYPES[settings.row_format])
         _log.info(
             "vision model loaded",
             model_type=loaded.model_type,
             dtype=loaded.dtype.value,
+            row_dtype=loaded.row_dtype.value,
             encoder_fingerprint=loaded.fingerprint,
         )
         return loaded
@@ -61,9 +71,13 @@ class VisionModel:
         """
         images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in _WARM_UP_SIZES]
         try:
-            self.forward([self.family.pixel_inputs(image, ProcessorOptions()) for image in images])
+            outputs = self.forward([self.family.pixel_inputs(image, ProcessorOptions()) for image in images])
         except (ValueError, RuntimeError) as error:
             raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error
+        if self.row_dtype is RowDtype.INT8_SCALED and not self._is_warm:
+            errors = [quantise(rows, self.num_levels).relative_error for rows in outputs]
+            _log.info("rows are rounded to int8", relative_error=round(max(errors), 5))
+        self._is_warm = True
 
     def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
         """Rows [num_rows, hidden_size] of each image, each contiguous in memory of its own.
@@ -103,8 +117,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-def _fingerprint(folder: ModelFolder, model: Any, family: VisionFamily) -> EncoderFingerprint:
-    """Covers weights, the configuration apart from the language model's, the image processor and the dtype."""
+def _fingerprint(folder: ModelFolder, model: Any, family: VisionFamily, row_dtype: RowDtype) -> EncoderFingerprint:
+    """Covers weights, the configuration apart from the language model's, the image processor and both dtypes."""
+    dtype = _dtype_name(model)
     configuration = _canonical_json(_related(model.config.to_dict()))
     processor = {
         "class": type(family.processor).__name__,
@@ -115,7 +130,7 @@ def _fingerprint(folder: ModelFolder, model: Any, family: VisionFamily) -> Encod
         architecture=f"{folder.architecture} {configuration}",
         tensors=iter_vision_tensors(model),
         processor_config=_canonical_json(processor).encode(),
-        dtype=_dtype_name(model),
+        dtype=dtype if row_dtype.value == dtype else f"{dtype} as {row_dtype.value}",
     )
 
 

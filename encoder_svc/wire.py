@@ -13,6 +13,7 @@ DATA_TYPES = {
     RowDtype.FLOAT32: common_pb2.DATA_TYPE_FLOAT32,
     RowDtype.FLOAT16: common_pb2.DATA_TYPE_FLOAT16,
     RowDtype.BFLOAT16: common_pb2.DATA_TYPE_BFLOAT16,
+    RowDtype.INT8_SCALED: common_pb2.DATA_TYPE_INT8_SCALED,
 }
 
 _CACHE_USES: dict[int, CacheUse] = {

@@ -40,6 +40,8 @@ class ReadyRecord:
     # host:port of the gRPC server.
     target: str
     # Port of the Prometheus endpoint, None without one.
+    # Where operators' calls are served; None: nowhere.
+    admin_target: str | None
     metrics_port: int | None
 
 
@@ -90,7 +92,7 @@ class ChildProcess:
         """Whether it accepts calls. Raises StartupError with the end of its log when it has ended."""
         if self._ready is None and self._ready_path.exists():
             record = json.loads(self._ready_path.read_text())
-            self._ready = ReadyRecord(record["target"], record["metrics_port"])
+            self._ready = ReadyRecord(record["target"], record["admin_target"], record["metrics_port"])
         if self._ready is None and self.returncode is not None:
             raise StartupError(f"{self.name} ended with status {self.returncode}:\n{self.log_tail()}")
         return self._ready is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 from lookonce.errors import InvalidParameterError
@@ -25,6 +25,7 @@ EncoderFingerprint = NewType("EncoderFingerprint", str)
 DIGEST_BYTES = 32
 # Part of every fingerprint and key. Raise it whenever the meaning of stored rows changes.
 EMBEDDING_SCHEMA = 1
+_TENANT_DOMAIN = b"lookonce/tenant-tag/1"
 _KEY_DOMAIN = b"lookonce/content-key/1"
 _FINGERPRINT_DOMAIN = b"lookonce/encoder-fingerprint/1"
 
@@ -43,7 +44,12 @@ class Tenant:
 
     name: str
     # HMAC key: without it nobody can compute the tenant's cache keys from a digest.
-    secret: bytes
+    secret: bytes = field(repr=False)
+
+    @property
+    def tag(self) -> str:
+        """Names the tenant to those who have the secret: 64 hex characters."""
+        return hmac.new(self.secret, _framed([_TENANT_DOMAIN, self.name.encode()]), hashlib.sha256).hexdigest()
 
 
 DEFAULT_TENANT = Tenant("default", b"lookonce/default-tenant")
@@ -59,6 +65,8 @@ class ContentKey:
     digest: ImageDigest
     # Which encoder's rows.
     fingerprint: EncoderFingerprint
+    # Whose; `Tenant.tag`.
+    tenant_tag: str
 
     @property
     def hex(self) -> str:
@@ -85,7 +93,7 @@ def content_key(
     tenant_digest = hmac.new(tenant.secret, _framed([tenant.name.encode(), digest]), hashlib.sha256).digest()
     max_pixels = b"" if options.max_pixels is None else str(options.max_pixels).encode()
     fields = [_KEY_DOMAIN, str(EMBEDDING_SCHEMA).encode(), tenant_digest, fingerprint.encode(), max_pixels]
-    return ContentKey(hashlib.sha256(_framed(fields)).digest(), digest, fingerprint)
+    return ContentKey(hashlib.sha256(_framed(fields)).digest(), digest, fingerprint, tenant.tag)
 
 
 def encoder_fingerprint(
@@ -94,7 +102,8 @@ def encoder_fingerprint(
     """Digest over everything that decides an encoder's rows.
 
     `tensors` yields (name, raw bytes) of the vision tower and the projector in a fixed order; `processor_config` is
-    canonical JSON that names the image processor's class and backend; `dtype` is that of the forward pass.
+    canonical JSON that names the image processor's class and backend; `dtype` is that of the forward pass, and says
+    which one rows are stored in where that is another.
     """
     digest = hashlib.sha256(_framed([_FINGERPRINT_DOMAIN, str(EMBEDDING_SCHEMA).encode(), architecture.encode()]))
     digest.update(_framed([dtype.encode(), processor_config]))

@@ -24,6 +24,8 @@ KEY_BYTES = 32
 NONCE_BYTES = 16
 FORMAT_VERSION = 1
 BLOCK_TARGET_BYTES = 1 << 20
+# Redis' own limit of one string (proto-max-bulk-len).
+MAX_ENTRY_BYTES = 512 << 20
 
 _ENTRY_MAGIC = b"LOOKONCE"
 _METADATA_MAGIC = b"LKNCMETA"
@@ -37,7 +39,7 @@ _LAYOUT = struct.Struct("<IIIQ16sQ")
 _LAYOUT_OFFSET = _PREAMBLE.size + _SHAPE.size
 _SEALS_OFFSET = _LAYOUT_OFFSET + _LAYOUT.size
 
-_DTYPE_CODES = {RowDtype.FLOAT32: 1, RowDtype.FLOAT16: 2, RowDtype.BFLOAT16: 3}
+_DTYPE_CODES = {RowDtype.FLOAT32: 1, RowDtype.FLOAT16: 2, RowDtype.BFLOAT16: 3, RowDtype.INT8_SCALED: 4}
 _DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 
 
@@ -206,8 +208,8 @@ class EmbeddingCodec:
 
 
 def check_length(header: EntryHeader, entry_bytes: int) -> None:
-    """Raises CorruptEntryError when a stored value is shorter or longer than its header says."""
-    if entry_bytes != header.entry_bytes:
+    """Raises CorruptEntryError when a stored value is shorter or longer than its header says, or than any can be."""
+    if entry_bytes != header.entry_bytes or entry_bytes > MAX_ENTRY_BYTES:
         raise CorruptEntryError(MissReason.LENGTH)
 
 

@@ -12,11 +12,21 @@ class RowDtype(enum.Enum):
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    # int8 after one float32 scale per level, in each row; int8_rows.py has the layout.
+    INT8_SCALED = "int8_scaled"
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return 4 if self is RowDtype.FLOAT32 else 2
+        """Bytes of one element, without scales."""
+        return _ITEM_BYTES[self]
+
+    def row_bytes(self, hidden_size: int, num_levels: int) -> int:
+        """Bytes of one row with its levels and, where the type has them, their scales."""
+        scale_bytes = 4 if self is RowDtype.INT8_SCALED else 0
+        return (1 + num_levels) * (hidden_size * self.item_bytes + scale_bytes)
+
+
+_ITEM_BYTES = {RowDtype.FLOAT32: 4, RowDtype.FLOAT16: 2, RowDtype.BFLOAT16: 2, RowDtype.INT8_SCALED: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,7 @@ class EmbeddingMeta:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row with its levels."""
-        return (1 + self.num_levels) * self.hidden_size * self.dtype.item_bytes
+        return self.dtype.row_bytes(self.hidden_size, self.num_levels)
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The shared cache of embeddings in Redis: stat, read rows, write. All key names live here.
+"""The shared cache of embeddings in Redis: stat, read rows, write.
 
 Synchronous: call it from threads, never on an event loop. Redis is a cache: whatever it does (dead, frozen, full, not
 allowed, foreign values) is a miss or a False within `budget_s` seconds, counted by reason, and never an exception.
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lookonce import embedding_codec
+from lookonce.cache_names import data_key, metadata_key
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.content_key import ContentKey
-from lookonce.embedding_codec import NONCE_BYTES, EmbeddingCodec, PackedEntry
+from lookonce.embedding_codec import MAX_ENTRY_BYTES, NONCE_BYTES, EmbeddingCodec, PackedEntry
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.entry_reader import EntryReader
 from lookonce.miss_reason import (
@@ -39,8 +40,6 @@ ResultT = TypeVar("ResultT")
 
 # Asking again may help.
 _LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
-# Redis' own limit of one string (proto-max-bulk-len).
-_MAX_STRING_BYTES = 512 << 20
 # One value larger than maxmemory would evict everything and then fail.
 _MAX_MEMORY_SHARE = 8
 # The description of an image outlives its rows: prompts can still be laid out after an eviction.
@@ -71,7 +70,7 @@ class EmbeddingStore:
         self._link = RedisLink(url, budget_s)
         self._budget_s = budget_s
         self._ttl_ms = ttl_s * 1000
-        self._max_entry_bytes = min(max_entry_bytes, _MAX_STRING_BYTES)
+        self._max_entry_bytes = min(max_entry_bytes, MAX_ENTRY_BYTES)
         self._codec = EmbeddingCodec(sealer or Checksum())
         self._breaker = breaker or CircuitBreaker()
         self._num_attempts = num_attempts
@@ -85,13 +84,13 @@ class EmbeddingStore:
     def stat(self, key: ContentKey) -> EmbeddingMeta | None:
         """The shape of a complete entry, or None. Reads the header only: rows are verified when they are read."""
         return self._find(
-            StoreOperation.STAT, key, _data_key(key), lambda exchange: self._reader(exchange, key).read_header().meta
+            StoreOperation.STAT, key, data_key(key), lambda exchange: self._reader(exchange, key).read_header().meta
         )
 
     def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
         """The shape of an image that was encoded some time ago; its rows may be gone."""
         return self._find(
-            StoreOperation.METADATA, key, _metadata_key(key), lambda exchange: self._read_metadata(exchange, key)
+            StoreOperation.METADATA, key, metadata_key(key), lambda exchange: self._read_metadata(exchange, key)
         )
 
     def read_rows(
@@ -117,7 +116,7 @@ class EmbeddingStore:
             if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
                 attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
         if attempt.is_corrupt:
-            self._discard(_data_key(key), deadline_s)
+            self._discard(data_key(key), deadline_s)
         self.stats.count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
         return attempt.reason
 
@@ -130,7 +129,7 @@ class EmbeddingStore:
         rows = embedding_codec.as_bytes(rows)
         entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
         try:
-            outcome = self.ask(lambda exchange: self._write(exchange, key, meta, entry))
+            outcome = self.ask(lambda exchange: self._write(exchange, key, meta, entry), data_key(key))
         except CacheMissError as miss:
             outcome = miss.reason.value
         self.stats.count(StoreOperation.WRITE, outcome)
@@ -140,21 +139,23 @@ class EmbeddingStore:
         """Starts the entry's life anew. Returns whether it was there; False for any trouble."""
 
         def expire(exchange: Exchange) -> bool:
-            exchange.send(b"PEXPIRE", _data_key(key), self._ttl_ms)
-            exchange.send(b"PEXPIRE", _metadata_key(key), self._ttl_ms * _METADATA_TTL_FACTOR)
-            is_there, _ = exchange.read_integer(), exchange.read_integer()
+            # XX: a pinned entry has no life that could end, and is not given one.
+            exchange.send(b"EXISTS", data_key(key))
+            exchange.send(b"PEXPIRE", data_key(key), self._ttl_ms, b"XX")
+            exchange.send(b"PEXPIRE", metadata_key(key), self._ttl_ms * _METADATA_TTL_FACTOR, b"XX")
+            is_there, _, _ = exchange.read_integer(), exchange.read_integer(), exchange.read_integer()
             return is_there == 1
 
-        return self._succeeds(StoreOperation.TOUCH, expire)
+        return self._succeeds(StoreOperation.TOUCH, expire, data_key(key))
 
     def delete(self, key: ContentKey) -> bool:
         """Removes rows and metadata. Returns whether there was anything; False for any trouble."""
 
         def unlink(exchange: Exchange) -> bool:
-            exchange.send(b"UNLINK", _data_key(key), _metadata_key(key))
+            exchange.send(b"UNLINK", data_key(key), metadata_key(key))
             return exchange.read_integer() > 0
 
-        return self._succeeds(StoreOperation.DELETE, unlink)
+        return self._succeeds(StoreOperation.DELETE, unlink, data_key(key))
 
     def ping(self) -> bool:
         """Whether Redis answers. While the breaker is open this is False without asking."""
@@ -165,24 +166,25 @@ class EmbeddingStore:
 
         return self._succeeds(StoreOperation.PING, ask)
 
-    def ask(self, action: Callable[[Exchange], ResultT]) -> ResultT:
+    def ask(self, action: Callable[[Exchange], ResultT], name: bytes | None = None) -> ResultT:
         """Runs an exchange with Redis as one operation, behind the breaker. Raises CacheMissError.
 
-        `action` may be run again after Redis did it without an answer getting through.
+        `name`: one of the keys that it is about, all of which are in one cluster slot; None: it is about none, and any
+        server will do. `action` may be run again after Redis did it without an answer getting through.
         """
         for _ in range(self._num_attempts - 1):
             try:
-                return self._ask(action, self._deadline_s())
+                return self._ask(action, self._deadline_s(), name)
             except RedisTroubleError as trouble:
                 if trouble.reason not in _LATE_REASONS:
                     raise
-        return self._ask(action, self._deadline_s())
+        return self._ask(action, self._deadline_s(), name)
 
     def close(self) -> None:
         """Closes the connections; every later operation is a miss."""
         self._link.close()
 
-    def _ask(self, action: Callable[[Exchange], ResultT], deadline_s: float) -> ResultT:
+    def _ask(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None) -> ResultT:
         """Runs `action` on a connection if there is time and the breaker lets it. Raises CacheMissError."""
         if time.monotonic() >= deadline_s:
             # A second step of an operation that took all its time: no verdict on the server.
@@ -190,13 +192,16 @@ class EmbeddingStore:
         permit = self._breaker.acquire()
         if permit is None:
             raise RedisTroubleError(MissReason.BREAKER_OPEN)
+
+        def counted(exchange: Exchange) -> ResultT:
+            try:
+                return action(exchange)
+            finally:
+                self.stats.add_bytes_read(exchange.num_bulk_bytes)
+
         was_reached = True
         try:
-            with self._link.exchange(deadline_s) as exchange:
-                try:
-                    return action(exchange)
-                finally:
-                    self.stats.add_bytes_read(exchange.num_bulk_bytes)
+            return self._link.run(counted, deadline_s, name)
         except RedisReplyError as refusal:
             if refusal.reason is MissReason.WRONG_TYPE:
                 raise CorruptEntryError(MissReason.WRONG_TYPE) from refusal
@@ -211,7 +216,7 @@ class EmbeddingStore:
         self, operation: StoreOperation, key: ContentKey, name: bytes, action: Callable[[Exchange], EmbeddingMeta]
     ) -> EmbeddingMeta | None:
         try:
-            meta = self.ask(action)
+            meta = self.ask(action, name)
         except CacheMissError as miss:
             self.stats.count(operation, miss.reason.value)
             if isinstance(miss, CorruptEntryError):
@@ -220,9 +225,11 @@ class EmbeddingStore:
         self.stats.count(operation, "ok")
         return meta
 
-    def _succeeds(self, operation: StoreOperation, action: Callable[[Exchange], bool]) -> bool:
+    def _succeeds(
+        self, operation: StoreOperation, action: Callable[[Exchange], bool], name: bytes | None = None
+    ) -> bool:
         try:
-            succeeded = self.ask(action)
+            succeeded = self.ask(action, name)
         except CacheMissError as miss:
             self.stats.count(operation, miss.reason.value)
             return False
@@ -246,15 +253,15 @@ class EmbeddingStore:
                 reader.read_range(header, start, stop, out)
 
         try:
-            self._ask(read, deadline_s)
+            self._ask(read, deadline_s, data_key(key))
         except CacheMissError as miss:
             attempt.reason = miss.reason
             attempt.is_corrupt = isinstance(miss, CorruptEntryError)
         return attempt
 
     def _write(self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry) -> str:
-        exchange.send(b"EXISTS", _data_key(key))
-        if exchange.read_integer():
+        exchange.send(b"EXISTS", data_key(key))
+        if exchange.read_integer() and _holds_bytes(exchange, data_key(key)):
             # SET NX alone would send all rows only to learn that they are not wanted.
             return "exists"
         max_memory_bytes = self._link.max_memory_bytes(exchange)
@@ -264,17 +271,17 @@ class EmbeddingStore:
         if entry.size_bytes > limit_bytes:
             return "too_large"
         metadata = self._codec.pack_metadata(key.value, meta)
-        exchange.send(b"SET", _data_key(key), (entry.header, *entry.blocks), b"NX", b"PX", self._ttl_ms)
-        exchange.send(b"SET", _metadata_key(key), metadata, b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
+        exchange.send(b"SET", data_key(key), (entry.header, *entry.blocks), b"NX", b"PX", self._ttl_ms)
+        exchange.send(b"SET", metadata_key(key), metadata, b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
         was_first, _ = exchange.read_status(), exchange.read_status()
         return "ok" if was_first else "exists"
 
     def _reader(self, exchange: Exchange, key: ContentKey) -> EntryReader:
-        return EntryReader(exchange, self._codec, _data_key(key), key.value)
+        return EntryReader(exchange, self._codec, data_key(key), key.value)
 
     def _read_metadata(self, exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
         # One byte more than expected, to notice a longer value without reading all of it.
-        exchange.send(b"GETRANGE", _metadata_key(key), 0, self._codec.metadata_bytes)
+        exchange.send(b"GETRANGE", metadata_key(key), 0, self._codec.metadata_bytes)
         data = memoryview(bytearray(self._codec.metadata_bytes + 1))
         num_bytes = exchange.read_bulk_into(data)
         if num_bytes == 0:
@@ -289,7 +296,7 @@ class EmbeddingStore:
             exchange.read_integer()
 
         try:
-            self._ask(unlink, deadline_s)
+            self._ask(unlink, deadline_s, name)
         except CacheMissError as miss:
             self.stats.count(StoreOperation.DELETE, miss.reason.value)
         else:
@@ -310,21 +317,11 @@ class _ReadAttempt:
     is_corrupt: bool = False
 
 
-def _data_key(key: ContentKey) -> bytes:
-    """Header and rows. The braces put all keys of one image into one cluster slot."""
-    return b"lookonce:{%s}:e" % key.hex.encode()
-
-
-def _metadata_key(key: ContentKey) -> bytes:
-    """Shape only."""
-    return b"lookonce:{%s}:m" % key.hex.encode()
-
-
-def lease_key(key: ContentKey) -> bytes:
-    """Who encodes the image (encode_lease.py)."""
-    return b"lookonce:{%s}:l" % key.hex.encode()
-
-
-def done_channel(key: ContentKey) -> bytes:
-    """Where the end of an encode is told."""
-    return b"lookonce:{%s}:d" % key.hex.encode()
+def _holds_bytes(exchange: Exchange, name: bytes) -> bool:
+    """Whether a value that exists is more than an empty one, which readers take for none and which is removed here."""
+    exchange.send(b"STRLEN", name)
+    if exchange.read_integer():
+        return True
+    exchange.send(b"UNLINK", name)
+    exchange.read_integer()
+    return False

@@ -17,13 +17,16 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lookonce.cache_names import done_channel, lease_key
 from lookonce.content_key import ContentKey
-from lookonce.embedding_store import EmbeddingStore, done_channel, lease_key
-from lookonce.miss_reason import CacheMissError
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.miss_reason import CacheMissError, CorruptEntryError, MissReason
 from lookonce.redis_exchange import Argument, Exchange
 from lookonce.store_stats import StoreOperation
 
 _TOKEN_BYTES = 16
+# PTTL of what never ends: no lease of anybody.
+_ENDLESS = -1
 
 
 class LeaseState(enum.Enum):
@@ -68,10 +71,13 @@ class EncodeLeases:
             # Not the first and yet the holder: an earlier attempt whose answer came too late.
             if is_first or holder == token:
                 return LeaseAttempt(LeaseState.HELD, token, self.ttl_s)
-            return LeaseAttempt(LeaseState.BUSY, remaining_s=max(0, remaining_ms) / 1000)
+            if remaining_ms == _ENDLESS:
+                raise CorruptEntryError(MissReason.WRONG_TYPE)
+            # Whatever the server says, nobody waits longer than for a lease of one's own before looking again.
+            return LeaseAttempt(LeaseState.BUSY, remaining_s=min(max(0, remaining_ms), self._ttl_ms) / 1000)
 
         try:
-            attempt = self._store.ask(take)
+            attempt = self._store.ask(take, lease_key(key))
         except CacheMissError as miss:
             self._store.stats.count(StoreOperation.LEASE, miss.reason.value)
             return LeaseAttempt(LeaseState.UNAVAILABLE)
@@ -94,7 +100,7 @@ class EncodeLeases:
             exchange.read_integer()
             return True
 
-        self._succeeds(tell)
+        self._succeeds(key, tell)
         return was_mine
 
     def _if_mine(self, key: ContentKey, token: bytes, command: Callable[[], tuple[Argument, ...]]) -> bool:
@@ -113,11 +119,11 @@ class EncodeLeases:
             exchange.read_status()
             return exchange.read_transaction() == [1]
 
-        return self._succeeds(act)
+        return self._succeeds(key, act)
 
-    def _succeeds(self, action: Callable[[Exchange], bool]) -> bool:
+    def _succeeds(self, key: ContentKey, action: Callable[[Exchange], bool]) -> bool:
         try:
-            succeeded = self._store.ask(action)
+            succeeded = self._store.ask(action, lease_key(key))
         except CacheMissError as miss:
             self._store.stats.count(StoreOperation.LEASE, miss.reason.value)
             return False

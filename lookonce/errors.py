@@ -10,7 +10,7 @@ LookonceError
 │   ├── ImageUndecodableError        not an image, truncated, or a format outside the allow-list
 │   ├── ImageTooLargeError           too many pixels or bytes, extreme aspect, zero size
 │   ├── ImageDecodeLimitError        decoding went over its time or memory
-│   ├── ImagePoisonousError          decoding killed its process
+│   ├── ImagePoisonousError          decoding killed its process, or the model fails on it alone
 │   └── DigestMismatchError          the bytes do not hash to the digest that came with them
 ├── EmbeddingNotCachedError          a digest that the cache does not hold; upload the bytes
 ├── FingerprintMismatchError         rows of another encoder were asked for
@@ -87,7 +87,7 @@ class ImageDecodeLimitError(InvalidInputError):
 
 
 class ImagePoisonousError(InvalidInputError):
-    """The process that decoded the image died of it."""
+    """The process that decoded the image died of it, or the model fails on it and on no other one."""
 
 
 class DigestMismatchError(InvalidInputError):

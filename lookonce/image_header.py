@@ -9,16 +9,23 @@ from __future__ import annotations
 import contextlib
 import enum
 import io
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import PIL.Image
+import PIL.PngImagePlugin
 from PIL import ExifTags
 
 from lookonce.errors import ImageTooLargeError, ImageUndecodableError
+from lookonce.image_metadata import check_metadata
 
 # Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
 PIL.Image.MAX_IMAGE_PIXELS = None
+# Compressed texts of a PNG, unpacked; 70 kB of them may ask for Pillow's 64 MiB.
+PIL.PngImagePlugin.MAX_TEXT_MEMORY = 8 << 20
+# One line for each of 65535 wrong entries of an EXIF block is a flood.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
 
 # EXIF orientations that swap width and height.
 _SIDEWAYS = frozenset({5, 6, 7, 8})
@@ -66,8 +73,9 @@ class ImageHeader:
 def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
     """Reads the header only.
 
-    Raises ImageUndecodableError for anything but an image of an accepted format, and ImageTooLargeError with value and
-    limit for too many bytes or pixels, an extreme aspect ratio or a side of zero.
+    Raises ImageUndecodableError for anything but an image of an accepted format, ImageTooLargeError with value and
+    limit for too many bytes or pixels, an extreme aspect ratio or a side of zero, and ImageDecodeLimitError for more
+    metadata than an image needs.
     """
     with open_image(data, limits) as (_, header):
         return header
@@ -77,6 +85,7 @@ def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
 def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.Image.Image, ImageHeader]]:
     """As `probe_image`, and gives the opened Pillow image, not yet decoded and not yet upright."""
     check_file_size(data, limits)
+    check_metadata(data)
     image = _opened(data)
     with image:
         _check_size(image.width, image.height, limits)

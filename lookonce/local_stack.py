@@ -115,7 +115,8 @@ class LocalStack:
         """Starts all processes side by side: most of the time goes into loading libraries and models."""
         addresses = [f"127.0.0.1:{port}" for port in encoder_ports]
         for index, address in enumerate(addresses):
-            arguments = [*self._shared_arguments(), "--listen", address, *self._encoder_arguments]
+            arguments = [*self._shared_arguments(), "--listen", address, "--admin-listen", "127.0.0.1:0"]
+            arguments += self._encoder_arguments
             self.encoders.append(ChildProcess(f"encoder-{index}", "encoder_svc", arguments, directory))
         arguments = self._shared_arguments()
         if addresses:

@@ -14,12 +14,16 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Iterator
 from typing import TypeAlias
 
 from lookonce.miss_reason import MissReason, RedisReplyError, RedisTroubleError
 
 Argument: TypeAlias = bytes | int | tuple[bytes | memoryview, ...]
 """One argument of a command; a tuple is one argument whose bytes lie in several places."""
+
+Nested: TypeAlias = "int | bytes | list[Nested] | None"
+"""A reply of any shape; None for nil."""
 
 _MAX_LINE_BYTES = 16 << 10
 _RECEIVE_BYTES = 4 << 10
@@ -28,8 +32,9 @@ _SEND_BYTES = 1 << 20
 _INLINE_BYTES = 8 << 10
 _MAX_SMALL_BULK_BYTES = 64 << 10
 _MAX_TRANSACTION = 16
-_MAX_ARRAY = 64
+_MAX_FIELDS = 1024
 _MAX_ARRAY_DEPTH = 4
+_ANY_TYPE = (b"$", b":", b"+", b"*")
 _TIMEVAL = struct.Struct("@ll")
 _REASON_OF_CODE = {
     "OOM": MissReason.OOM,
@@ -47,6 +52,10 @@ _REASON_OF_CODE = {
     "CLUSTERDOWN": MissReason.CLUSTER_DOWN,
     "MASTERDOWN": MissReason.CLUSTER_DOWN,
 }
+
+
+class RedisMovedError(RedisReplyError):
+    """Another node of the cluster has the key for good; the one that says so knows which."""
 
 
 class Exchange:
@@ -109,9 +118,15 @@ class Exchange:
 
     def read_fields(self) -> dict[bytes, bytes]:
         """The reply to HELLO: those of its names and values that are strings."""
-        values = self._items(self._number(self._reply(b"*")), depth=1)
+        values = self.read_nested(_MAX_FIELDS)
+        if not isinstance(values, list):
+            raise RedisTroubleError(MissReason.PROTOCOL)
         pairs = zip(values[::2], values[1::2], strict=False)
-        return {name: value for name, value in pairs if name is not None and value is not None}
+        return {name: value for name, value in pairs if isinstance(name, bytes) and isinstance(value, bytes)}
+
+    def read_nested(self, max_values: int) -> Nested:
+        """A reply of at most so many values, those in its arrays included."""
+        return self._nested(self._reply(*_ANY_TYPE), iter(range(max_values)), depth=0)
 
     def read_bulk(self) -> bytes | None:
         """A string of at most 64 KiB; None for nil."""
@@ -161,27 +176,27 @@ class Exchange:
         self.end_bulk(length)
         return bytes(data)
 
-    def _items(self, length: int, depth: int) -> list[bytes | None]:
-        """The items of an array: strings as they are, None for whatever is none."""
-        if not 0 <= length <= _MAX_ARRAY or depth > _MAX_ARRAY_DEPTH:
+    def _nested(self, line: bytes, places: Iterator[int], depth: int) -> Nested:
+        """What `line` begins. Takes one of the places, and so does everything in it."""
+        if next(places, None) is None or depth > _MAX_ARRAY_DEPTH:
             raise RedisTroubleError(MissReason.PROTOCOL)
-        items: list[bytes | None] = []
-        for _ in range(length):
-            line = self._typed_line(b"$", b":", b"+", b"*")
-            item: bytes | None = None
-            if line[:1] == b"*":
-                self._items(self._number(line), depth + 1)
-            elif line[:1] == b"$" and (item_bytes := self._length(line)) is not None:
-                item = self._small_bulk(item_bytes)
-            items.append(item)
-        return items
+        if line[:1] == b"+":
+            return line[1:]
+        if line[:1] == b":":
+            return self._number(line)
+        length = self._length(line)
+        if length is None:
+            return None
+        if line[:1] == b"$":
+            return self._small_bulk(length)
+        return [self._nested(self._typed_line(*_ANY_TYPE), places, depth + 1) for _ in range(length)]
 
     def _reply(self, *types: bytes) -> bytes:
         """The first line of the next command's reply. Raises RedisReplyError for an error."""
         line = self._line()
         self._num_outstanding -= 1
         if line[:1] == b"-":
-            raise RedisReplyError(reason_of_text(line[1:].decode("utf-8", "replace")))
+            raise _error_of_text(line[1:].decode("utf-8", "replace"))
         return _checked_type(line, types)
 
     def _typed_line(self, *types: bytes) -> bytes:
@@ -267,6 +282,11 @@ def reason_of_text(text: str) -> MissReason:
     if "max number of clients" in text:
         return MissReason.MAX_CLIENTS
     return _REASON_OF_CODE.get(text.partition(" ")[0], MissReason.SERVER_ERROR)
+
+
+def _error_of_text(text: str) -> RedisReplyError:
+    reason = reason_of_text(text)
+    return RedisMovedError(reason) if text.startswith("MOVED ") else RedisReplyError(reason)
 
 
 def _checked_type(line: bytes, types: tuple[bytes, ...]) -> bytes:

@@ -1,63 +1,74 @@
-"""Connections to Redis, from redis-py's pool, lent for one exchange each.
+"""Connections to Redis, lent for one exchange each: to the server that has the key, and to another once it has moved.
 
-redis-py does what differs between servers: URL, TLS, authentication, pooling; commands and replies go through
-`redis_exchange.py`. Whatever goes wrong is a CacheMissError with a bounded reason, and a connection on which anything
-unexpected happened is closed, never put back in step.
+`redis_deployment.py` says which server that is, connections come from redis-py's pools (`redis_node.py`), and commands
+and replies go through `redis_exchange.py`. Whatever goes wrong is a CacheMissError with a bounded reason, and a
+connection on which anything unexpected happened is closed, never put back in step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-import redis
-import redis.connection
-import redis.exceptions
-
-from lookonce.errors import ConfigurationError
 from lookonce.miss_reason import MissReason, RedisReplyError, RedisTroubleError
-from lookonce.redis_exchange import Exchange, reason_of_text
+from lookonce.redis_deployment import open_deployment
+from lookonce.redis_exchange import Exchange
+from lookonce.redis_node import RedisNode
 
-_MAX_CONNECT_S = 0.2
-# The CLIENT SETINFO of a new connection would be two round trips and, with tight ACLs, two log lines on the server.
-_SILENT: dict[str, Any] = (
-    {"driver_info": None} if hasattr(redis, "DriverInfo") else {"lib_name": None, "lib_version": None}
-)
+ResultT = TypeVar("ResultT")
+
+_MAX_DIGITS = 20
 
 
 class RedisLink:
     """Connections to one Redis URL. Thread-safe; every thread that asks at the same time has its own connection.
 
-    The deadline holds for the exchange; a new connection has half of `budget_s` for each step of connecting and logging
-    in, and name resolution takes what the system's resolver takes. Raises ConfigurationError for an unusable URL.
+    The deadline holds for the exchange; before it, finding the server and connecting have half of `budget_s` each.
+    Raises ConfigurationError for an unusable URL.
     """
 
     def __init__(self, url: str, budget_s: float) -> None:
-        self._pool = _make_pool(url, budget_s)
+        self._deployment = open_deployment(url, budget_s)
+        self._budget_s = budget_s
         self._is_closed = False
         # By socket, so that a reconnect (restart, failover) asks again.
         self._max_memory: weakref.WeakKeyDictionary[socket.socket, int | None] = weakref.WeakKeyDictionary()
         self._by_reference: weakref.WeakKeyDictionary[socket.socket, bool] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def exchange(self, deadline_s: float) -> Iterator[Exchange]:
-        """A connection for a few commands, until `deadline_s` on the monotonic clock. Raises RedisTroubleError.
+    def exchange(self, deadline_s: float, name: bytes | None = None) -> Iterator[Exchange]:
+        """A connection for a few commands about `name` (None: about no key), until `deadline_s` on the monotonic clock.
 
-        The connection goes back to the pool only when the block ended without an exception and read all its replies.
+        It is used again only when the block ended without an exception and read all its replies. Raises
+        RedisTroubleError; what moved meanwhile is not followed.
         """
-        connection = self._connect()
-        is_in_step = False
-        try:
-            exchange = Exchange(_socket_of(connection), deadline_s)
+        with self._node_of(name, self._find_until_s(deadline_s)).exchange(deadline_s) as exchange:
             yield exchange
-            is_in_step = exchange.is_idle
-        finally:
-            if not is_in_step or self._is_closed:
-                connection.disconnect()
-            self._pool.release(connection)
+
+    def run(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None = None) -> ResultT:
+        """`action` on such a connection, and once more where the key has moved and at least half of the budget is left.
+
+        Raises what `action` raises, and RedisTroubleError.
+        """
+        until_s = self._find_until_s(deadline_s)
+        node, may_follow = self._node_of(name, until_s), True
+        while True:
+            try:
+                with node.exchange(deadline_s) as exchange:
+                    return action(exchange)
+            except RedisTroubleError as trouble:
+                is_doubtful = self._deployment.doubt(node, trouble)
+                other = self._other_node(node, name, until_s) if is_doubtful and may_follow else None
+                if other is None:
+                    reason = self._deployment.reason_of(node, trouble)
+                    if reason is trouble.reason:
+                        raise
+                    raise RedisTroubleError(reason) from trouble
+            node, may_follow = other, False
 
     def max_memory_bytes(self, exchange: Exchange) -> int | None:
         """The server's `maxmemory`, asked once per connection. None: no limit, or the role may not know."""
@@ -82,79 +93,41 @@ class RedisLink:
     def close(self) -> None:
         """Closes idle connections now and busy ones when their exchange ends."""
         self._is_closed = True
-        self._pool.disconnect(inuse_connections=False)
+        self._deployment.close()
 
-    def _connect(self) -> Any:
+    def _find_until_s(self, deadline_s: float) -> float:
+        """Half of the budget is for connecting and for the exchange."""
+        return deadline_s - self._budget_s / 2
+
+    def _node_of(self, name: bytes | None, until_s: float) -> RedisNode:
         if self._is_closed:
             raise RedisTroubleError(MissReason.STORE_CLOSED)
+        return self._deployment.node_of(name, until_s)
+
+    def _other_node(self, node: RedisNode, name: bytes | None, until_s: float) -> RedisNode | None:
+        """Another node than the one that there was trouble with; None when there is none or no time to find it."""
+        if time.monotonic() >= until_s:
+            return None
         try:
-            return self._pool.get_connection()
-        except (redis.exceptions.RedisError, OSError) as error:
-            raise RedisTroubleError(_reason_of_exception(error)) from error
-
-
-def _make_pool(url: str, budget_s: float) -> Any:
-    ours: dict[str, Any] = {
-        # Half of the budget for each step, so that a dead or frozen server costs no more than the budget.
-        "socket_connect_timeout": min(_MAX_CONNECT_S, budget_s / 2),
-        "socket_timeout": budget_s / 2,
-        "retry": None,
-        "retry_on_timeout": False,
-        "retry_on_error": [],
-        "health_check_interval": 0,
-        "decode_responses": False,
-        # RESP2 needs no greeting: a new connection without a password costs no round trip.
-        "protocol": 2,
-        # The number of threads is the limit.
-        "max_connections": 1 << 20,
-        **_SILENT,
-    }
-    try:
-        options = {**redis.connection.parse_url(url), **ours}
-        if url.startswith("unix:") and not options.get("path"):
-            raise ValueError("no path")
-        str(options.get("host", "")).encode("idna")
-        pool = redis.ConnectionPool(**options)
-        # An unknown option in the URL would otherwise come up at the first use.
-        pool.connection_class(**pool.connection_kwargs)
-    except (ValueError, TypeError, redis.exceptions.RedisError) as error:
-        raise ConfigurationError(
-            "redis_url: cannot be used; expected redis://, rediss:// or unix:// with options that redis-py knows "
-            f"({type(error).__name__})"
-        ) from None
-    return pool
-
-
-def _socket_of(connection: Any) -> socket.socket:
-    sock: socket.socket | None = connection._sock
-    if sock is None:
-        raise RedisTroubleError(MissReason.CLOSED)
-    return sock
+            other = self._node_of(name, until_s)
+        except RedisTroubleError:
+            return None
+        return None if other is node else other
 
 
 def _parse_max_memory(info: bytes) -> int | None:
     for line in info.splitlines():
         name, _, value = line.partition(b":")
-        if name == b"maxmemory" and value.isdigit():
-            return int(value) or None
+        if name == b"maxmemory":
+            return _number(value) or None
     return None
 
 
-def _reason_of_exception(error: Exception) -> MissReason:
-    """The label of a failure to get a connection."""
-    if isinstance(error, redis.exceptions.AuthenticationError):
-        return MissReason.AUTH
-    if isinstance(error, redis.exceptions.BusyLoadingError):
-        return MissReason.LOADING
-    if isinstance(error, redis.exceptions.TimeoutError | TimeoutError):
-        return MissReason.TIMEOUT
-    if isinstance(error, redis.exceptions.ResponseError):
-        return reason_of_text(f"{getattr(error, 'status_code', None) or ''} {error}".strip())
-    if "max number of clients" in str(error):
-        return MissReason.MAX_CLIENTS
-    return MissReason.CONNECT_FAILED
-
-
 def _is_valkey_since_9(fields: dict[bytes, bytes]) -> bool:
-    major = fields.get(b"version", b"").partition(b".")[0]
-    return fields.get(b"server") == b"valkey" and major.isdigit() and int(major) >= 9
+    major = _number(fields.get(b"version", b"").partition(b".")[0])
+    return fields.get(b"server") == b"valkey" and major is not None and major >= 9
+
+
+def _number(text: bytes) -> int | None:
+    """None for what is no number, or so long that Python refuses to read it."""
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else None

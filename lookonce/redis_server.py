@@ -167,7 +167,7 @@ class EmbeddedRedis:
     def _settings(self) -> list[str]:
         """Lines of the configuration file: a cache that forgets the least used and writes nothing to disk."""
         lines = ["daemonize no", 'save ""', "appendonly no", "io-threads 1"]
-        lines += [f"maxmemory {self._maxmemory_bytes}", "maxmemory-policy allkeys-lfu"]
+        lines += [f"maxmemory {self._maxmemory_bytes}", "maxmemory-policy volatile-lfu"]
         if self._version >= (7, 0):
             # Otherwise the buffers of slow clients push entries out.
             lines.append("maxmemory-clients 20%")

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Never
 
@@ -31,6 +31,8 @@ _READY_POLL_S = 0.2
 # Time for the statuses of expelled calls to reach their clients before connections are cut.
 _FLUSH_S = 1.0
 _MIN_CLIENT_PING_INTERVAL_MS = 1000
+# Their calls leave no access line.
+_QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -59,23 +61,40 @@ class GrpcService:
         telemetry: Telemetry,
         services: Sequence[ServiceEntry],
         *,
+        admin_services: Sequence[ServiceEntry] = (),
         is_ready: Callable[[], bool] = _always_ready,
+        parts: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
-        """`is_ready` is asked several times a second and decides what health says; it must not block."""
+        """`is_ready` is asked several times a second and decides what health says; it must not block.
+
+        `parts` are further names in health, each with a question of its own, asked as often: what is degraded without
+        the service being down. `admin_services` are served on `settings.admin_listen`, if there is one.
+        """
         self._settings = settings
         self._telemetry = telemetry
         self._services = tuple(services)
+        self._admin_services = tuple(admin_services)
         self._is_ready = is_ready
+        self._parts = dict(parts or {})
+        # What health says of each part.
+        self._part_states: dict[str, bool] = {}
         self._calls = InflightCalls()
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._admin_server: grpc.aio.Server | None = None
         self._readiness: asyncio.Task[None] | None = None
         self._target = ""
+        self._admin_target: str | None = None
 
     @property
     def target(self) -> str:
         """host:port that is served; empty before `start`."""
         return self._target
+
+    @property
+    def admin_target(self) -> str | None:
+        """host:port of the operators' calls; None when they are not served."""
+        return self._admin_target
 
     async def start(self) -> str:
         """Listens and returns the bound host:port. Raises ConfigurationError when the address cannot be taken.
@@ -83,10 +102,16 @@ class GrpcService:
         Health says SERVING, and the ready file is written, once `is_ready` does.
         """
         self._telemetry.start_endpoint()
-        self._server = self._build_server()
-        self._target = self._bind(self._server)
+        border = BorderInterceptor(self._calls, CallMetrics(self._telemetry.registry), _QUIET)
+        self._server = self._build_server(border, self._services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._target = self._bind(self._server, "--listen", self._settings.listen)
         await self._report(is_serving=False)
         await self._server.start()
+        if self._settings.admin_listen is not None:
+            self._admin_server = self._build_server(border, self._admin_services)
+            self._admin_target = self._bind(self._admin_server, "--admin-listen", self._settings.admin_listen)
+            await self._admin_server.start()
         self._readiness = asyncio.create_task(self._follow_readiness())
         _log.info("listening", target=self._target, metrics_port=self._telemetry.metrics_port)
         return self._target
@@ -123,22 +148,19 @@ class GrpcService:
         await self._calls.finished(self._settings.drain_timeout_s)
         num_expelled = self._calls.expel_all()
         await closing
+        if self._admin_server is not None:
+            await self._admin_server.stop(_FLUSH_S)
         self._telemetry.stop_endpoint()
         _log.info("stopped", expelled_calls=num_expelled)
 
-    def _build_server(self) -> grpc.aio.Server:
-        names = [entry.full_name for entry in self._services]
-        quiet = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
-        border = BorderInterceptor(self._calls, CallMetrics(self._telemetry.registry), quiet)
+    def _build_server(self, border: BorderInterceptor, services: Sequence[ServiceEntry]) -> grpc.aio.Server:
         server = grpc.aio.server(interceptors=[border], options=server_options(self._settings))
-        for entry in self._services:
+        for entry in services:
             entry.add_to_server(server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([*names, *quiet], server)
+        reflection.enable_server_reflection([*(entry.full_name for entry in services), *_QUIET], server)
         return server
 
-    def _bind(self, server: grpc.aio.Server) -> str:
-        address = self._settings.listen
+    def _bind(self, server: grpc.aio.Server, flag: str, address: str) -> str:
         try:
             credentials = _credentials(self._settings)
             if credentials is None:
@@ -146,7 +168,7 @@ class GrpcService:
             else:
                 port = server.add_secure_port(address, credentials)
         except RuntimeError:
-            raise ConfigurationError(f"--listen: cannot listen on {address}; is the port taken?") from None
+            raise ConfigurationError(f"{flag}: cannot listen on {address}; is the port taken?") from None
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def _follow_readiness(self) -> None:
@@ -158,6 +180,7 @@ class GrpcService:
                 await self._report(is_serving=now_ready)
                 _log.info("ready" if now_ready else "not ready", target=self._target)
                 was_ready = now_ready
+            await self._report_parts()
             if now_ready and not announced:
                 announced = True
                 self._write_ready_file()
@@ -172,19 +195,35 @@ class GrpcService:
             self._settings.ready_file.unlink(missing_ok=True)
 
     async def _report(self, *, is_serving: bool) -> None:
-        response = health_pb2.HealthCheckResponse
-        status = response.SERVING if is_serving else response.NOT_SERVING
         for name in ("", *(entry.full_name for entry in self._services)):
-            await self._health.set(name, status)
+            await self._health.set(name, _status(is_serving=is_serving))
+
+    async def _report_parts(self) -> None:
+        for name, is_well in self._parts.items():
+            state = is_well()
+            if self._part_states.get(name) != state:
+                self._part_states[name] = state
+                await self._health.set(name, _status(is_serving=state))
+                _log.info("part is well" if state else "part is degraded", part=name)
 
     def _write_ready_file(self) -> None:
         path = self._settings.ready_file
         if path is None:
             return
-        record = {"target": self._target, "metrics_port": self._telemetry.metrics_port, "pid": os.getpid()}
+        record = {
+            "target": self._target,
+            "admin_target": self._admin_target,
+            "metrics_port": self._telemetry.metrics_port,
+            "pid": os.getpid(),
+        }
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
             json.dump(record, file)
         os.replace(file.name, path)
+
+
+def _status(*, is_serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+    response = health_pb2.HealthCheckResponse
+    return response.SERVING if is_serving else response.NOT_SERVING
 
 
 def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:

@@ -51,22 +51,31 @@ class ServiceSettings(BaseSettings):
     )
 
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one.")
+    admin_listen: str | None = Field(
+        None, description="host:port of the operators' calls, apart from those of clients. Unset: they are not served."
+    )
     insecure: bool = Field(False, description="Allow plaintext on an address other than loopback.")
     tls_cert: pathlib.Path | None = Field(None, description="PEM certificate chain of the server.")
     tls_key: pathlib.Path | None = Field(None, description="PEM private key of the server.")
     ready_file: pathlib.Path | None = Field(
-        None, description="Written as JSON {target, metrics_port, pid} once the server accepts calls."
+        None, description="Written as JSON {target, admin_target, metrics_port, pid} once the server accepts calls."
     )
 
     redis_url: SecretStr | None = Field(
         None,
-        description="redis://, rediss:// or unix:// URL of the shared cache. Unset: this process uses no shared cache.",
+        description="URL of the shared cache: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://. "
+        "Unset: this process uses no shared cache.",
     )
     redis_budget_s: float = Field(0.25, gt=0, le=10, description="Longest time one cache operation may take, seconds.")
     seal_key_file: pathlib.Path | None = Field(
         None,
         description="File of keys that encrypt and authenticate cache entries, 64 hex characters per line, the newest "
         "first; the same for all services. Unset: entries carry checksums only.",
+    )
+    tenant_secret_file: pathlib.Path | None = Field(
+        None,
+        description="File with 64 hex characters, the same for all services: cache keys are made under it, so that "
+        "nobody without it can tell which image or tenant an entry belongs to. Unset: a public value.",
     )
     ttl_s: int = Field(86_400, ge=1, description="Life of a cache entry after its last use, seconds.")
 
@@ -88,7 +97,7 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["json", "console"] = Field("json", description="One JSON object per line, or for people.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 
-    @field_validator("listen", "metrics_listen")
+    @field_validator("listen", "admin_listen", "metrics_listen")
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:
         if value is None:
@@ -102,11 +111,13 @@ class ServiceSettings(BaseSettings):
     def _check_transport(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")
-        if self.tls_cert is None and not self.insecure and not is_loopback(self.listen):
-            raise ValueError(
-                f"listen={self.listen} would serve plaintext on a non-loopback address; "
-                "set tls_cert and tls_key, or say insecure if another layer encrypts"
-            )
+        for name in ("listen", "admin_listen"):
+            address = getattr(self, name)
+            if address is not None and self.tls_cert is None and not self.insecure and not is_loopback(address):
+                raise ValueError(
+                    f"{name}={address} would serve plaintext on a non-loopback address; "
+                    "set tls_cert and tls_key, or say insecure if another layer encrypts"
+                )
         return self
 
     @property

@@ -10,7 +10,9 @@ from decoder_svc.request import ImageItem
 from decoder_svc.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
+from lookonce.int8_rows import dequantise
 
+# Of rows that are plain floats.
 TORCH_DTYPES = {
     RowDtype.FLOAT32: torch.float32,
     RowDtype.FLOAT16: torch.float16,
@@ -34,8 +36,13 @@ class RowCache:
 
     def put(self, fetched: FetchedRows) -> None:
         """Takes rows from host memory; `[len(rows), row_elements]` in the model's dtype."""
-        values = torch.frombuffer(fetched.data, dtype=TORCH_DTYPES[fetched.dtype]).view(len(fetched.rows), -1)
-        self._parts.setdefault(fetched.key, {})[fetched.rows] = values.to(self._device, self._dtype)
+        if fetched.dtype is RowDtype.INT8_SCALED:
+            data = torch.frombuffer(fetched.data, dtype=torch.uint8).view(len(fetched.rows), -1)
+            values = dequantise(data.to(self._device), fetched.num_levels, self._dtype)
+        else:
+            values = torch.frombuffer(fetched.data, dtype=TORCH_DTYPES[fetched.dtype]).view(len(fetched.rows), -1)
+            values = values.to(self._device, self._dtype)
+        self._parts.setdefault(fetched.key, {})[fetched.rows] = values
 
     def drop(self, key: ContentKey, dropped: RowRange) -> None:
         """Frees rows of a key."""

@@ -22,7 +22,7 @@ from lookonce.settings import MIB, ServiceSettings
 from lookonce.telemetry import Telemetry
 
 CHANNEL = ChannelSettings(max_message_bytes=MIB, keepalive_time_s=30, keepalive_timeout_s=5)
-_VISION_MODELS: dict[pathlib.Path, VisionModel] = {}
+_VISION_MODELS: dict[tuple[pathlib.Path, str], VisionModel] = {}
 
 
 def client(target: str, model_type: str = "llava", hidden_size: int = 64, num_levels: int = 0) -> EncoderClient:
@@ -32,12 +32,13 @@ def client(target: str, model_type: str = "llava", hidden_size: int = 64, num_le
 
 @asynccontextmanager
 async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterator[str]:
-    """The target of a real encoder service; its model is loaded once per folder."""
+    """The target of a real encoder service; its model is loaded once per folder and row format."""
     parsed = EncoderSettings(model=folder, drain_timeout_s=0.5, **settings)
-    if folder not in _VISION_MODELS:
-        _VISION_MODELS[folder] = VisionModel.load(parsed)
+    loaded = (folder, parsed.row_format)
+    if loaded not in _VISION_MODELS:
+        _VISION_MODELS[loaded] = VisionModel.load(parsed)
     async with (
-        open_pipeline(parsed, _VISION_MODELS[folder], CollectorRegistry()) as pipeline,
+        open_pipeline(parsed, _VISION_MODELS[loaded], CollectorRegistry()) as pipeline,
         served(parsed, service_entry(pipeline, parsed)) as target,
     ):
         yield target

@@ -21,6 +21,7 @@ from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import RowSource
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import RowFetch
+from lookonce.cache_names import data_key
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import EmbeddingNotCachedError, LookonceError
@@ -140,7 +141,7 @@ async def test_what_is_read_from_redis_lives_on(folder: pathlib.Path, redis_serv
         open_fetcher(target, redis_server.url, ttl_s=0.4) as second,
     ):
         await first.fetch(picture(1), RowRange(0, NUM_ROWS))
-        name = f"lookonce:{{{(await first.key(picture(1))).hex}}}:e"
+        name = data_key(await first.key(picture(1)))
         with redis.Redis.from_url(redis_server.url) as admin:
             server: Any = admin
             server.pexpire(name, 20_000)

@@ -27,6 +27,7 @@ from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceServicer
 from lookonce.redis_server import EmbeddedRedis
+from lookonce.tenants import Tenants
 from tests import image_files
 from tests.decoder_svc.encoders import client, running_encoder, scripted_encoder
 
@@ -184,6 +185,7 @@ class Scripted(EncoderServiceServicer):
             hidden_size=64,
             dtype=common_pb2.DATA_TYPE_FLOAT32,
             model_type="llava",
+            tenant_tag=DEFAULT_TENANT.tag,
         )
 
     def embedding(self, key: common_pb2.ContentKey) -> common_pb2.EmbeddingInfo:
@@ -345,6 +347,18 @@ async def test_an_answer_for_another_image_is_never_taken(wrong: dict[str, Any] 
     async with scripted_encoder(Confused()) as target, client(target) as encoder:
         with pytest.raises(errors.UnavailableError):
             await encoder.encode(KEY, b"a", NO_OPTIONS, 10)
+
+
+async def test_an_encoder_with_another_tenant_secret_is_refused() -> None:
+    class Foreign(Scripted):
+        def info(self) -> pb.GetEncoderInfoResponse:
+            response = super().info()
+            response.tenant_tag = Tenants(bytes(32)).default.tag
+            return response
+
+    async with scripted_encoder(Foreign()) as target, client(target) as encoder:
+        with pytest.raises(errors.FingerprintMismatchError, match="tenant_secret_file"):
+            await encoder.info()
 
 
 async def test_an_unknown_element_type_is_refused() -> None:

@@ -16,7 +16,7 @@ def test_no_token_is_computed_from_another_context(seed: int, deterministic: boo
 def test_traffic_is_worth_testing_with() -> None:
     """Without hits, preemptions and adoptions the test above would show nothing."""
     hits = preemptions = shared = 0
-    for seed in range(30):
+    for seed in range(40):
         traffic = Traffic(seed)
         traffic.run(120)
         hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)

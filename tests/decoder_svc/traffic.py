@@ -10,6 +10,7 @@ from decoder_svc.row_range import RowRange, RowRangeSet
 from decoder_svc.scheduler import Scheduler
 from decoder_svc.scheduler_output import RowFetch, SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey
+from lookonce.forgotten import EVERYTHING, Forgotten
 from tests.decoder_svc.scheduling import image, request, scheduler
 
 CACHE_ROWS = 12
@@ -133,8 +134,17 @@ class Traffic:
 
     def run(self, num_actions: int) -> None:
         """Random actions, then nothing but steps until all is done; the invariants are checked after each."""
-        actions = (self.submit, self.step, self.step, self.step, self.end_journey, self.abort, self.fail_step)
-        weights = (3, 3, 3, 3, 3, 1, 1)
+        actions = (
+            self.submit,
+            self.step,
+            self.step,
+            self.step,
+            self.end_journey,
+            self.abort,
+            self.fail_step,
+            self.forget,
+        )
+        weights = (3, 3, 3, 3, 3, 1, 1, 0.1)
         for _ in range(num_actions):
             self.rng.choices(actions, weights)[0]()
             self.target.check_integrity()
@@ -251,6 +261,12 @@ class Traffic:
             self.target.rows_failed(fetch.key, fetch.rows, had_data=True)
         else:
             self.oracle.arrive(fetch.key, fetch.rows)
+
+    def forget(self) -> None:
+        """An operator removes an image, or all."""
+        name = self.rng.choice("uvwz*")
+        forgotten = EVERYTHING if name == "*" else Forgotten.of([image(name, 0, 1).key])
+        self.target.forget(forgotten)
 
     def abort(self) -> None:
         """A client goes away."""

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 _PATH = re.compile(r"`((?:lookonce|encoder_svc|decoder_svc|tests|benchmarks|protos|k8s|docs)/[\w./-]*)`")
 _LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
-_METRIC = re.compile(r"`(lookonce_[a-z_]+)` \|")
+_METRIC = re.compile(r"`(lookonce_[a-z0-9_]+)` \|")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc.aio
 import pytest
+import structlog
+import torch
 import transformers
 
+from encoder_svc.families import PixelInputs
 from encoder_svc.pipeline import EncodePipeline
 from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceAsyncStub
 
 transformers.utils.logging.disable_progress_bar()
+
+_GATE_TIMEOUT_S = 30
 
 
 def encoder_settings(folder: pathlib.Path, **values: Any) -> EncoderSettings:
@@ -88,7 +94,7 @@ class RunningEncoder:
 class StartEncoder(Protocol):
     """`async with start_encoder("llava_clip", redis_url=…) as encoder`."""
 
-    def __call__(self, name: str, **settings: Any) -> Any: ...
+    def __call__(self, name: str, *, channel_options: Any = (), **settings: Any) -> Any: ...
 
 
 @pytest.fixture
@@ -98,13 +104,15 @@ def start_encoder(
     """Starts encoders inside the test's event loop; settings are keyword arguments."""
 
     @asynccontextmanager
-    async def start(name: str, **settings: Any) -> AsyncIterator[RunningEncoder]:
+    async def start(name: str, *, channel_options: Any = (), **settings: Any) -> AsyncIterator[RunningEncoder]:
         parsed = encoder_settings(tiny_folder(name), drain_timeout_s=1.0, **settings)
         telemetry = Telemetry()
-        async with open_pipeline(parsed, vision_model(name), telemetry.registry) as pipeline:
+        model = vision_model(name) if parsed.row_format == "native" else VisionModel.load(parsed)
+        async with open_pipeline(parsed, model, telemetry.registry) as pipeline:
             service = GrpcService(parsed, telemetry, [service_entry(pipeline, parsed)])
             target = await service.start()
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
+            options += channel_options
             try:
                 async with grpc.aio.insecure_channel(target, options=options) as channel:
                     yield RunningEncoder(EncoderServiceStub(channel), pipeline, telemetry)
@@ -112,3 +120,43 @@ def start_encoder(
                 await service.stop()
 
     return start
+
+
+class SickModel:
+    """Makes the LLaVA model with a CLIP tower fail on black images, or on all; its passes wait at a gate."""
+
+    def __init__(self, image_rows: Callable[[Any, Sequence[PixelInputs]], list[torch.Tensor]]) -> None:
+        self._image_rows = image_rows
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails_on_black = True
+        self.fails_on_all = False
+        # Images of each pass, and those among them that were black.
+        self.passes: list[tuple[int, int]] = []
+
+    def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        """Stands in for the family's."""
+        assert self.gate.wait(_GATE_TIMEOUT_S)
+        # Normalised, black is about −1.8 and grey 0.
+        num_black = sum(bool((inputs.pixel_values < -1).all()) for inputs in batch)
+        self.passes.append((len(batch), num_black))
+        if self.fails_on_all or (num_black and self.fails_on_black):
+            raise RuntimeError("sick at 0xdeadbeef in torch/sick.py")
+        return self._image_rows(model, batch)
+
+    @property
+    def num_black(self) -> int:
+        """Passes with black images."""
+        return sum(num_black > 0 for _, num_black in self.passes)
+
+
+@pytest.fixture
+def sick_model(vision_model: Callable[[str], VisionModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[SickModel]:
+    """What `vision_model("llava_clip")` is during the test."""
+    family = vision_model("llava_clip").family
+    sick = SickModel(family.image_rows)
+    monkeypatch.setattr(family, "image_rows", sick.image_rows)
+    # Rendering tracebacks with all their local variables takes longer than the tests.
+    with structlog.testing.capture_logs():
+        yield sick
+    sick.gate.set()

@@ -47,6 +47,32 @@ async def test_at_most_limit_items_are_in_work() -> None:
     assert most == 3
 
 
+async def test_no_item_is_read_before_there_is_room_for_it() -> None:
+    read: list[int] = []
+    gates = [asyncio.Event() for _ in range(6)]
+
+    async def items() -> AsyncIterator[int]:
+        for number in range(6):
+            read.append(number)
+            yield number
+
+    async def work(index: int) -> int:
+        await gates[index].wait()
+        return index
+
+    results = map_concurrently(items(), work, limit=3)
+    gates[1].set()
+    assert await anext(results) == 1
+    assert read == [0, 1, 2]
+    for gate in gates:
+        gate.set()
+    # Nobody takes results: what was in work ends, nothing else begins.
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert read == [0, 1, 2]
+    assert sorted([index async for index in results]) == [0, 2, 3, 4, 5]
+
+
 async def test_a_consumer_that_leaves_leaves_no_task_behind() -> None:
     async def hang(index: int) -> int:
         if index:

@@ -13,13 +13,16 @@ import numpy as np
 import PIL.Image
 import psutil
 import pytest
+from prometheus_client import CollectorRegistry
 
 from encoder_svc import decode_worker
 from encoder_svc.decode_worker import DecodeWorker
 from encoder_svc.image_decoder import decode_image
+from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.preprocess import Preprocessor
+from encoder_svc.quarantine import Quarantine, Stage
 from encoder_svc.vision_model import VisionModel
-from lookonce.content_key import ProcessorOptions
+from lookonce.content_key import ProcessorOptions, image_digest
 from lookonce.errors import (
     ImageDecodeLimitError,
     ImagePoisonousError,
@@ -167,12 +170,16 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
         return decode_image(data, LIMITS)
 
     monkeypatch.setattr(DecodeWorker, "decode", decode)
-    preprocessor = Preprocessor(vision_model("llava_clip").family, LIMITS, num_workers=2, decode_timeout_s=10)
+    registry = CollectorRegistry()
+    quarantine = Quarantine(Stage.DECODE, 60.0, EncoderMetrics(registry))
+    preprocessor = Preprocessor(vision_model("llava_clip").family, LIMITS, 2, 10.0, quarantine)
     other = image_files.encoded(image_files.noise(9, 90, 40))
     for _ in range(4):
         with pytest.raises(ImagePoisonousError):
-            await preprocessor.prepare(GOOD, ProcessorOptions())
-        await preprocessor.prepare(other, ProcessorOptions())
+            await preprocessor.prepare(GOOD, image_digest(GOOD), ProcessorOptions())
+        await preprocessor.prepare(other, image_digest(other), ProcessorOptions())
     assert tries.count(GOOD) == 2
     assert tries.count(other) == 4
+    assert registry.get_sample_value("lookonce_encoder_poisonous_total", {"stage": "decode"}) == 2
+    assert registry.get_sample_value("lookonce_encoder_quarantine_refused_total", {"stage": "decode"}) == 2
     preprocessor.close()

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from encoder_svc.done_channel import DoneChannel
 from encoder_svc.fleet_flight import FleetFlight
 from encoder_svc.metrics import EncoderMetrics
+from lookonce.cache_names import lease_key
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import (
     DEFAULT_TENANT,
@@ -28,7 +29,7 @@ from lookonce.content_key import (
     image_digest,
 )
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
-from lookonce.embedding_store import EmbeddingStore, lease_key
+from lookonce.embedding_store import EmbeddingStore
 from lookonce.encode_lease import EncodeLeases
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.redis_server import EmbeddedRedis

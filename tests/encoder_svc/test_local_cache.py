@@ -1,4 +1,4 @@
-"""The local cache never exceeds its bytes and drops the least recently used entries first."""
+"""The local cache never exceeds its bytes, and what is shown once does not push out what is shown often."""
 
 from __future__ import annotations
 
@@ -21,6 +21,29 @@ def test_the_least_recently_used_entry_goes_first() -> None:
     assert cache.get(b"a") is not None
     cache.put(b"d", entry(1))
     assert [cache.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+
+
+def test_images_shown_once_do_not_push_out_those_shown_again() -> None:
+    cache = LocalCache(10 * 8)
+    for key in (b"hot", b"warm"):
+        cache.put(key, entry(2))
+        assert cache.get(key) is not None
+    for number in range(100):
+        cache.put(b"once %d" % number, entry(3))
+        assert b"once %d" % number in cache, "what was just encoded is about to be read"
+    assert b"hot" in cache
+    assert b"warm" in cache
+    assert cache.num_evictions == 98
+
+
+def test_hot_entries_cool_down_when_there_are_too_many() -> None:
+    cache = LocalCache(10 * 8)
+    for number in range(10):
+        cache.put(b"%d" % number, entry(1))
+        assert cache.get(b"%d" % number) is not None
+    for name in (b"a", b"b"):
+        cache.put(name, entry(1))
+    assert [b"%d" % number in cache for number in range(10)] == [False, False] + [True] * 8
 
 
 def test_an_entry_over_the_capacity_is_not_kept_and_evicts_nothing() -> None:

@@ -19,10 +19,12 @@ from prometheus_client import CollectorRegistry
 from encoder_svc.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.cache_tiers import CacheTiers
 from encoder_svc.families import PixelInputs
+from encoder_svc.forward_queue import CallerId
 from encoder_svc.local_cache import LocalCache
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput, Origin
 from encoder_svc.preprocess import Preprocessor
+from encoder_svc.quarantine import Quarantine, Stage
 from encoder_svc.vision_model import VisionModel, row_bytes
 from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions, Tenant, image_digest
 from lookonce.embedding_store import EmbeddingStore
@@ -62,13 +64,13 @@ class Harness:
     async def encode(self, data: bytes, cache_use: CacheUse = CacheUse.READ_AND_WRITE, **fields: Any) -> EncodeOutcome:
         """Encodes bytes for the default tenant."""
         image = ImageInput(data, fields.get("digest"), fields.get("options", ProcessorOptions()))
-        return await self.pipeline.encode(image, cache_use, fields.get("tenant", DEFAULT_TENANT))
+        return await self.pipeline.encode(image, cache_use, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
 
     async def find(self, data: bytes, **fields: Any) -> EncodeOutcome:
         """Asks by digest alone."""
         image = ImageInput(None, image_digest(data), fields.get("options", ProcessorOptions()))
         use = fields.get("cache_use", CacheUse.READ_AND_WRITE)
-        return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT))
+        return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
 
     async def rows(self, outcome: EncodeOutcome) -> bytes:
         """All rows of an outcome."""
@@ -96,13 +98,14 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
         store = None if redis_url is None else EmbeddingStore(redis_url, 0.5, 60, 1 << 20)
         pipeline = EncodePipeline(
             model,
-            Preprocessor(model.family, LIMITS, 2, 60.0),
-            ForwardBatcher(forward, BatchLimits(8, 1 << 26, max_queued), metrics),
+            Preprocessor(model.family, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, 60.0, metrics)),
+            ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
             CacheTiers(LocalCache(local_bytes), store, metrics, store_workers=2),
             LIMITS,
             metrics,
             fleet=None,
             max_queued_images=max_queued,
+            quarantine=Quarantine(Stage.FORWARD, 60.0, metrics),
         )
         yield Harness(pipeline, store, gate, passes)
         gate.set()

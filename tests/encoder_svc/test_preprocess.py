@@ -10,16 +10,24 @@ import PIL.Image
 import PIL.ImageOps
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from encoder_svc.image_decoder import decode_image
+from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.preprocess import Preprocessor
+from encoder_svc.quarantine import Quarantine, Stage
 from encoder_svc.vision_model import VisionModel
-from lookonce.content_key import ProcessorOptions
+from lookonce.content_key import ProcessorOptions, image_digest
 from lookonce.errors import ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError
 from lookonce.image_header import ImageLimits
 from tests import image_files
 
 LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
+
+
+def quarantine() -> Quarantine:
+    """An empty one."""
+    return Quarantine(Stage.DECODE, 60.0, EncoderMetrics(CollectorRegistry()))
 
 
 def pixels(data: bytes) -> np.ndarray:
@@ -93,16 +101,18 @@ def test_an_ordinary_progressive_jpeg_is_accepted() -> None:
 @pytest.mark.parametrize("name", ["llava_clip", "llava_siglip", "qwen2_vl"])
 async def test_prepared_pixels_equal_the_processors(name: str, vision_model: Callable[[str], VisionModel]) -> None:
     family = vision_model(name).family
-    preprocessor = Preprocessor(family, LIMITS, num_workers=2, decode_timeout_s=60)
+    preprocessor = Preprocessor(family, LIMITS, 2, 60.0, quarantine())
     image = image_files.noise(5, 120, 70)
-    inputs, header = await preprocessor.prepare(image_files.encoded(image), ProcessorOptions())
+    data = image_files.encoded(image)
+    inputs, header = await preprocessor.prepare(data, image_digest(data), ProcessorOptions())
     preprocessor.close()
     assert torch.equal(inputs.pixel_values, family.processor(images=image, return_tensors="pt")["pixel_values"])
     assert (header.width, header.height) == (120, 70)
 
 
 async def test_limits_are_checked_before_anything_is_decoded(vision_model: Callable[[str], VisionModel]) -> None:
-    preprocessor = Preprocessor(vision_model("llava_clip").family, LIMITS, num_workers=1, decode_timeout_s=60)
+    preprocessor = Preprocessor(vision_model("llava_clip").family, LIMITS, 1, 60.0, quarantine())
+    data = image_files.png_of_size(40_000, 40_000)
     with pytest.raises(ImageTooLargeError):
-        await preprocessor.prepare(image_files.png_of_size(40_000, 40_000), ProcessorOptions())
+        await preprocessor.prepare(data, image_digest(data), ProcessorOptions())
     preprocessor.close()

@@ -4,74 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from google.rpc import code_pb2
 
 from encoder_svc.vision_model import VisionModel, row_bytes
 from lookonce import status_codes
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, image_digest
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
-from lookonce.errors import LookonceError
 from lookonce.redis_server import EmbeddedRedis
 from tests import image_files
 from tests.encoder_svc.conftest import RunningEncoder, StartEncoder
+from tests.encoder_svc.encode_requests import encode_one, failure, key_of, png, request, source
 
-INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|\.py\b|PIL|torch|/tmp|BytesIO")
 LIMITS = {"max_image_bytes": 200_000, "max_image_pixels": 1_000_000, "max_image_aspect": 50.0, "max_batch_items": 8}
-
-
-def png(seed: int, width: int = 80, height: int = 60) -> bytes:
-    """An image file of its own."""
-    return image_files.encoded(image_files.noise(seed, width, height))
-
-
-def key_of(data: bytes, **fields: Any) -> common_pb2.ContentKey:
-    """A reference to an image."""
-    return common_pb2.ContentKey(digest=image_digest(data), **fields)
-
-
-def request(*sources: common_pb2.ImageSource, **fields: Any) -> pb.EncodeRequest:
-    """An Encode request."""
-    return pb.EncodeRequest(items=[pb.EncodeItem(image=source) for source in sources], **fields)
-
-
-def source(data: bytes, **fields: Any) -> common_pb2.ImageSource:
-    """An image given as bytes."""
-    return common_pb2.ImageSource(data=data, **fields)
-
-
-async def encode_one(encoder: RunningEncoder, data: bytes, **fields: Any) -> pb.EncodeResult:
-    """The result of a single image."""
-    return (await encoder.stub.Encode(request(source(data, **fields)))).results[0]
 
 
 async def read_rows(encoder: RunningEncoder, **fields: Any) -> bytes:
     """All bytes of a ReadEmbedding call."""
     return b"".join([chunk.data async for chunk in encoder.stub.ReadEmbedding(pb.ReadEmbeddingRequest(**fields))])
-
-
-async def failure(call: Any) -> tuple[grpc.StatusCode, str, LookonceError]:
-    """Status code, ErrorInfo reason and the decoded error of a call that must fail."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (_drained(call) if hasattr(call, "__aiter__") else call)
-    error = status_codes.from_rpc_error(caught.value)
-    assert not INTERNALS.search(caught.value.details() or "")
-    return caught.value.code(), status_codes.status_row(error).reason, error
-
-
-async def _drained(stream: AsyncIterator[object]) -> None:
-    async for _ in stream:
-        pass
 
 
 async def test_encode_computes_stores_and_finds_again(
@@ -201,48 +159,6 @@ async def test_in_deterministic_mode_every_image_has_a_forward_pass_of_its_own(
         await encoder.stub.Encode(pb.EncodeRequest(items=items))
         assert encoder.metric("lookonce_encoder_forward_images_count") == 6
         assert encoder.metric("lookonce_encoder_forward_images_sum") == 6
-
-
-async def test_a_stream_answers_every_item_and_errors_stay_with_their_item(
-    start_encoder: StartEncoder, shared_redis: EmbeddedRedis
-) -> None:
-    async def requests() -> AsyncIterator[pb.EncodeStreamRequest]:
-        for index in range(40):
-            image = source(b"no image" if index == 7 else png(100 + index % 10))
-            if index == 9:
-                image = common_pb2.ImageSource(key=key_of(b"never sent"))
-            if index == 11:
-                image = common_pb2.ImageSource()
-            yield pb.EncodeStreamRequest(item_id=str(index), item=pb.EncodeItem(image=image))
-
-    async with start_encoder("llava_clip", redis_url=shared_redis.url) as encoder:
-        answers = {answer.item_id: answer async for answer in encoder.stub.EncodeStream(requests())}
-        assert sorted(map(int, answers)) == list(range(40))
-        assert encoder.metric("lookonce_encoder_encodes_total") == 10
-        failed = {item_id: answer.error for item_id, answer in answers.items() if answer.HasField("error")}
-        assert {item_id: (error.code, error.reason) for item_id, error in failed.items()} == {
-            "7": (code_pb2.INVALID_ARGUMENT, "IMAGE_UNDECODABLE"),
-            "9": (code_pb2.NOT_FOUND, "EMBEDDING_NOT_CACHED"),
-            "11": (code_pb2.INVALID_ARGUMENT, "INVALID_PARAMETER"),
-        }
-        assert not any(INTERNALS.search(error.message) for error in failed.values())
-
-
-async def test_a_stream_item_whose_forward_pass_fails_is_an_opaque_internal_error(
-    start_encoder: StartEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def requests() -> AsyncIterator[pb.EncodeStreamRequest]:
-        yield pb.EncodeStreamRequest(item_id="a", item=pb.EncodeItem(image=source(png(1))))
-
-    async with start_encoder("llava_clip") as encoder:
-        family = encoder.pipeline.model.family
-        with monkeypatch.context() as broken:
-            broken.setattr(family, "image_rows", lambda *_: [])
-            answers = [answer async for answer in encoder.stub.EncodeStream(requests())]
-            assert answers[0].error.reason == "INTERNAL"
-            assert re.fullmatch(r"internal error [0-9a-f]{32}", answers[0].error.message)
-            assert (await failure(encoder.stub.Encode(request(source(png(1))))))[0] is grpc.StatusCode.INTERNAL
-        assert (await encode_one(encoder, png(1))).source == pb.RESULT_SOURCE_COMPUTED
 
 
 BAD_IMAGES: dict[str, tuple[bytes, str]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 
+from lookonce import cache_names
 from lookonce import embedding_codec as codec
 from lookonce.content_key import (
     DEFAULT_TENANT,
@@ -63,12 +64,12 @@ def make_entry(key: ContentKey, meta: EmbeddingMeta, rows: bytes) -> bytes:
 
 def data_key(key: ContentKey) -> str:
     """Where the rows are stored."""
-    return f"lookonce:{{{key.hex}}}:e"
+    return cache_names.data_key(key).decode()
 
 
 def metadata_key(key: ContentKey) -> str:
     """Where the description is stored."""
-    return f"lookonce:{{{key.hex}}}:m"
+    return cache_names.metadata_key(key).decode()
 
 
 def read(store: EmbeddingStore, key: ContentKey, meta: EmbeddingMeta, start: int, stop: int) -> bytes | MissReason:

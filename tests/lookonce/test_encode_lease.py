@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lookonce.cache_names import done_channel, lease_key
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -18,7 +19,7 @@ from lookonce.content_key import (
     content_key,
     image_digest,
 )
-from lookonce.embedding_store import EmbeddingStore, done_channel, lease_key
+from lookonce.embedding_store import EmbeddingStore
 from lookonce.encode_lease import EncodeLeases, LeaseState
 from lookonce.redis_server import EmbeddedRedis
 

@@ -58,7 +58,7 @@ def test_runs_as_a_pure_cache(own_redis: EmbeddedRedis, admin: Any) -> None:
         "save": "",
         "appendonly": "no",
         "maxmemory": str(256 << 20),
-        "maxmemory-policy": "allkeys-lfu",
+        "maxmemory-policy": "volatile-lfu",
         "io-threads": "1",
         "port": "0",
     }

@@ -1,0 +1,144 @@
+"""EncoderAdminService: what operators do to the caches. Every change leaves an audit line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc.aio
+import structlog
+from google.protobuf import duration_pb2
+
+from encoder_svc import wire
+from encoder_svc.cache_control import CacheControl, TierStatistics
+from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.servicer import MAX_LOOKUP_KEYS
+from lookonce.cache_admin import EntryStatistics
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
+from lookonce.errors import InvalidParameterError
+from lookonce.tenants import Tenants
+
+SERVICE_NAME = "lookonce.encoder.v1.EncoderAdminService"
+
+_audit: structlog.stdlib.BoundLogger = structlog.get_logger("lookonce.audit")
+
+
+class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
+    """Handlers of the five RPCs."""
+
+    def __init__(self, pipeline: EncodePipeline, tenants: Tenants, control: CacheControl) -> None:
+        self._pipeline = pipeline
+        self._tenants = tenants
+        self._control = control
+
+    async def GetCacheStats(
+        self,
+        request: pb.GetCacheStatsRequest,
+        context: grpc.aio.ServicerContext[pb.GetCacheStatsRequest, pb.GetCacheStatsResponse],
+    ) -> pb.GetCacheStatsResponse:
+        """Of this process' life; the shared tier's entries are this encoder's."""
+        shared = await asyncio.to_thread(self._control.shared_statistics)
+        return pb.GetCacheStatsResponse(local=_tier(self._control.local_statistics()), shared=_tier(shared))
+
+    async def DescribeEmbeddings(
+        self,
+        request: pb.DescribeEmbeddingsRequest,
+        context: grpc.aio.ServicerContext[pb.DescribeEmbeddingsRequest, pb.DescribeEmbeddingsResponse],
+    ) -> pb.DescribeEmbeddingsResponse:
+        """One result per key."""
+        keys = self._selected(request.selection)
+        found = await self._control.describe(keys)
+        results = [
+            _statistics(entry, is_local=self._control.is_local(key)) for key, entry in zip(keys, found, strict=True)
+        ]
+        return pb.DescribeEmbeddingsResponse(results=results)
+
+    async def PinEmbeddings(
+        self,
+        request: pb.PinEmbeddingsRequest,
+        context: grpc.aio.ServicerContext[pb.PinEmbeddingsRequest, pb.PinEmbeddingsResponse],
+    ) -> pb.PinEmbeddingsResponse:
+        """Pins, or unpins."""
+        keys = self._selected(request.selection)
+        found = await self._control.pin(keys, unpin=request.unpin)
+        _note("unpin" if request.unpin else "pin", request.selection.tenant, num_images=sum(found))
+        return pb.PinEmbeddingsResponse(found=found)
+
+    async def PrewarmEmbeddings(
+        self,
+        request: pb.PrewarmEmbeddingsRequest,
+        context: grpc.aio.ServicerContext[pb.PrewarmEmbeddingsRequest, pb.PrewarmEmbeddingsResponse],
+    ) -> pb.PrewarmEmbeddingsResponse:
+        """Reads each from the shared cache."""
+        keys = self._selected(request.selection)
+        found = [await self._control.prewarm(key) for key in keys]
+        _note("prewarm", request.selection.tenant, num_images=sum(found))
+        return pb.PrewarmEmbeddingsResponse(found=found)
+
+    async def EvictEmbeddings(
+        self,
+        request: pb.EvictEmbeddingsRequest,
+        context: grpc.aio.ServicerContext[pb.EvictEmbeddingsRequest, pb.EvictEmbeddingsResponse],
+    ) -> pb.EvictEmbeddingsResponse:
+        """Idempotent: what is gone already counts as done."""
+        if bool(request.keys) + request.all + request.all_of_tenant != 1:
+            raise InvalidParameterError("keys", "exactly one of keys, all and all_of_tenant must be set")
+        tenant = self._tenants.named(request.tenant)
+        if request.keys:
+            options = ProcessorOptions(request.max_pixels if request.HasField("max_pixels") else None)
+            num_evicted = await self._control.evict(self._keys(request.keys, options, tenant))
+        elif request.all:
+            num_evicted = await self._control.evict_all()
+        else:
+            num_evicted = await self._control.evict_tenant(tenant)
+        what = "keys" if request.keys else "all" if request.all else "tenant"
+        _note("evict", request.tenant, what=what, num_images=num_evicted)
+        return pb.EvictEmbeddingsResponse(evicted=num_evicted)
+
+    def _selected(self, selection: pb.EmbeddingSelection) -> list[ContentKey]:
+        options = ProcessorOptions(selection.max_pixels if selection.HasField("max_pixels") else None)
+        return self._keys(selection.keys, options, self._tenants.named(selection.tenant))
+
+    def _keys(
+        self, keys: Sequence[common_pb2.ContentKey], options: ProcessorOptions, tenant: Tenant
+    ) -> list[ContentKey]:
+        if len(keys) > MAX_LOOKUP_KEYS:
+            raise InvalidParameterError("keys", f"at most {MAX_LOOKUP_KEYS} keys in a call, not {len(keys)}")
+        for key in keys:
+            self._pipeline.check_fingerprint(key.encoder_fingerprint)
+        digests = [wire.parse_key(key, f"keys[{index}]") for index, key in enumerate(keys)]
+        return [self._pipeline.key_of(digest, options, tenant) for digest in digests]
+
+
+def _note(action: str, tenant: str, **facts: object) -> None:
+    """Who did it is the access line's business, which has the same request id."""
+    _audit.info("cache administration", action=action, tenant=tenant or "default", **facts)
+
+
+def _tier(found: TierStatistics) -> pb.CacheTierStats:
+    return pb.CacheTierStats(
+        entries=found.num_entries,
+        bytes=found.num_bytes,
+        capacity_bytes=found.capacity_bytes,
+        hits=found.num_hits,
+        misses=found.num_misses,
+        evictions=found.num_evictions,
+    )
+
+
+def _statistics(entry: EntryStatistics | None, *, is_local: bool) -> pb.EmbeddingStatistics:
+    if entry is None:
+        return pb.EmbeddingStatistics(cached_locally=is_local)
+    found = pb.EmbeddingStatistics(
+        cached=True,
+        cached_locally=is_local,
+        size_bytes=entry.num_bytes,
+        pinned=entry.ttl_s is None,
+        frequency=entry.frequency,
+    )
+    if entry.ttl_s is not None:
+        found.ttl.CopyFrom(duration_pb2.Duration(seconds=int(entry.ttl_s), nanos=int(entry.ttl_s % 1 * 1e9)))
+    return found

@@ -1,0 +1,125 @@
+"""Image files that are small and ask for much: pixels, passes, blocks, texts, or a decoder's patience."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Iterable
+
+from tests import image_files
+
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# Of a PNG: signature and IHDR.
+_HEAD_BYTES = 33
+
+
+def png_of_180_megapixels() -> bytes:
+    """520 kB, all grey."""
+    return png_of_rows(13_300, 13_400, 2, bytes(1 + 3 * 13_300))
+
+
+def png_of_rows(
+    width: int, height: int, colour_type: int, row: bytes, *, bit_depth: int = 8, chunk: int = 1 << 20
+) -> bytes:
+    """A PNG whose rows (with their filter byte) are all equal, in IDAT chunks of so many bytes."""
+    header = struct.pack(">IIBBBBB", width, height, bit_depth, colour_type, 0, 0, 0)
+    packer = zlib.compressobj(9)
+    packed = b"".join([*(packer.compress(row) for _ in range(height)), packer.flush()])
+    pieces = [packed[start : start + chunk] for start in range(0, len(packed), chunk)]
+    return (
+        _SIGNATURE + _chunk(b"IHDR", header) + b"".join(_chunk(b"IDAT", one) for one in pieces) + _chunk(b"IEND", b"")
+    )
+
+
+def png_of_many_pieces(num_pieces: int) -> bytes:
+    """Good pixels in chunks of one byte or none: each costs the decoder a round of its loop."""
+    good = _good_png()
+    pixels, end = good.index(b"IDAT") - 4, good.index(b"IEND") - 4
+    data = good[pixels + 8 : end - 4]
+    pieces = [_chunk(b"IDAT", bytes([one])) for one in data[:-1]]
+    empty = _chunk(b"IDAT", b"") * (num_pieces - len(data))
+    return good[:pixels] + b"".join(pieces) + empty + _chunk(b"IDAT", data[-1:]) + good[end:]
+
+
+def png_with_text(num_texts: int, text_bytes: int) -> bytes:
+    """Compressed texts under different names."""
+    packed = zlib.compress(bytes(text_bytes), 9)
+    return _png_with(_chunk(b"zTXt", b"name %d\0\0" % number + packed) for number in range(num_texts))
+
+
+def png_with_colour_profile(profile_bytes: int) -> bytes:
+    """A compressed profile of zeros."""
+    return _png_with([_chunk(b"iCCP", b"name\0\0" + zlib.compress(bytes(profile_bytes), 9))])
+
+
+def png_with_exif(exif: bytes) -> bytes:
+    """A small picture with an EXIF block."""
+    return _png_with([_chunk(b"eXIf", exif)])
+
+
+def png_of_blocks(num_bytes: int) -> bytes:
+    """Empty private chunks."""
+    empty = _chunk(b"aaAa", b"")
+    return _png_with([empty * (num_bytes // len(empty))])
+
+
+def jpeg_of_blocks(num_bytes: int) -> bytes:
+    """Empty application segments."""
+    good = image_files.encoded(image_files.noise(1, 90, 40), "JPEG")
+    return good[:2] + b"\xff\xe1\x00\x02" * (num_bytes // 4) + good[2:]
+
+
+def jpeg_of_fill_bytes(num_bytes: int) -> bytes:
+    """Padding before a marker, which the format allows in any length."""
+    good = image_files.encoded(image_files.noise(1, 90, 40), "JPEG")
+    return good[:2] + b"\xff" * num_bytes + good[2:]
+
+
+def gif_of_blocks(num_bytes: int) -> bytes:
+    """A comment in blocks of one byte."""
+    good = image_files.encoded(image_files.noise(1, 90, 40), "GIF")
+    colours = 13 + 3 * 2 ** ((good[10] & 7) + 1)
+    return good[:colours] + b"!\xfe" + b"\x01a" * (num_bytes // 2) + b"\x00" + good[colours:]
+
+
+def gif_with_a_frame_beyond_its_screen() -> bytes:
+    """The screen is small, the frame in it is not."""
+    screen = struct.pack("<6sHHBBB", b"GIF89a", 8, 8, 0x80, 0, 0) + bytes(6)
+    return screen + struct.pack("<BHHHHBB", 0x2C, 0, 0, 65_535, 65_535, 0, 2) + b"\x02\x44\x01\x00\x3b"
+
+
+def webp_of_blocks(num_bytes: int) -> bytes:
+    """Empty chunks behind the pixels, where metadata belong."""
+    good = image_files.encoded(image_files.noise(1, 90, 40), "WEBP", exif=exif_of(1))
+    body = good[12:] + b"aaaa\0\0\0\0" * (num_bytes // 8)
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WEBP" + body
+
+
+def exif_of(num_entries: int, size: int = 1, offset: int = 8) -> bytes:
+    """A TIFF directory whose entries are of `size` bytes at one place, with the tags 0, 1, 2, …"""
+    entries = (struct.pack("<HHII", tag, 1, size, offset) for tag in range(num_entries))
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", num_entries) + b"".join(entries) + bytes(4)
+
+
+def exif_of_noise(seed: int, num_bytes: int = 4000) -> bytes:
+    """A right beginning with anything behind it."""
+    return b"II*\0\x08\0\0\0" + random.Random(seed).randbytes(num_bytes)
+
+
+def truncated(data: bytes) -> bytes:
+    """The first tenth."""
+    return data[: len(data) // 10]
+
+
+def _good_png() -> bytes:
+    return image_files.encoded(image_files.noise(1, 90, 40))
+
+
+def _png_with(chunks: Iterable[bytes]) -> bytes:
+    good = _good_png()
+    return good[:_HEAD_BYTES] + b"".join(chunks) + good[_HEAD_BYTES:]
+
+
+def _chunk(kind: bytes, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))
