@@ -95,7 +95,7 @@ def main() -> None:
     """Measures, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--pictures", type=int, default=16, help="per phase (default: %(default)s)")
+    parser.add_argument("--pictures", type=int, default=20, help="per phase (default: %(default)s)")
     parser.add_argument("--interval", type=float, default=0.5, help="seconds between pictures (default: %(default)s)")
     arguments = parser.parse_args()
     load = Load(arguments.pictures, arguments.interval, arguments.rounds)

@@ -1,8 +1,8 @@
 """Rows of recently used images in this process, bounded by bytes. Event-loop only.
 
 Two segments, each least recently used out first (segmented LRU; Karedla, Love and Wherry, 1994): an entry is new until
-it is asked for again, then it is hot. New ones make room first, so that images that are shown once do not push out those
-that are shown often; hot ones have at most four fifths of the room and become new again when there are more.
+it is asked for again, then it is hot. New ones make room first, so that images shown once do not push out those shown
+often; hot ones have at most four fifths of the room and become new again when there are more.
 """
 
 from __future__ import annotations
