@@ -160,6 +160,11 @@ class EncoderCacheManager:
             self._entries[key].is_forgotten = True
             self._drop_if_forgotten(key)
 
+    def is_forgotten(self, key: ContentKey) -> bool:
+        """Whether rows of this image are here only for those who needed them when it was to be forgotten."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_forgotten
+
     def take_evicted(self) -> tuple[tuple[ContentKey, RowRange], ...]:
         """Rows evicted since the last call; the runner frees them before others of the same key arrive."""
         evicted = tuple(self._evicted)

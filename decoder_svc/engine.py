@@ -31,8 +31,8 @@ from decoder_svc.request import (
     SamplingParams,
 )
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.scheduler import Scheduler, TokenUpdate
-from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
+from decoder_svc.scheduler import Scheduler
+from decoder_svc.scheduler_output import RowFetch, SchedulerOutput, TokenUpdate
 from lookonce.errors import (
     ContextTooLongError,
     DeadlineError,
@@ -63,7 +63,12 @@ class _Abort:
     reason: FinishReason
 
 
-_Message = Request | FetchedRows | _FailedRows | _Abort | Forgotten | None
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    """There is something to forget: one message however many images, or the inbox would have no bound."""
+
+
+_Message = Request | FetchedRows | _FailedRows | _Abort | _Forget | None
 _Answer = RequestOutput | LookonceError
 
 
@@ -85,6 +90,9 @@ class Engine:
         self._max_live_requests = max_live_requests
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._forget_lock = threading.Lock()
+        # What the engine thread has not been told yet.
+        self._to_forget: Forgotten | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Event loop only.
         self._streams: dict[RequestId, OutputStream] = {}
@@ -160,7 +168,10 @@ class Engine:
 
     def forget(self, forgotten: Forgotten) -> None:
         """Drops rows, keys and values of these images; requests that are using them go on and leave none behind."""
-        self._inbox.put(forgotten)
+        with self._forget_lock:
+            is_waiting, self._to_forget = self._to_forget is not None, forgotten.and_also(self._to_forget or forgotten)
+        if not is_waiting:
+            self._inbox.put(_Forget())
 
     def load(self) -> EngineLoad:
         """Figures of this moment for routers and autoscalers."""
@@ -240,7 +251,7 @@ class Engine:
             self._handle(message)
             self._made_progress = True
 
-    def _handle(self, message: Request | FetchedRows | _FailedRows | _Abort | Forgotten) -> None:
+    def _handle(self, message: Request | FetchedRows | _FailedRows | _Abort | _Forget) -> None:
         if isinstance(message, Request):
             self._scheduler.add(message)
         elif isinstance(message, FetchedRows):
@@ -248,8 +259,11 @@ class Engine:
                 self._runner.put_rows(message)
         elif isinstance(message, _FailedRows):
             self._fail_rows(message)
-        elif isinstance(message, Forgotten):
-            self._scheduler.forget(message)
+        elif isinstance(message, _Forget):
+            with self._forget_lock:
+                forgotten, self._to_forget = self._to_forget, None
+            assert forgotten is not None, "one message for each time that there is something to forget"
+            self._scheduler.forget(forgotten)
         else:
             request = self._scheduler.abort(message.request_id)
             if request is not None:

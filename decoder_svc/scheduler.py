@@ -23,7 +23,7 @@ from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.request import FinishReason, Request, RequestId, RequestState, RowSource
 from decoder_svc.row_demand import RowDemand
 from decoder_svc.row_range import RowRange
-from decoder_svc.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
+from decoder_svc.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput, TokenUpdate
 from decoder_svc.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
@@ -64,15 +64,6 @@ class _Step:
     has_preempted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUpdate:
-    """One generated token, and whether the request ended with it."""
-
-    request: Request
-    token: SampledToken
-    finish_reason: FinishReason | None
-
-
 class Scheduler:
     """Owns all live requests, their blocks and their claims on embedding rows."""
 
@@ -102,7 +93,6 @@ class Scheduler:
         self.num_waiting_for_rows = 0
         # Since the start.
         self.num_preemptions = 0
-        self._step_began_s = 0.0
 
     @property
     def num_running(self) -> int:
@@ -128,12 +118,13 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request that has passed the admission checks."""
+        request.is_private = any(self.encoder_cache.is_forgotten(item.key) for item in request.prompt.images)
         self._requests[request.request_id] = request
         self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
         """The next step. `update` must be told its result before the next call."""
-        self._step_began_s = self._clock()
+        self._waiting.begin_step()
         step = _Step(self.limits.max_num_batched_tokens)
         self._row_demand.begin_step()
         self._schedule_running(step)
@@ -153,7 +144,7 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
         """Takes a step's result: computed tokens advance, new tokens are appended, ended requests leave."""
-        self._waiting.note_pace(output.num_scheduled_tokens, self._clock() - self._step_began_s)
+        self._waiting.end_step(output.num_scheduled_tokens)
         for chunk in output.chunks:
             request = self._requests[chunk.request_id]
             request.num_computed_tokens += chunk.num_tokens
@@ -202,9 +193,10 @@ class Scheduler:
         return failed
 
     def forget(self, forgotten: Forgotten) -> None:
-        """No later request finds rows, keys or values of these images; live ones that show them share nothing any more.
+        """Nobody finds keys or values of these images any more; their rows go with the last request that needs them.
 
-        All blocks lose their names: which of them follow an image is not recorded, and this is rare.
+        Live requests that show them, and later ones that overlap with those, share nothing. All blocks lose their
+        names: which of them follow an image is not recorded, and this is rare.
         """
         for request in self._requests.values():
             if any(forgotten.includes(item.key.value) for item in request.prompt.images):
@@ -251,8 +243,7 @@ class Scheduler:
 
     def _queue_state(self) -> tuple[int, list[RequestId]]:
         """All that decides whether rows can be asked for those at the head of the queue."""
-        head = [request.request_id for request in self._waiting.first(_NUM_LOOKED_AHEAD)]
-        return self.encoder_cache.version, head
+        return self.encoder_cache.version, [one.request_id for one in self._waiting.first(_NUM_LOOKED_AHEAD)]
 
     def _admit_and_look_ahead(self, step: _Step) -> None:
         is_full = False

@@ -1,10 +1,10 @@
-"""The one message from the scheduler to the runner, and the answer."""
+"""The one message from the scheduler to the runner, the answer, and what it means for requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoder_svc.request import ImageItem, Positions, RequestId, SamplingParams, TokenLogprobs
+from decoder_svc.request import FinishReason, ImageItem, Positions, Request, RequestId, SamplingParams, TokenLogprobs
 from decoder_svc.row_range import RowRange
 from lookonce.content_key import ContentKey, ProcessorOptions
 
@@ -83,3 +83,12 @@ class SampledToken:
     request_id: RequestId
     token_id: int
     logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUpdate:
+    """One generated token, and whether the request ended with it."""
+
+    request: Request
+    token: SampledToken
+    finish_reason: FinishReason | None

@@ -28,6 +28,7 @@ class WaitingQueue:
         self._requests: list[Request] = []
         # The pool's version at the look-up, and what was found.
         self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
+        self._step_began_s = 0.0
         # Of all steps so far; 0 before the first.
         self._best_s_per_token = 0.0
 
@@ -70,8 +71,12 @@ class WaitingQueue:
         least_s = (request.num_tokens - hit.num_tokens) * self._best_s_per_token
         return request.deadline_s <= self._clock() + least_s
 
-    def note_pace(self, num_tokens: int, duration_s: float) -> None:
-        """A step computed so many tokens in so many seconds."""
+    def begin_step(self) -> None:
+        """A step begins, whose pace `end_step` tells."""
+        self._step_began_s = self._clock()
+
+    def end_step(self, num_tokens: int) -> None:
+        """The step that began last has computed so many tokens."""
         if num_tokens:
-            s_per_token = duration_s / num_tokens
+            s_per_token = (self._clock() - self._step_began_s) / num_tokens
             self._best_s_per_token = min(self._best_s_per_token or s_per_token, s_per_token)

@@ -9,11 +9,13 @@ from lookonce import serving
 from lookonce.cache_health import watched_cache
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
+from lookonce.tenants import load_tenants
 
 
 async def serve(arguments: list[str]) -> None:
     """Runs the service. Raises StartupError when it must not start."""
     settings = parse_settings(EncoderSettings, arguments, "encoder_svc")
+    tenants = load_tenants(settings.tenant_secret_file)
     telemetry = Telemetry.from_settings(settings)
     # Late, so that a wrong flag is refused at once: these take seconds to import.
     import torch
@@ -36,8 +38,9 @@ async def serve(arguments: list[str]) -> None:
         server = serving.GrpcService(
             settings,
             telemetry,
-            [service_entry(pipeline, settings)],
-            admin_services=[admin_entry(pipeline, settings, control)],
+            [service_entry(pipeline, tenants, settings)],
+            admin_listen=settings.admin_listen,
+            admin_services=[admin_entry(pipeline, tenants, control)],
             is_ready=lambda: pipeline.is_healthy,
             parts=parts,
         )

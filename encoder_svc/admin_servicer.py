@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import grpc.aio
 import structlog
@@ -40,7 +40,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetCacheStatsRequest, pb.GetCacheStatsResponse],
     ) -> pb.GetCacheStatsResponse:
         """Of this process' life; the shared tier's entries are this encoder's."""
-        shared = await asyncio.to_thread(self._control.shared_statistics)
+        shared = await self._control.shared_statistics()
         return pb.GetCacheStatsResponse(local=_tier(self._control.local_statistics()), shared=_tier(shared))
 
     async def DescribeEmbeddings(
@@ -63,8 +63,9 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
     ) -> pb.PinEmbeddingsResponse:
         """Pins, or unpins."""
         keys = self._selected(request.selection)
-        found = await self._control.pin(keys, unpin=request.unpin)
-        _note("unpin" if request.unpin else "pin", request.selection.tenant, num_images=sum(found))
+        with _audited("unpin" if request.unpin else "pin", request.selection.tenant) as outcome:
+            found = await self._control.pin(keys, unpin=request.unpin)
+            outcome["num_images"] = sum(found)
         return pb.PinEmbeddingsResponse(found=found)
 
     async def PrewarmEmbeddings(
@@ -74,8 +75,9 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
     ) -> pb.PrewarmEmbeddingsResponse:
         """Reads each from the shared cache."""
         keys = self._selected(request.selection)
-        found = [await self._control.prewarm(key) for key in keys]
-        _note("prewarm", request.selection.tenant, num_images=sum(found))
+        with _audited("prewarm", request.selection.tenant) as outcome:
+            found = [await self._control.prewarm(key) for key in keys]
+            outcome["num_images"] = sum(found)
         return pb.PrewarmEmbeddingsResponse(found=found)
 
     async def EvictEmbeddings(
@@ -86,17 +88,19 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         """Idempotent: what is gone already counts as done."""
         if bool(request.keys) + request.all + request.all_of_tenant != 1:
             raise InvalidParameterError("keys", "exactly one of keys, all and all_of_tenant must be set")
+        what = "keys" if request.keys else "all" if request.all else "tenant"
+        with _audited("evict", request.tenant, what=what) as outcome:
+            outcome["num_images"] = num_evicted = await self._evict(request)
+        return pb.EvictEmbeddingsResponse(evicted=num_evicted)
+
+    async def _evict(self, request: pb.EvictEmbeddingsRequest) -> int:
         tenant = self._tenants.named(request.tenant)
         if request.keys:
             options = ProcessorOptions(request.max_pixels if request.HasField("max_pixels") else None)
-            num_evicted = await self._control.evict(self._keys(request.keys, options, tenant))
-        elif request.all:
-            num_evicted = await self._control.evict_all()
-        else:
-            num_evicted = await self._control.evict_tenant(tenant)
-        what = "keys" if request.keys else "all" if request.all else "tenant"
-        _note("evict", request.tenant, what=what, num_images=num_evicted)
-        return pb.EvictEmbeddingsResponse(evicted=num_evicted)
+            return await self._control.evict(self._keys(request.keys, options, tenant))
+        if request.all:
+            return await self._control.evict_all()
+        return await self._control.evict_tenant(tenant)
 
     def _selected(self, selection: pb.EmbeddingSelection) -> list[ContentKey]:
         options = ProcessorOptions(selection.max_pixels if selection.HasField("max_pixels") else None)
@@ -113,9 +117,17 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         return [self._pipeline.key_of(digest, options, tenant) for digest in digests]
 
 
-def _note(action: str, tenant: str, **facts: object) -> None:
-    """Who did it is the access line's business, which has the same request id."""
-    _audit.info("cache administration", action=action, tenant=tenant or "default", **facts)
+@contextlib.contextmanager
+def _audited(action: str, tenant: str, **facts: object) -> Iterator[dict[str, object]]:
+    """One line before and one after, also when it fails. Who did it says the access line with the same request id."""
+    log = _audit.bind(action=action, tenant=tenant or "default", **facts)
+    log.info("cache administration begins")
+    outcome: dict[str, object] = {"succeeded": False}
+    try:
+        yield outcome
+        outcome["succeeded"] = True
+    finally:
+        log.info("cache administration ends", **outcome)
 
 
 def _tier(found: TierStatistics) -> pb.CacheTierStats:

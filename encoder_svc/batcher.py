@@ -7,12 +7,16 @@ waited that long.
 When a pass of several images fails, each of them runs again alone, so that only the image at fault fails. Whether it
 *is* at fault shows a control, a pass over a picture known to be good: when that succeeds, the image is poisonous, when
 that fails, too, it is the model, and the image gets the error as it is. Lack of memory is never held against an image:
-it depends on what else was there.
+it depends on what else was there, and after it the model may fail on every new shape although the control succeeds.
+
+A model that fails one control after another is unhealthy. Images are still taken, for those who have no other encoder;
+while none comes, the control runs again now and then, and the first pass that succeeds makes the model healthy.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -33,8 +37,12 @@ Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
 
 # A pass that hangs does not keep the process from ending.
 _CLOSE_TIMEOUT_S = 10.0
-# How torch's allocator of main memory says it, as a plain RuntimeError.
-_NO_MEMORY = "can't allocate memory"
+# So many failed controls, without a pass that succeeds in between, are no accident any more.
+_MAX_FAILED_CONTROLS = 3
+# While nobody asks a model that is unhealthy by its controls.
+_RECOVERY_PAUSE_S = 5.0
+# How torch's allocator of main memory, oneDNN and C++ say it, as a plain RuntimeError.
+_NO_MEMORY = ("can't allocate memory", "could not create a primitive", "std::bad_alloc")
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -80,6 +88,8 @@ class ForwardBatcher:
         self._changed = threading.Condition()
         self._closed = False
         self._pass_started_s: float | None = None
+        # Since the last pass that succeeded. Written by the forward thread only.
+        self._num_failed_controls = 0
         metrics.forward_running_seconds.set_function(lambda: self.running_s)
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
         self._thread.start()
@@ -92,6 +102,11 @@ class ForwardBatcher:
 
     @property
     def is_healthy(self) -> bool:
+        """Whether passes end, and not all of them in failure."""
+        return self._is_answering and self._num_failed_controls < _MAX_FAILED_CONTROLS
+
+    @property
+    def _is_answering(self) -> bool:
         """Whether the thread lives and its pass in work is not overdue. A pass that hangs cannot be ended from here."""
         return self._thread.is_alive() and self.running_s <= self._limits.max_pass_s
 
@@ -117,13 +132,15 @@ class ForwardBatcher:
         with self._changed:
             if self._closed:
                 raise UnavailableError("the encoder is shutting down; retry on another replica")
-            if not self.is_healthy:
+            if not self._is_answering:
                 raise UnavailableError("the encoder's model does not answer; retry on another replica")
             if len(self._queue) >= self._limits.max_queued:
                 raise OverloadedError(f"{len(self._queue)} images wait for the model, which is the limit")
             job = ForwardJob(inputs, caller, next(self._numbers), self._clock())
             self._queue.put(job)
             self._changed.notify()
+        # Not the job itself: the future would keep its own pixels.
+        job.future.add_done_callback(functools.partial(self._drop_cancelled, job.caller, job.number))
         return job.future
 
     def close(self) -> None:
@@ -139,23 +156,35 @@ class ForwardBatcher:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(UnavailableError("the encoder is shutting down; retry on another replica"))
 
+    def _drop_cancelled(self, caller: CallerId, number: int, future: Future[EncodedRows]) -> None:
+        if future.cancelled():
+            with self._changed:
+                self._queue.discard(caller, number)
+
     def _run(self) -> None:
-        while plan := self._next_pass():
+        while (plan := self._next_pass()) is not None:
             jobs = [job for job in plan if job.future.set_running_or_notify_cancel()]
             if jobs:
                 self._encode(jobs)
+            elif not plan:
+                self._is_model_working()
 
-    def _next_pass(self) -> list[ForwardJob]:
-        """Blocks until a pass may begin; empty only after `close`."""
+    def _next_pass(self) -> list[ForwardJob] | None:
+        """Blocks until a pass may begin. Empty: nothing waits, and it is time for a control. None after `close`."""
         with self._changed:
             while not self._closed:
                 plan = self._queue.plan()
-                left_s = self._delay_left_s(plan) if plan else None
+                left_s = self._delay_left_s(plan) if plan else self._control_pause_s()
                 if left_s is not None and left_s <= 0:
                     self._queue.take(plan)
                     return plan
-                self._changed.wait(left_s)
-            return []
+                if not self._changed.wait(left_s) and not plan:
+                    return []
+            return None
+
+    def _control_pause_s(self) -> float | None:
+        """After how long without images the control runs again; None: it need not."""
+        return None if self._num_failed_controls < _MAX_FAILED_CONTROLS else _RECOVERY_PAUSE_S
 
     def _delay_left_s(self, plan: Sequence[ForwardJob]) -> float:
         """How long this pass may still wait for further images, seconds."""
@@ -184,6 +213,7 @@ class ForwardBatcher:
             _log.warning("a forward pass failed", num_images=len(jobs), exc_info=error)
             return error
         compute_s = self._clock() - started_s
+        self._num_failed_controls = 0
         self._metrics.forward_seconds.observe(compute_s)
         self._metrics.forward_images.observe(len(jobs))
         self._metrics.encodes.inc(len(jobs))
@@ -196,10 +226,13 @@ class ForwardBatcher:
         works: bool | None = None
         for job, error in failures:
             if _is_lack_of_memory(error):
+                self._metrics.model_faults.inc()
                 job.future.set_exception(error)
                 continue
             if works is None:
                 works = self._is_model_working()
+                if not works:
+                    self._metrics.model_faults.inc()
             if works:
                 poisonous = ImagePoisonousError("the model fails on this image; it is not accepted")
                 poisonous.__cause__ = error
@@ -212,9 +245,10 @@ class ForwardBatcher:
             with self._timed():
                 self._control()
         except Exception:
-            self._metrics.model_faults.inc()
+            self._num_failed_controls += 1
             _log.exception("the model fails on a good picture, too; no image is held responsible")
             return False
+        self._num_failed_controls = 0
         return True
 
     @contextlib.contextmanager
@@ -227,4 +261,6 @@ class ForwardBatcher:
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _NO_MEMORY in str(error)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in _NO_MEMORY)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from encoder_svc.cache_tiers import CacheTiers
-from lookonce.cache_admin import CacheAdmin, EntryStatistics
+from lookonce.cache_admin import CacheAdmin, CacheTotals, EntryStatistics
 from lookonce.cache_names import pattern_of_fingerprint, pattern_of_tenant
 from lookonce.content_key import ContentKey, EncoderFingerprint, Tenant
 from lookonce.forgotten import EVERYTHING, Forgotten
 
 ResultT = TypeVar("ResultT")
+
+_NUM_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,24 @@ class CacheControl:
     """Called on the event loop; Redis is talked to in threads. Without a shared cache only this process is meant."""
 
     def __init__(
-        self, tiers: CacheTiers, admin: CacheAdmin | None, fingerprint: EncoderFingerprint, ttl_s: int
+        self,
+        tiers: CacheTiers,
+        admin: CacheAdmin | None,
+        fingerprint: EncoderFingerprint,
+        *,
+        ttl_s: int,
+        restore_s: float,
     ) -> None:
-        """`ttl_s`: life of an entry that is unpinned, seconds."""
+        """Owns `admin`. `ttl_s`: life of an entry that is unpinned; `restore_s`: longest time of putting a copy back;
+        both in seconds.
+        """
         self._tiers = tiers
         self._admin = admin
         self._fingerprint = fingerprint
         self._ttl_s = ttl_s
+        self._restore_s = restore_s
+        # Few and of their own: an operator's scan must not keep an image's hash waiting.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="admin")
 
     def is_local(self, key: ContentKey) -> bool:
         """Whether this process holds the rows."""
@@ -57,15 +71,14 @@ class CacheControl:
             len(local), local.num_bytes, local.capacity_bytes, num_hits, num_misses, local.num_evictions
         )
 
-    def shared_statistics(self) -> TierStatistics:
+    async def shared_statistics(self) -> TierStatistics:
         """Entries of this encoder; bytes, capacity and evictions of the whole server; hits and misses of this process.
 
-        Blocks. Raises UnavailableError.
+        Raises UnavailableError.
         """
-        if self._admin is None:
-            return TierStatistics()
+        pattern = pattern_of_fingerprint(self._fingerprint)
+        totals = await self._in_thread(lambda admin: admin.totals(pattern), CacheTotals(0, 0, 0, 0))
         num_hits, num_misses = self._tiers.num_hits_and_misses("shared")
-        totals = self._admin.totals(pattern_of_fingerprint(self._fingerprint))
         return TierStatistics(
             totals.num_entries, totals.used_bytes, totals.max_bytes, num_hits, num_misses, totals.num_evictions
         )
@@ -97,13 +110,24 @@ class CacheControl:
         """Removes everything of a tenant, of whichever encoder, everywhere."""
         return await self._evict(lambda admin: admin.evict_matching(pattern_of_tenant(tenant)), EVERYTHING)
 
+    def close(self) -> None:
+        """Ends the threads; what they are doing ends early."""
+        if self._admin is not None:
+            self._admin.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     async def _in_thread(self, act: Callable[[CacheAdmin], ResultT], without: ResultT) -> ResultT:
         """What `act` gives, or `without` where there is no shared cache."""
         admin = self._admin
-        return without if admin is None else await asyncio.to_thread(act, admin)
+        if admin is None:
+            return without
+        return await asyncio.get_running_loop().run_in_executor(self._threads, act, admin)
 
     async def _evict(self, act: Callable[[CacheAdmin], int], forgotten: Forgotten) -> int:
-        """Tells before and after: whoever copied rows in between drops them, too."""
+        """Tells before and after: whoever copied rows in between drops them, too.
+
+        Removes once more a little later: a replica that was just putting its copy back had not heard of it yet.
+        """
 
         def remove(admin: CacheAdmin) -> int:
             admin.tell_to_forget(forgotten)
@@ -114,4 +138,7 @@ class CacheControl:
         self.forget(forgotten)
         num_evicted = await self._in_thread(remove, 0)
         self.forget(forgotten)
+        if self._admin is not None:
+            await asyncio.sleep(self._restore_s)
+            await self._in_thread(act, 0)
         return num_evicted

@@ -20,7 +20,7 @@ from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.store_admission import StoreAdmission
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import EmbeddingMeta
-from lookonce.embedding_store import EmbeddingStore
+from lookonce.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
 from lookonce.forgotten import Forgotten
 
@@ -54,6 +54,9 @@ class CacheTiers:
         self.store = store
         self._metrics = metrics
         self._admission = StoreAdmission()
+        # Whether rows of this process may be put back where they went away.
+        self.may_restore: Callable[[], bool] = lambda: True
+        self._num_forgets = 0
         self._num_queries: Counter[str] = Counter()
         self._num_hits: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(store_workers, thread_name_prefix="store")
@@ -79,11 +82,18 @@ class CacheTiers:
         return await self._write(key, entry, overwrite=overwrite)
 
     async def keep_stored(self, key: ContentKey, entry: LocalEmbedding) -> bool:
-        """Prolongs the shared entry's life; writes it again where it went away. Returns whether it is there now."""
+        """Prolongs the shared entry's life; writes it again where it went away. Returns whether it is there now.
+
+        Not while this process could not hear that the image is to be forgotten, nor when it has just heard so.
+        """
         store = self.store
         if store is None:
             return False
-        return await self._in_thread(lambda: store.touch(key)) or await self._write(key, entry, overwrite=False)
+        if await self._in_thread(lambda: store.touch(key)):
+            return True
+        if not self.may_restore() or not self.holds(key):
+            return False
+        return await self._write(key, entry, overwrite=False)
 
     async def lookup(self, keys: Sequence[ContentKey], *, touch: bool) -> list[EmbeddingMeta | None]:
         """The description of each key's rows, None where no tier holds them; `touch` prolongs the shared lives."""
@@ -99,15 +109,15 @@ class CacheTiers:
 
     async def prewarm(self, key: ContentKey) -> bool:
         """Brings the rows from the shared cache into this process; whether they are here now."""
-        if self.holds(key):
-            return True
         store = self.store
         if store is None:
-            return False
-        found = await self._in_thread(lambda: _read_rows(store, key, 0, 0))
-        if found is not None:
-            await self._in_thread(lambda: store.touch(key))
-            self._keep_local(key, LocalEmbedding(found.meta, found.rows))
+            return self.holds(key)
+        num_forgets = self._num_forgets
+        await self._in_thread(lambda: store.touch(key))
+        if not self.holds(key):
+            found = await self._in_thread(lambda: _read_rows(store, key, 0, 0))
+            if found is not None and num_forgets == self._num_forgets:
+                self._keep_local(key, LocalEmbedding(found.meta, found.rows))
         return self.holds(key)
 
     def holds(self, key: ContentKey) -> bool:
@@ -116,6 +126,7 @@ class CacheTiers:
 
     def forget(self, forgotten: Forgotten) -> None:
         """Drops rows from this process."""
+        self._num_forgets += 1
         for value in self.local.keys_where(forgotten.includes):
             self.local.remove(value)
         self._metrics.local_cache_bytes.set(self.local.num_bytes)
@@ -152,28 +163,27 @@ class CacheTiers:
         store = self.store
         if store is None:
             return False
-        if not self._admission.is_worth_storing(entry.rows.nbytes, entry.encode_s):
+        if not self._admission.admit(entry.rows.nbytes, entry.encode_s):
             self._metrics.not_worth_storing.inc()
             return False
 
-        def write() -> tuple[bool, float]:
+        def write() -> tuple[WriteOutcome, float]:
             started_s = time.monotonic()
             try:
-                if overwrite:
-                    store.delete(key)
-                stored = store.write(key, entry.meta, entry.rows)
+                outcome = store.try_write(key, entry.meta, entry.rows, overwrite=overwrite)
             except Exception:
                 _log.exception("writing to the shared cache failed")
-                stored = False
-            return stored, time.monotonic() - started_s
+                outcome = WriteOutcome.FAILED
+            return outcome, time.monotonic() - started_s
 
-        stored, duration_s = await self._in_thread(write)
+        outcome, duration_s = await self._in_thread(write)
         self._metrics.store_seconds.observe(duration_s)
-        if stored:
+        if outcome in (WriteOutcome.STORED, WriteOutcome.LATE):
             self._admission.note_write(entry.rows.nbytes, duration_s)
-        else:
+        is_there = outcome in (WriteOutcome.STORED, WriteOutcome.EXISTS)
+        if not is_there:
             self._metrics.unstored.inc()
-        return stored
+        return is_there
 
     async def _in_thread(self, action: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._threads, action)

@@ -60,7 +60,7 @@ class ForwardQueue:
         """Bounds of one pass; one image alone may exceed `max_bytes`."""
         self._max_images = max_images
         self._max_bytes = max_bytes
-        # Only callers that wait; whoever was served longest ago, or never, is first.
+        # Only callers that wait: by when they were last served or, if not since they wait, by when they came.
         self._lines: OrderedDict[CallerId, deque[ForwardJob]] = OrderedDict()
         self._num_waiting = 0
         # The caller that had the whole last pass.
@@ -110,6 +110,17 @@ class ForwardQueue:
         self._num_waiting -= len(plan)
         callers = {job.caller for job in plan}
         self._sole_caller = callers.pop() if len(callers) == 1 else None
+
+    def discard(self, caller: CallerId, number: int) -> None:
+        """Removes one image, if it still waits."""
+        line = self._lines.get(caller, deque())
+        job = next((job for job in line if job.number == number), None)
+        if job is None:
+            return
+        line.remove(job)
+        if not line:
+            del self._lines[caller]
+        self._num_waiting -= 1
 
     def clear(self) -> list[ForwardJob]:
         """Removes and returns everything."""

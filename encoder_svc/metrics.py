@@ -10,29 +10,21 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _RELATIVE_ERROR_BUCKETS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1)
 
 
-class EncoderMetrics:
-    """One instance per process and registry."""
+class CacheMetrics:
+    """The tiers of the cache, and what is written to them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.encodes = Counter(
-            "lookonce_encoder_encodes_total", "Images that went through the model.", registry=registry
-        )
         self.cache_queries = Counter(
             "lookonce_encoder_cache_queries_total", "Questions to a cache tier.", ["tier"], registry=registry
         )
         self.cache_hits = Counter(
             "lookonce_encoder_cache_hits_total", "Questions that found rows.", ["tier"], registry=registry
         )
-        self.coalesced = Counter(
-            "lookonce_encoder_coalesced_total", "Requests that joined work in flight.", ["scope"], registry=registry
-        )
-        self.lease_takeovers = Counter(
-            "lookonce_encoder_lease_takeovers_total",
-            "Encodes that were begun here after another replica's lease had ended without rows.",
+        self.store_seconds = Histogram(
+            "lookonce_encoder_store_seconds",
+            "Time to write one embedding to the shared cache.",
+            buckets=_STORE_BUCKETS_S,
             registry=registry,
-        )
-        self.rejected = Counter(
-            "lookonce_encoder_rejected_total", "Images that were refused since the queue was full.", registry=registry
         )
         self.unstored = Counter(
             "lookonce_encoder_unstored_total", "Embeddings that the shared cache did not take.", registry=registry
@@ -42,11 +34,23 @@ class EncoderMetrics:
             "Embeddings that would take longer to read than to encode again, and were not stored.",
             registry=registry,
         )
-        self.store_seconds = Histogram(
-            "lookonce_encoder_store_seconds",
-            "Time to write one embedding to the shared cache.",
-            buckets=_STORE_BUCKETS_S,
+        self.local_cache_bytes = Gauge(
+            "lookonce_encoder_local_cache_bytes", "Bytes of rows kept in this process.", registry=registry
+        )
+        self.int8_relative_error = Histogram(
+            "lookonce_encoder_int8_relative_error",
+            "What the rows of one image lose as int8: norm of the difference over norm of the rows.",
+            buckets=_RELATIVE_ERROR_BUCKETS,
             registry=registry,
+        )
+
+
+class ForwardMetrics:
+    """The forward thread and its passes."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.encodes = Counter(
+            "lookonce_encoder_encodes_total", "Images that went through the model.", registry=registry
         )
         self.forward_seconds = Histogram(
             "lookonce_encoder_forward_seconds",
@@ -68,6 +72,30 @@ class EncoderMetrics:
             buckets=_FORWARD_BUCKETS_S,
             registry=registry,
         )
+        self.model_faults = Counter(
+            "lookonce_encoder_model_faults_total",
+            "Failed forward passes by lack of memory, or after which the model failed on a good picture, too.",
+            registry=registry,
+        )
+
+
+class EncoderMetrics(CacheMetrics, ForwardMetrics):
+    """All of them. One instance per process and registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        CacheMetrics.__init__(self, registry)
+        ForwardMetrics.__init__(self, registry)
+        self.coalesced = Counter(
+            "lookonce_encoder_coalesced_total", "Requests that joined work in flight.", ["scope"], registry=registry
+        )
+        self.lease_takeovers = Counter(
+            "lookonce_encoder_lease_takeovers_total",
+            "Encodes that were begun here after another replica's lease had ended without rows.",
+            registry=registry,
+        )
+        self.rejected = Counter(
+            "lookonce_encoder_rejected_total", "Images that were refused since the queue was full.", registry=registry
+        )
         self.poisonous = Counter(
             "lookonce_encoder_poisonous_total",
             "Images that killed their decoding process, or on which alone the model failed.",
@@ -80,20 +108,6 @@ class EncoderMetrics:
             ["stage"],
             registry=registry,
         )
-        self.model_faults = Counter(
-            "lookonce_encoder_model_faults_total",
-            "Failed forward passes after which the model failed on a good picture, too.",
-            registry=registry,
-        )
-        self.int8_relative_error = Histogram(
-            "lookonce_encoder_int8_relative_error",
-            "What the rows of one image lose as int8: norm of the difference over norm of the rows.",
-            buckets=_RELATIVE_ERROR_BUCKETS,
-            registry=registry,
-        )
         self.queued_images = Gauge(
             "lookonce_encoder_queued_images", "Images waiting for preprocessing or in the model.", registry=registry
-        )
-        self.local_cache_bytes = Gauge(
-            "lookonce_encoder_local_cache_bytes", "Bytes of rows kept in this process.", registry=registry
         )

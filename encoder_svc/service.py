@@ -35,7 +35,7 @@ from lookonce.image_header import ImageLimits
 from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.store_metrics import StoreCollector
-from lookonce.tenants import load_tenants
+from lookonce.tenants import Tenants
 
 # A hiccup of Redis is waited out once: what it is asked here, and not told, costs a forward pass.
 _STORE_ATTEMPTS = 2
@@ -77,25 +77,30 @@ async def open_control(settings: EncoderSettings, pipeline: EncodePipeline) -> A
         admin = None
         if settings.redis_url is not None:
             admin = CacheAdmin(settings.redis_url.get_secret_value())
-            stack.callback(admin.close)
-        control = CacheControl(pipeline.tiers, admin, pipeline.model.fingerprint, settings.ttl_s)
+        # A copy is put back by a touch and a write.
+        restore_s = 2 * _STORE_ATTEMPTS * settings.redis_budget_s
+        control = CacheControl(
+            pipeline.tiers, admin, pipeline.model.fingerprint, ttl_s=settings.ttl_s, restore_s=restore_s
+        )
+        stack.callback(control.close)
         if settings.redis_url is not None:
             url = settings.redis_url.get_secret_value()
             listener = ForgetListener(url, settings.redis_budget_s, control.forget)
+            pipeline.tiers.may_restore = lambda: listener.is_listening
             listener.start()
             stack.push_async_callback(listener.close)
         yield control
 
 
-def admin_entry(pipeline: EncodePipeline, settings: EncoderSettings, control: CacheControl) -> ServiceEntry:
-    """What the server shell registers on the operators' address. Raises ConfigurationError as `service_entry` does."""
-    servicer = EncoderAdminServicer(pipeline, load_tenants(settings.tenant_secret_file), control)
+def admin_entry(pipeline: EncodePipeline, tenants: Tenants, control: CacheControl) -> ServiceEntry:
+    """What the server shell registers on the operators' address."""
+    servicer = EncoderAdminServicer(pipeline, tenants, control)
     return ServiceEntry(ADMIN_SERVICE_NAME, lambda server: add_EncoderAdminServiceServicer_to_server(servicer, server))
 
 
-def service_entry(pipeline: EncodePipeline, settings: EncoderSettings) -> ServiceEntry:
-    """What the server shell registers. Raises ConfigurationError for an unusable tenant secret."""
-    servicer = EncoderServicer(pipeline, load_tenants(settings.tenant_secret_file), settings)
+def service_entry(pipeline: EncodePipeline, tenants: Tenants, settings: EncoderSettings) -> ServiceEntry:
+    """What the server shell registers."""
+    servicer = EncoderServicer(pipeline, tenants, settings)
     return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
 
 

@@ -1,7 +1,8 @@
 """Which rows are worth a place in the shared cache: those that are read sooner than made again. Event-loop only.
 
-What a write takes stands for what a read will take: the same bytes over the same link. Both sides are measured as they
-happen, so a slow link or a fast model changes the answer by itself.
+What a write takes stands for what a read will take: the same bytes over the same link; one that was given up counts as
+if it had ended then. Both sides are measured as they happen, so a slow link or a fast model changes the answer by
+itself. What the model took is that of the whole pass: in doubt rows are stored.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class StoreAdmission:
         self._s_per_byte += weight * (s_per_byte - self._s_per_byte)
         self._num_measurements += 1
 
-    def is_worth_storing(self, num_bytes: int, encode_s: float) -> bool:
-        """Whether to store rows that took the model `encode_s` seconds."""
+    def admit(self, num_bytes: int, encode_s: float) -> bool:
+        """Decides about rows that took the model `encode_s` seconds: whether to store them."""
         if num_bytes <= ALWAYS_STORED_BYTES or self._num_measurements < _MIN_MEASUREMENTS:
             return True
         if num_bytes * self._s_per_byte <= encode_s:

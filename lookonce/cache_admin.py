@@ -3,11 +3,12 @@
 Rare and never part of a request, so convenience counts more than speed here. Unlike the store it says when Redis is
 away: whoever removes an image must know whether it happened. Synchronous: call it from threads.
 
-Commands in use: STRLEN, PTTL, OBJECT FREQ, PERSIST, PEXPIRE, EXISTS, UNLINK, SCAN, INFO, INCR, PUBLISH.
+Commands in use: STRLEN, PTTL, OBJECT FREQ, PERSIST, PEXPIRE, EXISTS, UNLINK, SCAN, INFO, SET, PUBLISH.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +22,18 @@ import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lookonce.cache_names import FORGET_CHANNEL, FORGET_COUNTER, data_key, metadata_key
+from lookonce.cache_names import FORGET_CHANNEL, FORGET_TOKEN, data_key, metadata_key
 from lookonce.content_key import ContentKey
 from lookonce.errors import UnavailableError
-from lookonce.forgotten import Forgotten
+from lookonce.forgotten import Forgotten, new_token, to_message
 from lookonce.redis_url import DeploymentKind, RedisUrl, parse_redis_url
 
 ResultT = TypeVar("ResultT")
 
 _SCAN_COUNT = 500
 _TIMEOUT_S = 5.0
+# What PTTL says of a key that is not there; of one without an end it says -1.
+_EXPIRED = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class CacheAdmin:
         """Connects to nothing yet. Raises ConfigurationError for an unusable URL."""
         self._url = parse_redis_url(url)
         self._opened: Any = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def describe(self, keys: Sequence[ContentKey]) -> list[EntryStatistics | None]:
@@ -119,9 +123,12 @@ class CacheAdmin:
 
         def unlink_all() -> int:
             num_images = 0
-            for name in self._client.scan_iter(match=pattern, count=_SCAN_COUNT):
-                if name.endswith((b":e", b":m")) and self._client.unlink(name):
-                    num_images += name.endswith(b":e")
+            names = (name for name in self._client.scan_iter(match=pattern, count=_SCAN_COUNT))
+            while chunk := list(itertools.islice(names, _SCAN_COUNT)):
+                for kind in (b":e", b":m"):
+                    found = [name for name in chunk if name.endswith(kind)]
+                    num_removed = int(self._client.unlink(*found)) if found else 0
+                    num_images += num_removed if kind == b":e" else 0
             return num_images
 
         return self._try(unlink_all)
@@ -130,14 +137,17 @@ class CacheAdmin:
         """All encoders and decoders drop their copies; those that cannot be reached now, when they can again."""
 
         def tell() -> None:
-            self._client.incr(FORGET_COUNTER)
-            self._client.publish(FORGET_CHANNEL, forgotten.to_bytes())
+            token = new_token()
+            # Before the message, so that whoever misses it finds out.
+            self._client.set(FORGET_TOKEN, token)
+            self._client.publish(FORGET_CHANNEL, to_message(token, forgotten))
 
         self._try(tell)
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; what is being done ends with UnavailableError."""
         with self._lock:
+            self._is_closed = True
             if self._opened is not None:
                 self._opened.close()
                 self._opened = None
@@ -146,6 +156,8 @@ class CacheAdmin:
     def _client(self) -> Any:
         """A client of a cluster asks for its nodes when it is made, so not before it is needed."""
         with self._lock:
+            if self._is_closed:
+                raise OSError("closed")
             if self._opened is None:
                 self._opened = _open_client(self._url)
             return self._opened
@@ -161,6 +173,8 @@ class CacheAdmin:
         if not num_bytes:
             return None
         ttl_ms = int(self._client.pttl(name))
+        if ttl_ms == _EXPIRED:
+            return None
         try:
             frequency = int(self._client.object("FREQ", name))
         except redis.exceptions.ResponseError:

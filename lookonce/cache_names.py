@@ -5,7 +5,7 @@
                                                       :l    who encodes it now (encode_lease.py)
                                                       :d    channel: the end of an encode
     lookonce:forget                                         channel: images to forget (forget_channel.py)
-    lookonce:forgets                                        how often that was said
+    lookonce:forgets                                        token of the last such message
 
 The braces put all of one image into one cluster slot. What is before them lets one scan find everything of an encoder
 or of a tenant; the tag tells nobody which tenant that is.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from lookonce.content_key import ContentKey, Tenant
 
 FORGET_CHANNEL = b"lookonce:forget"
-FORGET_COUNTER = b"lookonce:forgets"
+FORGET_TOKEN = b"lookonce:forgets"
 
 
 def data_key(key: ContentKey) -> bytes:

@@ -39,9 +39,9 @@ class ReadyRecord:
 
     # host:port of the gRPC server.
     target: str
-    # Port of the Prometheus endpoint, None without one.
     # Where operators' calls are served; None: nowhere.
     admin_target: str | None
+    # Port of the Prometheus endpoint, None without one.
     metrics_port: int | None
 
 

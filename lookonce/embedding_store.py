@@ -4,12 +4,13 @@ Synchronous: call it from threads, never on an event loop. Redis is a cache: wha
 allowed, foreign values) is a miss or a False within `budget_s` seconds, counted by reason, and never an exception.
 
 Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN, PING, HELLO and, where that names a
-Valkey, GET; writing also EXISTS, SET, PEXPIRE, UNLINK and, to learn maxmemory, INFO. A role without HELLO reads in
-pieces, one without INFO knows no limit.
+Valkey, GET; writing also EXISTS, SET, PEXPIRE, PTTL, UNLINK and, to learn maxmemory, INFO. A role without HELLO reads
+in pieces, one without INFO knows no limit.
 """
 
 from __future__ import annotations
 
+import enum
 import secrets
 import time
 from collections.abc import Callable
@@ -40,16 +41,34 @@ ResultT = TypeVar("ResultT")
 
 # Asking again may help.
 _LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
+# What PTTL says of a key without an end; of one that is not there it says -2.
+_NO_END = -1
 # One value larger than maxmemory would evict everything and then fail.
 _MAX_MEMORY_SHARE = 8
 # The description of an image outlives its rows: prompts can still be laid out after an eviction.
 _METADATA_TTL_FACTOR = 7
 
 
+class WriteOutcome(enum.Enum):
+    """How a write ended."""
+
+    STORED = "stored"
+    # Rows were there; none were sent.
+    EXISTS = "exists"
+    # All of the time went into sending.
+    LATE = "late"
+    # Over a limit, refused, or out of reach.
+    FAILED = "failed"
+
+
+# By what the counters call it.
+_WRITE_OUTCOMES = {"ok": WriteOutcome.STORED, "exists": WriteOutcome.EXISTS}
+
+
 class EmbeddingStore:
     """One image = one immutable, sealed string key, written by one command. Thread-safe.
 
-    `budget_s`: longest time of one operation in seconds, connecting included. `ttl_s`: life of an entry after writing
+    `budget_s`: longest time of one attempt in seconds, connecting included. `ttl_s`: life of an entry after writing
     or touching. `max_entry_bytes`: larger entries are not written. `sealer`: the checksum where nothing else is said.
     `num_attempts`: how often a server that did not answer in time is asked, each time for `budget_s`, as long as the
     breaker is closed; more than 1 where the alternative costs more than waiting. Reading rows is tried once.
@@ -120,20 +139,34 @@ class EmbeddingStore:
         self.stats.count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
         return attempt.reason
 
-    def write(self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview) -> bool:
+    def write(self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False) -> bool:
+        """Whether the cache holds the entry after `try_write`."""
+        return self.try_write(key, meta, rows, overwrite=overwrite) in (WriteOutcome.STORED, WriteOutcome.EXISTS)
+
+    def try_write(
+        self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False
+    ) -> WriteOutcome:
         """Stores `rows` ([num_rows, (1 + num_levels) * hidden_size], `meta.size_bytes` bytes) unless they are there.
 
-        Returns whether the cache holds the entry now; of two writers the first one's rows stay. False for an entry
-        over the limit and for any trouble. Raises ValueError when `rows` and `meta` do not fit together.
+        Of two writers the first one's rows stay. `overwrite`: in place of what is there; a pinned entry stays pinned.
+        Never raises for trouble with Redis. Raises ValueError when `rows` and `meta` do not fit together.
         """
         rows = embedding_codec.as_bytes(rows)
         entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
+        outcome, label = WriteOutcome.FAILED, ""
         try:
-            outcome = self.ask(lambda exchange: self._write(exchange, key, meta, entry), data_key(key))
+            # Not asked again when it was merely slow: that would send all bytes once more over a link that is too slow.
+            label = self._ask_again(
+                lambda exchange: self._write(exchange, key, meta, entry, overwrite=overwrite),
+                data_key(key),
+                frozenset({MissReason.TIMEOUT}),
+            )
+            outcome = _WRITE_OUTCOMES.get(label, WriteOutcome.FAILED)
         except CacheMissError as miss:
-            outcome = miss.reason.value
-        self.stats.count(StoreOperation.WRITE, outcome)
-        return outcome in ("ok", "exists")
+            label = miss.reason.value
+            outcome = WriteOutcome.LATE if miss.reason is MissReason.SLOW else WriteOutcome.FAILED
+        self.stats.count(StoreOperation.WRITE, label)
+        return outcome
 
     def touch(self, key: ContentKey) -> bool:
         """Starts the entry's life anew. Returns whether it was there; False for any trouble."""
@@ -172,17 +205,23 @@ class EmbeddingStore:
         `name`: one of the keys that it is about, all of which are in one cluster slot; None: it is about none, and any
         server will do. `action` may be run again after Redis did it without an answer getting through.
         """
-        for _ in range(self._num_attempts - 1):
-            try:
-                return self._ask(action, self._deadline_s(), name)
-            except RedisTroubleError as trouble:
-                if trouble.reason not in _LATE_REASONS:
-                    raise
-        return self._ask(action, self._deadline_s(), name)
+        return self._ask_again(action, name, _LATE_REASONS)
 
     def close(self) -> None:
         """Closes the connections; every later operation is a miss."""
         self._link.close()
+
+    def _ask_again(
+        self, action: Callable[[Exchange], ResultT], name: bytes | None, reasons: frozenset[MissReason]
+    ) -> ResultT:
+        """Asks, and again as often as `num_attempts` allows when it failed for one of these reasons."""
+        for _ in range(self._num_attempts - 1):
+            try:
+                return self._ask(action, self._deadline_s(), name)
+            except RedisTroubleError as trouble:
+                if trouble.reason not in reasons:
+                    raise
+        return self._ask(action, self._deadline_s(), name)
 
     def _ask(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None) -> ResultT:
         """Runs `action` on a connection if there is time and the breaker lets it. Raises CacheMissError."""
@@ -259,7 +298,11 @@ class EmbeddingStore:
             attempt.is_corrupt = isinstance(miss, CorruptEntryError)
         return attempt
 
-    def _write(self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry) -> str:
+    def _write(
+        self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry, *, overwrite: bool
+    ) -> str:
+        """What the counters call the outcome."""
+        is_pinned = overwrite and self._remove_for_overwrite(exchange, key)
         exchange.send(b"EXISTS", data_key(key))
         if exchange.read_integer() and _holds_bytes(exchange, data_key(key)):
             # SET NX alone would send all rows only to learn that they are not wanted.
@@ -271,10 +314,20 @@ class EmbeddingStore:
         if entry.size_bytes > limit_bytes:
             return "too_large"
         metadata = self._codec.pack_metadata(key.value, meta)
-        exchange.send(b"SET", data_key(key), (entry.header, *entry.blocks), b"NX", b"PX", self._ttl_ms)
-        exchange.send(b"SET", metadata_key(key), metadata, b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
+        life = () if is_pinned else (b"PX", self._ttl_ms)
+        metadata_life = () if is_pinned else (b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
+        exchange.send(b"SET", data_key(key), (entry.header, *entry.blocks), b"NX", *life)
+        exchange.send(b"SET", metadata_key(key), metadata, *metadata_life)
         was_first, _ = exchange.read_status(), exchange.read_status()
         return "ok" if was_first else "exists"
+
+    @staticmethod
+    def _remove_for_overwrite(exchange: Exchange, key: ContentKey) -> bool:
+        """Makes room for another write of the entry. Returns whether it was pinned."""
+        exchange.send(b"PTTL", data_key(key))
+        exchange.send(b"UNLINK", data_key(key), metadata_key(key))
+        life_ms, _ = exchange.read_integer(), exchange.read_integer()
+        return life_ms == _NO_END
 
     def _reader(self, exchange: Exchange, key: ContentKey) -> EntryReader:
         return EntryReader(exchange, self._codec, data_key(key), key.value)

@@ -98,7 +98,7 @@ class EntryReader:
             self._exchange.receive_bulk(target)
             embedding_codec.open_block(header, span.index, target, target)
             filled_bytes += span.length
-        self._exchange.end_bulk(entry_bytes)
+        self._exchange.end_bulk()
 
     def _receive_pieces(self, target: memoryview, upcoming: Iterator[_Piece], outstanding: deque[_Piece]) -> None:
         """Fills `target`; asks for the next pieces of the read meanwhile."""

@@ -1,20 +1,22 @@
 """Hears which images are to be forgotten, and notices what it could not hear. Lives on the event loop.
 
-Messages on a Redis channel are lost while nobody listens, so a counter in Redis says how many there were: whoever comes
-back and finds another count forgets everything, which costs time only.
+Messages on a Redis channel are lost while nobody listens. So each has a random token, which also lies in Redis from
+before it is sent: whoever finds another token there than the one it heard last forgets everything, which costs time
+only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import redis.exceptions
 import structlog
 
-from lookonce.cache_names import FORGET_CHANNEL, FORGET_COUNTER
-from lookonce.forgotten import EVERYTHING, Forgotten
+from lookonce.cache_names import FORGET_CHANNEL, FORGET_TOKEN
+from lookonce.forgotten import EVERYTHING, Forgotten, parse_message
 from lookonce.miss_reason import RedisTroubleError
 from lookonce.redis_subscriber import RedisSubscriber
 
@@ -22,20 +24,30 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _POLL_S = 1.0
 _RECONNECT_S = 1.0
+# Between looks at the token while nothing is heard: a connection may be dead without saying so.
+_CHECK_S = 5.0
 
 
 class ForgetListener:
     """One subscription of a process. Trouble with Redis is silence until it is back, never an exception."""
 
-    def __init__(self, url: str, budget_s: float, forget: Callable[[Forgotten], None]) -> None:
+    def __init__(
+        self, url: str, budget_s: float, forget: Callable[[Forgotten], None], *, check_s: float = _CHECK_S
+    ) -> None:
         """`budget_s`: longest time of connecting and of ending, seconds. `forget` must not block."""
         self._subscriber = RedisSubscriber(url, budget_s)
         self._budget_s = budget_s
         self._forget = forget
+        self._check_s = check_s
         self._reader: asyncio.Task[None] | None = None
-        # The counter as it was last seen; None before the first time, when nothing is kept yet.
-        self._num_forgets: int | None = None
+        # Of the last message that was heard, or found to have been missed; empty where there never was one.
+        self._token = b""
         self._is_listening = asyncio.Event()
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether every message of now would be heard."""
+        return self._is_listening.is_set()
 
     def start(self) -> None:
         """Begins to listen; call it on the event loop."""
@@ -65,25 +77,36 @@ class ForgetListener:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _listen(self) -> None:
-        client = await self._subscriber.connect(FORGET_COUNTER)
-        async with client.pubsub(ignore_subscribe_messages=True) as subscription:
+        """Until the connection breaks, or a message turns out to be missing."""
+        client = await self._subscriber.connect(FORGET_TOKEN)
+        async with client.pubsub() as subscription:
             await subscription.subscribe(FORGET_CHANNEL)
-            # After the subscription, so that nothing in between is missed.
-            await self._catch_up(client)
+            async with asyncio.timeout(max(self._budget_s, _POLL_S)):
+                while not _is_confirmation(await subscription.get_message(timeout=_POLL_S)):
+                    pass
+            await self._find_out(client)
             self._is_listening.set()
+            checked_s = time.monotonic()
             while True:
                 message = await subscription.get_message(timeout=_POLL_S)
                 if message is not None and message["type"] == "message":
-                    self._forget(Forgotten.from_bytes(message["data"]))
-                    self._num_forgets = await self._count(client)
+                    self._token, forgotten = parse_message(message["data"])
+                    self._forget(forgotten)
+                elif time.monotonic() - checked_s >= self._check_s:
+                    checked_s = time.monotonic()
+                    if await self._find_out(client):
+                        return
 
-    async def _catch_up(self, client: Any) -> None:
-        num_forgets = await self._count(client)
-        if self._num_forgets is not None and num_forgets != self._num_forgets:
-            self._forget(EVERYTHING)
-        self._num_forgets = num_forgets
+    async def _find_out(self, client: Any) -> bool:
+        """Whether there was a message that was not heard; if so, everything is forgotten."""
+        async with asyncio.timeout(max(self._budget_s, _POLL_S)):
+            token = await client.get(FORGET_TOKEN) or b""
+        if token == self._token:
+            return False
+        self._token = token
+        self._forget(EVERYTHING)
+        return True
 
-    async def _count(self, client: Any) -> int:
-        async with asyncio.timeout(max(self._budget_s, 1.0)):
-            value = await client.get(FORGET_COUNTER)
-        return int(value or 0)
+
+def _is_confirmation(message: Any) -> bool:
+    return message is not None and message["type"] == "subscribe"

@@ -4,8 +4,9 @@ The bytes go through the socket here, so that rows are sent from and received in
 and so that a deadline holds for the whole exchange: redis-py's own timeout starts anew with every packet. Whatever goes
 wrong is a RedisTroubleError with a bounded reason.
 
-On a plain socket the kernel keeps the deadline (SO_RCVTIMEO, SO_SNDTIMEO) and fills a whole buffer in one call
-(MSG_WAITALL); Python's own timeouts take three calls for every packet. A TLS socket knows neither.
+On a plain socket Linux keeps the deadline (SO_RCVTIMEO, SO_SNDTIMEO) and fills a whole buffer in one call
+(MSG_WAITALL); Python's own timeouts take three calls for every packet. A TLS socket knows neither, and on other systems
+the kernel's timeout may start anew with every packet, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from typing import TypeAlias
@@ -64,14 +66,14 @@ class Exchange:
     def __init__(self, sock: socket.socket, deadline_s: float) -> None:
         self.socket = sock
         self._deadline_s = deadline_s
-        self._is_plain = not isinstance(sock, ssl.SSLSocket)
-        if self._is_plain:
+        self._is_kept_by_kernel = sys.platform == "linux" and not isinstance(sock, ssl.SSLSocket)
+        if self._is_kept_by_kernel:
             sock.settimeout(None)
         # Bytes that arrived behind the line that was asked for.
         self._buffer = bytearray()
         self._num_outstanding = 0
         self._was_answered = False
-        # Of strings that were received to their end.
+        # Of strings, also of those that were broken off.
         self.num_bulk_bytes = 0
 
     @property
@@ -144,7 +146,7 @@ class Exchange:
         if length > view.nbytes:
             raise RedisTroubleError(MissReason.PROTOCOL)
         self.receive_bulk(view[:length])
-        self.end_bulk(length)
+        self.end_bulk()
         return length
 
     def begin_bulk(self) -> int | None:
@@ -156,24 +158,26 @@ class Exchange:
         num_bytes = min(len(self._buffer), view.nbytes)
         view[:num_bytes] = self._buffer[:num_bytes]
         del self._buffer[:num_bytes]
+        self.num_bulk_bytes += num_bytes
         while num_bytes < view.nbytes:
-            num_bytes += self._receive_into(view[num_bytes:])
+            num_received = self._receive_into(view[num_bytes:])
+            self.num_bulk_bytes += num_received
+            num_bytes += num_received
 
-    def end_bulk(self, length: int) -> None:
-        """All `length` bytes of the string have been taken."""
+    def end_bulk(self) -> None:
+        """All bytes of the string have been taken."""
         while len(self._buffer) < 2:
             self._fill()
         if self._buffer[:2] != b"\r\n":
             raise RedisTroubleError(MissReason.PROTOCOL)
         del self._buffer[:2]
-        self.num_bulk_bytes += length
 
     def _small_bulk(self, length: int) -> bytes:
         if length > _MAX_SMALL_BULK_BYTES:
             raise RedisTroubleError(MissReason.PROTOCOL)
         data = bytearray(length)
         self.receive_bulk(memoryview(data))
-        self.end_bulk(length)
+        self.end_bulk()
         return bytes(data)
 
     def _nested(self, line: bytes, places: Iterator[int], depth: int) -> Nested:
@@ -237,10 +241,10 @@ class Exchange:
         self._note_received(len(received))
 
     def _receive_into(self, view: memoryview) -> int:
-        """Fills `view`, or less of it when the deadline came."""
+        """Fills `view`, or less of it when the deadline came or there is no more yet."""
         try:
             self._limit(socket.SO_RCVTIMEO)
-            num_bytes = self.socket.recv_into(view, 0, socket.MSG_WAITALL if self._is_plain else 0)
+            num_bytes = self.socket.recv_into(view, 0, socket.MSG_WAITALL if self._is_kept_by_kernel else 0)
         except OSError as error:
             raise self._trouble(error) from error
         self._note_received(num_bytes)
@@ -258,7 +262,7 @@ class Exchange:
         remaining_s = self._deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
-        if self._is_plain:
+        if self._is_kept_by_kernel:
             # A time of zero would be none at all.
             remaining_us = max(1, int(remaining_s * 1_000_000))
             self.socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(remaining_us, 1_000_000)))

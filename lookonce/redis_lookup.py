@@ -79,7 +79,10 @@ class Lookup:
 
 
 class Informants:
-    """The seeds of a URL and other servers of their kind, of which any one will do. Who failed is asked last."""
+    """The seeds of a URL and other servers of their kind, of which any one will do. Who failed is asked last.
+
+    Thread-safe.
+    """
 
     def __init__(self, url: RedisUrl, budget_s: float) -> None:
         """`budget_s`: what an operation may take; one that hangs gets a quarter of it, so that another has a chance.
@@ -88,6 +91,7 @@ class Informants:
         """
         self._url = url
         self._patience_s = budget_s / 4
+        self._lock = threading.Lock()
         # When, on the monotonic clock.
         self._failed_s: dict[Address, float] = {}
         # Unknown options would otherwise come up at the first use.
@@ -96,7 +100,8 @@ class Informants:
 
     def distrust(self, address: Address) -> None:
         """Asks this one after the others next time."""
-        self._failed_s[address] = time.monotonic()
+        with self._lock:
+            self._failed_s[address] = time.monotonic()
 
     def ask(
         self,
@@ -124,7 +129,8 @@ class Informants:
                 self.distrust(address)
                 trouble = error
             else:
-                self._failed_s.pop(address, None)
+                with self._lock:
+                    self._failed_s.pop(address, None)
                 return answer
             finally:
                 node.retire()
@@ -132,10 +138,12 @@ class Informants:
 
     def _in_turn(self, others: Iterable[Address], first: Address | None) -> list[Address]:
         addresses = list({*self._url.addresses, *others})
-        self._failed_s = {address: at_s for address, at_s in self._failed_s.items() if address in addresses}
+        with self._lock:
+            failed_s = {address: at_s for address, at_s in self._failed_s.items() if address in addresses}
+            self._failed_s = failed_s.copy()
         # Not all clients ask the same one.
         random.shuffle(addresses)
-        addresses.sort(key=lambda address: self._failed_s.get(address, 0.0))
+        addresses.sort(key=lambda address: failed_s.get(address, 0.0))
         if first is not None:
             addresses = [first, *(address for address in addresses if address != first)]
         return addresses

@@ -62,18 +62,20 @@ class GrpcService:
         services: Sequence[ServiceEntry],
         *,
         admin_services: Sequence[ServiceEntry] = (),
+        admin_listen: str | None = None,
         is_ready: Callable[[], bool] = _always_ready,
         parts: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
         """`is_ready` is asked several times a second and decides what health says; it must not block.
 
         `parts` are further names in health, each with a question of its own, asked as often: what is degraded without
-        the service being down. `admin_services` are served on `settings.admin_listen`, if there is one.
+        the service being down. `admin_services` are served on host:port `admin_listen`, if there is one.
         """
         self._settings = settings
         self._telemetry = telemetry
         self._services = tuple(services)
         self._admin_services = tuple(admin_services)
+        self._admin_listen = admin_listen
         self._is_ready = is_ready
         self._parts = dict(parts or {})
         # What health says of each part.
@@ -103,14 +105,14 @@ class GrpcService:
         """
         self._telemetry.start_endpoint()
         border = BorderInterceptor(self._calls, CallMetrics(self._telemetry.registry), _QUIET)
-        self._server = self._build_server(border, self._services)
+        self._server = self._build_server(border, self._services, health.SERVICE_NAME)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._target = self._bind(self._server, "--listen", self._settings.listen)
         await self._report(is_serving=False)
         await self._server.start()
-        if self._settings.admin_listen is not None:
+        if self._admin_listen is not None:
             self._admin_server = self._build_server(border, self._admin_services)
-            self._admin_target = self._bind(self._admin_server, "--admin-listen", self._settings.admin_listen)
+            self._admin_target = self._bind(self._admin_server, "--admin-listen", self._admin_listen)
             await self._admin_server.start()
         self._readiness = asyncio.create_task(self._follow_readiness())
         _log.info("listening", target=self._target, metrics_port=self._telemetry.metrics_port)
@@ -153,11 +155,15 @@ class GrpcService:
         self._telemetry.stop_endpoint()
         _log.info("stopped", expelled_calls=num_expelled)
 
-    def _build_server(self, border: BorderInterceptor, services: Sequence[ServiceEntry]) -> grpc.aio.Server:
+    def _build_server(
+        self, border: BorderInterceptor, services: Sequence[ServiceEntry], *others: str
+    ) -> grpc.aio.Server:
+        """`others`: further services that the caller adds, for reflection."""
         server = grpc.aio.server(interceptors=[border], options=server_options(self._settings))
         for entry in services:
             entry.add_to_server(server)
-        reflection.enable_server_reflection([*(entry.full_name for entry in services), *_QUIET], server)
+        names = [*(entry.full_name for entry in services), *others, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, server)
         return server
 
     def _bind(self, server: grpc.aio.Server, flag: str, address: str) -> str:

@@ -51,9 +51,6 @@ class ServiceSettings(BaseSettings):
     )
 
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one.")
-    admin_listen: str | None = Field(
-        None, description="host:port of the operators' calls, apart from those of clients. Unset: they are not served."
-    )
     insecure: bool = Field(False, description="Allow plaintext on an address other than loopback.")
     tls_cert: pathlib.Path | None = Field(None, description="PEM certificate chain of the server.")
     tls_key: pathlib.Path | None = Field(None, description="PEM private key of the server.")
@@ -66,7 +63,12 @@ class ServiceSettings(BaseSettings):
         description="URL of the shared cache: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://. "
         "Unset: this process uses no shared cache.",
     )
-    redis_budget_s: float = Field(0.25, gt=0, le=10, description="Longest time one cache operation may take, seconds.")
+    redis_budget_s: float = Field(
+        0.25,
+        gt=0,
+        le=10,
+        description="Longest time one attempt of a cache operation may take, seconds; the encoder makes two.",
+    )
     seal_key_file: pathlib.Path | None = Field(
         None,
         description="File of keys that encrypt and authenticate cache entries, 64 hex characters per line, the newest "
@@ -97,7 +99,7 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["json", "console"] = Field("json", description="One JSON object per line, or for people.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 
-    @field_validator("listen", "admin_listen", "metrics_listen")
+    @field_validator("listen", "admin_listen", "metrics_listen", check_fields=False)
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:
         if value is None:
@@ -112,7 +114,7 @@ class ServiceSettings(BaseSettings):
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")
         for name in ("listen", "admin_listen"):
-            address = getattr(self, name)
+            address = getattr(self, name, None)
             if address is not None and self.tls_cert is None and not self.insecure and not is_loopback(address):
                 raise ValueError(
                     f"{name}={address} would serve plaintext on a non-loopback address; "

@@ -20,6 +20,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
 from lookonce.serving import GrpcService, ServiceEntry
 from lookonce.settings import MIB, ServiceSettings
 from lookonce.telemetry import Telemetry
+from lookonce.tenants import Tenants
 
 CHANNEL = ChannelSettings(max_message_bytes=MIB, keepalive_time_s=30, keepalive_timeout_s=5)
 _VISION_MODELS: dict[tuple[pathlib.Path, str], VisionModel] = {}
@@ -39,7 +40,7 @@ async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterato
         _VISION_MODELS[loaded] = VisionModel.load(parsed)
     async with (
         open_pipeline(parsed, _VISION_MODELS[loaded], CollectorRegistry()) as pipeline,
-        served(parsed, service_entry(pipeline, parsed)) as target,
+        served(parsed, service_entry(pipeline, Tenants(None), parsed)) as target,
     ):
         yield target
 

@@ -19,8 +19,8 @@ from decoder_svc.request import (
     Span,
 )
 from decoder_svc.row_range import RowRange
-from decoder_svc.scheduler import Scheduler, SchedulerLimits, TokenUpdate
-from decoder_svc.scheduler_output import SampledToken, SchedulerOutput
+from decoder_svc.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduler_output import SampledToken, SchedulerOutput, TokenUpdate
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,

@@ -8,7 +8,7 @@ from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.request import FinishReason, RequestId, RowSource
 from decoder_svc.scheduler import Scheduler
 from decoder_svc.scheduler_output import SampledToken
-from lookonce.forgotten import EVERYTHING, Forgotten
+from lookonce.forgotten import EVERYTHING, Forgotten, new_token, parse_message, to_message
 from tests.decoder_svc.scheduling import image, key, request, rows, scheduler
 from tests.decoder_svc.test_encoder_cache_manager import user
 
@@ -88,11 +88,35 @@ def test_rows_on_their_way_are_dropped_when_they_arrive_unless_somebody_waits_fo
     cache.check_integrity()
 
 
+def test_who_overlaps_with_a_request_that_uses_a_forgotten_image_shares_nothing() -> None:
+    target = scheduler(num_blocks=60, token_budget=6, max_num_seqs=8)
+    target.add(request("before", 21, (image("cat", 1, 8),), text="same"))
+    output = target.schedule()
+    target.update(output, [])
+    for fetch in output.fetches:
+        target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+    target.forget(Forgotten.of([key("cat")]))
+    target.add(request("overlapping", 21, (image("cat", 1, 8),), text="same"))
+    run_to_its_end(target, "overlapping")
+    assert target.encoder_cache.num_reserved_rows == 0
+    target.add(request("later", 21, (image("cat", 1, 8),), text="same"))
+    run_to_its_end(target, "later")
+    assert target.kv_cache.stats.num_hit_tokens == 0
+    target.check_integrity()
+
+
 def test_a_message_names_keys_or_everything() -> None:
+    token = new_token()
     some = Forgotten.of([key("cat"), key("dog")])
-    assert Forgotten.from_bytes(some.to_bytes()) == some
+    assert parse_message(to_message(token, some)) == (token, some)
     assert some.includes(key("cat").value)
     assert not some.includes(key("bird").value)
-    assert Forgotten.from_bytes(EVERYTHING.to_bytes()) == EVERYTHING
-    for garbage in (b"", b"x", b"x" * 33):
-        assert Forgotten.from_bytes(garbage).includes(key("bird").value), "what cannot be read means everything"
+    assert parse_message(to_message(token, EVERYTHING)) == (token, EVERYTHING)
+    for garbage in (b"", b"x", b"x" * 33, b"x" * 70, token + bytes(32 * 257)):
+        assert parse_message(garbage)[1] == EVERYTHING, "what cannot be read means everything"
+
+
+def test_what_two_messages_mean_together() -> None:
+    cat, dog = Forgotten.of([key("cat")]), Forgotten.of([key("dog")])
+    assert cat.and_also(dog) == Forgotten.of([key("cat"), key("dog")])
+    assert cat.and_also(EVERYTHING) == EVERYTHING.and_also(cat) == EVERYTHING

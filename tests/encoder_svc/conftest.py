@@ -24,6 +24,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
 from lookonce.redis_server import EmbeddedRedis
 from lookonce.serving import GrpcService
 from lookonce.telemetry import Telemetry
+from lookonce.tenants import Tenants
 from tests import tiny_models
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def start_encoder(
         telemetry = Telemetry()
         model = vision_model(name) if parsed.row_format == "native" else VisionModel.load(parsed)
         async with open_pipeline(parsed, model, telemetry.registry) as pipeline:
-            service = GrpcService(parsed, telemetry, [service_entry(pipeline, parsed)])
+            service = GrpcService(parsed, telemetry, [service_entry(pipeline, Tenants(None), parsed)])
             target = await service.start()
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
             options += channel_options

@@ -196,16 +196,43 @@ def test_where_a_good_picture_fails_too_no_image_is_at_fault(
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("std::bad_alloc"),
     ],
 )
 def test_lack_of_memory_is_no_image_s_fault(
-    error: Exception, model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+    error: Exception,
+    model: StepwiseModel,
+    make_batcher: Callable[..., ForwardBatcher],
+    registry: CollectorRegistry,
 ) -> None:
     model.poison_error = error
     model.permits.release(10)
     future = make_batcher().submit(image(POISON), A)
     assert future.exception(TIMEOUT_S) is error
     assert model.num_controls == 0
+    assert registry.get_sample_value("lookonce_encoder_model_faults_total") == 1
+
+
+def test_failed_controls_in_a_row_make_it_unhealthy_until_a_pass_succeeds(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher()
+    model.control_error = RuntimeError("broken")
+    model.permits.release(100)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            assert batcher.submit(image(POISON), A).exception(TIMEOUT_S) is model.poison_error
+
+    for _ in range(2):
+        fail(2)
+        assert values([batcher.submit(image(1), A)]) == [2.0]
+        assert batcher.is_healthy
+    fail(3)
+    assert not batcher.is_healthy
+    assert values([batcher.submit(image(1), A)]) == [2.0], "who asks all the same is served"
+    assert batcher.is_healthy
 
 
 def test_torch_says_lack_of_memory_as_it_is_recognised() -> None:
@@ -246,6 +273,20 @@ def test_a_cancelled_image_never_reaches_the_model(
     model.permits.release(10)
     assert values([futures[0], futures[2]]) == [2.0, 6.0]
     assert model.batches == [[1], [3]]
+
+
+def test_a_cancelled_image_leaves_its_place_to_another_one_at_once(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher(max_queued=2)
+    futures = submit_behind_first(model, batcher, [image(1), image(2), image(3)])
+    assert futures[1].cancel()
+    futures[1] = batcher.submit(image(4), A)
+    with pytest.raises(OverloadedError):
+        batcher.submit(image(5), A)
+    model.permits.release(10)
+    assert values(futures) == [2.0, 8.0, 6.0]
+    assert model.batches == [[1], [3, 4]]
 
 
 def test_without_a_delay_a_pass_waits_for_nobody(
@@ -311,8 +352,8 @@ def test_the_delay_counts_from_the_oldest_image(
         clock.now_s += 0.9
         futures.append(batcher.submit(image(2), B))
         assert model.is_at_rest()
-        clock.now_s += 0.2
         futures.append(batcher.submit(image(3), B))
+        clock.now_s += 0.2
         assert values(futures) == [2.0, 4.0, 6.0]
     assert model.batches == [[1, 2, 3]]
 

@@ -133,6 +133,14 @@ class AnyTraffic(RuleBasedStateMachine):
             self.queue.put(job)
 
     @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.waiting))
+        for _ in range(2):
+            self.queue.discard(job.caller, job.number)
+        self.waiting.remove(job)
+
+    @precondition(lambda self: self.waiting)
     @rule()
     def run_a_pass(self) -> None:
         plan = self.queue.plan()

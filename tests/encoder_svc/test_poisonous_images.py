@@ -8,6 +8,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from encoder_svc import batcher
 from encoder_svc.forward_queue import CallerId
 from encoder_svc.pipeline import CacheUse, ImageInput
 from encoder_svc.vision_model import VisionModel
@@ -94,6 +95,27 @@ async def test_a_model_that_fails_on_everything_puts_nothing_into_quarantine(
         sick_model.fails_on_all = False
         results = await asyncio.gather(*(encode_one(encoder, data) for data in files))
         assert {result.source for result in results} == {pb.RESULT_SOURCE_COMPUTED}
+
+
+async def test_a_model_that_fails_on_everything_is_unhealthy_until_it_works_again(
+    start_encoder: StartEncoder, sick_model: SickModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher, "_RECOVERY_PAUSE_S", 0.05)
+    async with start_encoder("llava_clip") as encoder:
+        sick_model.fails_on_all = True
+        for seed in range(3):
+            assert encoder.pipeline.is_healthy
+            assert (await failure(encoder.stub.Encode(request(source(png(seed))))))[0] is grpc.StatusCode.INTERNAL
+        assert not encoder.pipeline.is_healthy
+        num_passes = len(sick_model.passes)
+        await settled(lambda: len(sick_model.passes) > num_passes + 1)
+        assert not encoder.pipeline.is_healthy
+        assert encoder.metric("lookonce_encoder_model_faults_total") == 3, "trying again is no failed pass"
+        sick_model.fails_on_all = False
+        await settled(lambda: encoder.pipeline.is_healthy)
+        num_passes = len(sick_model.passes)
+        await asyncio.sleep(0.2)
+        assert len(sick_model.passes) == num_passes, "what works is not tried again"
 
 
 async def test_a_failure_before_a_success_is_not_held_against_the_image(

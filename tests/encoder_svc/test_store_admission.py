@@ -14,6 +14,7 @@ from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.redis_server import EmbeddedRedis
 from tests.lookonce.entries import fresh_key
+from tests.lookonce.faults import FaultProxy
 
 MB = 1_000_000
 SLOW_LINK = 1.0 / (10 * MB)
@@ -30,18 +31,18 @@ def test_until_it_has_measured_everything_is_stored() -> None:
     admission = StoreAdmission()
     admission.note_write(20 * MB, 1000.0)
     admission.note_write(20 * MB, 1000.0)
-    assert admission.is_worth_storing(20 * MB, 0.0)
+    assert admission.admit(20 * MB, 0.0)
 
 
 def test_rows_that_take_longer_to_read_than_to_make_are_not_stored() -> None:
     admission = measured(SLOW_LINK)
-    assert admission.is_worth_storing(20 * MB, 2.1)
-    assert not admission.is_worth_storing(20 * MB, 1.9)
+    assert admission.admit(20 * MB, 2.1)
+    assert not admission.admit(20 * MB, 1.9)
 
 
 def test_small_rows_are_always_stored_and_measure_nothing() -> None:
     admission = measured(SLOW_LINK)
-    assert admission.is_worth_storing(ALWAYS_STORED_BYTES, 0.0)
+    assert admission.admit(ALWAYS_STORED_BYTES, 0.0)
     before = admission.s_per_byte
     admission.note_write(ALWAYS_STORED_BYTES, 100.0)
     assert admission.s_per_byte == before
@@ -50,7 +51,7 @@ def test_small_rows_are_always_stored_and_measure_nothing() -> None:
 def test_a_link_that_has_become_faster_is_noticed() -> None:
     admission = measured(SLOW_LINK)
     num_asked = 0
-    while not admission.is_worth_storing(20 * MB, 0.1) or admission.s_per_byte > SLOW_LINK / 25:
+    while not admission.admit(20 * MB, 0.1) or admission.s_per_byte > SLOW_LINK / 25:
         num_asked += 1
         if num_asked % 16 == 0:
             admission.note_write(20 * MB, 20 * MB * SLOW_LINK / 100)
@@ -62,7 +63,30 @@ def test_rows_of_which_nobody_knows_the_cost_are_always_stored(writes: list[tupl
     admission = StoreAdmission()
     for size, duration_s in writes:
         admission.note_write(size, duration_s)
-    assert admission.is_worth_storing(num_bytes, float("inf"))
+    assert admission.admit(num_bytes, float("inf"))
+
+
+async def test_a_link_too_slow_for_the_budget_is_learnt_from_writes_that_are_given_up() -> None:
+    with EmbeddedRedis(256 << 20) as server:
+        proxy = FaultProxy(server.url.removeprefix("unix://"))
+        store = EmbeddingStore(proxy.url, 0.2, 60, 64 << 20)
+        metrics = EncoderMetrics(CollectorRegistry())
+        tiers = CacheTiers(LocalCache(256 << 20), store, metrics, store_workers=1)
+        meta = EmbeddingMeta(2000, 2000, 0, RowDtype.FLOAT32, 100, 100)
+        rows = memoryview(bytes(meta.size_bytes))
+        try:
+            assert store.ping()
+            for _ in range(3):
+                # The server has answered and then takes the rows too slowly.
+                proxy.faults.request_bytes_per_s = 10 * MB
+                assert not await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=0.001), overwrite=False)
+            assert store.stats.snapshot()["write", "slow"] == 3
+            assert not await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=0.001), overwrite=False)
+            assert metrics.not_worth_storing._value.get() == 1
+        finally:
+            tiers.close()
+            store.close()
+            proxy.close()
 
 
 async def test_what_is_not_worth_it_is_kept_in_this_process_only(shared_redis: EmbeddedRedis) -> None:

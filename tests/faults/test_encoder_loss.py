@@ -24,9 +24,8 @@ from tests.conftest import ONE_THREAD
 from tests.faults.conftest import Fingerprint, Picture, describe, tell_story
 
 LEASE_S = 1.0
-# Beyond the lease: a look at Redis, and this test's own looks.
-SLACK_S = 1.0
-# For a call to end after its deadline, on a machine that is busy.
+# Beyond a deadline or the end of a lease, on a machine that is busy. On one that is not, a takeover ends within
+# LEASE_S + 1 s of the holder's end; the tests print how long it took.
 MARGIN_S = 5.0
 ENCODER = (*ONE_THREAD, "--encode-lease-s", str(LEASE_S))
 # A frozen encoder is noticed after 3 s. Two pictures fit on the decoder: what is asked again is fetched again.
@@ -109,6 +108,29 @@ def num_takeovers(stack: LocalStack, process: ChildProcess) -> int:
     return int(stack.metric([process], "lookonce_encoder_lease_takeovers_total"))
 
 
+def lease_left_s(stack: LocalStack) -> float:
+    """How long the leases that there are last if nobody renews them; 0 when there is none."""
+    assert stack.redis_url is not None
+    with redis.Redis.from_url(stack.redis_url) as connection:
+        # What has ended meanwhile has a negative one.
+        left_ms = [int(connection.pttl(name)) for name in connection.scan_iter("lookonce:*:l")]
+        return max([0, *left_ms]) / 1000
+
+
+async def until_taken_over(stack: LocalStack, process: ChildProcess, num_before: int) -> None:
+    """Waits until `process` encodes what another one began and left, and prints how long that took.
+
+    It must not take longer than the lease lasts by now, apart from `MARGIN_S`.
+    """
+    left_s = await asyncio.to_thread(lease_left_s, stack)
+    assert left_s <= LEASE_S
+    started_s = time.monotonic()
+    await until(lambda: num_takeovers(stack, process) == num_before + 1)
+    takeover_s = time.monotonic() - started_s
+    print(f"taken over after {takeover_s:.2f} s, of a lease that lasted {left_s:.2f} s")
+    assert takeover_s < left_s + MARGIN_S
+
+
 def num_entries(stack: LocalStack) -> int:
     assert stack.redis_url is not None
     with redis.Redis.from_url(stack.redis_url) as connection:
@@ -181,10 +203,8 @@ async def test_an_encoder_that_freezes_with_the_lease_is_taken_over_and_spoils_n
         freezing = asyncio.create_task(to_holder.encode([image], timeout_s=30))
         await until(lambda: is_encoding(stack, holder))
         with frozen(holder):
-            frozen_s = time.monotonic()
             waiting = asyncio.create_task(to_other.encode([image], timeout_s=30))
-            await until(lambda: num_takeovers(stack, other) == num_before + 1)
-            assert time.monotonic() - frozen_s < LEASE_S + SLACK_S
+            await until_taken_over(stack, other, num_before)
             await waiting
         await freezing
     check([await describe(client, picture)], [picture])
@@ -209,12 +229,9 @@ async def test_another_encoder_takes_over_from_one_that_was_killed_in_the_middle
         await until(lambda: num_queries(stack, other) >= num_before + 2)
         assert num_entries(stack) == num_entries_before, "the encode is over too early for this test"
         kill(holder)
-        killed_s = time.monotonic()
-        await until(lambda: num_takeovers(stack, other) == num_takeovers_before + 1)
-        takeover_s = time.monotonic() - killed_s
+        await until_taken_over(stack, other, num_takeovers_before)
         with pytest.raises(UnavailableError):
             await dying
-        assert takeover_s < LEASE_S + SLACK_S
         await waiting
     check([await describe(client, picture)], [picture])
 

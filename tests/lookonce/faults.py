@@ -27,6 +27,8 @@ class Faults:
     cut_after_bytes: int | None = None
     # Replies trickle: one byte, then this pause in seconds. 0: at full speed.
     pause_s: float = 0.0
+    # The server takes requests so slowly. None: at full speed.
+    request_bytes_per_s: float | None = None
     # Sent instead of the server's replies.
     forged_reply: bytes | None = None
 
@@ -93,6 +95,8 @@ class FaultProxy:
                 if num_row_requests and self.faults.before_rows is not None:
                     self.faults.before_rows()
                 self.num_row_requests += num_row_requests
+                if self.faults.request_bytes_per_s is not None:
+                    time.sleep(len(data) / self.faults.request_bytes_per_s)
                 server.sendall(data)
         _close(server)
 

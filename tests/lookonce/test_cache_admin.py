@@ -11,12 +11,12 @@ import pytest
 from lookonce.cache_admin import CacheAdmin
 from lookonce.cache_names import pattern_of_fingerprint, pattern_of_tenant
 from lookonce.content_key import ContentKey, EncoderFingerprint, ProcessorOptions, Tenant, content_key, image_digest
-from lookonce.embedding_store import EmbeddingStore
+from lookonce.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.errors import UnavailableError
 from lookonce.forget_channel import ForgetListener
 from lookonce.forgotten import EVERYTHING, Forgotten
 from lookonce.redis_server import EmbeddedRedis
-from tests.lookonce.entries import SMALL, fresh_key, make_rows
+from tests.lookonce.entries import SMALL, fresh_key, make_rows, read
 from tests.lookonce.faults import kill_child
 from tests.lookonce.redis_fleet import ClusterFleet, SentinelFleet
 
@@ -107,13 +107,12 @@ def test_only_what_is_named_is_removed(admin: CacheAdmin, store: EmbeddingStore)
 
 
 @contextlib.asynccontextmanager
-async def listening(url: str) -> AsyncIterator[tuple[ForgetListener, asyncio.Queue[Forgotten]]]:
+async def listening(url: str, check_s: float = 60.0) -> AsyncIterator[tuple[ForgetListener, asyncio.Queue[Forgotten]]]:
     heard: asyncio.Queue[Forgotten] = asyncio.Queue()
-    listener = ForgetListener(url, 1.0, heard.put_nowait)
+    listener = ForgetListener(url, 1.0, heard.put_nowait, check_s=check_s)
     listener.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            await listener.wait_until_listening()
             yield listener, heard
     finally:
         await listener.close()
@@ -121,7 +120,11 @@ async def listening(url: str) -> AsyncIterator[tuple[ForgetListener, asyncio.Que
 
 async def test_everybody_hears_what_is_to_be_forgotten(url: str, admin: CacheAdmin) -> None:
     some = Forgotten.of([fresh_key(), fresh_key()])
-    async with listening(url) as (_, first), listening(url) as (_, second):
+    await asyncio.to_thread(admin.tell_to_forget, some)
+    async with listening(url) as (one, first), listening(url) as (other, second):
+        for listener, heard in ((one, first), (other, second)):
+            await listener.wait_until_listening()
+            assert heard.get_nowait() == EVERYTHING, "what was said before they came is not known to them"
         for forgotten in (some, EVERYTHING):
             await asyncio.to_thread(admin.tell_to_forget, forgotten)
             assert await first.get() == forgotten
@@ -129,17 +132,93 @@ async def test_everybody_hears_what_is_to_be_forgotten(url: str, admin: CacheAdm
         assert first.empty()
 
 
-async def test_who_was_cut_off_forgets_everything_when_something_was_said_and_nothing_else() -> None:
-    with EmbeddedRedis(64 << 20) as server, contextlib.closing(CacheAdmin(server.url)) as admin:
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    """One that the test may break."""
+    with EmbeddedRedis(64 << 20) as server:
+        yield server
+
+
+async def reconnected(listener: ForgetListener) -> None:
+    """Waits for the end of a lost subscription and for the next one."""
+    while listener.is_listening:
+        await asyncio.sleep(0.01)
+    await listener.wait_until_listening()
+
+
+async def test_who_was_cut_off_forgets_everything_if_something_was_said_meanwhile(server: EmbeddedRedis) -> None:
+    with contextlib.closing(CacheAdmin(server.url)) as admin:
         async with listening(server.url) as (listener, heard):
-            for was_said in (False, True):
-                admin._client.client_kill_filter(_type="pubsub")
-                listener._is_listening.clear()
-                if was_said:
-                    await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
-                await listener.wait_until_listening()
-                assert heard.qsize() == was_said
+            await listener.wait_until_listening()
+            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
+            await heard.get()
+            admin._client.client_kill_filter(_type="pubsub")
+            await reconnected(listener)
+            assert heard.empty(), "nothing was said while it was away"
+            # As if a message had been sent that did not reach it.
+            admin._client.set("lookonce:forgets", "another token")
+            admin._client.client_kill_filter(_type="pubsub")
+            await reconnected(listener)
             assert heard.get_nowait() == EVERYTHING
+
+
+async def test_a_subscription_that_is_dead_without_saying_so_is_found_out(server: EmbeddedRedis) -> None:
+    with contextlib.closing(CacheAdmin(server.url)) as admin:
+        async with listening(server.url, check_s=0.1) as (listener, heard):
+            await listener.wait_until_listening()
+            admin._client.set("lookonce:forgets", "a token whose message never came")
+            assert await heard.get() == EVERYTHING
+
+
+async def test_a_restart_of_redis_does_not_hide_what_was_said_around_it(server: EmbeddedRedis) -> None:
+    with contextlib.closing(CacheAdmin(server.url)) as admin:
+        async with listening(server.url) as (listener, heard):
+            await listener.wait_until_listening()
+            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
+            await heard.get()
+            kill_child(server.pid)
+            server.start()
+            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
+            assert await heard.get() == EVERYTHING
+
+
+async def test_what_was_said_before_the_first_connection_is_found_out(server: EmbeddedRedis) -> None:
+    kill_child(server.pid)
+    async with listening(server.url) as (listener, heard):
+        await asyncio.sleep(0.1)
+        assert not listener.is_listening
+        server.start()
+        with contextlib.closing(CacheAdmin(server.url)) as admin:
+            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
+        assert await heard.get() == EVERYTHING
+
+
+def test_an_overwritten_entry_stays_pinned(url: str, admin: CacheAdmin, store: EmbeddingStore) -> None:
+    key = fresh_key()
+    assert store.write(key, SMALL, memoryview(ROWS))
+    admin.pin([key])
+    other_rows = make_rows(SMALL, seed=1)
+    assert store.try_write(key, SMALL, memoryview(other_rows)) is WriteOutcome.EXISTS
+    assert store.try_write(key, SMALL, memoryview(other_rows), overwrite=True) is WriteOutcome.STORED
+    assert read(store, key, SMALL, 0, SMALL.num_rows) == other_rows
+    entry = admin.describe([key])[0]
+    assert entry is not None
+    assert entry.ttl_s is None
+    assert store.metadata(key) == SMALL
+    unpinned = fresh_key()
+    for overwrite in (False, True):
+        assert store.write(unpinned, SMALL, memoryview(ROWS), overwrite=overwrite)
+        entry = admin.describe([unpinned])[0]
+        assert entry is not None
+        assert entry.ttl_s is not None
+
+
+def test_a_closed_operator_stops_in_the_middle_and_does_not_open_again(server: EmbeddedRedis) -> None:
+    admin = CacheAdmin(server.url)
+    assert admin.evict([fresh_key()]) == 0
+    admin.close()
+    with pytest.raises(UnavailableError):
+        admin.evict([fresh_key()])
 
 
 def test_an_operator_is_told_when_redis_is_away_and_goes_on_when_it_is_back() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -167,6 +169,31 @@ def test_who_certainly_knows_is_asked_first_and_others_are_asked_too() -> None:
     assert questions.asked == [other]
     questions.silent = {A, B, C}
     assert informants().ask(questions.ask, soon(), others=[other]) == other
+
+
+def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
+    several, others = informants(), [Address(f"other{number}", 1) for number in range(200)]
+    is_over = threading.Event()
+
+    def doubt() -> None:
+        while not is_over.is_set():
+            for address in others:
+                several.distrust(address)
+
+    switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            doubting = [threads.submit(doubt) for _ in range(2)]
+            try:
+                for number in range(300):
+                    assert several.ask(Questions().ask, soon(), others=others[: number % 200], first=A) == A
+            finally:
+                is_over.set()
+            for doubts in doubting:
+                doubts.result()
+    finally:
+        sys.setswitchinterval(switch_interval_s)
 
 
 def test_when_nobody_answers_the_last_trouble_is_told() -> None:
