@@ -283,9 +283,9 @@ class EmbeddingStore:
         def read(exchange: Exchange) -> None:
             reader = self._reader(exchange, key)
             if wants_all and self._link.replies_by_reference(exchange):
-                header, entry_bytes = reader.begin_whole()
+                header = reader.begin_whole()
                 attempt.nonce = header.nonce
-                reader.finish_whole(header, entry_bytes, out)
+                reader.finish_whole(header, out)
             else:
                 header = reader.read_header()
                 attempt.nonce = header.nonce

@@ -71,8 +71,8 @@ class EntryReader:
                 out[filled_bytes : filled_bytes + span.take_bytes] = needed
             filled_bytes += span.take_bytes
 
-    def begin_whole(self) -> tuple[EntryHeader, int]:
-        """(header, length) of an entry all of whose rows `finish_whole` takes. One command for both.
+    def begin_whole(self) -> EntryHeader:
+        """The checked header of an entry all of whose rows `finish_whole` takes. One command for both.
 
         Only for a server that does not copy the value for it: the whole reply is under way from now on.
         """
@@ -86,9 +86,9 @@ class EntryReader:
         self._exchange.receive_bulk(data)
         header = self._codec.parse_header(data, self._key)
         embedding_codec.check_length(header, entry_bytes)
-        return header, entry_bytes
+        return header
 
-    def finish_whole(self, header: EntryHeader, entry_bytes: int, out: memoryview) -> None:
+    def finish_whole(self, header: EntryHeader, out: memoryview) -> None:
         """All rows into `out`; a block is checked while the next one arrives."""
         spans = embedding_codec.block_span(header, 0, header.meta.num_rows)
         _check_size(spans, out)

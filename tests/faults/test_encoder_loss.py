@@ -206,7 +206,9 @@ async def test_an_encoder_that_freezes_with_the_lease_is_taken_over_and_spoils_n
             waiting = asyncio.create_task(to_other.encode([image], timeout_s=30))
             await until_taken_over(stack, other, num_before)
             await waiting
-        await freezing
+        # A freeze that a busy machine draws out beyond the ping's timeout ends this call.
+        with contextlib.suppress(UnavailableError):
+            await freezing
     check([await describe(client, picture)], [picture])
 
 

@@ -1,0 +1,345 @@
+"""Whatever Redis holds or says, a decoder gets exactly the rows that the model makes of the picture: in 300 ways."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import itertools
+import pathlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from decoder_svc.embedding_fetcher import EmbeddingFetcher
+from decoder_svc.encoder_client import EncoderClient
+from decoder_svc.fetch_metrics import FetchMetrics
+from decoder_svc.fetched_rows import FetchedRows
+from decoder_svc.row_range import RowRange
+from decoder_svc.scheduler_output import RowFetch
+from lookonce import embedding_store
+from lookonce.cache_names import data_key, lease_key, metadata_key
+from lookonce.circuit_breaker import CircuitBreaker
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, content_key, image_digest
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.errors import LookonceError
+from lookonce.redis_server import EmbeddedRedis
+from tests import image_files, tiny_models
+from tests.decoder_svc.encoders import client, running_encoder
+from tests.lookonce import damage
+from tests.lookonce.resp_server import After, Lie, RespServer, always, changed, instead
+
+NUM_ROWS = 16
+PART = RowRange(3, 9)
+OPTIONS = ProcessorOptions()
+# What is looked for is a hang; nothing here waits longer than for a few budgets and leases.
+HANG_S = 20.0
+BUDGET_S = 0.3
+LEASE_S = 0.3
+# One image at a time in the model: then every encode gives the same bits.
+ENCODER = {"deterministic": True, "redis_budget_s": BUDGET_S, "encode_lease_s": LEASE_S, "num_threads": 1}
+
+
+class Cached(enum.Enum):
+    """Who has the picture's rows before."""
+
+    NOWHERE = "nowhere"
+    # Another encoder wrote them.
+    REDIS = "in Redis"
+    # This encoder wrote them.
+    BOTH = "in Redis and in the encoder"
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Fetches rows as a decoder does."""
+
+    fetcher: EmbeddingFetcher
+    encoder: EncoderClient
+    store: EmbeddingStore | None
+
+    async def key(self, picture: bytes) -> ContentKey:
+        """The name of the picture's rows."""
+        info = await self.encoder.info()
+        return content_key(image_digest(picture), info.fingerprint, OPTIONS, DEFAULT_TENANT)
+
+    async def fetch(self, picture: bytes, rows: RowRange) -> bytes:
+        """The rows' bytes. Raises what the request would end with."""
+        ended: asyncio.Future[FetchedRows] = asyncio.get_running_loop().create_future()
+
+        def failed(_: RowFetch, error: LookonceError) -> None:
+            ended.set_exception(error)
+
+        fetch = RowFetch(await self.key(picture), rows, NUM_ROWS, OPTIONS, picture)
+        self.fetcher.start(fetch, ended.set_result, failed)
+        async with asyncio.timeout(HANG_S):
+            return bytes((await ended).data)
+
+
+@asynccontextmanager
+async def open_decoder(target: str, redis_url: str | None) -> AsyncIterator[Decoder]:
+    store = None if redis_url is None else EmbeddingStore(redis_url, BUDGET_S, 600, 0)
+    async with client(target) as encoder:
+        fetcher = EmbeddingFetcher(
+            store, encoder, num_workers=2, timeout_s=HANG_S / 2, ttl_s=600, metrics=FetchMetrics(CollectorRegistry())
+        )
+        yield Decoder(fetcher, encoder, store)
+        await fetcher.close()
+    if store is not None:
+        store.close()
+
+
+@dataclass(slots=True)
+class World:
+    """An encoder and a decoder, each behind a server that may lie, on one real Redis; and two who see the truth."""
+
+    admin: Any
+    beside_encoder: RespServer
+    beside_decoder: RespServer
+    decoder: Decoder
+    # Without any cache between it and the model.
+    reference: Decoder
+    # Writes what others are to find.
+    writer: Decoder
+    pictures: Iterator[bytes]
+    # Of all pictures so far.
+    rows: set[bytes] = field(default_factory=set)
+
+    async def check(self, cached: Cached, sabotage: Sabotage) -> None:
+        """A picture that nobody has seen gives its own rows, with the sabotage and after it."""
+        picture = next(self.pictures)
+        expected = await self.reference.fetch(picture, RowRange(0, NUM_ROWS))
+        assert expected not in self.rows
+        self.rows.add(expected)
+        part = expected[len(expected) // NUM_ROWS * PART.start : len(expected) // NUM_ROWS * PART.stop]
+        if cached is not Cached.NOWHERE:
+            before = self.writer if cached is Cached.REDIS else self.decoder
+            assert await before.fetch(picture, RowRange(0, NUM_ROWS)) == expected
+        sabotage(self, await self.decoder.key(picture))
+        assert await self.decoder.fetch(picture, RowRange(0, NUM_ROWS)) == expected
+        assert await self.decoder.fetch(picture, PART) == part
+        self.lie(None)
+        assert await self.decoder.fetch(picture, PART) == part
+
+    @property
+    def reasons(self) -> set[str]:
+        """What the decoder's store has counted."""
+        assert self.decoder.store is not None
+        return {outcome for _, outcome in self.decoder.store.stats.snapshot()}
+
+    def lie(self, lie: Lie | None) -> None:
+        """Both servers."""
+        self.beside_encoder.lie(lie)
+        self.beside_decoder.lie(lie)
+
+
+Sabotage = Callable[[World, ContentKey], None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breakers that never open: each misbehaviour meets a client that listens."""
+    breaker = functools.partial(CircuitBreaker, failure_threshold=1_000_000)
+    monkeypatch.setattr(embedding_store, "CircuitBreaker", breaker)
+
+
+@asynccontextmanager
+async def open_world(folder: pathlib.Path) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        real = stack.enter_context(EmbeddedRedis())
+        admin = stack.enter_context(redis.Redis.from_url(real.url))
+        liars = [RespServer(real.url), RespServer(real.url)]
+        for liar in liars:
+            stack.callback(liar.close)
+        enter = stack.enter_async_context
+        encoder = await enter(running_encoder(folder, redis_url=liars[0].url, **ENCODER))
+        writer = await enter(running_encoder(folder, redis_url=real.url, **ENCODER))
+        reference = await enter(running_encoder(folder, **ENCODER))
+        yield World(
+            admin,
+            liars[0],
+            liars[1],
+            await enter(open_decoder(encoder, liars[1].url)),
+            await enter(open_decoder(reference, None)),
+            await enter(open_decoder(writer, real.url)),
+            (image_files.encoded(image_files.noise(seed, 70, 60)) for seed in itertools.count()),
+        )
+
+
+# --- what Redis holds -----------------------------------------------------------------------------------------------
+
+
+def damaged(harm: damage.Damage) -> Sabotage:
+    """The image's own value, changed."""
+
+    def sabotage(world: World, key: ContentKey) -> None:
+        world.admin.set(data_key(key), harm(world.admin.get(data_key(key))))
+
+    return sabotage
+
+
+def of_another_image(world: World, key: ContentKey) -> None:
+    """Good values under the wrong names."""
+    names = [name for name in world.admin.scan_iter(b"*:e") if name != data_key(key)]
+    world.admin.set(data_key(key), world.admin.get(names[0]) if names else b"nothing else is there")
+
+
+def of_another_type(world: World, key: ContentKey) -> None:
+    """Lists where strings should be."""
+    for name in (data_key(key), metadata_key(key), lease_key(key)):
+        world.admin.delete(name)
+        world.admin.rpush(name, "a")
+
+
+def endless_lease(world: World, key: ContentKey) -> None:
+    """Nobody has it, and it never ends; the rows are gone."""
+    world.admin.delete(data_key(key))
+    world.admin.set(lease_key(key), "nobody")
+
+
+DAMAGES = [
+    *(damaged(damage.flip([(offset, 3)])) for offset in (0, 8, 10, 12, 44, 48, 52, 68, 72, 88, 104, 112, 3000, 4095)),
+    *(damaged(damage.flip([(offset, 0)])) for offset in (4096, 4097, 5000, 6000, 8191)),
+    *(damaged(damage.cut(offset)) for offset in (0, 1, 4095, 4096, 4097, 8191)),
+    *(damaged(damage.zero(offset, length)) for offset, length in ((0, 4096), (112, 64), (4064, 32), (4096, 4096))),
+    *(damaged(harm(offset, b"?")) for harm in (damage.insert, damage.overwrite) for offset in (0, 4096, 8000)),
+    *(damaged(damage.remove(offset, 1)) for offset in (0, 100, 4096, 8000)),
+    *(damaged(damage.extend(tail)) for tail in (b"\0", b"x" * 5000)),
+    damaged(damage.reorder(2048, [1, 0])),
+    damaged(lambda value: value + value),
+    damaged(lambda value: b""),
+    damaged(lambda value: b"hello"),
+    of_another_image,
+    of_another_type,
+    endless_lease,
+]
+
+
+@pytest.mark.usefixtures("patient")
+async def test_whatever_redis_holds_the_rows_are_right(folder: pathlib.Path) -> None:
+    async with open_world(folder) as world:
+        for sabotage in DAMAGES:
+            for cached in (Cached.REDIS, Cached.BOTH):
+                await world.check(cached, sabotage)
+        assert len(world.rows) >= 85
+        assert world.reasons > {"header_seal", "block_seal", "wrong_key", "wrong_type", "length", "too_short", "absent"}
+
+
+# --- what Redis says ------------------------------------------------------------------------------------------------
+
+
+def named(name: bytes) -> bytes:
+    """What a command of this name contains."""
+    return b"$%d\r\n%b\r\n" % (len(name), name)
+
+
+def damage_end(later: int, true: bytes) -> bytes:
+    return damage.flip([(len(true) - 10, 0)])(true)
+
+
+ABOUT = [b"", *(named(name) for name in b"GET GETRANGE STRLEN EXISTS SET PEXPIRE UNLINK INFO HELLO".split())]
+TELLING = [
+    *(
+        always(b"-" + code + b" no\r\n")
+        for code in b"NOPERM OOM READONLY WRONGTYPE ERR CLUSTERDOWN LOADING NOAUTH".split()
+    ),
+    always(b"-MOVED 1 127.0.0.1:1\r\n"),
+    *(always(reply) for reply in (b"$-1\r\n", b":0\r\n", b":1\r\n", b"+OK\r\n", b"$5\r\nhello\r\n", b"*1\r\n:1\r\n")),
+    *(always(reply) for reply in (b":%d\r\n" % 10**400, b"\x00\xff\r\n", b"*1\r\n" * 2000)),
+    damage_end,
+    changed(damage.cut(10)),
+]
+
+
+def lying(lie: Lie, *, to_encoder: bool, to_decoder: bool) -> Sabotage:
+    def sabotage(world: World, key: ContentKey) -> None:
+        if to_encoder:
+            world.beside_encoder.lie(lie)
+        if to_decoder:
+            world.beside_decoder.lie(lie)
+
+    return sabotage
+
+
+@pytest.mark.usefixtures("patient")
+async def test_whatever_redis_says_the_rows_are_right(folder: pathlib.Path) -> None:
+    audiences = itertools.cycle([(True, False), (False, True), (True, True)])
+    states = itertools.cycle([Cached.REDIS, Cached.NOWHERE, Cached.REDIS, Cached.BOTH])
+    async with open_world(folder) as world:
+        for about, tell in itertools.product(ABOUT, TELLING):
+            to_encoder, to_decoder = next(audiences)
+            after = After.CLOSE if tell is TELLING[-1] else After.GO_ON
+            lie = Lie(0, tell, after, linger_s=0.05, about=about)
+            await world.check(next(states), lying(lie, to_encoder=to_encoder, to_decoder=to_decoder))
+        assert len(world.rows) >= 150
+        assert world.reasons > {
+            "noperm",
+            "server_error",
+            "wrong_type",
+            "moved",
+            "loading",
+            "auth",
+            "protocol",
+            "closed",
+        }
+
+
+def lost_writes() -> Lie:
+    """Everything is said to be stored, and nothing is."""
+    return Lie(0, always(b"+OK\r\n"), about=named(b"SET"), ask=lambda later, command: b"*1\r\n$4\r\nPING\r\n")
+
+
+def busy_without_end() -> Lie:
+    """Somebody else is said to encode each picture, for ever."""
+    replies = itertools.cycle([b"$-1\r\n", b"$3\r\nhim\r\n", b":100000000000\r\n"])
+    return Lie(0, lambda later, true: next(replies), about=b":l\r\n")
+
+
+def unreadable_rows() -> Lie:
+    """The encoder finds entries whose rows nobody can read."""
+    return Lie(0, always(b"-ERR no\r\n"), about=b"$4\r\n4096\r\n")
+
+
+def silence(about: bytes) -> Lie:
+    return Lie(0, instead(b""), After.STALL, about=about)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("cached", Cached)
+@pytest.mark.parametrize(
+    "make_lie",
+    [
+        lost_writes,
+        busy_without_end,
+        unreadable_rows,
+        pytest.param(lambda: silence(b""), id="silence"),
+        pytest.param(lambda: silence(named(b"SET")), id="silence after SET"),
+        pytest.param(lambda: silence(named(b"GETRANGE")), id="silence after GETRANGE"),
+    ],
+)
+async def test_lies_that_need_several_words(folder: pathlib.Path, cached: Cached, make_lie: Callable[[], Lie]) -> None:
+    async with open_world(folder) as world:
+        for to_decoder in (False, True):
+            await world.check(cached, lying(make_lie(), to_encoder=True, to_decoder=to_decoder))
+
+
+async def test_breakers_open_on_a_liar_and_the_rows_stay_right(folder: pathlib.Path) -> None:
+    async with open_world(folder) as world:
+        world.lie(Lie(0, always(b"?\r\n")))
+        for picture in itertools.islice(world.pictures, 8):
+            expected = await world.reference.fetch(picture, RowRange(0, NUM_ROWS))
+            assert await world.decoder.fetch(picture, RowRange(0, NUM_ROWS)) == expected
+        assert world.reasons == {"protocol", "breaker_open"}
+        # Closed or not by now.
+        for cached in Cached:
+            await world.check(cached, lying(Lie(0, always(b"-ERR no\r\n")), to_encoder=True, to_decoder=True))
