@@ -82,7 +82,7 @@ class Size:
 
     num_bytes: int
     raw: list[Speed]
-    # The whole entry by one command, as from a Valkey since 9.
+    # As decoders read an image of which they have nothing: by one command from a Valkey since 9, over TCP up to 4 MiB.
     ours: list[Speed]
     # As from every other server, and as ranges are read from all.
     in_pieces: list[Speed]
@@ -258,8 +258,9 @@ def _section(sizes: Mapping[str, Sequence[Size]], alone: Sequence[float], beside
     )
     num_rounds = len(next(iter(sizes.values()))[0].ours)
     note = (
-        f"{num_rounds} interleaved rounds; rows are verified, redis-py only receives. Whole: one command, as decoders\n"
-        "read an image of which they have nothing from a Valkey since 9; in pieces: as ranges are read, and all\n"
+        f"{num_rounds} interleaved rounds; rows are verified, redis-py only receives. Rows: as decoders read an image\n"
+        "of which they have nothing, from a Valkey since 9 by one command, over TCP up to 4 MiB; in pieces: as ranges\n"
+        "are read, and all "
         f"from other servers. A GET of 1 KB over TCP, median / p99 / p99.9: alone {_quantiles(alone)},\n"
         f"beside a process with two threads that read 24 MB entries {_quantiles(beside)}."
     )
@@ -269,8 +270,8 @@ def _section(sizes: Mapping[str, Sequence[Size]], alone: Sequence[float], beside
 
 def _table(sizes: Sequence[Size]) -> str:
     head = [
-        "entry", "bare socket", "whole", "whole ÷ socket", "least … most", "in pieces ÷ socket", "redis-py ÷ socket",
-        "AES-GCM ÷ socket", "CPU of whole ÷ redis-py",
+        "entry", "bare socket", "rows", "rows ÷ socket", "least … most", "in pieces ÷ socket", "redis-py ÷ socket",
+        "AES-GCM ÷ socket", "CPU of rows ÷ redis-py",
     ]  # fmt: skip
     rows = []
     for size in sizes:

@@ -41,6 +41,9 @@ ResultT = TypeVar("ResultT")
 
 # Asking again may help.
 _LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
+# Over TCP larger entries are read in pieces: that is faster there (1.2 × for 24 MB), and a reply of 24 MB held a small
+# GET up for 19 ms. Over a Unix socket one command is better at any size (benchmarks/fetch_speed.py).
+_MAX_WHOLE_BYTES_OVER_TCP = 4 << 20
 # What PTTL says of a key without an end; of one that is not there it says -2.
 _NO_END = -1
 # One value larger than maxmemory would evict everything and then fail.
@@ -119,7 +122,7 @@ class EmbeddingStore:
 
         Every block is verified before None is returned, and all rows come from one write of the entry. After a miss,
         which is returned as its reason, `out` may hold anything and must not be used. `num_rows`: how many rows the
-        entry should have, if the caller knows; all of them come by one command from a server that is good at it.
+        entry should have, if the caller knows; all of them come by one command where that is better.
         Raises ValueError when the range is empty or reversed or `out` is not writable and contiguous.
         """
         out = embedding_codec.as_bytes(out)
@@ -282,7 +285,8 @@ class EmbeddingStore:
 
         def read(exchange: Exchange) -> None:
             reader = self._reader(exchange, key)
-            if wants_all and self._link.replies_by_reference(exchange):
+            may_be_whole = wants_all and (exchange.is_local or out.nbytes <= _MAX_WHOLE_BYTES_OVER_TCP)
+            if may_be_whole and self._link.replies_by_reference(exchange):
                 header = reader.begin_whole()
                 attempt.nonce = header.nonce
                 reader.finish_whole(header, out)

@@ -14,9 +14,10 @@ from lookonce.embedding_codec import HEADER_BYTES, BlockSpan, EmbeddingCodec, En
 from lookonce.miss_reason import CacheMissError, CorruptEntryError, MissReason
 from lookonce.redis_exchange import Exchange
 
-# A read in pieces keeps at most this many of this size on their way, so that small operations beside it stay quick.
-_PIECE_BYTES = 1 << 20
-_WINDOW_PIECES = 3
+# A read in pieces keeps at most this many of this size on their way, so that small operations beside it stay quick:
+# p99.9 of a small GET beside two readers of 24 MB over TCP was 4.5 ms, with three of 1 MiB 5.6 ms (2 cores).
+_PIECE_BYTES = 512 << 10
+_WINDOW_PIECES = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,11 @@ class Exchange:
         self.num_bulk_bytes = 0
 
     @property
+    def is_local(self) -> bool:
+        """Whether this is a Unix socket."""
+        return self.socket.family == socket.AF_UNIX
+
+    @property
     def is_idle(self) -> bool:
         """Whether every command has been answered and no byte is left over."""
         return self._num_outstanding == 0 and not self._buffer

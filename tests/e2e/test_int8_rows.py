@@ -28,7 +28,7 @@ from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e import test_generate_parity as parity
 
 INT8 = ("--row-format", "int8")
-NUM_QUESTIONS = 200
+NUM_QUESTIONS = 100
 NUM_PROMPTS = 12
 SEED = 20_261
 

@@ -150,22 +150,22 @@ def test_an_entry_cut_short_between_header_and_rows_is_noticed(
     assert not shared_admin.exists(data_key(key))
 
 
-def test_a_read_has_no_more_than_three_pieces_on_their_way(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
+def test_a_read_has_no_more_than_four_pieces_on_their_way(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store, key, rows = make_store(fault_proxy.url, budget_s=30), fresh_key(), make_rows(LARGE)
     store.write(key, LARGE, memoryview(rows))
     fault_proxy.faults.before_rows = fault_proxy.may_reply.clear
     results: list[bytes | MissReason] = []
     reader = threading.Thread(target=lambda: results.append(read_all(store, key)))
     reader.start()
-    while fault_proxy.num_row_requests < 3:
+    while fault_proxy.num_row_requests < 4:
         time.sleep(0.01)
-    # Time for a fourth request to show up.
+    # Time for a fifth request to show up.
     time.sleep(0.2)
     num_outstanding = fault_proxy.num_row_requests
     fault_proxy.faults.before_rows = None
     fault_proxy.may_reply.set()
     reader.join()
-    assert num_outstanding == 3
+    assert num_outstanding == 4
     assert results == [rows]
 
 
