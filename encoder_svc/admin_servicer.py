@@ -96,15 +96,13 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
     async def _evict(self, request: pb.EvictEmbeddingsRequest) -> int:
         tenant = self._tenants.named(request.tenant)
         if request.keys:
-            options = ProcessorOptions(request.max_pixels if request.HasField("max_pixels") else None)
-            return await self._control.evict(self._keys(request.keys, options, tenant))
+            return await self._control.evict(self._keys(request.keys, wire.parse_options(request), tenant))
         if request.all:
             return await self._control.evict_all()
         return await self._control.evict_tenant(tenant)
 
     def _selected(self, selection: pb.EmbeddingSelection) -> list[ContentKey]:
-        options = ProcessorOptions(selection.max_pixels if selection.HasField("max_pixels") else None)
-        return self._keys(selection.keys, options, self._tenants.named(selection.tenant))
+        return self._keys(selection.keys, wire.parse_options(selection), self._tenants.named(selection.tenant))
 
     def _keys(
         self, keys: Sequence[common_pb2.ContentKey], options: ProcessorOptions, tenant: Tenant

@@ -16,14 +16,13 @@ import structlog
 
 from lookonce.cache_names import done_channel
 from lookonce.content_key import ContentKey
-from lookonce.miss_reason import RedisTroubleError
 from lookonce.redis_subscriber import RedisSubscriber
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 # Keeps the connection subscribed to something while nobody waits.
 _IDLE_CHANNEL = b"lookonce:idle"
-_RECONNECT_S = 1.0
+_POLL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -54,12 +53,11 @@ class DoneChannel:
 
     def __init__(self, url: str, budget_s: float) -> None:
         """`budget_s`: longest time of connecting and of one subscription's command, seconds."""
-        self._subscriber = RedisSubscriber(url, budget_s)
+        self._subscriber = RedisSubscriber(url, budget_s, "the done channel")
         # None before the first connection.
         self._subscription: Any = None
         self._budget_s = budget_s
         self._listeners: dict[bytes, set[Listener]] = {}
-        self._reader: asyncio.Task[None] | None = None
         self._is_connected = False
 
     @property
@@ -69,17 +67,10 @@ class DoneChannel:
 
     def start(self) -> None:
         """Begins to listen; call it on the event loop."""
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._subscriber.start(self._listen, self._lose)
 
     async def close(self) -> None:
         """Ends the connection; who waits hears nothing more."""
-        if self._reader is not None:
-            self._reader.cancel()
-            # Bounded, like all that a process waits for while it ends.
-            await asyncio.wait({self._reader}, timeout=self._budget_s)
-        with contextlib.suppress(redis.exceptions.RedisError, OSError, TimeoutError):
-            async with asyncio.timeout(self._budget_s):
-                await self._end_subscription()
         await self._subscriber.close()
 
     @contextlib.asynccontextmanager
@@ -109,29 +100,15 @@ class DoneChannel:
         except (redis.exceptions.RedisError, OSError, TimeoutError):
             self._is_connected = False
 
-    async def _read(self) -> None:
-        while True:
-            try:
-                client = await self._subscriber.connect()
-                self._subscription = client.pubsub(ignore_subscribe_messages=True)
-                await self._subscription.subscribe(_IDLE_CHANNEL, *self._listeners)
-                self._is_connected = True
-                while self._is_connected:
-                    message = await self._subscription.get_message(timeout=_RECONNECT_S)
-                    if message is not None and message["type"] == "message":
-                        for listener in self._listeners.get(message["channel"], ()):
-                            listener.end(message["data"])
-            except (RedisTroubleError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
-                _log.debug("the done channel is away", reason=type(error).__name__)
-            except Exception:
-                # Nothing but waiting depends on this task, so it must not end either.
-                _log.exception("the done channel failed")
-            self._is_connected = False
-            with contextlib.suppress(redis.exceptions.RedisError, OSError):
-                await self._end_subscription()
-            await asyncio.sleep(_RECONNECT_S)
+    async def _listen(self, client: Any) -> None:
+        async with client.pubsub(ignore_subscribe_messages=True) as self._subscription:
+            await self._subscription.subscribe(_IDLE_CHANNEL, *self._listeners)
+            self._is_connected = True
+            while self._is_connected:
+                message = await self._subscription.get_message(timeout=_POLL_S)
+                if message is not None and message["type"] == "message":
+                    for listener in self._listeners.get(message["channel"], ()):
+                        listener.end(message["data"])
 
-    async def _end_subscription(self) -> None:
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None:
-            await subscription.aclose()
+    def _lose(self) -> None:
+        self._is_connected = False

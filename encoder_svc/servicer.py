@@ -87,7 +87,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         """One result per key."""
         if len(request.keys) > MAX_LOOKUP_KEYS:
             raise InvalidParameterError("keys", f"at most {MAX_LOOKUP_KEYS} keys in a call, not {len(request.keys)}")
-        options = _options(request)
+        options = wire.parse_options(request)
         keys = [self._key(key, f"keys[{index}]", options) for index, key in enumerate(request.keys)]
         found = await self._pipeline.lookup(keys, touch=request.touch)
         return pb.LookupEmbeddingsResponse(
@@ -105,7 +105,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         context: grpc.aio.ServicerContext[pb.ReadEmbeddingRequest, pb.ReadEmbeddingResponse],
     ) -> AsyncIterator[pb.ReadEmbeddingResponse]:
         """Chunks of whole rows; the first one describes the embedding."""
-        key = self._key(request.key, "key", _options(request))
+        key = self._key(request.key, "key", wire.parse_options(request))
         found = await self._pipeline.read(key, request.row_offset, request.row_count)
         width = found.meta.row_bytes
         chunk_bytes = max(CHUNK_BYTES // width, 1) * width
@@ -206,10 +206,6 @@ def _caller() -> CallerId:
     request_id = current_request_id()
     assert request_id is not None, "the border gives every call an id"
     return CallerId(request_id)
-
-
-def _options(request: pb.LookupEmbeddingsRequest | pb.ReadEmbeddingRequest) -> ProcessorOptions:
-    return ProcessorOptions(request.max_pixels if request.HasField("max_pixels") else None)
 
 
 def _located(error: LookonceError, index: int) -> LookonceError:

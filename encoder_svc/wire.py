@@ -37,6 +37,13 @@ def parse_cache_policy(policy: int) -> CacheUse:
     return _CACHE_USES[policy]
 
 
+def parse_options(
+    message: pb.LookupEmbeddingsRequest | pb.ReadEmbeddingRequest | pb.EmbeddingSelection | pb.EvictEmbeddingsRequest,
+) -> ProcessorOptions:
+    """What of a message about keys is part of them."""
+    return ProcessorOptions(message.max_pixels if message.HasField("max_pixels") else None)
+
+
 def parse_key(key: common_pb2.ContentKey, field: str) -> ImageDigest:
     """The digest of a key; its fingerprint is for the caller to check. Raises InvalidParameterError."""
     if key.algorithm not in _SHA256:

@@ -12,18 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import redis.exceptions
-import structlog
-
 from lookonce.cache_names import FORGET_CHANNEL, FORGET_TOKEN
 from lookonce.forgotten import EVERYTHING, Forgotten, parse_message
-from lookonce.miss_reason import RedisTroubleError
 from lookonce.redis_subscriber import RedisSubscriber
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-
 _POLL_S = 1.0
-_RECONNECT_S = 1.0
 # Between looks at the token while nothing is heard: a connection may be dead without saying so.
 _CHECK_S = 5.0
 
@@ -35,11 +28,10 @@ class ForgetListener:
         self, url: str, budget_s: float, forget: Callable[[Forgotten], None], *, check_s: float = _CHECK_S
     ) -> None:
         """`budget_s`: longest time of connecting and of ending, seconds. `forget` must not block."""
-        self._subscriber = RedisSubscriber(url, budget_s)
+        self._subscriber = RedisSubscriber(url, budget_s, "the forget channel")
         self._budget_s = budget_s
         self._forget = forget
         self._check_s = check_s
-        self._reader: asyncio.Task[None] | None = None
         # Of the last message that was heard, or found to have been missed; empty where there never was one.
         self._token = b""
         self._is_listening = asyncio.Event()
@@ -51,7 +43,7 @@ class ForgetListener:
 
     def start(self) -> None:
         """Begins to listen; call it on the event loop."""
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._subscriber.start(self._listen, self._is_listening.clear, FORGET_TOKEN)
 
     async def wait_until_listening(self) -> None:
         """Returns once every later message is heard."""
@@ -59,26 +51,10 @@ class ForgetListener:
 
     async def close(self) -> None:
         """Ends the connection."""
-        if self._reader is not None:
-            self._reader.cancel()
-            # Bounded, like all that a process waits for while it ends.
-            await asyncio.wait({self._reader}, timeout=self._budget_s)
         await self._subscriber.close()
 
-    async def _read(self) -> None:
-        while True:
-            try:
-                await self._listen()
-            except (RedisTroubleError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
-                _log.debug("the forget channel is away", reason=type(error).__name__)
-            except Exception:
-                _log.exception("the forget channel failed")
-            self._is_listening.clear()
-            await asyncio.sleep(_RECONNECT_S)
-
-    async def _listen(self) -> None:
+    async def _listen(self, client: Any) -> None:
         """Until the connection breaks, or a message turns out to be missing."""
-        client = await self._subscriber.connect(FORGET_TOKEN)
         async with client.pubsub() as subscription:
             await subscription.subscribe(FORGET_CHANNEL)
             async with asyncio.timeout(max(self._budget_s, _POLL_S)):

@@ -7,11 +7,10 @@ connection on which anything unexpected happened is closed, never put back in st
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from lookonce.miss_reason import MissReason, RedisReplyError, RedisTroubleError
@@ -39,20 +38,11 @@ class RedisLink:
         self._max_memory: weakref.WeakKeyDictionary[socket.socket, int | None] = weakref.WeakKeyDictionary()
         self._by_reference: weakref.WeakKeyDictionary[socket.socket, bool] = weakref.WeakKeyDictionary()
 
-    @contextlib.contextmanager
-    def exchange(self, deadline_s: float, name: bytes | None = None) -> Iterator[Exchange]:
-        """A connection for a few commands about `name` (None: about no key), until `deadline_s` on the monotonic clock.
-
-        It is used again only when the block ended without an exception and read all its replies. Raises
-        RedisTroubleError; what moved meanwhile is not followed.
-        """
-        with self._node_of(name, self._find_until_s(deadline_s)).exchange(deadline_s) as exchange:
-            yield exchange
-
     def run(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None = None) -> ResultT:
-        """`action` on such a connection, and once more where the key has moved and at least half of the budget is left.
+        """Runs a few commands about `name` (None: about no key), until `deadline_s` on the monotonic clock.
 
-        Raises what `action` raises, and RedisTroubleError.
+        Once more where the key has moved and at least half of the budget is left. The connection is used again only
+        when `action` returned and read all its replies. Raises what `action` raises, and RedisTroubleError.
         """
         until_s = self._find_until_s(deadline_s)
         node, may_follow = self._node_of(name, until_s), True

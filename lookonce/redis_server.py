@@ -25,6 +25,7 @@ from typing import Self
 
 from lookonce.errors import ConfigurationError, StartupError
 from lookonce.miss_reason import RedisTroubleError
+from lookonce.redis_exchange import Exchange
 from lookonce.redis_link import RedisLink
 
 _SERVER_NAMES = ("valkey-server", "redis-server")
@@ -248,11 +249,14 @@ def _free_port() -> int:
         return port
 
 
+def _ping(exchange: Exchange) -> bool:
+    exchange.send(b"PING")
+    return exchange.read_status()
+
+
 def _answers(link: RedisLink) -> bool:
     try:
-        with link.exchange(time.monotonic() + _PING_TIMEOUT_S) as exchange:
-            exchange.send(b"PING")
-            return exchange.read_status()
+        return link.run(_ping, time.monotonic() + _PING_TIMEOUT_S)
     except RedisTroubleError:
         return False
 

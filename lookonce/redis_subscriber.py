@@ -9,33 +9,76 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import redis.asyncio
 import redis.exceptions
+import structlog
 
 from lookonce.miss_reason import MissReason, RedisTroubleError
 from lookonce.redis_deployment import open_deployment
 from lookonce.redis_node import RedisNode
 
+_RECONNECT_S = 1.0
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
 
 class RedisSubscriber:
-    """One client at a time. Owned by a task on the event loop. Raises ConfigurationError for an unusable URL."""
+    """One client at a time, kept by a task on the event loop; trouble with Redis is silence, never an exception.
 
-    def __init__(self, url: str, budget_s: float) -> None:
-        """`budget_s`: longest time of finding the node, and of connecting to it, seconds."""
+    Raises ConfigurationError for an unusable URL.
+    """
+
+    def __init__(self, url: str, budget_s: float, what: str) -> None:
+        """`budget_s`: longest time of finding the node, of connecting and of ending, seconds. `what`: for logs."""
         self._deployment = open_deployment(url, budget_s)
         self._budget_s = budget_s
         self._node: RedisNode | None = None
+        self._what = what
         self._client: Any = None
+        self._keeper: asyncio.Task[None] | None = None
 
-    async def connect(self, name: bytes | None = None) -> Any:
-        """A client of a node that answers, for as long as `connect` is not called again. `name`: a key that it has.
+    def start(
+        self, listen: Callable[[Any], Awaitable[None]], lost: Callable[[], None], name: bytes | None = None
+    ) -> None:
+        """Calls `listen` with a client that has just connected, again and again until `close`; on the event loop.
 
-        Whoever calls this again has lost the connection: another node may be the one by now. Reads on the client wait
-        for as long as nothing happens. Raises RedisTroubleError, redis-py's exceptions, OSError and TimeoutError.
+        `listen` returns or raises when it has lost the connection, and `lost` is called then. `name`: a key that the
+        node must have.
         """
-        await self.close()
+        self._keeper = asyncio.get_running_loop().create_task(self._keep(listen, lost, name))
+
+    async def close(self) -> None:
+        """Ends the connection."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            # Bounded, like all that a process waits for while it ends.
+            await asyncio.wait({self._keeper}, timeout=self._budget_s)
+        await self._disconnect()
+
+    async def _keep(
+        self, listen: Callable[[Any], Awaitable[None]], lost: Callable[[], None], name: bytes | None
+    ) -> None:
+        while True:
+            try:
+                await listen(await self._connect(name))
+            except (RedisTroubleError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
+                _log.debug(f"{self._what} is away", reason=type(error).__name__)
+            except Exception:
+                # Nothing but waiting depends on this task, so it must not end either.
+                _log.exception(f"{self._what} failed")
+            lost()
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _connect(self, name: bytes | None) -> Any:
+        """A client of a node that answers. Reads on it wait for as long as nothing happens.
+
+        Whoever calls this again has lost the connection: another node may be the one by now. Raises RedisTroubleError,
+        redis-py's exceptions, OSError and TimeoutError.
+        """
+        await self._disconnect()
         if self._node is not None:
             self._deployment.doubt(self._node, RedisTroubleError(MissReason.CLOSED))
         # In a thread since Sentinels or nodes may have to be asked.
@@ -48,8 +91,7 @@ class RedisSubscriber:
             await self._client.ping()
         return self._client
 
-    async def close(self) -> None:
-        """Ends the connections."""
+    async def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(redis.exceptions.RedisError, OSError, TimeoutError):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,8 +199,21 @@ def test_rows_that_must_not_be_stored_are_refused(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_warm_up_passes_for_a_good_folder(name: str, vision_model: Models) -> None:
-    vision_model(name).warm_up()
+def test_warm_up_passes_for_a_good_folder_and_tries_two_shapes(
+    name: str, vision_model: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = vision_model(name)
+    forward, shapes = model.forward, []
+
+    def recorded(batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        outputs = forward(batch)
+        shapes.append([tuple(rows.shape) for rows in outputs])
+        return outputs
+
+    monkeypatch.setattr(model, "forward", recorded)
+    model.warm_up()
+    assert len(shapes) == 1, "one pass with both images"
+    assert [width for _, width in shapes[0]] == [model.hidden_size] * 2
 
 
 def test_warm_up_refuses_a_processor_that_does_not_fit_the_tower(tiny_folder: Folders, tmp_path: pathlib.Path) -> None:

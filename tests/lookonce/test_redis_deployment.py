@@ -15,17 +15,14 @@ from tests.lookonce.redis_fleet import SERVICE
 MakeStore = Callable[..., EmbeddingStore]
 
 ROWS = make_rows(SMALL)
+# Replies that describe neither a table of slots nor a primary.
+NO_TOPOLOGY = [b"+OK", b":1", b"$-1", b"*0", b"*-1", b"*1\r\n:1"]
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        b"+OK",
-        b":1",
-        b"$-1",
-        b"*0",
-        b"*-1",
-        b"*1\r\n:1",
+        *NO_TOPOLOGY,
         b"*1\r\n*2\r\n:0\r\n:1",
         b"*1\r\n*3\r\n:0\r\n:16384\r\n*2\r\n$4\r\nhost\r\n:6379",
         b"*1\r\n*3\r\n:5\r\n:4\r\n*2\r\n$4\r\nhost\r\n:6379",
@@ -48,12 +45,7 @@ def test_a_table_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_sto
 @pytest.mark.parametrize(
     "reply",
     [
-        b"+OK",
-        b":1",
-        b"$-1",
-        b"*0",
-        b"*-1",
-        b"*1\r\n:1",
+        *NO_TOPOLOGY,
         b"*1\r\n*2\r\n$4\r\nname\r\n$5\r\ncache",
         b"*1\r\n*4\r\n$4\r\nname\r\n$5\r\ncache\r\n$5\r\nflags\r\n$6\r\nmaster",
         b"*1\r\n*1\r\n$4\r\nname",
