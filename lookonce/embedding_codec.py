@@ -44,12 +44,25 @@ _DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How the rows of an entry are cut into blocks."""
+
+    num_rows: int
+    row_bytes: int
+    # Rows of every block but the last.
+    block_rows: int
+
+    def block_bytes(self, index: int) -> int:
+        """Bytes of block `index`; the last one may be shorter."""
+        return min(self.block_rows, self.num_rows - index * self.block_rows) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class EntryHeader:
     """The first 4096 bytes of an entry, checked."""
 
     meta: EmbeddingMeta
-    # Rows of every block but the last.
-    block_rows: int
+    layout: BlockLayout
     # Names the write that made this entry; a reader never mixes two of them.
     nonce: bytes
     # When it was written, seconds since 1970 by the writer's clock. For people; nothing depends on it.
@@ -63,11 +76,6 @@ class EntryHeader:
     def entry_bytes(self) -> int:
         """Bytes of the whole entry, header included."""
         return HEADER_BYTES + self.meta.size_bytes
-
-    def block_bytes(self, index: int) -> int:
-        """Bytes of block `index`; the last one may be shorter."""
-        num_rows = min(self.block_rows, self.meta.num_rows - index * self.block_rows)
-        return num_rows * self.meta.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,12 @@ class EmbeddingCodec:
         self.max_blocks = (self._header_seal_offset - _SEALS_OFFSET) // sealer.block_seal_bytes
         self.metadata_bytes = _PREAMBLE.size + _SHAPE.size + sealer.record_seal_bytes
 
+    def layout(self, num_rows: int, row_bytes: int) -> BlockLayout:
+        """What `pack` makes: blocks of about 1 MiB, or more where those would need more seals than the header holds."""
+        by_size = max(1, BLOCK_TARGET_BYTES // row_bytes)
+        by_seals = -(-num_rows // self.max_blocks)
+        return BlockLayout(num_rows, row_bytes, min(num_rows, max(by_size, by_seals)))
+
     def pack(self, key: bytes, meta: EmbeddingMeta, rows: memoryview, nonce: bytes, created_s: int) -> PackedEntry:
         """An entry of `rows`: `meta.size_bytes` contiguous bytes, [num_rows, (1 + num_levels) * hidden_size].
 
@@ -120,11 +134,11 @@ class EmbeddingCodec:
             raise ValueError(f"key and nonce must have {KEY_BYTES} and {NONCE_BYTES} bytes")
         if rows.nbytes != meta.size_bytes or rows.nbytes == 0:
             raise ValueError(f"rows have {rows.nbytes} bytes, their description says {meta.size_bytes}")
-        block_rows = self._choose_block_rows(meta)
-        block_bytes = block_rows * meta.row_bytes
+        layout = self.layout(meta.num_rows, meta.row_bytes)
+        block_bytes = layout.block_bytes(0)
         num_blocks = -(-rows.nbytes // block_bytes)
-        layout = _LAYOUT.pack(meta.row_bytes, block_rows, num_blocks, meta.size_bytes, nonce, created_s)
-        fixed = self._pack_identity(_ENTRY_MAGIC, key, meta) + layout
+        numbers = _LAYOUT.pack(meta.row_bytes, layout.block_rows, num_blocks, meta.size_bytes, nonce, created_s)
+        fixed = self._pack_identity(_ENTRY_MAGIC, key, meta) + numbers
         cipher = self._sealer.blocks(0, fixed)
         parts = [rows[offset : offset + block_bytes] for offset in range(0, rows.nbytes, block_bytes)]
         blocks, seals = zip(*(cipher.seal(index, part) for index, part in enumerate(parts)), strict=True)
@@ -148,7 +162,7 @@ class EmbeddingCodec:
         offsets = range(_SEALS_OFFSET, _SEALS_OFFSET + num_blocks * width, width)
         seals = tuple(bytes(data[offset : offset + width]) for offset in offsets)
         cipher = self._sealer.blocks(key_index, bytes(data[:_SEALS_OFFSET]))
-        return EntryHeader(meta, block_rows, nonce, created_s, seals, cipher)
+        return EntryHeader(meta, BlockLayout(meta.num_rows, row_bytes, block_rows), nonce, created_s, seals, cipher)
 
     def pack_metadata(self, key: bytes, meta: EmbeddingMeta) -> bytes:
         """The `metadata_bytes` that describe an embedding without its rows."""
@@ -164,12 +178,6 @@ class EmbeddingCodec:
             raise CorruptEntryError(MissReason.TOO_SHORT if is_short else MissReason.LENGTH)
         meta, _ = self._parse_identity(data, _METADATA_MAGIC, key)
         return meta
-
-    def _choose_block_rows(self, meta: EmbeddingMeta) -> int:
-        """About 1 MiB of whole rows, or more where that would need more seals than the header holds."""
-        by_size = max(1, BLOCK_TARGET_BYTES // meta.row_bytes)
-        by_seals = -(-meta.num_rows // self.max_blocks)
-        return min(meta.num_rows, max(by_size, by_seals))
 
     def _pack_identity(self, magic: bytes, key: bytes, meta: EmbeddingMeta) -> bytes:
         try:
@@ -213,17 +221,17 @@ def check_length(header: EntryHeader, entry_bytes: int) -> None:
         raise CorruptEntryError(MissReason.LENGTH)
 
 
-def block_span(header: EntryHeader, start_row: int, stop_row: int) -> tuple[BlockSpan, ...]:
+def block_span(layout: BlockLayout, start_row: int, stop_row: int) -> tuple[BlockSpan, ...]:
     """The blocks that cover rows [start_row, stop_row), in order.
 
     Raises CorruptEntryError when the entry has no such rows, ValueError when the range itself is empty or reversed.
     """
     if not 0 <= start_row < stop_row:
         raise ValueError(f"rows [{start_row}, {stop_row}) are not a range")
-    if stop_row > header.meta.num_rows:
+    if stop_row > layout.num_rows:
         raise CorruptEntryError(MissReason.OTHER_SHAPE)
-    first, last = start_row // header.block_rows, (stop_row - 1) // header.block_rows
-    return tuple(_span_of_block(header, index, start_row, stop_row) for index in range(first, last + 1))
+    first, last = start_row // layout.block_rows, (stop_row - 1) // layout.block_rows
+    return tuple(_span_of_block(layout, index, start_row, stop_row) for index in range(first, last + 1))
 
 
 def open_block(header: EntryHeader, index: int, stored: memoryview, out: memoryview) -> None:
@@ -231,7 +239,7 @@ def open_block(header: EntryHeader, index: int, stored: memoryview, out: memoryv
 
     Raises CorruptEntryError unless `stored` is exactly what the header seals.
     """
-    if stored.nbytes != header.block_bytes(index):
+    if stored.nbytes != header.layout.block_bytes(index):
         raise CorruptEntryError(MissReason.LENGTH)
     if not header.cipher.open(index, stored, header.seals[index], out):
         raise CorruptEntryError(MissReason.BLOCK_SEAL)
@@ -244,8 +252,8 @@ def as_bytes(view: memoryview) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _span_of_block(header: EntryHeader, index: int, start_row: int, stop_row: int) -> BlockSpan:
-    first_row, row_bytes, length = index * header.block_rows, header.meta.row_bytes, header.block_bytes(index)
+def _span_of_block(layout: BlockLayout, index: int, start_row: int, stop_row: int) -> BlockSpan:
+    first_row, row_bytes, length = index * layout.block_rows, layout.row_bytes, layout.block_bytes(index)
     skip_bytes = max(0, start_row - first_row) * row_bytes
     stop_bytes = min(length, (stop_row - first_row) * row_bytes)
     return BlockSpan(index, HEADER_BYTES + first_row * row_bytes, length, skip_bytes, stop_bytes - skip_bytes)

@@ -122,19 +122,19 @@ class EmbeddingStore:
 
         Every block is verified before None is returned, and all rows come from one write of the entry. After a miss,
         which is returned as its reason, `out` may hold anything and must not be used. `num_rows`: how many rows the
-        entry should have, if the caller knows; all of them come by one command where that is better.
+        entry should have, if the caller knows; that saves a round trip, and all of them come by one command where that
+        is better.
         Raises ValueError when the range is empty or reversed or `out` is not writable and contiguous.
         """
         out = embedding_codec.as_bytes(out)
         if out.readonly or not 0 <= start < stop:
             raise ValueError(f"rows [{start}, {stop}) must be a range and their buffer writable")
         deadline_s = self._deadline_s()
-        wants_all = (start, stop) == (0, num_rows)
-        first = self._try_read(key, start, stop, out, deadline_s, wants_all=wants_all)
+        first = self._try_read(key, start, stop, out, deadline_s, num_rows)
         attempt = first
         if first.reason is MissReason.BLOCK_SEAL:
             # Either the entry was replaced between two pieces, or its bytes are damaged: a second look tells.
-            attempt = self._try_read(key, start, stop, out, deadline_s, wants_all=wants_all)
+            attempt = self._try_read(key, start, stop, out, deadline_s, num_rows)
             if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
                 attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
         if attempt.is_corrupt:
@@ -279,9 +279,12 @@ class EmbeddingStore:
         return succeeded
 
     def _try_read(
-        self, key: ContentKey, start: int, stop: int, out: memoryview, deadline_s: float, *, wants_all: bool
+        self, key: ContentKey, start: int, stop: int, out: memoryview, deadline_s: float, num_rows: int | None
     ) -> _ReadAttempt:
         attempt = _ReadAttempt()
+        wants_all = (start, stop) == (0, num_rows)
+        row_bytes = out.nbytes // (stop - start)
+        expected = self._codec.layout(num_rows, row_bytes) if num_rows and row_bytes else None
 
         def read(exchange: Exchange) -> None:
             reader = self._reader(exchange, key)
@@ -291,9 +294,9 @@ class EmbeddingStore:
                 attempt.nonce = header.nonce
                 reader.finish_whole(header, out)
             else:
-                header = reader.read_header()
+                header = reader.begin_range(start, stop, expected)
                 attempt.nonce = header.nonce
-                reader.read_range(header, start, stop, out)
+                reader.finish_range(header, out)
 
         try:
             self._ask(read, deadline_s, data_key(key))

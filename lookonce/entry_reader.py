@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lookonce import embedding_codec
-from lookonce.embedding_codec import HEADER_BYTES, BlockSpan, EmbeddingCodec, EntryHeader
+from lookonce.embedding_codec import HEADER_BYTES, BlockLayout, BlockSpan, EmbeddingCodec, EntryHeader
 from lookonce.miss_reason import CacheMissError, CorruptEntryError, MissReason
 from lookonce.redis_exchange import Exchange
 
@@ -38,34 +38,49 @@ class EntryReader:
         self._codec = codec
         self._name = name
         self._key = key
+        # Of the range that is being read.
+        self._spans: tuple[BlockSpan, ...] = ()
+        self._upcoming: Iterator[_Piece] = iter(())
+        self._outstanding: deque[_Piece] = deque()
 
     def read_header(self) -> EntryHeader:
         """The checked header of an entry whose length is right. One round trip."""
-        self._exchange.send(b"GETRANGE", self._name, 0, HEADER_BYTES - 1)
-        self._exchange.send(b"STRLEN", self._name)
-        data = memoryview(bytearray(HEADER_BYTES))
-        num_bytes = self._exchange.read_bulk_into(data)
-        entry_bytes = self._exchange.read_integer()
-        if num_bytes == 0:
-            raise CacheMissError(MissReason.ABSENT)
-        header = self._codec.parse_header(data[:num_bytes], self._key)
-        embedding_codec.check_length(header, entry_bytes)
+        self._ask_for_header()
+        return self._receive_header()
+
+    def begin_range(self, start: int, stop: int, expected: BlockLayout | None) -> EntryHeader:
+        """The checked header of an entry of which `finish_range` takes rows [start, stop).
+
+        The first pieces are asked for together with the header when the entry is expected to have a certain layout. One
+        that has another, an older writer's, costs their transfer; one that is absent costs nothing.
+        """
+        self._ask_for_header()
+        if expected is not None and stop <= expected.num_rows:
+            self._plan(embedding_codec.block_span(expected, start, stop))
+            self._ask_ahead()
+        try:
+            header = self._receive_header()
+        except CacheMissError as miss:
+            if miss.reason is MissReason.ABSENT:
+                self._drop_outstanding()
+            raise
+        spans = embedding_codec.block_span(header.layout, start, stop)
+        if spans != self._spans:
+            self._drop_outstanding()
+            self._plan(spans)
         return header
 
-    def read_range(self, header: EntryHeader, start: int, stop: int, out: memoryview) -> None:
-        """Rows [start, stop) into `out` by the pieces of the blocks that cover them, _WINDOW_PIECES on their way."""
-        spans = embedding_codec.block_span(header, start, stop)
-        _check_size(spans, out)
+    def finish_range(self, header: EntryHeader, out: memoryview) -> None:
+        """The rows into `out`, by the pieces of the blocks that cover them."""
+        _check_size(self._spans, out)
         # Only a block at either end is needed in part; whole ones are received where they belong.
-        partial_bytes = (span.length for span in spans if span.take_bytes < span.length)
+        partial_bytes = (span.length for span in self._spans if span.take_bytes < span.length)
         scratch = memoryview(bytearray(max(partial_bytes, default=0)))
-        upcoming = _pieces(spans)
-        outstanding: deque[_Piece] = deque()
         filled_bytes = 0
-        for span in spans:
+        for span in self._spans:
             is_whole = span.take_bytes == span.length
             target = out[filled_bytes : filled_bytes + span.length] if is_whole else scratch[: span.length]
-            self._receive_pieces(target, upcoming, outstanding)
+            self._receive_pieces(target)
             embedding_codec.open_block(header, span.index, target, target)
             if not is_whole:
                 needed = target[span.skip_bytes : span.skip_bytes + span.take_bytes]
@@ -91,7 +106,7 @@ class EntryReader:
 
     def finish_whole(self, header: EntryHeader, out: memoryview) -> None:
         """All rows into `out`; a block is checked while the next one arrives."""
-        spans = embedding_codec.block_span(header, 0, header.meta.num_rows)
+        spans = embedding_codec.block_span(header.layout, 0, header.meta.num_rows)
         _check_size(spans, out)
         filled_bytes = 0
         for span in spans:
@@ -101,14 +116,42 @@ class EntryReader:
             filled_bytes += span.length
         self._exchange.end_bulk()
 
-    def _receive_pieces(self, target: memoryview, upcoming: Iterator[_Piece], outstanding: deque[_Piece]) -> None:
+    def _ask_for_header(self) -> None:
+        self._exchange.send(b"GETRANGE", self._name, 0, HEADER_BYTES - 1)
+        self._exchange.send(b"STRLEN", self._name)
+
+    def _receive_header(self) -> EntryHeader:
+        data = memoryview(bytearray(HEADER_BYTES))
+        num_bytes = self._exchange.read_bulk_into(data)
+        entry_bytes = self._exchange.read_integer()
+        if num_bytes == 0:
+            raise CacheMissError(MissReason.ABSENT)
+        header = self._codec.parse_header(data[:num_bytes], self._key)
+        embedding_codec.check_length(header, entry_bytes)
+        return header
+
+    def _plan(self, spans: tuple[BlockSpan, ...]) -> None:
+        self._spans = spans
+        self._upcoming = _pieces(spans)
+
+    def _ask_ahead(self) -> None:
+        """As many pieces as may be on their way."""
+        while len(self._outstanding) < _WINDOW_PIECES and (piece := next(self._upcoming, None)) is not None:
+            self._exchange.send(b"GETRANGE", self._name, piece.offset, piece.offset + piece.length - 1)
+            self._outstanding.append(piece)
+
+    def _drop_outstanding(self) -> None:
+        """Takes the replies to pieces that are not wanted after all, so that the connection can be used again."""
+        scratch = memoryview(bytearray(max((piece.length for piece in self._outstanding), default=0)))
+        while self._outstanding:
+            self._exchange.read_bulk_into(scratch[: self._outstanding.popleft().length])
+
+    def _receive_pieces(self, target: memoryview) -> None:
         """Fills `target`; asks for the next pieces of the read meanwhile."""
         received_bytes = 0
         while received_bytes < target.nbytes:
-            while len(outstanding) < _WINDOW_PIECES and (piece := next(upcoming, None)) is not None:
-                self._exchange.send(b"GETRANGE", self._name, piece.offset, piece.offset + piece.length - 1)
-                outstanding.append(piece)
-            length = outstanding.popleft().length
+            self._ask_ahead()
+            length = self._outstanding.popleft().length
             num_bytes = self._exchange.read_bulk_into(target[received_bytes : received_bytes + length])
             if num_bytes == 0:
                 raise CacheMissError(MissReason.EVICTED)

@@ -11,6 +11,7 @@ the kernel's timeout may start anew with every packet, too.
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
 import struct
@@ -37,6 +38,8 @@ _MAX_TRANSACTION = 16
 _MAX_FIELDS = 1024
 _MAX_ARRAY_DEPTH = 4
 _ANY_TYPE = (b"$", b":", b"+", b"*")
+# The kernel is told anew when less than this share of what it was told last is left: so much may a deadline be overrun.
+_RENEWED_SHARE = 0.9
 _TIMEVAL = struct.Struct("@ll")
 _REASON_OF_CODE = {
     "OOM": MissReason.OOM,
@@ -69,6 +72,8 @@ class Exchange:
         self._is_kept_by_kernel = sys.platform == "linux" and not isinstance(sock, ssl.SSLSocket)
         if self._is_kept_by_kernel:
             sock.settimeout(None)
+        # Seconds that a receive or a send may take by what the kernel was told last.
+        self._kernel_limits_s: dict[int, float] = {}
         # Bytes that arrived behind the line that was asked for.
         self._buffer = bytearray()
         self._num_outstanding = 0
@@ -268,6 +273,9 @@ class Exchange:
         if remaining_s <= 0:
             raise TimeoutError
         if self._is_kept_by_kernel:
+            if remaining_s >= _RENEWED_SHARE * self._kernel_limits_s.get(option, math.inf):
+                return
+            self._kernel_limits_s[option] = remaining_s
             # A time of zero would be none at all.
             remaining_us = max(1, int(remaining_s * 1_000_000))
             self.socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(remaining_us, 1_000_000)))

@@ -17,7 +17,7 @@ import redis
 import redis.connection
 import redis.exceptions
 
-from lookonce.miss_reason import MissReason, RedisReplyError, RedisTroubleError
+from lookonce.miss_reason import CacheMissError, MissReason, RedisReplyError, RedisTroubleError
 from lookonce.redis_exchange import Exchange, reason_of_text
 from lookonce.redis_url import Address, unusable_url
 
@@ -53,7 +53,8 @@ class RedisNode:
     def exchange(self, deadline_s: float) -> Iterator[Exchange]:
         """A connection for a few commands, until `deadline_s` on the monotonic clock. Raises RedisTroubleError.
 
-        The connection is used again only if the block ended without an exception and read all its replies.
+        The connection is used again only if the block read all its replies and ended without an exception, or with the
+        finding that there is nothing under a key.
         """
         try:
             connection = self._pool.get_connection()
@@ -62,7 +63,11 @@ class RedisNode:
         is_in_step = False
         try:
             exchange = Exchange(_socket_of(connection), deadline_s)
-            yield exchange
+            try:
+                yield exchange
+            except CacheMissError as miss:
+                is_in_step = miss.reason is MissReason.ABSENT and exchange.is_idle
+                raise
             is_in_step = exchange.is_idle
         finally:
             if not is_in_step or self._is_retired:

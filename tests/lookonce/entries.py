@@ -50,7 +50,7 @@ def open_entry(reader: EmbeddingCodec, entry: bytes, start: int, stop: int, key:
     header = reader.parse_header(memoryview(entry)[: codec.HEADER_BYTES], key)
     codec.check_length(header, len(entry))
     rows = b""
-    for span in codec.block_span(header, start, stop):
+    for span in codec.block_span(header.layout, start, stop):
         block = memoryview(bytearray(entry[span.offset : span.offset + span.length]))
         codec.open_block(header, span.index, block, block)
         rows += bytes(block[span.skip_bytes : span.skip_bytes + span.take_bytes])

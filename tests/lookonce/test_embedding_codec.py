@@ -87,7 +87,7 @@ def test_any_range_over_several_blocks_comes_back_bit_equal(wanted: tuple[int, i
 
 def test_a_few_rows_touch_only_their_block() -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
-    (span,) = codec.block_span(header, 14, 16)
+    (span,) = codec.block_span(header.layout, 14, 16)
     assert (span.index, span.skip_bytes, span.take_bytes) == (1, META.row_bytes, 2 * META.row_bytes)
     assert span.length <= codec.BLOCK_TARGET_BYTES
 
@@ -150,7 +150,7 @@ def test_a_block_of_another_length_is_noticed(length: int) -> None:
 
 def test_two_blocks_that_changed_places_are_noticed() -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
-    size = header.block_bytes(0)
+    size = header.layout.block_bytes(0)
     blocks = [ENTRY[codec.HEADER_BYTES + index * size :][:size] for index in range(2)]
     swapped = ENTRY[: codec.HEADER_BYTES] + blocks[1] + blocks[0] + ENTRY[codec.HEADER_BYTES + 2 * size :]
     with pytest.raises(CorruptEntryError) as caught:
@@ -198,7 +198,7 @@ def test_a_sealed_header_that_contradicts_itself_is_noticed_or_harmless(offset: 
 def test_a_range_beyond_the_rows_is_another_shape() -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     with pytest.raises(CorruptEntryError) as caught:
-        codec.block_span(header, 44, 46)
+        codec.block_span(header.layout, 44, 46)
     assert caught.value.reason is MissReason.OTHER_SHAPE
 
 
@@ -206,7 +206,7 @@ def test_a_range_beyond_the_rows_is_another_shape() -> None:
 def test_a_range_that_is_none_is_a_callers_mistake(start: int, stop: int) -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     with pytest.raises(ValueError, match="not a range"):
-        codec.block_span(header, start, stop)
+        codec.block_span(header.layout, start, stop)
 
 
 def test_a_giant_entry_gets_larger_blocks_instead_of_more_seals() -> None:
@@ -215,7 +215,7 @@ def test_a_giant_entry_gets_larger_blocks_instead_of_more_seals() -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, meta.size_bytes, flags=flags) as zeros, memoryview(zeros) as rows:
         header = CODEC.parse_header(CODEC.pack(KEY, meta, rows, NONCE, created_s=0).header, KEY)
-    assert header.block_rows == 2
+    assert header.layout.block_rows == 2
     assert len(header.seals) == 260 <= CODEC.max_blocks
 
 

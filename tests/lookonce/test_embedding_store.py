@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lookonce import embedding_codec
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.embedding_store import EmbeddingStore
@@ -64,6 +65,43 @@ def test_ranges_over_several_blocks_come_back_bit_equal(store: EmbeddingStore, s
     key, rows = fresh_key(), make_rows(LARGE)
     assert store.write(key, LARGE, memoryview(rows))
     assert read(store, key, LARGE, start, stop) == rows[start * LARGE.row_bytes : stop * LARGE.row_bytes]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (5, 58), (59, 60)])
+def test_who_knows_how_many_rows_there_are_gets_the_same_ranges(store: EmbeddingStore, start: int, stop: int) -> None:
+    key, rows = fresh_key(), make_rows(LARGE)
+    assert store.write(key, LARGE, memoryview(rows))
+    out = bytearray((stop - start) * LARGE.row_bytes)
+    assert store.read_rows(key, start, stop, memoryview(out), num_rows=LARGE.num_rows) is None
+    assert out == rows[start * LARGE.row_bytes : stop * LARGE.row_bytes]
+
+
+def test_entries_with_other_blocks_than_expected_and_absent_ones_leave_the_connection_in_use(
+    own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(own_redis.url)
+    other, absent, rows = fresh_key(), fresh_key(), make_rows(LARGE)
+    with monkeypatch.context() as patched:
+        patched.setattr(embedding_codec, "BLOCK_TARGET_BYTES", 3 * LARGE.row_bytes)
+        assert store.write(other, LARGE, memoryview(rows))
+    num_connections = admin.info("stats")["total_connections_received"]
+    out = bytearray(50 * LARGE.row_bytes)
+    for _ in range(3):
+        assert store.read_rows(other, 5, 55, memoryview(out), num_rows=LARGE.num_rows) is None
+        assert out == rows[5 * LARGE.row_bytes : 55 * LARGE.row_bytes]
+        assert store.read_rows(absent, 5, 55, memoryview(out), num_rows=LARGE.num_rows) is MissReason.ABSENT
+    assert admin.info("stats")["total_connections_received"] == num_connections
+
+
+@pytest.mark.parametrize("num_rows", [LARGE.num_rows - 1, LARGE.num_rows + 1, 3 * LARGE.num_rows])
+def test_an_entry_with_another_number_of_rows_than_expected_is_read_by_its_own(
+    store: EmbeddingStore, num_rows: int
+) -> None:
+    key, rows = fresh_key(), make_rows(LARGE)
+    assert store.write(key, LARGE, memoryview(rows))
+    out = bytearray(20 * LARGE.row_bytes)
+    assert store.read_rows(key, 5, 25, memoryview(out), num_rows=num_rows) is None
+    assert out == rows[5 * LARGE.row_bytes : 25 * LARGE.row_bytes]
 
 
 def test_blocks_larger_than_a_piece_come_back_bit_equal(store: EmbeddingStore) -> None:
