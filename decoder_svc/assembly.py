@@ -12,10 +12,10 @@ from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.encoder_client import EncoderClient
 from decoder_svc.engine import Engine
 from decoder_svc.engine_interface import EngineLimits
+from decoder_svc.family import DecoderFamily
 from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.kv_cache_manager import KVCacheManager
 from decoder_svc.kv_pool_size import KVPoolWish, num_kv_blocks
-from decoder_svc.models.base import FamilyAdapter
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
 from decoder_svc.runner.row_cache import ROW_DTYPES
@@ -24,6 +24,7 @@ from decoder_svc.scheduler import Scheduler, SchedulerLimits
 from decoder_svc.settings import DecoderSettings
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import ConfigurationError
+from lookonce.families.base import Mask
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16":
 
 def build_engine(
     settings: DecoderSettings,
-    family: FamilyAdapter,
+    family: DecoderFamily,
     store: EmbeddingStore | None,
     encoder: EncoderClient | None,
     fetch_metrics: FetchMetrics,
@@ -81,11 +82,20 @@ def build_engine(
     return Engine(runner, scheduler, fetcher, limits, settings.max_num_seqs + settings.max_waiting_requests)
 
 
-def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: FamilyAdapter) -> EngineLimits:
+def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderFamily) -> EngineLimits:
     if settings.deterministic and settings.max_num_batched_tokens < settings.block_size:
         raise ConfigurationError(
             f"deterministic needs max_num_batched_tokens ({settings.max_num_batched_tokens}) of at least one block "
             f"({settings.block_size})"
+        )
+    if family.mask is not Mask.CAUSAL and settings.deterministic:
+        raise ConfigurationError(
+            f"deterministic is not offered for {family.title}: its images cannot be cut into blocks"
+        )
+    if family.mask is Mask.IMAGE and family.max_tokens_per_image > settings.max_num_batched_tokens:
+        raise ConfigurationError(
+            f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must hold an image of {family.title}, whose "
+            f"{family.max_tokens_per_image} tokens see each other"
         )
     rows = encoder_budget(
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -103,7 +113,7 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: FamilyAd
         context_tokens=context,
         num_images=rows.num_profiled_images,
         rows_per_image=family.max_rows_per_image,
-        row_elements=text.hidden_size,
+        row_elements=(1 + family.num_levels) * text.hidden_size,
         row_dtype=ROW_DTYPES[runner.model.dtype],
     )
     num_blocks = num_kv_blocks(

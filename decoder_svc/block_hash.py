@@ -1,10 +1,10 @@
 """Names KV blocks by what they hold, so that equal prefixes find each other's blocks.
 
 A block's hash covers its parent's hash, its token ids and all else that decides its keys and values: the adapter, the
-images that reach into it, and for the first block the salt. An image enters with the distance from the block's
-start to the image's (negative where the image began before): its placeholder tokens are all alike, so without the
-distance the same image at two places could give two different blocks one name. The full SHA-256 digest is kept; there
-is no shorter form anywhere.
+images that reach into it, and for the first block the salt, and the whole prompt where all its tokens see each other.
+An image enters with the distance from the block's start to the image's (negative where the image began before): its
+placeholder tokens are all alike, so without the distance the same image at two places could give two different blocks
+one name. The full SHA-256 digest is kept; there is no shorter form anywhere.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from decoder_svc.request import BlockHash, ImageItem, Request
+from decoder_svc.request import BlockHash, ImageItem, Prompt, Request
+from lookonce.families.base import Mask
 
 # Raise it whenever the encoding below changes.
 _ROOT_DOMAIN = b"lookonce/kv-block/1"
-_ADAPTER, _IMAGE, _SALT = b"\x01", b"\x02", b"\x03"
+_ADAPTER, _IMAGE, _SALT, _PROMPT = b"\x01", b"\x02", b"\x03", b"\x04"
 
 
 class BlockHasher:
@@ -73,7 +74,16 @@ def _extra_keys(request: Request, start: int, stop: int) -> bytes:
     ]
     if start == 0 and request.cache_scope.salt:
         fields.append(_SALT + request.cache_scope.salt)
+    if start == 0 and request.prompt.mask is Mask.PROMPT:
+        fields.append(_PROMPT + _prompt_digest(request.prompt))
     return _framed(fields) if fields else b""
+
+
+def _prompt_digest(prompt: Prompt) -> bytes:
+    """Of a prompt whose tokens all see each other: each block depends on all of it, so only equal prompts share any."""
+    digest = hashlib.sha256(_token_bytes(prompt.token_ids))
+    digest.update(_framed(item.span.offset.to_bytes(8, "little") + item.key.value for item in prompt.images))
+    return digest.digest()
 
 
 def _images_between(request: Request, start: int, stop: int) -> Iterable[ImageItem]:

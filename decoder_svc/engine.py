@@ -43,6 +43,7 @@ from lookonce.errors import (
     OverloadedError,
     UnavailableError,
 )
+from lookonce.families.base import Mask
 from lookonce.forgotten import Forgotten
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,18 @@ class Engine:
                     f"an image has {item.num_rows} embedding rows, this decoder holds "
                     f"{self.limits.encoder_cache_size_rows}"
                 )
+
+        longest = max((span.length for span in prompt.mutual_spans), default=0)
+        if longest > self.limits.max_batched_tokens:
+            raise ContextTooLongError(
+                f"{longest} tokens of the prompt see each other and are computed in one step, which takes "
+                f"{self.limits.max_batched_tokens}"
+            )
+        if prompt.mask is Mask.PROMPT and prompt.num_image_tokens > self.limits.encoder_cache_size_rows:
+            raise ContextTooLongError(
+                f"the prompt's images have {prompt.num_image_tokens} embedding rows, needed at the same time; "
+                f"this decoder holds {self.limits.encoder_cache_size_rows}"
+            )
 
     def _deliver(self, answers: list[tuple[RequestId, _Answer]]) -> None:
         for request_id, answer in answers:

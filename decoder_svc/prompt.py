@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from decoder_svc.chat_template import ChatTemplate
-from decoder_svc.models.base import FamilyAdapter, ImageLayout
+from decoder_svc.family import DecoderFamily
+from decoder_svc.image_layout import ImageLayout, expanded
 from decoder_svc.prompt_spec import ChatPrompt, PromptSpec, TextPart, TextPrompt, TokenPrompt
 from decoder_svc.request import ImageItem, Prompt, Span
-from decoder_svc.text_tokenizer import TextTokenizer
+from decoder_svc.text_tokenizer import TextPiece, TextTokenizer
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import (
     ContextTooLongError,
@@ -54,7 +55,7 @@ class PromptBuilder:
         self,
         tokenizer: TextTokenizer,
         template: ChatTemplate | None,
-        family: FamilyAdapter,
+        family: DecoderFamily,
         limits: PromptLimits,
     ) -> None:
         """`template` None: chat prompts are refused."""
@@ -75,10 +76,10 @@ class PromptBuilder:
                 f"the prompt has {len(spec.images)} images, the limit is {self._limits.max_images_per_prompt}"
             )
         for index, source in enumerate(spec.images):
-            if source.options.max_pixels is not None and not self._family.has_max_pixels:
-                raise InvalidParameterError(
-                    f"images[{index}].max_pixels", f"{self._family.model_type} resizes every image to one size"
-                )
+            try:
+                self._family.check_options(source.options)
+            except InvalidParameterError as error:
+                raise InvalidParameterError(f"images[{index}].{error.field}", error.description) from None
         if isinstance(spec, ChatPrompt):
             self._check_chat(spec)
         elif isinstance(spec, TextPrompt):
@@ -103,12 +104,13 @@ class PromptBuilder:
                 raise PlaceholderMismatchError(
                     f"an image has {image.num_rows} cached rows where this model's layout takes {layout.num_rows}"
                 )
-        token_ids, spans = self._placed(spec, self._token_ids(spec), layouts)
+        token_ids, spans = self._placed(spec, layouts)
         items = tuple(
             ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_of_token)
             for image, span, layout in zip(images, spans, layouts, strict=True)
         )
-        return Prompt(tuple(token_ids), items, self._family.positions(token_ids, items, layouts))
+        positions = self._family.positions(len(token_ids), spans, layouts)
+        return Prompt(tuple(token_ids), items, positions, self._family.mask)
 
     def _check_chat(self, spec: ChatPrompt) -> None:
         if self._template is None:
@@ -143,61 +145,98 @@ class PromptBuilder:
                 "tokens.token_ids", f"must be below the vocabulary's {self._limits.vocab_size}, got {min(outside)}"
             )
 
-    def _token_ids(self, spec: PromptSpec) -> list[int]:
-        if isinstance(spec, TokenPrompt):
-            return list(spec.token_ids)
-        if isinstance(spec, TextPrompt):
-            return self._tokenizer.encode_trusted(spec.text)
-        assert self._template is not None, "check() comes first"
-        token_ids = self._tokenizer.encode_pieces(self._template.render(spec.messages))
-        if not token_ids:
-            raise PromptEmptyError("the conversation has no token; send some text")
-        return token_ids
-
-    def _placed(
-        self, spec: PromptSpec, token_ids: list[int], layouts: Sequence[ImageLayout]
-    ) -> tuple[list[int], list[Span]]:
+    def _placed(self, spec: PromptSpec, layouts: Sequence[ImageLayout]) -> tuple[list[int], list[Span]]:
         """Ids with every image's tokens in place, and where they are."""
+        if isinstance(spec, TokenPrompt):
+            return self._placed_in_tokens(spec.token_ids, layouts)
+        if isinstance(spec, TextPrompt):
+            pieces = [TextPiece(self._finished(spec.text), is_trusted=True)]
+            token_ids = self._tokenizer.encode_trusted(self._with_images(pieces, layouts)[0].text)
+        else:
+            assert self._template is not None, "check() comes first"
+            pieces = self._template.render(spec.messages)
+            token_ids = self._tokenizer.encode_pieces(self._with_images(pieces, layouts))
+            if not token_ids:
+                raise PromptEmptyError("the conversation has no token; send some text")
         image_id = self._family.image_token_id
-        num_placeholders = token_ids.count(image_id)
-        if num_placeholders == len(layouts):
-            return _expanded(token_ids, image_id, layouts)
-        is_expanded = isinstance(spec, TokenPrompt) and num_placeholders > len(layouts) > 0
-        if not is_expanded:
-            raise ImageCountError(
-                f"{len(layouts)} images for {num_placeholders} placeholders; each placeholder takes one image"
-            )
-        num_expected = sum(layout.token_ids.count(image_id) for layout in layouts)
-        if num_placeholders != num_expected:
+        runs = [run for layout in layouts for run in layout.runs]
+        if token_ids.count(image_id) != len(runs):
             raise PlaceholderMismatchError(
-                f"{num_placeholders} placeholder tokens for images that take {num_expected}; "
-                "send one per image, or as many as Tokenize answers"
+                f"the prompt has {token_ids.count(image_id)} image tokens where its images take {len(runs)}; "
+                f"write {self._family.placeholder} once for each image, and nothing else for it"
             )
+        token_ids = list(expanded(token_ids, image_id, runs))
         return token_ids, _found_spans(token_ids, image_id, layouts)
 
+    def _finished(self, text: str) -> str:
+        finish = self._family.finish_text
+        return text if finish is None else finish(text, self._tokenizer.bos_token or "")
 
-def _expanded(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> tuple[list[int], list[Span]]:
+    def _with_images(self, pieces: Sequence[TextPiece], layouts: Sequence[ImageLayout]) -> list[TextPiece]:
+        """The pieces with the k-th layout's text in the place of the k-th placeholder."""
+        placeholder = self._family.placeholder
+        num_placeholders = sum(piece.text.count(placeholder) for piece in pieces if piece.is_trusted)
+        if num_placeholders != len(layouts):
+            raise _wrong_count(len(layouts), num_placeholders)
+        upcoming = iter(layouts)
+        return [
+            TextPiece(_replaced(piece.text, placeholder, upcoming), is_trusted=True) if piece.is_trusted else piece
+            for piece in pieces
+        ]
+
+    def _placed_in_tokens(
+        self, token_ids: Sequence[int], layouts: Sequence[ImageLayout]
+    ) -> tuple[list[int], list[Span]]:
+        """Of a prompt that has one placeholder id per image, or every image's tokens already."""
+        image_id, placeholder_id = self._family.image_token_id, self._family.placeholder_id
+        num_image_tokens = token_ids.count(image_id)
+        num_placeholders = token_ids.count(placeholder_id)
+        has_rows = num_image_tokens > 0 if image_id != placeholder_id else num_placeholders > len(layouts) > 0
+        if not has_rows:
+            if num_placeholders != len(layouts):
+                raise _wrong_count(len(layouts), num_placeholders)
+            return _placed_ids(token_ids, placeholder_id, layouts)
+        num_expected = sum(layout.num_rows for layout in layouts)
+        if num_image_tokens != num_expected:
+            raise PlaceholderMismatchError(
+                f"{num_image_tokens} placeholder tokens for images that take {num_expected}; "
+                "send one per image, or as many as Tokenize answers"
+            )
+        return list(token_ids), _found_spans(token_ids, image_id, layouts)
+
+
+def _wrong_count(num_images: int, num_placeholders: int) -> ImageCountError:
+    return ImageCountError(f"{num_images} images for {num_placeholders} placeholders; each placeholder takes one image")
+
+
+def _replaced(text: str, placeholder: str, layouts: Iterator[ImageLayout]) -> str:
+    first, *rest = text.split(placeholder)
+    return first + "".join(next(layouts).text + part for part in rest)
+
+
+def _placed_ids(
+    token_ids: Sequence[int], placeholder_id: int, layouts: Sequence[ImageLayout]
+) -> tuple[list[int], list[Span]]:
     """Replaces the k-th placeholder by the k-th layout's tokens."""
-    expanded: list[int] = []
+    placed: list[int] = []
     spans: list[Span] = []
     for token_id in token_ids:
-        if token_id != image_id:
-            expanded.append(token_id)
+        if token_id != placeholder_id:
+            placed.append(token_id)
             continue
         layout = layouts[len(spans)]
-        spans.append(Span(len(expanded), len(layout.token_ids)))
-        expanded.extend(layout.token_ids)
-    return expanded, spans
+        spans.append(Span(len(placed) + layout.span_start, layout.span_length))
+        placed.extend(layout.token_ids)
+    return placed, spans
 
 
 def _found_spans(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> list[Span]:
-    """Where the layouts' tokens stand, in order. Raises PlaceholderMismatchError when one is not whole."""
+    """Where the layouts' spans are, in order. Raises PlaceholderMismatchError when one is not whole."""
     spans: list[Span] = []
     end = 0
     for index, layout in enumerate(layouts):
-        first = token_ids.index(image_id, end) - layout.token_ids.index(image_id)
-        span = Span(first, len(layout.token_ids))
-        if first < end or tuple(token_ids[span.offset : span.stop]) != layout.token_ids:
+        span = Span(token_ids.index(image_id, end), layout.span_length)
+        if tuple(token_ids[span.offset : span.stop]) != layout.span_token_ids:
             raise PlaceholderMismatchError(
                 f"the tokens of image {index} are not the {span.length} in a row that its size takes"
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NewType
 
 from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.families.base import Mask
 
 RequestId = NewType("RequestId", str)
 
@@ -141,6 +143,34 @@ class Prompt:
     images: tuple[ImageItem, ...] = ()
     # None: 0, 1, 2, …
     positions: Positions | None = None
+    mask: Mask = Mask.CAUSAL
+
+    @property
+    def mutual_spans(self) -> tuple[Span, ...]:
+        """Stretches whose tokens all see each other, also those behind them; in order. A step never cuts one."""
+        if self.mask is Mask.PROMPT:
+            return (Span(0, len(self.token_ids)),)
+        return tuple(item.span for item in self.images) if self.mask is Mask.IMAGE else ()
+
+    def last_cut(self, start: int, stop: int) -> int:
+        """Where a step that computes from `start` on may end: the last such place up to `stop`, or `start` itself."""
+        for span in self._mutual_spans_behind(start):
+            if span.offset < stop < span.stop:
+                return max(start, span.offset)
+        return stop
+
+    def first_cut(self, start: int, stop: int) -> int:
+        """Where a step that computes from `start` on may end at the earliest if it should end at `stop`."""
+        for span in self._mutual_spans_behind(start):
+            if span.offset <= start:
+                return span.stop
+            if span.offset < stop:
+                return span.offset
+        return stop
+
+    def _mutual_spans_behind(self, start: int) -> Iterator[Span]:
+        if self.mask is not Mask.CAUSAL and start < len(self.token_ids):
+            yield from (span for span in self.mutual_spans if span.stop > start)
 
     @property
     def num_image_tokens(self) -> int:

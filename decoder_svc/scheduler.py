@@ -62,6 +62,8 @@ class _Step:
     named_blocks: list[int] = field(default_factory=list)
     num_without_rows: int = 0
     has_preempted: bool = False
+    # Somebody's next tokens cannot be cut, and are more than what was left of the budget.
+    lacks_budget: bool = False
 
 
 class Scheduler:
@@ -230,9 +232,9 @@ class Scheduler:
         if self._is_queue_as_before():
             step.num_without_rows += self._num_looked_at_without_rows
             return
-        num_before = step.num_without_rows
+        num_without_rows = step.num_without_rows
         self._admit_and_look_ahead(step)
-        self._num_looked_at_without_rows = step.num_without_rows - num_before
+        self._num_looked_at_without_rows = step.num_without_rows - num_without_rows
         self._seen_queue = None if self._row_demand.has_put_off else self._queue_state()
 
     def _is_queue_as_before(self) -> bool:
@@ -255,7 +257,8 @@ class Scheduler:
                 step.expired.append(request.request_id)
                 continue
             num_tokens = self._num_new_tokens(request, hit.num_tokens, step)
-            is_full = is_full or len(self._running) >= self.limits.max_num_seqs
+            # Nobody behind may take what is left of the budget, or one whose tokens cannot be cut might wait forever.
+            is_full = is_full or step.lacks_budget or len(self._running) >= self.limits.max_num_seqs
             # All known tokens must fit, not only this chunk, or admission would only feed preemption.
             is_full = is_full or not self.kv_cache.can_admit(request, hit)
             if num_tokens > 0 and not is_full:
@@ -292,7 +295,8 @@ class Scheduler:
         if runnable_stop < start + least:
             step.num_without_rows += 1
             return 0
-        num_tokens = min(runnable_stop, start + step.token_budget) - start
+        num_tokens = request.prompt.last_cut(start, min(runnable_stop, start + step.token_budget)) - start
+        step.lacks_budget |= num_tokens == 0 < step.token_budget
         if not self.limits.deterministic:
             return num_tokens
         return least if least <= num_tokens else 0
@@ -306,7 +310,8 @@ class Scheduler:
         """
         if self.limits.deterministic:
             return self._fixed_chunk(request, start)
-        return min(self.limits.min_tokens_before_missing_row, request.num_tokens - start)
+        least = min(self.limits.min_tokens_before_missing_row, request.num_tokens - start)
+        return request.prompt.first_cut(start, start + least) - start
 
     def _fixed_chunk(self, request: Request, start: int) -> int:
         """Tokens of the only chunk that may begin at `start` in deterministic mode."""
@@ -357,6 +362,7 @@ class Scheduler:
                 num_prompt_tokens=request.num_prompt_tokens,
                 images=request.prompt.images,
                 positions=request.prompt.positions,
+                mutual_spans=request.prompt.mutual_spans,
                 params=request.params,
             )
         )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoder_svc.request import FinishReason, ImageItem, Positions, Request, RequestId, SamplingParams, TokenLogprobs
+from decoder_svc.request import (
+    FinishReason,
+    ImageItem,
+    Positions,
+    Request,
+    RequestId,
+    SamplingParams,
+    Span,
+    TokenLogprobs,
+)
 from decoder_svc.row_range import RowRange
 from lookonce.content_key import ContentKey, ProcessorOptions
 
@@ -19,6 +28,8 @@ class AdmittedRequest:
     num_prompt_tokens: int
     images: tuple[ImageItem, ...]
     positions: Positions | None
+    # Stretches whose tokens all see each other; no chunk ends inside one.
+    mutual_spans: tuple[Span, ...]
     params: SamplingParams
 
 

@@ -14,12 +14,11 @@ from decoder_svc.assembly import build_engine
 from decoder_svc.chat_template import ChatTemplate
 from decoder_svc.encoder_client import ChannelSettings, EncoderClient, ExpectedRows
 from decoder_svc.engine import Engine
+from decoder_svc.family import DecoderFamily, load_family
 from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.generation_defaults import load_defaults
 from decoder_svc.image_reference import ImageResolver
 from decoder_svc.metrics import DecoderMetrics
-from decoder_svc.models.base import FamilyAdapter
-from decoder_svc.models.registry import load_family
 from decoder_svc.preparation import RequestPreparer
 from decoder_svc.prompt import PromptBuilder, PromptLimits
 from decoder_svc.sampling_check import SamplingLimits
@@ -52,7 +51,7 @@ class LoadedText:
     tokenizer: TextTokenizer
     # None: the model takes no chat prompts.
     template: ChatTemplate | None
-    family: FamilyAdapter
+    family: DecoderFamily
     # Width of the language model, and rows of its embedding table.
     hidden_size: int
     vocab_size: int
@@ -83,7 +82,7 @@ def load_text(settings: DecoderSettings) -> LoadedText:
     return LoadedText(
         folder=folder,
         tokenizer=TextTokenizer(pretrained),
-        template=ChatTemplate.load(folder.path, pretrained, family.image_token),
+        template=ChatTemplate.load(folder.path, pretrained, family.placeholder),
         family=family,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -158,7 +157,7 @@ def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
     return ServedModel(
         name=settings.model_name,
         model_type=text.folder.model_type,
-        image_placeholder=text.family.image_token,
+        image_placeholder=text.family.placeholder,
         vocab_size=text.vocab_size,
         encoder_target=settings.encoder_target or "",
         max_images_per_prompt=settings.max_images_per_prompt,
@@ -188,7 +187,9 @@ def _open_encoder(
     if settings.encoder_target is None:
         return None
     channel = ChannelSettings(settings.max_message_bytes, settings.keepalive_time_s, settings.keepalive_timeout_s)
-    expected = ExpectedRows(text.folder.model_type, text.hidden_size, tenant_tag=tenants.default.tag)
+    expected = ExpectedRows(
+        text.folder.model_type, text.hidden_size, text.family.num_levels, tenant_tag=tenants.default.tag
+    )
     encoder = EncoderClient(settings.encoder_target, expected, channel)
     stack.push_async_callback(encoder.close)
     return encoder

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from encoder_svc.families import PixelInputs
 from encoder_svc.forward_queue import CallerId, EncodedRows, ForwardJob, ForwardQueue
+from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
 

@@ -9,9 +9,9 @@ A pass takes images in this order, each one that still fits:
 Where rule 1 would give a caller two passes in a row to itself while others wait (passes of one image, or images that
 fill a pass), another caller comes first every other time; k + 1 passes are then 2 (k + 1) at the most.
 
-What fits: `max_images`, and `max_bytes` of pixels. Pixels of families with a grid go into one long sequence, whatever
-their shapes, without padding, and a patch has a fixed number of bytes, so that `max_bytes` bounds the patches as well.
-Images without a grid are stacked, so only equal shapes go together.
+What fits: `max_images`, and `max_bytes` of pixels. Images are joined along the first axis without padding, so only
+those go together whose tensors agree on the others: patches of any number (Qwen-VL), squares of one size, equal
+canvases of tiles. A patch has a fixed number of bytes, so that `max_bytes` bounds the patches as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NewType
 
 import torch
 
-from encoder_svc.families import PixelInputs
+from encoder_svc.image_inputs import PixelInputs
 
 CallerId = NewType("CallerId", str)
 """Whose image it is: images of one caller take turns with those of others."""
@@ -85,7 +85,7 @@ class ForwardQueue:
             if job is None:
                 continue
             if chosen and not (
-                num_bytes + job.inputs.size_bytes <= self._max_bytes and _go_together(chosen[0].inputs, job.inputs)
+                num_bytes + job.inputs.size_bytes <= self._max_bytes and chosen[0].inputs.goes_with(job.inputs)
             ):
                 # The caller's next ones do not overtake it.
                 continue
@@ -138,9 +138,3 @@ class ForwardQueue:
         if others and oldest == self._sole_caller:
             return [others[0], oldest, *others[1:]]
         return [oldest, *others]
-
-
-def _go_together(first: PixelInputs, other: PixelInputs) -> bool:
-    if first.grid is None or other.grid is None:
-        return first.grid is other.grid and first.pixel_values.shape == other.pixel_values.shape
-    return True

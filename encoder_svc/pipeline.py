@@ -139,7 +139,7 @@ class EncodePipeline:
         DigestMismatchError, InvalidParameterError, the image errors of `image_header` and `preprocess`, and
         ImagePoisonousError for an image on which the model fails.
         """
-        self.model.family.check_options(image.options)
+        self.model.adapter.check_options(image.options)
         if image.data is None:
             if cache_use is CacheUse.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")

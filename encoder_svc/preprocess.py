@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from encoder_svc.decode_worker import DecodeWorker
-from encoder_svc.families import PixelInputs, VisionFamily
+from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.quarantine import Quarantine
 from lookonce.content_key import ImageDigest, ProcessorOptions
 from lookonce.errors import ImagePoisonousError
@@ -19,7 +19,7 @@ class Preprocessor:
 
     def __init__(
         self,
-        family: VisionFamily,
+        adapter: VisionAdapter,
         limits: ImageLimits,
         num_workers: int,
         decode_timeout_s: float,
@@ -29,7 +29,7 @@ class Preprocessor:
 
         `quarantine` holds the digests of images that kill decoding processes, whatever the options.
         """
-        self._family = family
+        self._adapter = adapter
         self._limits = limits
         self._decode_timeout_s = decode_timeout_s
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="preprocess")
@@ -63,7 +63,7 @@ class Preprocessor:
             self._quarantine.strike(digest)
             raise
         self._quarantine.absolve(digest)
-        return self._family.pixel_inputs(image, options), header
+        return self._adapter.pixel_inputs(image, options), header
 
     def _decoder(self) -> DecodeWorker:
         """This thread's."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from encoder_svc.families import PixelInputs
+from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision_model import VisionModel
 from lookonce.embedding_meta import RowDtype

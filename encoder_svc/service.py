@@ -57,7 +57,9 @@ async def open_pipeline(
         fleet = None if store is None else _open_fleet(settings, store, metrics)
         pipeline = EncodePipeline(
             model,
-            Preprocessor(model.family, limits, settings.preprocess_workers, settings.decode_timeout_s, poisonous_files),
+            Preprocessor(
+                model.adapter, limits, settings.preprocess_workers, settings.decode_timeout_s, poisonous_files
+            ),
             ForwardBatcher(stored_forward(model, metrics), model.warm_up, _batch_limits(settings), metrics),
             CacheTiers(LocalCache(settings.local_cache_bytes), store, metrics, store_workers=settings.store_workers),
             limits,

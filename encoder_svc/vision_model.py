@@ -10,7 +10,7 @@ import PIL.Image
 import structlog
 import torch
 
-from encoder_svc.families import PixelInputs, VisionFamily, load_family
+from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.settings import EncoderSettings
 from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_fingerprint
 from lookonce.embedding_meta import RowDtype
@@ -32,19 +32,19 @@ class VisionModel:
     """Vision tower and projector of one model; turns images into embedding rows."""
 
     def __init__(
-        self, folder: ModelFolder, model: Any, family: VisionFamily, row_dtype: RowDtype | None = None
+        self, folder: ModelFolder, model: Any, adapter: VisionAdapter, row_dtype: RowDtype | None = None
     ) -> None:
         """`model` is the vision half, in evaluation mode. `row_dtype` None: rows are stored as the model gives them."""
         self.model_type = folder.model_type
-        self.family = family
+        self.adapter = adapter
         # Of the forward pass and of its rows.
         self.dtype = RowDtype(_dtype_name(model))
         # Of the rows as they are stored and sent; row_format.py makes them.
         self.row_dtype = row_dtype or self.dtype
         self.hidden_size: int = model.config.get_text_config().hidden_size
-        # Extra feature levels beside the rows; none of the families served today has any.
-        self.num_levels = 0
-        self.fingerprint = _fingerprint(folder, model, family, self.row_dtype)
+        # Extra feature levels beside the rows.
+        self.num_levels = adapter.num_levels
+        self.fingerprint = _fingerprint(folder, model, adapter, self.row_dtype)
         self._model = model
         self._is_warm = False
 
@@ -52,9 +52,9 @@ class VisionModel:
     def load(cls, settings: EncoderSettings) -> VisionModel:
         """Checks the folder and loads its vision half. Raises ModelFolderError for a folder that cannot be served."""
         folder = ModelFolder.open(settings.model)
-        family = load_family(folder)
+        adapter = VisionAdapter.load(folder)
         model = load_vision_half(folder.path, _DTYPES[settings.dtype])
-        loaded = cls(folder, model, family, _ROW_DTYPES[settings.row_format])
+        loaded = cls(folder, model, adapter, _ROW_DTYPES[settings.row_format])
         _log.info(
             "vision model loaded",
             model_type=loaded.model_type,
@@ -71,7 +71,8 @@ class VisionModel:
         """
         images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in _WARM_UP_SIZES]
         try:
-            outputs = self.forward([self.family.pixel_inputs(image, ProcessorOptions()) for image in images])
+            inputs = [self.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
+            outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
         except (ValueError, RuntimeError) as error:
             raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error
         if self.row_dtype is RowDtype.INT8_SCALED and not self._is_warm:
@@ -80,13 +81,13 @@ class VisionModel:
         self._is_warm = True
 
     def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
-        """Rows [num_rows, hidden_size] of each image, each contiguous in memory of its own.
+        """Rows [num_rows, (1 + num_levels) * hidden_size] of each image, each contiguous in memory of its own.
 
         Raises ValueError when the model gives another shape or dtype, or values that are not finite: such rows must
         never be stored.
         """
         with torch.inference_mode():
-            outputs = [rows.clone() for rows in self.family.image_rows(self._model, batch)]
+            outputs = [rows.clone() for rows in self.adapter.image_rows(self._model, batch)]
         if len(outputs) != len(batch):
             raise ValueError(f"{len(batch)} images gave {len(outputs)} outputs")
         for rows in outputs:
@@ -94,12 +95,24 @@ class VisionModel:
         return outputs
 
     def _check_rows(self, rows: torch.Tensor) -> None:
-        if rows.ndim != 2 or not len(rows) or rows.shape[1] != self.hidden_size:
-            raise ValueError(f"rows have the shape {tuple(rows.shape)}, not [num_rows, {self.hidden_size}]")
+        width = (1 + self.num_levels) * self.hidden_size
+        if rows.ndim != 2 or not len(rows) or rows.shape[1] != width:
+            raise ValueError(f"rows have the shape {tuple(rows.shape)}, not [num_rows, {width}]")
         if rows.dtype != self._model.dtype:
             raise ValueError(f"rows have the element type {rows.dtype}, not {self._model.dtype}")
         if not torch.isfinite(rows).all():
             raise ValueError("rows hold values that are not finite")
+
+
+def _joinable(batch: Sequence[PixelInputs]) -> list[list[PixelInputs]]:
+    """The batch in parts that go into one pass each, in order."""
+    parts: list[list[PixelInputs]] = []
+    for inputs in batch:
+        if parts and parts[-1][0].goes_with(inputs):
+            parts[-1].append(inputs)
+        else:
+            parts.append([inputs])
+    return parts
 
 
 def row_bytes(rows: torch.Tensor) -> memoryview:
@@ -117,14 +130,14 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-def _fingerprint(folder: ModelFolder, model: Any, family: VisionFamily, row_dtype: RowDtype) -> EncoderFingerprint:
+def _fingerprint(folder: ModelFolder, model: Any, adapter: VisionAdapter, row_dtype: RowDtype) -> EncoderFingerprint:
     """Covers weights, the configuration apart from the language model's, the image processor and both dtypes."""
     dtype = _dtype_name(model)
     configuration = _canonical_json(_related(model.config.to_dict()))
     processor = {
-        "class": type(family.processor).__name__,
-        "backend": family.processor.backend,
-        "settings": _related(json.loads(family.processor.to_json_string())),
+        "class": type(adapter.processor).__name__,
+        "backend": adapter.processor.backend,
+        "settings": _related(json.loads(adapter.processor.to_json_string())),
     }
     return encoder_fingerprint(
         architecture=f"{folder.architecture} {configuration}",

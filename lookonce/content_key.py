@@ -26,6 +26,7 @@ DIGEST_BYTES = 32
 # Part of every fingerprint and key. Raise it whenever the meaning of stored rows changes.
 EMBEDDING_SCHEMA = 1
 _TENANT_DOMAIN = b"lookonce/tenant-tag/1"
+_BESIDE_OTHERS = b"beside others"
 _KEY_DOMAIN = b"lookonce/content-key/1"
 _FINGERPRINT_DOMAIN = b"lookonce/encoder-fingerprint/1"
 
@@ -36,6 +37,8 @@ class ProcessorOptions:
 
     # Upper bound of pixels after resizing; None: the model's default.
     max_pixels: int | None = None
+    # The prompt shows other images, too; only where the model's image processor makes a difference then.
+    beside_others: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ def content_key(
     tenant_digest = hmac.new(tenant.secret, _framed([tenant.name.encode(), digest]), hashlib.sha256).digest()
     max_pixels = b"" if options.max_pixels is None else str(options.max_pixels).encode()
     fields = [_KEY_DOMAIN, str(EMBEDDING_SCHEMA).encode(), tenant_digest, fingerprint.encode(), max_pixels]
+    if options.beside_others:
+        fields.append(_BESIDE_OTHERS)
     return ContentKey(hashlib.sha256(_framed(fields)).digest(), digest, fingerprint, tenant.tag)
 
 

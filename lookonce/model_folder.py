@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lookonce.errors import ModelFolderError
-
-SUPPORTED_ARCHITECTURES: Mapping[str, str] = {
-    "llava": "LlavaForConditionalGeneration",
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-}
-"""Model type → the one architecture that is served for it."""
+from lookonce.families.registry import FAMILIES
 
 _CONFIG_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 _SINGLE_FILE = "model.safetensors"
@@ -36,7 +31,7 @@ class ModelFolder:
     path: pathlib.Path
     # The whole of config.json.
     config: Mapping[str, Any] = field(repr=False)
-    # A key of SUPPORTED_ARCHITECTURES.
+    # A key of FAMILIES.
     model_type: str
     # Class name in transformers.
     architecture: str
@@ -92,10 +87,10 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
 
 def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tuple[str, str]:
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(sorted(SUPPORTED_ARCHITECTURES))
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(sorted(FAMILIES))
         raise ModelFolderError(f"{path} holds a model of type {model_type!r}; supported types are {supported}")
-    wanted = SUPPORTED_ARCHITECTURES[model_type]
+    wanted = FAMILIES[model_type].architecture
     if config.get("architectures") != [wanted]:
         raise ModelFolderError(
             f"{path}/config.json names the architectures {config.get('architectures')!r}; {model_type} needs {[wanted]}"

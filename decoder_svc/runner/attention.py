@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from decoder_svc.request import Span
+
 PAGED_ATTENTION = "lookonce_paged"
 
 
@@ -49,6 +51,20 @@ class AttentionMetadata:
     query_lens: tuple[int, ...]
     # Tokens per sequence including the new ones.
     kv_lens: tuple[int, ...]
+    # Per sequence: stretches of its tokens that all see each other, of those that reach into the new ones.
+    mutual_spans: tuple[tuple[Span, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """What a layer's attention is computed with."""
+
+    # Of the products of queries and keys.
+    scale: float
+    # Keys that a token sees, itself included; None: all before it.
+    window: int | None = None
+    # Scores are bent to ±softcap: softcap · tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+    softcap: float | None = None
 
 
 class AttentionBackend(Protocol):
@@ -68,12 +84,12 @@ class AttentionBackend(Protocol):
         key: Tensor,
         value: Tensor,
         metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        options: LayerOptions,
     ) -> Tensor:
-        """Writes `key` and `value` `[num_tokens, kv_heads, head_dim]` to their slots, then attends causally.
+        """Writes `key` and `value` `[num_tokens, kv_heads, head_dim]` to their slots, then attends.
 
-        `query` is `[num_tokens, heads, head_dim]`, and so is the result. `window` limits the keys to the last ones.
+        `query` is `[num_tokens, heads, head_dim]`, and so is the result. A token sees itself, those before it (of these
+        the last ones, where the layer has a window), and all of a mutual span that it is in.
         """
         ...  # fmt: skip
 
@@ -96,51 +112,83 @@ class SdpaBackend:
         return self._pools
 
     def forward(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, scale: float,
-        window: int | None,
-    ) -> Tensor:  # fmt: skip
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
+    ) -> Tensor:
         """See AttentionBackend."""
         key_pool, value_pool = self._pools[layer]
         key_pool.flatten(0, 1).index_copy_(0, metadata.slot_mapping, key)
         value_pool.flatten(0, 1).index_copy_(0, metadata.slot_mapping, value)
         output = torch.empty_like(query)
         start = 0
-        for blocks, query_len, kv_len in zip(metadata.block_tables, metadata.query_lens, metadata.kv_lens, strict=True):
+        for index, blocks in enumerate(metadata.block_tables):
+            query_len, kv_len = metadata.query_lens[index], metadata.kv_lens[index]
             stop = start + query_len
             keys = key_pool[blocks].flatten(0, 1)[:kv_len]
             values = value_pool[blocks].flatten(0, 1)[:kv_len]
-            output[start:stop] = _attend(query[start:stop], keys, values, scale, window)
+            mask = _mask(query_len, kv_len, options.window, metadata.mutual_spans[index], query.device)
+            output[start:stop] = _attend(query[start:stop], keys, values, mask, options)
             start = stop
         return output
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention of the last `len(query)` tokens of one sequence over all its keys."""
-    query_len, kv_len = len(query), len(keys)
-    is_causal = query_len == kv_len and query_len > 1 and window is None
-    mask = None
-    if not is_causal and (query_len > 1 or window is not None):
-        mask = _causal_mask(query_len, kv_len, window, query.device)
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: LayerOptions) -> Tensor:
+    """Attention of the last `len(query)` tokens of one sequence over all its keys.
+
+    `mask` None: causal, which for one token means everything.
+    """
+    if options.softcap is not None:
+        return _attend_softcapped(query, keys, values, mask, options.scale, options.softcap)
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
         attn_mask=mask,
-        is_causal=is_causal,
-        scale=scale,
+        is_causal=mask is None and len(query) > 1,
+        scale=options.scale,
         enable_gqa=query.shape[1] != keys.shape[1],
     )
     return attended[0].transpose(0, 1)
 
 
-def _causal_mask(query_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor:
+def _attend_softcapped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """The same with bent scores, which PyTorch's SDPA does not know; softmax in fp32."""
+    if mask is None:
+        mask = _visible(len(query), len(keys), None, (), query.device)
+    num_groups, head_dim = query.shape[1] // keys.shape[1], query.shape[2]
+    # [kv_heads, groups * query_len, head_dim]
+    grouped = query.unflatten(1, (-1, num_groups)).permute(1, 2, 0, 3).reshape(keys.shape[1], -1, head_dim)
+    scores = grouped @ keys.permute(1, 2, 0) * scale
+    scores = softcap * torch.tanh(scores / softcap)
+    hidden = ~mask.repeat(num_groups, 1)
+    weights = scores.float().masked_fill(hidden, -torch.inf).softmax(-1).to(values.dtype)
+    attended = (weights @ values.transpose(0, 1)).view(keys.shape[1], num_groups, len(query), head_dim)
+    return attended.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _mask(
+    query_len: int, kv_len: int, window: int | None, mutual_spans: tuple[Span, ...], device: torch.device
+) -> Tensor | None:
+    """What the last `query_len` tokens of a sequence see; None where that is everything before them."""
+    if not mutual_spans and query_len in (1, kv_len) and (window is None or window >= kv_len):
+        return None
+    return _visible(query_len, kv_len, window, mutual_spans, device)
+
+
+def _visible(
+    query_len: int, kv_len: int, window: int | None, mutual_spans: tuple[Span, ...], device: torch.device
+) -> Tensor:
     """`[query_len, kv_len]`, true where a query may look; the queries are the sequence's last tokens."""
     query_positions = torch.arange(kv_len - query_len, kv_len, device=device)[:, None]
     key_positions = torch.arange(kv_len, device=device)[None, :]
-    mask = key_positions <= query_positions
+    visible = key_positions <= query_positions
     if window is not None:
-        mask &= key_positions > query_positions - window
-    return mask
+        visible &= key_positions > query_positions - window
+    for span in mutual_spans:
+        first = max(0, span.offset - (kv_len - query_len))
+        visible[first : max(0, span.stop - (kv_len - query_len)), span.offset : span.stop] = True
+    return visible
 
 
 # Each engine thread has its own step in hand.
@@ -162,8 +210,8 @@ def _paged_attention(
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls: `[1, heads, T, D]` in, `[1, T, heads, D]` out."""
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("soft-capped attention and attention sinks are not served")
+    if s_aux is not None:
+        raise NotImplementedError("attention sinks are not served")
     backend, metadata = _context.step
     output = backend.forward(
         module.layer_idx,
@@ -171,8 +219,7 @@ def _paged_attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         metadata,
-        scaling,
-        sliding_window,
+        LayerOptions(scaling, sliding_window, softcap),
     )
     return output[None], None
 

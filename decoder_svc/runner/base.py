@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from decoder_svc.family import DecoderFamily
 from decoder_svc.fetched_rows import FetchedRows
-from decoder_svc.models.base import FamilyAdapter
 from decoder_svc.request import RequestId
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, forward_context
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
@@ -45,6 +46,18 @@ class RunnerConfig:
     deterministic: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A step's input embeddings."""
+
+    # [num_tokens, hidden_size].
+    tokens: Tensor
+    # Of each further feature level, the same shape; only the rows of images count.
+    levels: tuple[Tensor, ...]
+    # Tokens that an image's row stands for.
+    row_indexes: list[int]
+
+
 class ModelRunnerBase(ABC):
     """Owns the language model, the KV pools and the rows on the device; turns a SchedulerOutput into tokens."""
 
@@ -52,7 +65,7 @@ class ModelRunnerBase(ABC):
     model: Any
     backend: AttentionBackend
 
-    def __init__(self, config: RunnerConfig, family: FamilyAdapter) -> None:
+    def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
         self.config = config
         self.family = family
         self._cache_device_properties()
@@ -146,41 +159,62 @@ class ModelRunnerBase(ABC):
         for chunk in output.chunks:
             self.batch[chunk.request_id].set_blocks(chunk.block_start, chunk.block_ids)
 
-    def _embed(self, inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Tensor:
-        """Token table lookup with the images' rows over their placeholders, `[1, num_tokens, hidden]`."""
+    def _embed(self, inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Embedded:
+        """Token table lookup with the images' rows over their placeholders."""
         table = self.model.get_input_embeddings()
         ids = torch.from_numpy(inputs.token_ids).to(self.device)
         # Placeholder ids may lie outside the table; their rows are overwritten anyway.
-        embeddings: Tensor = table(ids.clamp_(max=table.num_embeddings - 1))
+        looked_up: Tensor = table(ids.clamp_(max=table.num_embeddings - 1))
+        hidden_size = looked_up.shape[1]
+        # Text has nothing on the further levels, and no row is read from there.
+        embeddings = F.pad(looked_up, (0, self.family.num_levels * hidden_size))
+        placed: list[int] = []
         first = 0
         for chunk in chunks:
             stop = chunk.start + chunk.num_tokens
             for item in self.batch[chunk.request_id].images:
                 if item.span.offset < stop and item.span.stop > chunk.start:
-                    self.row_cache.place(embeddings, first, item, chunk.start, stop)
+                    placed += self.row_cache.place(embeddings, first, item, chunk.start, stop)
             first += chunk.num_tokens
-        return embeddings[None]
+        tokens, *levels = embeddings.split(hidden_size, dim=1)
+        return Embedded(tokens, tuple(levels), placed)
 
-    def _forward(self, inputs: FlatInputs, embeddings: Tensor) -> Tensor:
+    def _forward(self, inputs: FlatInputs, embedded: Embedded) -> Tensor:
         """Logits of the sampled positions, `[num_sampled, vocab]`."""
         metadata = AttentionMetadata(
             slot_mapping=torch.from_numpy(inputs.slot_mapping).to(self.device),
             block_tables=tuple(torch.from_numpy(table).to(self.device) for table in inputs.block_tables),
             query_lens=inputs.query_lens,
             kv_lens=inputs.kv_lens,
+            mutual_spans=inputs.mutual_spans,
         )
         positions = torch.from_numpy(inputs.positions).to(self.device)
-        # [1, T] for plain rotary positions, [axes, 1, T] for M-RoPE.
-        positions = positions if self.family.num_position_axes == 1 else positions[:, None]
+        arguments = {
+            "inputs_embeds": embedded.tokens[None],
+            # [1, T] for plain rotary positions, [axes, 1, T] for M-RoPE.
+            "position_ids": positions if self.family.num_position_axes == 1 else positions[:, None],
+            "attention_mask": None,
+            "use_cache": False,
+        }
+        sampled = torch.from_numpy(inputs.sampled_indexes).to(self.device)
         with forward_context(self.backend, metadata):
-            result = self.model(
-                inputs_embeds=embeddings,
-                position_ids=positions,
-                attention_mask=None,
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(inputs.sampled_indexes).to(self.device),
-            )
-        logits: Tensor = result.logits[0]
+            if embedded.levels and embedded.row_indexes:
+                return self._forward_with_levels(arguments, embedded, sampled)
+            # The wrapper applies what its head has besides weights: scales, soft caps.
+            logits: Tensor = self.model(**arguments, logits_to_keep=sampled).logits[0]
+        return logits
+
+    def _forward_with_levels(self, arguments: dict[str, Any], embedded: Embedded, sampled: Tensor) -> Tensor:
+        """The same where features of earlier tower layers join the first layers' hidden states (deepstack)."""
+        has_row = torch.zeros(1, len(embedded.tokens), dtype=torch.bool, device=self.device)
+        rows = sorted(embedded.row_indexes)
+        has_row[0, rows] = True
+        output = self.model.model.language_model(
+            **arguments,
+            visual_pos_masks=has_row,
+            deepstack_visual_embeds=[level[rows] for level in embedded.levels],
+        )
+        logits: Tensor = self.model.lm_head(output.last_hidden_state[0, sampled])
         return logits
 
     def _sample(self, request_ids: tuple[RequestId, ...], logits: Tensor) -> list[SampledToken]:

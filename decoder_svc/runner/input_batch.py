@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from decoder_svc.request import ImageItem, RequestId, SamplingParams
+from decoder_svc.request import ImageItem, RequestId, SamplingParams, Span
 from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk
 
 IntArray = npt.NDArray[np.int64]
@@ -22,6 +22,7 @@ class RequestRow:
         capacity = admitted.num_prompt_tokens + admitted.params.max_tokens
         self.params: SamplingParams = admitted.params
         self.images: tuple[ImageItem, ...] = admitted.images
+        self.mutual_spans: tuple[Span, ...] = admitted.mutual_spans
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self.num_tokens = num_tokens
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
@@ -57,6 +58,12 @@ class RequestRow:
         slots[: max(0, write_start - start)] = unread_slot
         return slots
 
+    def mutual_spans_from(self, start: int) -> tuple[Span, ...]:
+        """Those that reach into tokens from `start` on."""
+        if not self.mutual_spans or start >= self.num_prompt_tokens:
+            return ()
+        return tuple(span for span in self.mutual_spans if span.stop > start)
+
     def positions(self, start: int, stop: int, num_axes: int) -> IntArray:
         """Rotary positions of tokens [start, stop), `[num_axes, stop - start]`."""
         positions = np.broadcast_to(np.arange(start, stop) + self._position_delta, (num_axes, stop - start))
@@ -81,6 +88,8 @@ class FlatInputs:
     # Per request: new tokens, and tokens including them.
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
+    # Per request: the stretches of its tokens that see each other and reach into the new ones.
+    mutual_spans: tuple[tuple[Span, ...], ...]
     # Requests whose next token is sampled, and the flat index of the token that predicts it.
     sampled_ids: tuple[RequestId, ...]
     sampled_indexes: IntArray
@@ -125,6 +134,7 @@ class InputBatch:
             block_tables=tuple(row.blocks(stop) for _, row, stop in parts),
             query_lens=tuple(chunk.num_tokens for chunk, _, _ in parts),
             kv_lens=tuple(stop for _, _, stop in parts),
+            mutual_spans=tuple(row.mutual_spans_from(chunk.start) for chunk, row, _ in parts),
             sampled_ids=tuple(parts[index][0].request_id for index in sampled),
             sampled_indexes=ends[sampled] - 1 if sampled else np.zeros(0, dtype=np.int64),
         )

@@ -58,15 +58,15 @@ class RowCache:
         if kept:
             self._parts[key] = kept
 
-    def place(self, embeddings: Tensor, first: int, item: ImageItem, start: int, stop: int) -> None:
-        """Writes the rows of an image over its placeholders among the prompt's tokens [start, stop).
+    def place(self, embeddings: Tensor, first: int, item: ImageItem, start: int, stop: int) -> list[int]:
+        """Writes the rows of an image over its placeholders among the prompt's tokens [start, stop); returns where.
 
-        `embeddings` is the step's `[num_tokens, hidden]`, in which token `start` has index `first`. Raises KeyError
-        when a row is not here: a step must never be computed without it.
+        `embeddings` is the step's `[num_tokens, row_elements]`, in which token `start` has index `first`. Raises
+        KeyError when a row is not here: a step must never be computed without it.
         """
         row_start, row_stop = item.rows_between(start, stop)
         if row_start == row_stop:
-            return
+            return []
         tokens = [first + token - start for token in item.tokens_with_row(start, stop)]
         num_placed = 0
         for rows, values in self._parts[item.key].items():
@@ -76,3 +76,4 @@ class RowCache:
                 num_placed += end - begin
         if num_placed != row_stop - row_start:
             raise KeyError(f"{row_stop - row_start - num_placed} embedding rows are not on the device")
+        return tokens

@@ -70,7 +70,7 @@ def _images(worst: WorstCase, start: int) -> tuple[ImageItem, ...]:
 
 
 def _admitted(name: str, num_tokens: int, images: tuple[ImageItem, ...]) -> AdmittedRequest:
-    return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, _SAMPLING)
+    return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, (), _SAMPLING)
 
 
 def _chunk(request: AdmittedRequest, start: int, num_tokens: int, block_size: int) -> ScheduledChunk:

@@ -15,9 +15,9 @@ from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.engine import Engine
 from decoder_svc.engine_interface import EngineLimits
+from decoder_svc.family import load_family
 from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.models.registry import load_family
 from decoder_svc.output_stream import OutputStream
 from decoder_svc.request import FinishReason, Prompt, RequestId, RequestOutput, SamplingParams
 from decoder_svc.runner.base import RunnerConfig

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from decoder_svc.models.llava import num_rows
-from decoder_svc.models.registry import load_family
-from decoder_svc.request import ImageItem, Span
+from decoder_svc.family import load_family
+from decoder_svc.request import Span
 from lookonce.content_key import ProcessorOptions
-from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError
+from lookonce.errors import ImageTooLargeError, InvalidParameterError
 from lookonce.half_model import load_text_half
 from lookonce.model_folder import ModelFolder
 from tests import tiny_models
-from tests.decoder_svc.scheduling import key
 
 SIZES = [(80, 60), (56, 56), (140, 60), (60, 140), (400, 300), (28, 28), (500, 40)]
 
@@ -48,14 +46,13 @@ def test_rotary_positions_equal_the_models_own(folder: pathlib.Path) -> None:
     processor = tiny_models.load_processor(folder)
     family = load_family(ModelFolder.open(folder), processor.tokenizer)
     token_ids = expanded(processor, SIZES, family)
-    items, layouts, offset = [], [], 0
-    for index, size in enumerate(SIZES):
+    spans, layouts, offset = [], [], 0
+    for size in SIZES:
         layouts.append(family.image_layout(*size, ProcessorOptions()))
         offset = token_ids.index(family.image_token_id, offset)
-        span = Span(offset, len(layouts[-1].token_ids))
-        items.append(ImageItem(key(str(index)), span, layouts[-1].num_rows, ProcessorOptions(), None))
-        offset = span.stop
-    positions = family.positions(token_ids, items, layouts)
+        spans.append(Span(offset, layouts[-1].span_length))
+        offset = spans[-1].stop
+    positions = family.positions(len(token_ids), spans, layouts)
     if family.num_position_axes == 1:
         assert positions is None
         return
@@ -74,7 +71,7 @@ def test_rotary_positions_equal_the_models_own(folder: pathlib.Path) -> None:
 def test_text_only_positions_count_from_zero(folder: pathlib.Path) -> None:
     processor = tiny_models.load_processor(folder)
     family = load_family(ModelFolder.open(folder), processor.tokenizer)
-    positions = family.positions([5, 6, 7], [], [])
+    positions = family.positions(3, [], [])
     assert positions is None or (positions.axes == ((0, 1, 2),) * 3 and positions.delta == 0)
 
 
@@ -88,8 +85,3 @@ def test_qwen2_vl_takes_fewer_rows_for_fewer_pixels_and_refuses_what_it_cannot(t
         family.image_layout(400, 300, ProcessorOptions(max_pixels=10**9))
     with pytest.raises(ImageTooLargeError, match="elongated"):
         family.image_layout(5000, 10, ProcessorOptions())
-
-
-def test_llava_with_an_unknown_tower_is_refused() -> None:
-    with pytest.raises(ModelFolderError, match="pixtral"):
-        num_rows({"vision_config": {"model_type": "pixtral"}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.models.base import ImageLayout
+from decoder_svc.family import DecoderFamily, load_family
 from decoder_svc.prompt import ResolvedImage
 from decoder_svc.prompt_spec import ChatPrompt, PromptSpec, TextPrompt, TokenPrompt
+from decoder_svc.request import Span
 from decoder_svc.service import LoadedText
+from decoder_svc.text_tokenizer import load_pretrained
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import (
     ContextTooLongError,
@@ -23,6 +26,9 @@ from lookonce.errors import (
     PromptEmptyError,
     UnsupportedError,
 )
+from lookonce.families.base import ImageShape
+from lookonce.families.model import FamilyModel
+from lookonce.families.sizing import constant
 from tests import image_files
 from tests.decoder_svc.conftest import loaded
 from tests.decoder_svc.prompts import builder, chat, inline, resolved
@@ -133,49 +139,40 @@ def test_neighbouring_images_in_expanded_tokens_are_told_apart_by_their_sizes(an
     assert (first.offset, first.stop, second.stop) == (1, second.offset, len(tokens) - 1)
 
 
-class TaggedFamily:
-    """A family whose images carry tokens that take no row."""
-
-    model_type = "tagged"
-    num_position_axes = 1
-    max_rows_per_image = 2
-    has_max_pixels = False
-
-    def __init__(self, text: LoadedText, layout: ImageLayout) -> None:
-        self.image_token = text.family.image_token
-        self.image_token_id = text.family.image_token_id
-        self.layout = layout
-
-    def image_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
-        return self.layout
-
-    def positions(self, *_: object) -> None:
-        return None
+def with_tags(text: LoadedText) -> LoadedText:
+    """The same model, but each image is two rows between tokens that take none."""
+    family = load_family(text.folder, load_pretrained(text.folder.path))
+    tagged = replace(FamilyModel.load(text.folder), sizing=constant(ImageShape(("begin", 1, "between", 1, "end"))))
+    tokenizer = load_pretrained(text.folder.path)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    token, token_id = family.image_token, family.image_token_id
+    return replace(text, family=DecoderFamily(tagged, token, token_id, token_id, encode))
 
 
-def test_layouts_with_tokens_that_take_no_row_are_found_in_expanded_tokens(llava_text: LoadedText) -> None:
-    image = llava_text.family.image_token_id
-    layout = ImageLayout((30, image, 31, image), 2, row_of_token=(None, 0, None, 1))
-    text = replace(llava_text, family=TaggedFamily(llava_text, layout))
+def test_layouts_with_tokens_that_take_no_row_are_placed_and_found_again(llava_text: LoadedText) -> None:
+    text = with_tags(llava_text)
+    image = text.family.image_token_id
+    begin, between, end = (
+        tuple(text.tokenizer.encode_trusted("<s>" + part)[1:]) for part in ("begin", "between", "end")
+    )
     images, sources = [resolved(b"a"), resolved(b"b")], (inline(), inline())
+    whole = (*begin, image, *between, image, *end)
     unexpanded = builder(text).build(TokenPrompt((20, image, image, 21), sources), images)
-    assert unexpanded.token_ids == (20, 30, image, 31, image, 30, image, 31, image, 21)
-    assert [item.row_of_token for item in unexpanded.images] == [layout.row_of_token] * 2
+    assert unexpanded.token_ids == (20, *whole, *whole, 21)
+    rows = (0, *(None for _ in between), 1)
+    assert [item.row_of_token for item in unexpanded.images] == [rows, rows]
+    assert unexpanded.images[0].span == Span(1 + len(begin), 2 + len(between))
     assert builder(text).build(TokenPrompt(unexpanded.token_ids, sources), images) == unexpanded
-    torn = (20, image, 31, image, 30, image, 31, image, 21)
+    torn = (20, *begin, image, image, *end, *whole, 21)
     with pytest.raises(PlaceholderMismatchError):
         builder(text).build(TokenPrompt(torn, sources), images)
 
 
-def test_images_that_share_a_token_are_refused(llava_text: LoadedText) -> None:
-    image = llava_text.family.image_token_id
-    layout = ImageLayout((30, image, image, 30), 2, row_of_token=(None, 0, 1, None))
-    text = replace(llava_text, family=TaggedFamily(llava_text, layout))
-    images, sources = [resolved(b"a"), resolved(b"b")], (inline(), inline())
-    apart = (30, image, image, 30, 30, image, image, 30)
-    assert builder(text).build(TokenPrompt(apart, sources), images).token_ids == apart
-    with pytest.raises(PlaceholderMismatchError):
-        builder(text).build(TokenPrompt((30, image, image, 30, image, image, 30), sources), images)
+def test_texts_around_rows_are_tokenized_with_the_text_beside_them(llava_text: LoadedText) -> None:
+    text = with_tags(llava_text)
+    image = text.family.image_token
+    prompt = builder(text).build(TextPrompt(f"<s>be{image}ginning", (inline(),)), [resolved()])
+    assert list(prompt.token_ids) == text.tokenizer.encode_trusted(f"<s>bebegin{image}between{image}endginning")
 
 
 def test_rows_in_the_cache_must_be_those_of_the_layout(llava_text: LoadedText) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder_svc.models.registry import load_family
+from decoder_svc.family import load_family
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step

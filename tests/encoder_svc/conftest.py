@@ -15,7 +15,7 @@ import structlog
 import torch
 import transformers
 
-from encoder_svc.families import PixelInputs
+from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.pipeline import EncodePipeline
 from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
@@ -154,9 +154,9 @@ class SickModel:
 @pytest.fixture
 def sick_model(vision_model: Callable[[str], VisionModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[SickModel]:
     """What `vision_model("llava_clip")` is during the test."""
-    family = vision_model("llava_clip").family
-    sick = SickModel(family.image_rows)
-    monkeypatch.setattr(family, "image_rows", sick.image_rows)
+    adapter = vision_model("llava_clip").adapter
+    sick = SickModel(adapter.image_rows)
+    monkeypatch.setattr(adapter, "image_rows", sick.image_rows)
     # Rendering tracebacks with all their local variables takes longer than the tests.
     with structlog.testing.capture_logs():
         yield sick

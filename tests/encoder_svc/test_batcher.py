@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from encoder_svc import batcher as batcher_module
 from encoder_svc.batcher import BatchLimits, ForwardBatcher
-from encoder_svc.families import PixelInputs
 from encoder_svc.forward_queue import CallerId, EncodedRows
+from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
@@ -101,7 +101,7 @@ def make_batcher(model: StepwiseModel, registry: CollectorRegistry) -> Iterator[
 
 def image(value: float, num_pixels: int = 1) -> PixelInputs:
     """An image whose pixels all have one value."""
-    return PixelInputs(torch.full((1, num_pixels), float(value)))
+    return PixelInputs({"pixel_values": torch.full((1, num_pixels), float(value))}, 1)
 
 
 def submit_behind_first(
@@ -419,7 +419,7 @@ def test_rows_are_those_of_a_pass_of_its_own_whatever_the_company(
 ) -> None:
     model = vision_model("qwen2_vl")
     pixels = [
-        model.family.pixel_inputs(image_files.noise(seed, width, height), ProcessorOptions())
+        model.adapter.pixel_inputs(image_files.noise(seed, width, height), ProcessorOptions())
         for seed, (width, height, _) in enumerate(images)
     ]
     sizes: list[int] = []

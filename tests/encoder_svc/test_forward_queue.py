@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from encoder_svc.families import PixelInputs
 from encoder_svc.forward_queue import CallerId, ForwardJob, ForwardQueue
+from encoder_svc.image_inputs import PixelInputs
 
 PIXEL_BYTES = 4
 CALLERS = [CallerId(name) for name in "abcde"]
@@ -19,12 +19,12 @@ CALLERS = [CallerId(name) for name in "abcde"]
 
 def stacked(num_pixels: int = 1) -> PixelInputs:
     """An image of a family that stacks equal shapes."""
-    return PixelInputs(torch.zeros(1, num_pixels))
+    return PixelInputs({"pixel_values": torch.zeros(1, num_pixels)}, 1)
 
 
 def packed(num_patches: int) -> PixelInputs:
     """An image of a family that puts the patches of all images into one sequence."""
-    return PixelInputs(torch.zeros(num_patches, 1), (1, 1, num_patches))
+    return PixelInputs({"pixel_values": torch.zeros(num_patches, 1, 1)}, num_patches)
 
 
 def filled(images: str, *, max_images: int = 4, max_bytes: int = 1 << 20) -> ForwardQueue:
@@ -159,8 +159,7 @@ class AnyTraffic(RuleBasedStateMachine):
     def check_bounds(self, plan: list[ForwardJob]) -> None:
         assert 1 <= len(plan) <= self.max_images
         assert len(plan) == 1 or sum(job.inputs.size_bytes for job in plan) <= self.max_bytes
-        kinds = {job.inputs.pixel_values.shape if job.inputs.grid is None else "packed" for job in plan}
-        assert len(kinds) == 1
+        assert len({job.inputs.pixel_values.shape[1:] for job in plan}) == 1
 
     def check_order(self, plan: list[ForwardJob]) -> None:
         oldest = self.waiting[0]
@@ -178,11 +177,8 @@ class AnyTraffic(RuleBasedStateMachine):
         num_bytes = sum(job.inputs.size_bytes for job in plan)
         for job in self.waiting:
             inputs, first = job.inputs, plan[0].inputs
-            fits = num_bytes + inputs.size_bytes <= self.max_bytes and (
-                inputs.grid is None and inputs.pixel_values.shape == first.pixel_values.shape
-                if first.grid is None
-                else inputs.grid is not None
-            )
+            fits = num_bytes + inputs.size_bytes <= self.max_bytes
+            fits = fits and inputs.pixel_values.shape[1:] == first.pixel_values.shape[1:]
             is_next = job not in plan and not any(
                 other.caller == job.caller and other.number < job.number and other not in plan for other in self.waiting
             )

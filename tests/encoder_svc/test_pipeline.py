@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from encoder_svc.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.cache_tiers import CacheTiers
-from encoder_svc.families import PixelInputs
 from encoder_svc.forward_queue import CallerId
+from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.local_cache import LocalCache
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput, Origin
@@ -98,7 +98,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
         store = None if redis_url is None else EmbeddingStore(redis_url, 0.5, 60, 1 << 20)
         pipeline = EncodePipeline(
             model,
-            Preprocessor(model.family, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, 60.0, metrics)),
+            Preprocessor(model.adapter, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, 60.0, metrics)),
             ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
             CacheTiers(LocalCache(local_bytes), store, metrics, store_workers=2),
             LIMITS,
@@ -151,7 +151,7 @@ async def test_rows_are_those_of_the_model(
 ) -> None:
     model = vision_model("llava_clip")
     image = image_files.noise(3)
-    expected = model.forward([model.family.pixel_inputs(image, ProcessorOptions())])[0]
+    expected = model.forward([model.adapter.pixel_inputs(image, ProcessorOptions())])[0]
     async with open_harness() as harness:
         outcome = await harness.encode(image_files.encoded(image))
         assert await harness.rows(outcome) == bytes(row_bytes(expected))

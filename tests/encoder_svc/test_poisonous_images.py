@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import grpc
 import pytest
+import torch
 
 from encoder_svc import batcher
 from encoder_svc.forward_queue import CallerId
+from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.pipeline import CacheUse, ImageInput
 from encoder_svc.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions, Tenant
@@ -62,18 +64,18 @@ async def test_after_two_failures_of_its_own_the_model_is_not_asked_again(
 async def test_other_options_are_another_image(
     start_encoder: StartEncoder, vision_model: Callable[[str], VisionModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = vision_model("qwen2_vl").family
-    healthy, num_failed = family.image_rows, 0
+    adapter = vision_model("qwen2_vl").adapter
+    healthy, num_failed = adapter.image_rows, 0
 
-    def image_rows(model: object, batch: list[object]) -> list[object]:
+    def image_rows(model: object, batch: list[PixelInputs]) -> list[torch.Tensor]:
         nonlocal num_failed
         # 12 × 8 patches are the image as it is; neither its smaller rendering nor the control's pictures have them.
-        if any(inputs.pixel_values.shape[0] == 96 for inputs in batch):  # type: ignore[attr-defined]
+        if any(inputs.pixel_values.shape[0] == 96 for inputs in batch):
             num_failed += 1
             raise RuntimeError("sick")
-        return healthy(model, batch)  # type: ignore[arg-type]
+        return healthy(model, batch)
 
-    monkeypatch.setattr(family, "image_rows", image_rows)
+    monkeypatch.setattr(adapter, "image_rows", image_rows)
     async with start_encoder("qwen2_vl") as encoder:
         for _ in range(4):
             assert (await failure(encoder.stub.Encode(request(source(png(1, 168, 112))))))[:2] == POISONOUS

@@ -40,7 +40,7 @@ def int8_model(tiny_folder: Folders) -> VisionModel:
 
 def native_rows(model: VisionModel) -> torch.Tensor:
     """What the model itself gives for IMAGE."""
-    return model.forward([model.family.pixel_inputs(IMAGE, ProcessorOptions())])[0]
+    return model.forward([model.adapter.pixel_inputs(IMAGE, ProcessorOptions())])[0]
 
 
 async def encode(encoder: RunningEncoder) -> pb.EncodeResult:
@@ -125,7 +125,7 @@ def test_the_row_format_is_part_of_the_fingerprint_beside_the_dtype(
 def test_native_rows_go_through_untouched(vision_model: Models, int8_model: VisionModel) -> None:
     model, metrics = vision_model("llava_clip"), EncoderMetrics(CollectorRegistry())
     assert model.row_dtype is model.dtype
-    (rows,) = stored_forward(model, metrics)([model.family.pixel_inputs(IMAGE, ProcessorOptions())])
+    (rows,) = stored_forward(model, metrics)([model.adapter.pixel_inputs(IMAGE, ProcessorOptions())])
     assert bytes(row_bytes(rows)) == bytes(row_bytes(native_rows(model)))
     assert torch.equal(native_rows(int8_model), rows), "the model's own rows are the same in both formats"
 
@@ -137,10 +137,10 @@ def test_rows_that_are_not_finite_are_refused_before_they_are_rounded(
     registry = CollectorRegistry()
     rows = torch.zeros(NUM_ROWS, tiny_models.HIDDEN_SIZE)
     rows[3, 5] = bad
-    monkeypatch.setattr(int8_model.family, "image_rows", lambda *_: [rows])
+    monkeypatch.setattr(int8_model.adapter, "image_rows", lambda *_: [rows])
     with pytest.raises(ValueError, match="not finite"):
         stored_forward(int8_model, EncoderMetrics(registry))(
-            [int8_model.family.pixel_inputs(IMAGE, ProcessorOptions())]
+            [int8_model.adapter.pixel_inputs(IMAGE, ProcessorOptions())]
         )
     assert registry.get_sample_value("lookonce_encoder_int8_relative_error_count") == 0
 

@@ -93,7 +93,7 @@ async def test_read_embedding_streams_whole_rows_of_the_asked_range(
     monkeypatch.setattr("encoder_svc.servicer.CHUNK_BYTES", 3 * 64 * 4 + 100)
     model = vision_model("llava_clip")
     image = image_files.noise(5)
-    expected = bytes(row_bytes(model.forward([model.family.pixel_inputs(image, ProcessorOptions())])[0]))
+    expected = bytes(row_bytes(model.forward([model.adapter.pixel_inputs(image, ProcessorOptions())])[0]))
     async with start_encoder("llava_clip") as encoder:
         data = image_files.encoded(image)
         result = await encode_one(encoder, data)

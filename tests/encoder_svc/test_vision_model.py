@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -15,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from encoder_svc.families import PixelInputs, load_family
+from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision_model import VisionModel, iter_vision_tensors, row_bytes
 from lookonce.content_key import ProcessorOptions
@@ -56,7 +55,7 @@ def test_rows_of_a_mixed_batch_equal_hugging_face_for_each_image(
 ) -> None:
     images = [image_files.noise(seed, *size) for seed, size in enumerate(SIZES)]
     model = vision_model(name)
-    batch = [model.family.pixel_inputs(image, ProcessorOptions()) for image in images]
+    batch = [model.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
     together = model.forward(batch)
     expected = reference_rows(tiny_folder(name), images)
     for index, wanted in enumerate(expected):
@@ -68,14 +67,14 @@ def test_rows_of_a_mixed_batch_equal_hugging_face_for_each_image(
 
 def test_qwen2_vl_rows_follow_the_size(vision_model: Models) -> None:
     model = vision_model("qwen2_vl")
-    batch = [model.family.pixel_inputs(image_files.noise(0, *size), ProcessorOptions()) for size in SIZES]
+    batch = [model.adapter.pixel_inputs(image_files.noise(0, *size), ProcessorOptions()) for size in SIZES]
     assert [len(rows) for rows in model.forward(batch)] == [6, 6, 14, 7, 4]
 
 
 def test_max_pixels_bounds_qwen2_vl_as_in_hugging_face(tiny_folder: Folders, vision_model: Models) -> None:
     image = image_files.noise(4, 300, 200)
     model = vision_model("qwen2_vl")
-    rows = model.forward([model.family.pixel_inputs(image, ProcessorOptions(max_pixels=8 * 28 * 28))])[0]
+    rows = model.forward([model.adapter.pixel_inputs(image, ProcessorOptions(max_pixels=8 * 28 * 28))])[0]
     size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 8 * 28 * 28}
     torch.testing.assert_close(rows, reference_rows(tiny_folder("qwen2_vl"), [image], size=size)[0])
     assert len(rows) <= 8
@@ -84,7 +83,7 @@ def test_max_pixels_bounds_qwen2_vl_as_in_hugging_face(tiny_folder: Folders, vis
 @pytest.mark.parametrize(("name", "max_pixels"), [("llava_clip", 5000), ("qwen2_vl", 3135), ("qwen2_vl", 18817)])
 def test_max_pixels_that_a_family_cannot_keep_is_refused(name: str, max_pixels: int, vision_model: Models) -> None:
     with pytest.raises(InvalidParameterError, match="max_pixels"):
-        vision_model(name).family.check_options(ProcessorOptions(max_pixels))
+        vision_model(name).adapter.check_options(ProcessorOptions(max_pixels))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -160,7 +159,7 @@ def test_the_dtype_is_part_of_the_fingerprint_and_of_the_rows(tiny_folder: Folde
     assert model.dtype is RowDtype.BFLOAT16
     assert model.fingerprint != vision_model("llava_clip").fingerprint
     image = image_files.noise(1)
-    rows = model.forward([model.family.pixel_inputs(image, ProcessorOptions())])[0]
+    rows = model.forward([model.adapter.pixel_inputs(image, ProcessorOptions())])[0]
     assert rows.dtype == torch.bfloat16
     assert row_bytes(rows).nbytes == 16 * tiny_models.HIDDEN_SIZE * 2
     expected = reference_rows(tiny_folder("llava_clip"), [image])[0]
@@ -169,7 +168,7 @@ def test_the_dtype_is_part_of_the_fingerprint_and_of_the_rows(tiny_folder: Folde
 
 def test_row_bytes_are_little_endian_row_major_and_read_only(vision_model: Models) -> None:
     model = vision_model("llava_siglip")
-    rows = model.forward([model.family.pixel_inputs(image_files.noise(1), ProcessorOptions())])[0]
+    rows = model.forward([model.adapter.pixel_inputs(image_files.noise(1), ProcessorOptions())])[0]
     data = row_bytes(rows)
     assert data.readonly
     assert np.array_equal(np.frombuffer(data, "<f4").reshape(rows.shape), rows.numpy())
@@ -188,14 +187,22 @@ def test_row_bytes_are_little_endian_row_major_and_read_only(vision_model: Model
     ],
 )
 def test_rows_that_must_not_be_stored_are_refused(
-    outputs: list[torch.Tensor], message: str, tiny_folder: Folders
+    outputs: list[torch.Tensor], message: str, tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ModelFolder.open(tiny_folder("llava_clip"))
-    family = load_family(folder)
-    model = VisionModel(folder, load_vision_half(folder.path, None), family)
-    family.image_rows = lambda *_: outputs  # type: ignore[method-assign]
+    model = VisionModel(folder, load_vision_half(folder.path, None), VisionAdapter.load(folder))
+    monkeypatch.setattr(model.adapter, "image_rows", lambda *_: outputs)
     with pytest.raises(ValueError, match=message):
-        model.forward([PixelInputs(torch.zeros(1, 3, 56, 56))])
+        model.forward([PixelInputs({"pixel_values": torch.zeros(1, 3, 56, 56)}, 4)])
+
+
+def test_rows_that_are_not_as_many_as_the_images_size_says_are_refused(vision_model: Models) -> None:
+    model = vision_model("llava_clip")
+    pixels = {"pixel_values": torch.zeros(1, 3, 56, 56)}
+    assert len(model.forward([PixelInputs(pixels, 16)])[0]) == 16
+    for num_rows in (15, 17):
+        with pytest.raises(ValueError, match=f"16 rows for images that take .{num_rows}"):
+            model.forward([PixelInputs(pixels, num_rows)])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -223,11 +230,11 @@ def test_warm_up_refuses_a_processor_that_does_not_fit_the_tower(tiny_folder: Fo
         load(copy).warm_up()
 
 
-def test_an_unknown_tower_is_refused(tiny_folder: Folders) -> None:
-    folder = ModelFolder.open(tiny_folder("llava_clip"))
-    config = {**folder.config, "vision_config": {"model_type": "pixtral"}}
-    with pytest.raises(ModelFolderError, match="pixtral"):
-        load_family(dataclasses.replace(folder, config=config))
+def test_an_unknown_tower_is_refused(tiny_folder: Folders, tmp_path: pathlib.Path) -> None:
+    copy = shutil.copytree(tiny_folder("llava_clip"), tmp_path / "model")
+    changed_json(copy, "config.json", vision_config={"model_type": "vit"})
+    with pytest.raises(ModelFolderError, match="'vit'"):
+        VisionAdapter.load(ModelFolder.open(copy))
 
 
 def test_a_folder_without_an_image_processor_is_refused(tiny_folder: Folders, tmp_path: pathlib.Path) -> None:

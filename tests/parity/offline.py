@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.family import DecoderFamily, load_family
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.models.base import FamilyAdapter
-from decoder_svc.models.registry import load_family
 from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span, TokenLogprobs
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
@@ -85,7 +84,7 @@ def build(
 def _question(
     processor: Any,
     reference: Any,
-    family: FamilyAdapter,
+    family: DecoderFamily,
     images: list[Any],
     rng: random.Random,
     rows: dict[ContentKey, torch.Tensor],
@@ -108,7 +107,7 @@ def _question(
 def _prompt(
     processor: Any,
     reference: Any,
-    family: FamilyAdapter,
+    family: DecoderFamily,
     token_ids: list[int],
     images: list[Any],
     rows: dict[ContentKey, torch.Tensor],
@@ -125,7 +124,8 @@ def _prompt(
         items.append(ImageItem(key, Span(offset, len(layout.token_ids)), layout.num_rows, options, None))
         layouts.append(layout)
         offset += len(layout.token_ids)
-    return Prompt(tuple(token_ids), tuple(items), family.positions(token_ids, items, layouts))
+    positions = family.positions(len(token_ids), [item.span for item in items], layouts)
+    return Prompt(tuple(token_ids), tuple(items), positions, family.mask)
 
 
 def _rows(processor: Any, reference: Any, image: Any) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""The model's family as the decoder needs it: placeholder, layout of an image's tokens, positions, mask. No pixels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decoder_svc.image_layout import ImageLayout, layout_of
+from decoder_svc.request import Positions, Span
+from decoder_svc.rotary_positions import mrope_positions, sequence_positions
+from lookonce.content_key import ProcessorOptions
+from lookonce.errors import ModelFolderError
+from lookonce.families.base import PositionAxes
+from lookonce.families.model import FamilyModel
+from lookonce.model_folder import ModelFolder
+
+# Layouts that are kept: a chat shows the same pictures again in every turn.
+_NUM_LAYOUTS = 256
+
+
+class DecoderFamily:
+    """One model's family; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        model: FamilyModel,
+        image_token: str,
+        image_token_id: int,
+        placeholder_id: int,
+        encode: Callable[[str], Sequence[int]],
+    ) -> None:
+        """`encode` tokenizes trusted text without adding special tokens.
+
+        Raises ModelFolderError when the tokenizer cannot write what stands around an image's rows.
+        """
+        data = model.data
+        self._model = model
+        self._encode = encode
+        self.title = data.title
+        # The token that takes rows.
+        self.image_token = image_token
+        self.image_token_id = image_token_id
+        # What stands for one image in a rendered prompt, and its id.
+        self.placeholder = data.placeholder(model.source) or image_token
+        self.placeholder_id = placeholder_id
+        self.num_position_axes = 3 if data.axes is PositionAxes.MROPE else 1
+        self.mask = data.mask
+        # Feature levels beside each row.
+        self.num_levels = model.num_levels
+        self.finish_text = data.finish_text
+        self._layout = functools.lru_cache(_NUM_LAYOUTS)(self._new_layout)
+        try:
+            largest = layout_of(model.sizing.largest, image_token, image_token_id, encode)
+        except ValueError as error:
+            raise ModelFolderError(f"the tokenizer does not fit {data.title}: {error}") from error
+        # Of the largest image that the processor can make: rows, and tokens from the first row's to the last one's.
+        self.max_rows_per_image = largest.num_rows
+        self.max_tokens_per_image = largest.span_length
+
+    def check_options(self, options: ProcessorOptions) -> None:
+        """Raises InvalidParameterError for options that the model does not have or values out of range."""
+        self._model.check_options(options)
+
+    def image_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
+        """Layout of an upright image of this size in pixels.
+
+        Raises ImageTooLargeError for a size that the model cannot take and InvalidParameterError for wrong options.
+        """
+        return self._layout(width, height, options)
+
+    def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
+        """Rotary positions of an expanded prompt, None for 0, 1, 2, …"""
+        if self.num_position_axes == 1:
+            return sequence_positions(num_tokens, self._model.data.first_position)
+        grids = [layout.grid for layout in layouts]
+        return mrope_positions(num_tokens, [(span, grid) for span, grid in zip(spans, grids, strict=True) if grid])
+
+    def _new_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
+        shape = self._model.image_shape(width, height, options)
+        return layout_of(shape, self.image_token, self.image_token_id, self._encode)
+
+
+def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:
+    """The family of a folder; `tokenizer` is the folder's fast tokenizer of transformers.
+
+    Raises ModelFolderError when tokenizer and configuration do not name the placeholder.
+    """
+    config = folder.config
+    token_id = config.get("image_token_index", config.get("image_token_id"))
+    if token_id is None:
+        raise ModelFolderError("config.json names no image token (image_token_index or image_token_id)")
+    token = tokenizer.convert_ids_to_tokens(int(token_id))
+    if token is None:
+        raise ModelFolderError(f"the tokenizer has no token with the image token's id {token_id}")
+    model = FamilyModel.load(folder)
+    placeholder = model.data.placeholder(model.source) or str(token)
+    placeholder_id = tokenizer.convert_tokens_to_ids(placeholder)
+    if placeholder_id is None:
+        raise ModelFolderError(f"the tokenizer has no token {placeholder!r}, which stands for an image")
+
+    def encode(text: str) -> Sequence[int]:
+        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    return DecoderFamily(model, str(token), int(token_id), int(placeholder_id), encode)

@@ -1,1 +1,0 @@
-"""What differs between vision-language families on the decoder's side."""

@@ -1,0 +1,102 @@
+"""An image → what the vision half is called with; what it gives → rows of each image. One path for all families.
+
+What differs between families is data (`lookonce/families/`). Stateless after construction; used from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import PIL.Image
+import torch
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.families.base import Family
+from lookonce.families.model import FamilyModel
+from lookonce.model_folder import ModelFolder
+
+
+@dataclass(frozen=True, slots=True)
+class PixelInputs:
+    """What the image processor makes of one image."""
+
+    # By the names of `get_image_features`, the image (or its patches, or its tiles) along the first axis; pixels fp32.
+    tensors: Mapping[str, torch.Tensor]
+    # Rows that the image's size says it takes.
+    num_rows: int
+
+    @property
+    def pixel_values(self) -> torch.Tensor:
+        """The pixels themselves."""
+        return self.tensors["pixel_values"]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pixels."""
+        num_bytes: int = self.pixel_values.nbytes
+        return num_bytes
+
+    def goes_with(self, other: PixelInputs) -> bool:
+        """Whether both can be joined along the first axis, without padding."""
+        return self._joint_shapes() == other._joint_shapes()
+
+    def _joint_shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape[1:] for name, tensor in self.tensors.items()}
+
+
+class VisionAdapter:
+    """A model folder's image processor and the calling convention of its vision half."""
+
+    def __init__(self, model: FamilyModel) -> None:
+        self.family: Family = model.data
+        self.processor: Any = model.source.processor
+        self.num_levels = model.num_levels
+        self._model = model
+
+    @classmethod
+    def load(cls, folder: ModelFolder) -> VisionAdapter:
+        """Raises ModelFolderError when the folder has no image processor, or parts that its family does not know."""
+        return cls(FamilyModel.load(folder))
+
+    def check_options(self, options: ProcessorOptions) -> None:
+        """Raises InvalidParameterError for options that the model does not have or values out of range."""
+        self._model.check_options(options)
+
+    def pixel_inputs(self, image: PIL.Image.Image, options: ProcessorOptions) -> PixelInputs:
+        """Pixels of one upright RGB image; `options` have been checked.
+
+        Raises ImageTooLargeError for an image whose proportions the processor refuses.
+        """
+        shape = self._model.image_shape(image.width, image.height, options)
+        arguments = self.family.processor_arguments(self.processor, options)
+        # A list in a list: one prompt with one image, for processors that care how many there are.
+        processed = self.processor(images=[[image]], return_tensors="pt", **arguments)
+        given = {name: processed[name] for name in self.family.inputs if name in processed}
+        return PixelInputs({name: torch.as_tensor(value) for name, value in given.items()}, shape.num_rows)
+
+    def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        """One forward pass of images that go together: rows [num_rows, (1 + num_levels) * hidden_size] of each.
+
+        Raises ValueError when the vision half gives another number of rows than the images' sizes say: such rows would
+        stand under the wrong image's placeholders.
+        """
+        names = batch[0].tensors
+        joined = {name: torch.cat([inputs.tensors[name] for inputs in batch]) for name in names}
+        arguments = {
+            name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in joined.items()
+        }
+        output = model.get_image_features(**arguments, return_dict=True)
+        levels = [output.pooler_output, *(output.deepstack_features if self.num_levels else ())]
+        rows = torch.cat([_flat(level) for level in levels], dim=-1)
+        counts = [inputs.num_rows for inputs in batch]
+        if len(rows) != sum(counts):
+            raise ValueError(f"the vision half gave {len(rows)} rows for images that take {counts}")
+        return list(rows.split(counts))
+
+
+def _flat(features: Any) -> torch.Tensor:
+    """Rows of all images, one after the other: families give a tensor, or one per image."""
+    parts = [features] if isinstance(features, torch.Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,0 +1,33 @@
+"""GLM-4.1V (arXiv:2507.01006): a row per merged patch, M-RoPE; bounds count a still image as two frames."""
+
+from __future__ import annotations
+
+from lookonce.families import sizing
+from lookonce.families.base import Family, FamilySource, ImageSizing, PositionAxes
+
+
+def _sizing(source: FamilySource) -> ImageSizing:
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
+
+    processor = source.processor
+    frames = processor.temporal_patch_size
+
+    def resized(height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        resized_height, resized_width = smart_resize(
+            frames, height, width, frames, processor.patch_size * processor.merge_size, least, most
+        )
+        return resized_height, resized_width
+
+    return sizing.patch_grid(processor, resized, frames)
+
+
+FAMILY = Family(
+    title="GLM-4.1V",
+    model_type="glm4v",
+    architecture="Glm4vForConditionalGeneration",
+    sizing=_sizing,
+    inputs=("pixel_values", "image_grid_thw"),
+    axes=PositionAxes.MROPE,
+    has_max_pixels=True,
+    processor_arguments=sizing.pixel_size,
+)

@@ -1,0 +1,43 @@
+"""Idefics3 (arXiv:2408.12637): tiles named by line and column, then the whole image, each between marker tokens."""
+
+from __future__ import annotations
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+
+_MARKER, _WHOLE = "<fake_token_around_image>", "<global-img>"
+
+
+def split_sizing(source: FamilySource) -> ImageSizing:
+    """Of the processors that Idefics3 and SmolVLM have."""
+    config, processor = source.config, source.processor
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    # Patches are shuffled into channels, factor × factor of them.
+    num_rows = side**2 // config.scale_factor**2
+    whole = (f"{_MARKER}{_WHOLE}", num_rows, _MARKER)
+
+    def shape_of(lines: int, columns: int) -> ImageShape:
+        if not lines and not columns:
+            return ImageShape(whole)
+        parts: list[str | int] = []
+        for line in range(1, lines + 1):
+            for column in range(1, columns + 1):
+                parts += [f"{_MARKER}<row_{line}_col_{column}>", num_rows]
+            parts.append("\n")
+        return ImageShape((*parts, "\n" + whole[0], *whole[1:]))
+
+    def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
+        _, lines, columns = processor.get_number_of_image_patches(height, width)
+        return shape_of(lines, columns)
+
+    most = -(-processor.size.longest_edge // processor.max_image_size["longest_edge"])
+    return ImageSizing(shape, shape_of(most, most) if processor.do_image_splitting else shape_of(0, 0))
+
+
+FAMILY = Family(
+    title="Idefics3",
+    model_type="idefics3",
+    architecture="Idefics3ForConditionalGeneration",
+    sizing=split_sizing,
+    inputs=("pixel_values", "pixel_attention_mask"),
+)

@@ -1,0 +1,37 @@
+"""InternVL 3 (arXiv:2504.10479): tiles of one size, and the whole image when there are several, between markers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+
+
+def _sizing(source: FamilySource) -> ImageSizing:
+    rows_per_tile = source.config.image_seq_length
+    begin, end = source.tokens["start_image_token"], source.tokens["end_image_token"]
+    processor = source.processor
+
+    def shape_of(num_tiles: int) -> ImageShape:
+        return ImageShape((begin, rows_per_tile * num_tiles, end))
+
+    def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
+        return shape_of(processor.get_number_of_image_patches(height, width, tile_arguments(processor, options)))
+
+    return ImageSizing(shape, shape_of(1 + processor.max_patches))
+
+
+def tile_arguments(_processor: Any, _options: ProcessorOptions) -> Mapping[str, Any]:
+    """These models tile although their image processor's file may leave it open: their own processors say so."""
+    return {"crop_to_patches": True}
+
+
+FAMILY = Family(
+    title="InternVL 3",
+    model_type="internvl",
+    architecture="InternVLForConditionalGeneration",
+    sizing=_sizing,
+    processor_arguments=tile_arguments,
+)

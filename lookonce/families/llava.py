@@ -1,0 +1,34 @@
+"""LLaVA 1.5 (arXiv:2310.03744): one square of a fixed size; with Pixtral's tower any size, a row per patch."""
+
+from __future__ import annotations
+
+from lookonce.families import sizing
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.pixtral_rows import broken_rows
+
+_TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
+
+
+def _sizing(source: FamilySource) -> ImageSizing:
+    config = source.config
+    vision = config.vision_config
+    if vision.model_type == "pixtral":
+        return broken_rows(source, vision.patch_size)
+    dropped = config.vision_feature_select_strategy == "default"
+    return sizing.constant(ImageShape((sizing.square_patches(vision) ** 2 + sizing.has_class_row(vision) - dropped,)))
+
+
+def _refusal(source: FamilySource) -> str | None:
+    tower = source.config.vision_config.model_type
+    return None if tower in _TOWERS else f"LLaVA with the vision tower {tower!r} is not supported"
+
+
+FAMILY = Family(
+    title="LLaVA 1.5",
+    model_type="llava",
+    architecture="LlavaForConditionalGeneration",
+    sizing=_sizing,
+    # CLIP's and SigLIP's processors give no sizes; Pixtral's tower needs them.
+    inputs=("pixel_values", "image_sizes"),
+    refusal=_refusal,
+)

@@ -1,0 +1,63 @@
+"""LLaVA-OneVision (arXiv:2408.03326): tiles as in LLaVA-NeXT up to a limit; beside other images the whole one only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.families import sizing
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+
+# Grids larger than the limit by up to this much are left alone, as the model was trained.
+_TOLERANCE = 1.1
+_ASPECT_PREFIX = "anyres_max_"
+
+
+def _sizing(source: FamilySource) -> ImageSizing:
+    config = source.config
+    resolutions = source.processor.image_grid_pinpoints
+    tile = config.vision_config.image_size
+    side = sizing.square_patches(config.vision_config)
+    most_tiles = int(config.vision_aspect_ratio.removeprefix(_ASPECT_PREFIX))
+    beside_others = ImageShape((side * side + 1,))
+
+    def shape_of(lines: int, columns: int) -> ImageShape:
+        ratio = math.sqrt(lines * columns / (most_tiles * side**2))
+        if ratio > _TOLERANCE:
+            lines, columns = int(lines // ratio), int(columns // ratio)
+        return ImageShape((side * side + lines * (columns + 1),))
+
+    def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
+        if options.beside_others:
+            return beside_others
+        canvas_height, canvas_width = sizing.best_resolution(width, height, resolutions)
+        return shape_of(*sizing.unpadded_grid(width, height, canvas_height // tile * side, canvas_width // tile * side))
+
+    largest = max((shape_of(h // tile * side, w // tile * side) for h, w in resolutions), key=lambda s: s.num_rows)
+    return ImageSizing(shape, largest)
+
+
+def _refusal(source: FamilySource) -> str | None:
+    config = source.config
+    if not str(config.vision_aspect_ratio).startswith(_ASPECT_PREFIX):
+        return f"vision_aspect_ratio {config.vision_aspect_ratio!r} is not supported, only {_ASPECT_PREFIX}N"
+    if sizing.has_class_row(config.vision_config) != (config.vision_feature_select_strategy == "default"):
+        return "LLaVA-OneVision that keeps a class row, or drops a patch, is not supported"
+    return None
+
+
+def _image_counts(_processor: Any, options: ProcessorOptions) -> Mapping[str, Any]:
+    return {"num_images": 2 if options.beside_others else 1}
+
+
+FAMILY = Family(
+    title="LLaVA-OneVision",
+    model_type="llava_onevision",
+    architecture="LlavaOnevisionForConditionalGeneration",
+    sizing=_sizing,
+    inputs=("pixel_values", "image_sizes", "batch_num_images"),
+    depends_on_image_count=True,
+    refusal=_refusal,
+)

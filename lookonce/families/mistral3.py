@@ -1,0 +1,26 @@
+"""Mistral Small 3.1 and later (`mistral3`): Pixtral's tower with merged patches, a break token after each line."""
+
+from __future__ import annotations
+
+from lookonce.families.base import Family, FamilySource, ImageSizing
+from lookonce.families.pixtral_rows import broken_rows
+
+
+def _sizing(source: FamilySource) -> ImageSizing:
+    config = source.config
+    return broken_rows(source, config.vision_config.patch_size * config.spatial_merge_size)
+
+
+def _refusal(source: FamilySource) -> str | None:
+    tower = source.config.vision_config.model_type
+    return None if tower == "pixtral" else f"Mistral 3 with the vision tower {tower!r} is not supported"
+
+
+FAMILY = Family(
+    title="Mistral 3",
+    model_type="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    sizing=_sizing,
+    inputs=("pixel_values", "image_sizes"),
+    refusal=_refusal,
+)

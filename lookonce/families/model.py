@@ -1,0 +1,130 @@
+"""A model folder's family at work: which rows and tokens an image of a given size takes. Loads no weights.
+
+Needs transformers (the folder's configuration and image processor), so services and `lookonce doctor` import it only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.registry import FAMILIES
+from lookonce.model_folder import ModelFolder, read_json_object
+
+# Keys of tokenizer_config.json that name special tokens, besides those of its extra_special_tokens.
+_TOKEN_SUFFIX = "_token"
+_NESTED = frozenset({"image_processor", "video_processor", "feature_extractor"})
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyModel:
+    """One folder as its family sees it. Thread-safe."""
+
+    data: Family
+    source: FamilySource
+    sizing: ImageSizing
+
+    @classmethod
+    def load(cls, folder: ModelFolder) -> FamilyModel:
+        """Reads configuration and image processor. Raises ModelFolderError for a folder that cannot be served."""
+        data = FAMILIES[folder.model_type]
+        source = FamilySource(
+            config=_config(folder),
+            processor=_image_processor(folder),
+            settings=_settings(folder),
+            tokens=_tokens(folder),
+        )
+        try:
+            refusal = data.refusal(source)
+            sizing = None if refusal else data.sizing(source)
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ModelFolderError(
+                f"{folder.path} does not have what {data.title} needs: {type(error).__name__} {error}"
+            ) from error
+        if sizing is None:
+            raise ModelFolderError(f"{folder.path} cannot be served: {refusal}")
+        return cls(data, source, sizing)
+
+    @property
+    def num_levels(self) -> int:
+        """Feature levels beside each row."""
+        return self.data.num_levels(self.source.config)
+
+    def check_options(self, options: ProcessorOptions) -> None:
+        """Raises InvalidParameterError for options that the model does not have, or values out of its range."""
+        if options.max_pixels is None:
+            return
+        if not self.data.has_max_pixels:
+            raise InvalidParameterError(
+                "max_pixels", f"{self.data.title} has no such option: it resizes to sizes of its own; leave it unset"
+            )
+        size = self.source.processor.size
+        if not size.shortest_edge <= options.max_pixels <= size.longest_edge:
+            raise InvalidParameterError(
+                "max_pixels", f"must be {size.shortest_edge} … {size.longest_edge}, not {options.max_pixels}"
+            )
+
+    def image_shape(self, width: int, height: int, options: ProcessorOptions) -> ImageShape:
+        """What the placeholder of an upright image of this size in pixels becomes.
+
+        Raises ImageTooLargeError for a size that the processor refuses and InvalidParameterError for wrong options.
+        """
+        self.check_options(options)
+        try:
+            return self.sizing.shape(width, height, options)
+        except ValueError:
+            raise ImageTooLargeError(f"an image of {width}×{height} pixels is too elongated for this model") from None
+
+
+def _config(folder: ModelFolder) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelFolderError(f"{folder.path}/config.json is not one of transformers': {error}") from error
+
+
+def _image_processor(folder: ModelFolder) -> Any:
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            folder.path, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
+    if getattr(processor, "backend", None) != "pil":
+        raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
+    return processor
+
+
+def _settings(folder: ModelFolder) -> Mapping[str, Any]:
+    path = folder.path / "processor_config.json"
+    settings = read_json_object(path) if path.is_file() else {}
+    return {name: value for name, value in settings.items() if name not in _NESTED}
+
+
+def _tokens(folder: ModelFolder) -> Mapping[str, str]:
+    path = folder.path / "tokenizer_config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    extra = config.get("extra_special_tokens")
+    model_specific = config.get("model_specific_special_tokens")
+    named: dict[str, Any] = {**config}
+    for group in (extra, model_specific):
+        if isinstance(group, dict):
+            named.update(group)
+    return {
+        name: content
+        for name, value in named.items()
+        if name.endswith(_TOKEN_SUFFIX) and (content := _content(value)) is not None
+    }
+
+
+def _content(token: Any) -> str | None:
+    """A token is its text, or an object with its text."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

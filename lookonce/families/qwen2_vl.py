@@ -1,0 +1,31 @@
+"""Qwen2-VL (arXiv:2409.12191): a row per merged patch of an image of any size, and M-RoPE."""
+
+from __future__ import annotations
+
+from lookonce.families import sizing
+from lookonce.families.base import Family, FamilySource, ImageSizing, PositionAxes
+
+
+def qwen_sizing(source: FamilySource) -> ImageSizing:
+    """Of the processor that all Qwen-VL models share."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    factor = source.processor.patch_size * source.processor.merge_size
+
+    def resized(height: int, width: int, least: int, most: int) -> tuple[int, int]:
+        resized_height, resized_width = smart_resize(height, width, factor, least, most)
+        return resized_height, resized_width
+
+    return sizing.patch_grid(source.processor, resized)
+
+
+FAMILY = Family(
+    title="Qwen2-VL",
+    model_type="qwen2_vl",
+    architecture="Qwen2VLForConditionalGeneration",
+    sizing=qwen_sizing,
+    inputs=("pixel_values", "image_grid_thw"),
+    axes=PositionAxes.MROPE,
+    has_max_pixels=True,
+    processor_arguments=sizing.pixel_size,
+)

@@ -1,0 +1,45 @@
+"""Model type → family. A new family is one more module in the list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lookonce.families import (
+    aya_vision,
+    gemma3,
+    glm4v,
+    idefics3,
+    internvl,
+    llava,
+    llava_next,
+    llava_onevision,
+    mistral3,
+    paligemma,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+    smolvlm,
+)
+from lookonce.families.base import Family
+
+_MODULES = (
+    llava,
+    llava_next,
+    llava_onevision,
+    qwen2_vl,
+    qwen2_5_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+    smolvlm,
+    idefics3,
+    internvl,
+    gemma3,
+    paligemma,
+    mistral3,
+    glm4v,
+    aya_vision,
+)
+
+FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+"""By Hugging Face model type, in the order of the documentation."""

@@ -1,0 +1,88 @@
+"""Arithmetic from image size to rows that several families share. transformers' own functions do what they offer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.families.base import ImageShape, ImageSizing
+
+
+def constant(shape: ImageShape) -> ImageSizing:
+    """Every image becomes the same."""
+    return ImageSizing(lambda width, height, options: shape, shape)
+
+
+def patch_grid(
+    processor: Any, resized: Callable[[int, int, int, int], tuple[int, int]], frames: int = 1
+) -> ImageSizing:
+    """One row per merged patch of an image resized to between so many pixels.
+
+    `resized` is the processor's rule, (height, width, least, most pixels) → (height, width). `frames` is what one still
+    image counts as where the bounds are on pixels times frames.
+    """
+    factor = processor.patch_size * processor.merge_size
+
+    def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
+        least, most = pixel_bounds(processor, options)
+        resized_height, resized_width = resized(height, width, least, most)
+        return _grid_shape(resized_height // factor, resized_width // factor)
+
+    most_rows = max(1, processor.size.longest_edge // (frames * factor**2))
+    return ImageSizing(shape, _grid_shape(1, most_rows))
+
+
+def pixel_bounds(processor: Any, options: ProcessorOptions) -> tuple[int, int]:
+    """Fewest and most pixels of a resized image. Raises InvalidParameterError for a bound out of the model's own."""
+    most = processor.size.longest_edge
+    return processor.size.shortest_edge, most if options.max_pixels is None else options.max_pixels
+
+
+def pixel_size(processor: Any, options: ProcessorOptions) -> dict[str, Any]:
+    """The `size` argument that bounds an image's pixels."""
+    least, most = pixel_bounds(processor, options)
+    return {"size": {"shortest_edge": least, "longest_edge": most}}
+
+
+def unpadded_grid(width: int, height: int, rows: int, columns: int) -> tuple[int, int]:
+    """What is left of a grid of features when the bars that pad an image to the grid's proportions are cut off.
+
+    Widths and heights round as the models' own unpadding does (LLaVA-NeXT): to seven digits, then down.
+    """
+    if width / height > columns / rows:
+        kept = int(round(height * (columns / width), 7))
+        return rows - 2 * ((rows - kept) // 2), columns
+    kept = int(round(width * (rows / height), 7))
+    return rows, columns - 2 * ((columns - kept) // 2)
+
+
+def best_resolution(width: int, height: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(height, width) of the canvas that an image is tiled on."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    best_height, best_width = select_best_resolution((height, width), resolutions)
+    return best_height, best_width
+
+
+def square_patches(vision: Any) -> int:
+    """Patches along one side of a tower's square input."""
+    return int(vision.image_size // vision.patch_size)
+
+
+def has_class_row(vision: Any) -> bool:
+    """Whether the tower puts a class row in front of the patches."""
+    return bool(vision.model_type == "clip_vision_model")
+
+
+def side_of(num_rows: int) -> int:
+    """Side of a square of so many rows. Raises ValueError when it is none."""
+    side = math.isqrt(num_rows)
+    if side * side != num_rows:
+        raise ValueError(f"{num_rows} rows are no square")
+    return side
+
+
+def _grid_shape(height: int, width: int) -> ImageShape:
+    return ImageShape((height * width,), (1, height, width))
