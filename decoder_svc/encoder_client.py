@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict
 
 import grpc
 import grpc.aio
@@ -154,7 +154,7 @@ class EncoderClient:
         Raises what is wrong with the image as its own type, else UnavailableError, OverloadedError or
         FingerprintMismatchError.
         """
-        image = common_pb2.ImageSource(max_pixels=options.max_pixels)
+        image = common_pb2.ImageSource(**_wire_options(options))
         if data is None:
             image.key.CopyFrom(_wire_key(key))
         else:
@@ -173,7 +173,7 @@ class EncoderClient:
 
     async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
         """Shape of the rows where the encoder knows them, without encoding; None for an unknown image."""
-        request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], max_pixels=options.max_pixels)
+        request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], **_wire_options(options))
         try:
             response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=_metadata())
         except grpc.aio.AioRpcError as error:
@@ -187,7 +187,7 @@ class EncoderClient:
     async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
         """Prolongs the lives of at most 256 shared cache entries."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(
-            keys=[_wire_key(key) for key in keys], max_pixels=options.max_pixels, touch=True
+            keys=[_wire_key(key) for key in keys], **_wire_options(options), touch=True
         )
         try:
             await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=_metadata())
@@ -203,7 +203,7 @@ class EncoderClient:
         """
         reader = RowStreamReader(key, start, stop, out)
         request = encoder_service_pb2.ReadEmbeddingRequest(
-            key=_wire_key(key), row_offset=start, row_count=stop - start, max_pixels=options.max_pixels
+            key=_wire_key(key), row_offset=start, row_count=stop - start, **_wire_options(options)
         )
         call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=_metadata())
         try:
@@ -262,6 +262,17 @@ class EncoderClient:
         if isinstance(error, FingerprintMismatchError):
             self._info = None
         return error
+
+
+class _WireOptions(TypedDict):
+    """Fields by which messages carry processor options."""
+
+    max_pixels: int | None
+    beside_others: bool
+
+
+def _wire_options(options: ProcessorOptions) -> _WireOptions:
+    return {"max_pixels": options.max_pixels, "beside_others": options.beside_others}
 
 
 def _wire_key(key: ContentKey) -> common_pb2.ContentKey:

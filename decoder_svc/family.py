@@ -27,7 +27,7 @@ class DecoderFamily:
         model: FamilyModel,
         image_token: str,
         image_token_id: int,
-        placeholder_id: int,
+        placeholder_id: int | None,
         encode: Callable[[str], Sequence[int]],
     ) -> None:
         """`encode` tokenizes trusted text without adding special tokens.
@@ -41,7 +41,7 @@ class DecoderFamily:
         # The token that takes rows.
         self.image_token = image_token
         self.image_token_id = image_token_id
-        # What stands for one image in a rendered prompt, and its id.
+        # What stands for one image in a rendered prompt, and its id; None where it is plain text.
         self.placeholder = data.placeholder(model.source) or image_token
         self.placeholder_id = placeholder_id
         self.num_position_axes = 3 if data.axes is PositionAxes.MROPE else 1
@@ -49,6 +49,8 @@ class DecoderFamily:
         # Feature levels beside each row.
         self.num_levels = model.num_levels
         self.finish_text = data.finish_text
+        # Whether an image is processed differently beside others in its prompt.
+        self.depends_on_image_count = data.depends_on_image_count
         self._layout = functools.lru_cache(_NUM_LAYOUTS)(self._new_layout)
         try:
             largest = layout_of(model.sizing.largest, image_token, image_token_id, encode)
@@ -94,13 +96,11 @@ def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:
     if token is None:
         raise ModelFolderError(f"the tokenizer has no token with the image token's id {token_id}")
     model = FamilyModel.load(folder)
-    placeholder = model.data.placeholder(model.source) or str(token)
-    placeholder_id = tokenizer.convert_tokens_to_ids(placeholder)
-    if placeholder_id is None:
-        raise ModelFolderError(f"the tokenizer has no token {placeholder!r}, which stands for an image")
+    placeholder = model.data.placeholder(model.source)
+    placeholder_id = int(token_id) if placeholder is None else tokenizer.get_vocab().get(placeholder)
 
     def encode(text: str) -> Sequence[int]:
         ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    return DecoderFamily(model, str(token), int(token_id), int(placeholder_id), encode)
+    return DecoderFamily(model, str(token), int(token_id), placeholder_id, encode)

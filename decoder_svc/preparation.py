@@ -55,5 +55,5 @@ class RequestPreparer:
     async def build_prompt(self, spec: PromptSpec, tenant: Tenant) -> Prompt:
         """The prompt alone, however long."""
         self._builder.check(spec)
-        images = await self._resolver.resolve(spec.images, tenant)
+        images = await self._resolver.resolve(self._builder.image_sources(spec), tenant)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._builder.build, spec, images)

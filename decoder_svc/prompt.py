@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decoder_svc.chat_template import ChatTemplate
 from decoder_svc.family import DecoderFamily
 from decoder_svc.image_layout import ImageLayout, expanded
-from decoder_svc.prompt_spec import ChatPrompt, PromptSpec, TextPart, TextPrompt, TokenPrompt
+from decoder_svc.prompt_spec import ChatPrompt, ImageSource, PromptSpec, TextPart, TextPrompt, TokenPrompt
 from decoder_svc.request import ImageItem, Prompt, Span
 from decoder_svc.text_tokenizer import TextPiece, TextTokenizer
 from lookonce.content_key import ContentKey, ProcessorOptions
@@ -89,6 +89,12 @@ class PromptBuilder:
         else:
             self._check_tokens(spec)
 
+    def image_sources(self, spec: PromptSpec) -> tuple[ImageSource, ...]:
+        """The spec's images in order, with what the prompt itself decides about how they are processed."""
+        if len(spec.images) < 2 or not self._family.depends_on_image_count:
+            return spec.images
+        return tuple(replace(one, options=replace(one.options, beside_others=True)) for one in spec.images)
+
     def build(self, spec: PromptSpec, images: Sequence[ResolvedImage]) -> Prompt:
         """The prompt; `images` are those of the spec in order. Takes milliseconds: not for an event loop.
 
@@ -151,7 +157,8 @@ class PromptBuilder:
             return self._placed_in_tokens(spec.token_ids, layouts)
         if isinstance(spec, TextPrompt):
             pieces = [TextPiece(self._finished(spec.text), is_trusted=True)]
-            token_ids = self._tokenizer.encode_trusted(self._with_images(pieces, layouts)[0].text)
+            text = self._with_images(pieces, layouts)[0].text
+            token_ids = self._tokenizer.encode_trusted(text, is_complete=self._family.finish_text is not None)
         else:
             assert self._template is not None, "check() comes first"
             pieces = self._template.render(spec.messages)
@@ -190,7 +197,7 @@ class PromptBuilder:
         """Of a prompt that has one placeholder id per image, or every image's tokens already."""
         image_id, placeholder_id = self._family.image_token_id, self._family.placeholder_id
         num_image_tokens = token_ids.count(image_id)
-        num_placeholders = token_ids.count(placeholder_id)
+        num_placeholders = 0 if placeholder_id is None else token_ids.count(placeholder_id)
         has_rows = num_image_tokens > 0 if image_id != placeholder_id else num_placeholders > len(layouts) > 0
         if not has_rows:
             if num_placeholders != len(layouts):
@@ -215,7 +222,7 @@ def _replaced(text: str, placeholder: str, layouts: Iterator[ImageLayout]) -> st
 
 
 def _placed_ids(
-    token_ids: Sequence[int], placeholder_id: int, layouts: Sequence[ImageLayout]
+    token_ids: Sequence[int], placeholder_id: int | None, layouts: Sequence[ImageLayout]
 ) -> tuple[list[int], list[Span]]:
     """Replaces the k-th placeholder by the k-th layout's tokens."""
     placed: list[int] = []

@@ -53,9 +53,12 @@ class TextTokenizer:
         # No token stands for more characters than this, so a longer text cannot have fewer tokens.
         self.longest_token_chars = max((len(token) for token in vocabulary), default=1)
 
-    def encode_trusted(self, text: str) -> list[int]:
-        """Ids of a rendered prompt: control tokens count; BOS and the like are added unless the text has its BOS."""
-        return list(self.backend.encode(text, add_special_tokens=not self._has_bos(text)).ids)
+    def encode_trusted(self, text: str, *, is_complete: bool = False) -> list[int]:
+        """Ids of a rendered prompt: control tokens count.
+
+        BOS and the like are added, unless the text `is_complete` or begins with its BOS.
+        """
+        return list(self.backend.encode(text, add_special_tokens=not is_complete and not self._has_bos(text)).ids)
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[int]:
         """Ids of the pieces' joined text, with control tokens from the trusted pieces only.

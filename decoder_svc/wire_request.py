@@ -108,6 +108,8 @@ def _images(field: str, images: Sequence[common_pb2.ImageSource]) -> tuple[Image
 
 
 def _image(field: str, image: common_pb2.ImageSource) -> ImageSource:
+    if image.beside_others:
+        raise InvalidParameterError(f"{field}.beside_others", "is for Encode; here the prompt's images tell")
     options = ProcessorOptions(image.max_pixels if image.HasField("max_pixels") else None)
     if options.max_pixels == 0:
         raise InvalidParameterError(f"{field}.max_pixels", "must be at least 1, got 0")

@@ -26,6 +26,8 @@ class PixelInputs:
     tensors: Mapping[str, torch.Tensor]
     # Rows that the image's size says it takes.
     num_rows: int
+    # How often the image is in the tensors; the rows of the first count.
+    num_copies: int = 1
 
     @property
     def pixel_values(self) -> torch.Tensor:
@@ -70,11 +72,13 @@ class VisionAdapter:
         Raises ImageTooLargeError for an image whose proportions the processor refuses.
         """
         shape = self._model.image_shape(image.width, image.height, options)
-        arguments = self.family.processor_arguments(self.processor, options)
-        # A list in a list: one prompt with one image, for processors that care how many there are.
-        processed = self.processor(images=[[image]], return_tensors="pt", **arguments)
+        arguments = self.family.processor_arguments(self._model.source, options)
+        # A list in a list: one prompt's images. Beside others it stands beside itself, so that nobody else matters.
+        num_copies = 2 if options.beside_others else 1
+        processed = self.processor(images=[[image] * num_copies], return_tensors="pt", **arguments)
         given = {name: processed[name] for name in self.family.inputs if name in processed}
-        return PixelInputs({name: torch.as_tensor(value) for name, value in given.items()}, shape.num_rows)
+        tensors = {name: torch.as_tensor(value) for name, value in given.items()}
+        return PixelInputs(tensors, shape.num_rows, num_copies)
 
     def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
         """One forward pass of images that go together: rows [num_rows, (1 + num_levels) * hidden_size] of each.
@@ -90,10 +94,10 @@ class VisionAdapter:
         output = model.get_image_features(**arguments, return_dict=True)
         levels = [output.pooler_output, *(output.deepstack_features if self.num_levels else ())]
         rows = torch.cat([_flat(level) for level in levels], dim=-1)
-        counts = [inputs.num_rows for inputs in batch]
+        counts = [inputs.num_rows * inputs.num_copies for inputs in batch]
         if len(rows) != sum(counts):
             raise ValueError(f"the vision half gave {len(rows)} rows for images that take {counts}")
-        return list(rows.split(counts))
+        return [part[: inputs.num_rows] for part, inputs in zip(rows.split(counts), batch, strict=True)]
 
 
 def _flat(features: Any) -> torch.Tensor:

@@ -38,10 +38,14 @@ def parse_cache_policy(policy: int) -> CacheUse:
 
 
 def parse_options(
-    message: pb.LookupEmbeddingsRequest | pb.ReadEmbeddingRequest | pb.EmbeddingSelection | pb.EvictEmbeddingsRequest,
+    message: pb.LookupEmbeddingsRequest
+    | pb.ReadEmbeddingRequest
+    | pb.EmbeddingSelection
+    | pb.EvictEmbeddingsRequest
+    | common_pb2.ImageSource,
 ) -> ProcessorOptions:
-    """What of a message about keys is part of them."""
-    return ProcessorOptions(message.max_pixels if message.HasField("max_pixels") else None)
+    """What of a message about images or keys is part of their keys."""
+    return ProcessorOptions(message.max_pixels if message.HasField("max_pixels") else None, message.beside_others)
 
 
 def parse_key(key: common_pb2.ContentKey, field: str) -> ImageDigest:
@@ -53,7 +57,7 @@ def parse_key(key: common_pb2.ContentKey, field: str) -> ImageDigest:
 
 def parse_image(image: common_pb2.ImageSource, field: str) -> ImageInput:
     """One image; a key's fingerprint is for the caller to check. Raises InvalidParameterError."""
-    options = ProcessorOptions(image.max_pixels if image.HasField("max_pixels") else None)
+    options = parse_options(image)
     source = image.WhichOneof("source")
     if source == "key":
         if image.HasField("expected_digest"):

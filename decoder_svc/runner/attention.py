@@ -53,6 +53,8 @@ class AttentionMetadata:
     kv_lens: tuple[int, ...]
     # Per sequence: stretches of its tokens that all see each other, of those that reach into the new ones.
     mutual_spans: tuple[tuple[Span, ...], ...]
+    # Whether they do in layers with a window, too, however far apart they are.
+    is_mutual_beyond_window: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class SdpaBackend:
             stop = start + query_len
             keys = key_pool[blocks].flatten(0, 1)[:kv_len]
             values = value_pool[blocks].flatten(0, 1)[:kv_len]
-            mask = _mask(query_len, kv_len, options.window, metadata.mutual_spans[index], query.device)
+            mask = _mask(query_len, kv_len, options.window, metadata, index)
             output[start:stop] = _attend(query[start:stop], keys, values, mask, options)
             start = stop
         return output
@@ -155,7 +157,7 @@ def _attend_softcapped(
 ) -> Tensor:
     """The same with bent scores, which PyTorch's SDPA does not know; softmax in fp32."""
     if mask is None:
-        mask = _visible(len(query), len(keys), None, (), query.device)
+        mask = _causal(len(query), len(keys), query.device)
     num_groups, head_dim = query.shape[1] // keys.shape[1], query.shape[2]
     # [kv_heads, groups * query_len, head_dim]
     grouped = query.unflatten(1, (-1, num_groups)).permute(1, 2, 0, 3).reshape(keys.shape[1], -1, head_dim)
@@ -167,28 +169,33 @@ def _attend_softcapped(
     return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _mask(
-    query_len: int, kv_len: int, window: int | None, mutual_spans: tuple[Span, ...], device: torch.device
-) -> Tensor | None:
-    """What the last `query_len` tokens of a sequence see; None where that is everything before them."""
-    if not mutual_spans and query_len in (1, kv_len) and (window is None or window >= kv_len):
+def _mask(query_len: int, kv_len: int, window: int | None, metadata: AttentionMetadata, index: int) -> Tensor | None:
+    """What the last `query_len` tokens of sequence `index` see, true where they look; None: everything before them."""
+    spans = metadata.mutual_spans[index]
+    has_window = window is not None and window < kv_len
+    if not spans and not has_window and query_len in (1, kv_len):
         return None
-    return _visible(query_len, kv_len, window, mutual_spans, device)
-
-
-def _visible(
-    query_len: int, kv_len: int, window: int | None, mutual_spans: tuple[Span, ...], device: torch.device
-) -> Tensor:
-    """`[query_len, kv_len]`, true where a query may look; the queries are the sequence's last tokens."""
-    query_positions = torch.arange(kv_len - query_len, kv_len, device=device)[:, None]
-    key_positions = torch.arange(kv_len, device=device)[None, :]
-    visible = key_positions <= query_positions
-    if window is not None:
-        visible &= key_positions > query_positions - window
-    for span in mutual_spans:
-        first = max(0, span.offset - (kv_len - query_len))
-        visible[first : max(0, span.stop - (kv_len - query_len)), span.offset : span.stop] = True
+    device = metadata.slot_mapping.device
+    first_query = kv_len - query_len
+    visible = _causal(query_len, kv_len, device)
+    if has_window and metadata.is_mutual_beyond_window:
+        visible &= _within(query_len, kv_len, window, device)
+    for span in spans:
+        visible[max(0, span.offset - first_query) : span.stop - first_query, span.offset : span.stop] = True
+    if has_window and not metadata.is_mutual_beyond_window:
+        visible &= _within(query_len, kv_len, window, device)
     return visible
+
+
+def _causal(query_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """`[query_len, kv_len]`; the queries are the sequence's last tokens."""
+    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril_(kv_len - query_len)
+
+
+def _within(query_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor:
+    """The same shape: at most `window` - 1 tokens back."""
+    assert window is not None, "asked for layers with a window"
+    return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).triu_(kv_len - query_len - window + 1)
 
 
 # Each engine thread has its own step in hand.

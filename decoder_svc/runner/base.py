@@ -26,6 +26,7 @@ from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import SampleRow, sample
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
+from lookonce.families.base import Mask
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +188,7 @@ class ModelRunnerBase(ABC):
             query_lens=inputs.query_lens,
             kv_lens=inputs.kv_lens,
             mutual_spans=inputs.mutual_spans,
+            is_mutual_beyond_window=self.family.mask is Mask.PROMPT,
         )
         positions = torch.from_numpy(inputs.positions).to(self.device)
         arguments = {

@@ -25,7 +25,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
         return ImageShape((f"{begin}{parts[0]}", *parts[1:]))
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
-        return shape_of(processor.get_number_of_image_patches(height, width, tile_arguments(processor, options)))
+        return shape_of(processor.get_number_of_image_patches(height, width, tile_arguments(source, options)))
 
     return ImageSizing(shape, shape_of(1 + processor.max_patches))
 

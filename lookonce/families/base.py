@@ -19,9 +19,9 @@ class Mask(enum.Enum):
 
     # Every token sees itself and those before it.
     CAUSAL = "causal"
-    # Besides, the rows of one image see each other.
+    # Besides, the rows of one image see each other, in layers with a window as far back as that.
     IMAGE = "image"
-    # All tokens of the prompt see each other; generated ones are causal.
+    # All tokens of the prompt see each other, also in layers with a window; generated ones are causal.
     PROMPT = "prompt"
 
 
@@ -78,7 +78,7 @@ def _no_levels(_config: Any) -> int:
     return 0
 
 
-def _no_arguments(_processor: Any, _options: ProcessorOptions) -> Mapping[str, Any]:
+def _no_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[str, Any]:
     return {}
 
 
@@ -108,7 +108,7 @@ class Family:
     num_levels: Callable[[Any], int] = _no_levels
     # Whether requests may bound an image's pixels, and how options reach the image processor.
     has_max_pixels: bool = False
-    processor_arguments: Callable[[Any, ProcessorOptions], Mapping[str, Any]] = _no_arguments
+    processor_arguments: Callable[[FamilySource, ProcessorOptions], Mapping[str, Any]] = _no_arguments
     # Whether an image is processed differently beside others in its prompt.
     depends_on_image_count: bool = False
     # A rendered text as the model wants it, from the text and the tokenizer's BOS; None: as it is.

@@ -18,12 +18,12 @@ def _sizing(source: FamilySource) -> ImageSizing:
         return ImageShape((begin, rows_per_tile * num_tiles, end))
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
-        return shape_of(processor.get_number_of_image_patches(height, width, tile_arguments(processor, options)))
+        return shape_of(processor.get_number_of_image_patches(height, width, tile_arguments(source, options)))
 
     return ImageSizing(shape, shape_of(1 + processor.max_patches))
 
 
-def tile_arguments(_processor: Any, _options: ProcessorOptions) -> Mapping[str, Any]:
+def tile_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[str, Any]:
     """These models tile although their image processor's file may leave it open: their own processors say so."""
     return {"crop_to_patches": True}
 

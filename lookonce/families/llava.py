@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from lookonce.content_key import ProcessorOptions
 from lookonce.families import sizing
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
-from lookonce.families.pixtral_rows import broken_rows
+from lookonce.families.pixtral_rows import broken_rows, row_arguments
 
 _TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 
@@ -13,9 +17,13 @@ def _sizing(source: FamilySource) -> ImageSizing:
     config = source.config
     vision = config.vision_config
     if vision.model_type == "pixtral":
-        return broken_rows(source, vision.patch_size)
+        return broken_rows(source)
     dropped = config.vision_feature_select_strategy == "default"
     return sizing.constant(ImageShape((sizing.square_patches(vision) ** 2 + sizing.has_class_row(vision) - dropped,)))
+
+
+def _arguments(source: FamilySource, options: ProcessorOptions) -> Mapping[str, Any]:
+    return row_arguments(source, options) if source.config.vision_config.model_type == "pixtral" else {}
 
 
 def _refusal(source: FamilySource) -> str | None:
@@ -30,5 +38,6 @@ FAMILY = Family(
     sizing=_sizing,
     # CLIP's and SigLIP's processors give no sizes; Pixtral's tower needs them.
     inputs=("pixel_values", "image_sizes"),
+    processor_arguments=_arguments,
     refusal=_refusal,
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.families import sizing
@@ -46,10 +44,6 @@ def _refusal(source: FamilySource) -> str | None:
     if sizing.has_class_row(config.vision_config) != (config.vision_feature_select_strategy == "default"):
         return "LLaVA-OneVision that keeps a class row, or drops a patch, is not supported"
     return None
-
-
-def _image_counts(_processor: Any, options: ProcessorOptions) -> Mapping[str, Any]:
-    return {"num_images": 2 if options.beside_others else 1}
 
 
 FAMILY = Family(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from lookonce.families.base import Family, FamilySource, ImageSizing
-from lookonce.families.pixtral_rows import broken_rows
-
-
-def _sizing(source: FamilySource) -> ImageSizing:
-    config = source.config
-    return broken_rows(source, config.vision_config.patch_size * config.spatial_merge_size)
+from lookonce.families.base import Family, FamilySource
+from lookonce.families.pixtral_rows import broken_rows, row_arguments
 
 
 def _refusal(source: FamilySource) -> str | None:
@@ -20,7 +15,8 @@ FAMILY = Family(
     title="Mistral 3",
     model_type="mistral3",
     architecture="Mistral3ForConditionalGeneration",
-    sizing=_sizing,
+    sizing=broken_rows,
     inputs=("pixel_values", "image_sizes"),
+    processor_arguments=row_arguments,
     refusal=_refusal,
 )

@@ -58,6 +58,10 @@ class FamilyModel:
 
     def check_options(self, options: ProcessorOptions) -> None:
         """Raises InvalidParameterError for options that the model does not have, or values out of its range."""
+        if options.beside_others and not self.data.depends_on_image_count:
+            raise InvalidParameterError(
+                "beside_others", f"{self.data.title} processes every image alike; leave it unset"
+            )
         if options.max_pixels is None:
             return
         if not self.data.has_max_pixels:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lookonce.content_key import ProcessorOptions
-from lookonce.families.base import ImageShape, ImageSizing
+from lookonce.families.base import FamilySource, ImageShape, ImageSizing
 
 
 def constant(shape: ImageShape) -> ImageSizing:
@@ -35,14 +35,14 @@ def patch_grid(
 
 
 def pixel_bounds(processor: Any, options: ProcessorOptions) -> tuple[int, int]:
-    """Fewest and most pixels of a resized image. Raises InvalidParameterError for a bound out of the model's own."""
+    """Fewest and most pixels of a resized image."""
     most = processor.size.longest_edge
     return processor.size.shortest_edge, most if options.max_pixels is None else options.max_pixels
 
 
-def pixel_size(processor: Any, options: ProcessorOptions) -> dict[str, Any]:
+def pixel_size(source: FamilySource, options: ProcessorOptions) -> dict[str, Any]:
     """The `size` argument that bounds an image's pixels."""
-    least, most = pixel_bounds(processor, options)
+    least, most = pixel_bounds(source.processor, options)
     return {"size": {"shortest_edge": least, "longest_edge": most}}
 
 

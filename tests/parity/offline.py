@@ -213,7 +213,8 @@ class Session:
 def fill_store(store: EmbeddingStore, model: OfflineModel) -> None:
     """Writes the rows of every picture that the model's questions show."""
     for key, rows in model.rows.items():
-        meta = EmbeddingMeta(len(rows), rows.shape[1], 0, RowDtype.FLOAT32, 100, 100)
+        width = model.runner.model.config.get_text_config().hidden_size
+        meta = EmbeddingMeta(len(rows), width, rows.shape[1] // width - 1, RowDtype.FLOAT32, 100, 100)
         assert store.write(key, meta, memoryview(rows.numpy()))
 
 

@@ -1,0 +1,160 @@
+"""A tiny model of every family: our two halves, and what Hugging Face `generate` answers with the whole.
+
+Prompts are built as the decoder builds them, rows are made by the encoder's adapter on the vision half, and the
+language half runs in the runner; the reference is the family's own processor and model.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import PIL.Image
+import torch
+
+from decoder_svc.prompt import PromptBuilder, PromptLimits, ResolvedImage
+from decoder_svc.prompt_spec import (
+    ChatMessage,
+    ChatPrompt,
+    ImagePart,
+    InlineImage,
+    PromptSpec,
+    Role,
+    TextPart,
+    TextPrompt,
+)
+from decoder_svc.runner.base import RunnerConfig
+from decoder_svc.runner.cpu import CPUModelRunner
+from encoder_svc.image_inputs import VisionAdapter
+from lookonce.content_key import (
+    DEFAULT_TENANT,
+    ContentKey,
+    EncoderFingerprint,
+    ProcessorOptions,
+    content_key,
+    image_digest,
+)
+from lookonce.half_model import load_vision_half
+from lookonce.model_folder import ModelFolder
+from tests import tiny_models
+from tests.decoder_svc.conftest import loaded
+from tests.parity import offline
+
+BLOCK_SIZE = 8
+MAX_NEW_TOKENS = 8
+# The last one is so elongated that every family resizes it to something odd.
+SIZES = [(80, 60), (56, 140), (112, 112), (300, 40)]
+IMAGES_PER_PROMPT = (0, 1, 3)
+_NUM_PROMPTS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Conformance:
+    """One family's model, questions and reference answers."""
+
+    name: str
+    offline: offline.OfflineModel
+    adapter: VisionAdapter
+    # Ids of each question as the family's own processor writes them.
+    reference_ids: list[list[int]]
+
+
+def build(family: ModuleType, folder: pathlib.Path) -> Conformance:
+    """Everything for one family; `folder` is filled."""
+    family.build(folder)
+    maker = _Maker(family, folder)
+    rng = random.Random(11)
+    questions, reference_ids = [], []
+    for index in range(_NUM_PROMPTS):
+        num_images = IMAGES_PER_PROMPT[index % len(IMAGES_PER_PROMPT)]
+        sizes = [SIZES[(index + number) % len(SIZES)] for number in range(num_images)]
+        images = [tiny_models.random_image(rng.randrange(9), *size) for size in sizes]
+        question, ids = maker.question(_parts(images, rng))
+        questions.append(question)
+        reference_ids.append(ids)
+    config = RunnerConfig(folder, torch.float32, block_size=BLOCK_SIZE, num_threads=1)
+    runner = CPUModelRunner(config, maker.text.family)
+    model = offline.OfflineModel(runner, questions, maker.rows, maker.end_token_ids)
+    return Conformance(family.NAME, model, maker.adapter, reference_ids)
+
+
+def _parts(images: Sequence[PIL.Image.Image], rng: random.Random) -> list[str | PIL.Image.Image]:
+    parts: list[str | PIL.Image.Image] = list(images)
+    for _ in range(rng.randint(1, 2)):
+        parts.insert(rng.randint(0, len(parts)), " ".join(rng.choices(offline.WORDS, k=rng.randint(3, 9))))
+    return parts
+
+
+class _Maker:
+    """Asks the reference, and says the same in our words."""
+
+    def __init__(self, family: ModuleType, folder: pathlib.Path) -> None:
+        self.processor: Any = family.load_processor(folder)
+        self.reference: Any = tiny_models.load_model(folder)
+        self.text = loaded(folder)
+        self._fingerprint = EncoderFingerprint(family.NAME)
+        self.adapter = VisionAdapter.load(ModelFolder.open(folder))
+        self.rows: dict[ContentKey, torch.Tensor] = {}
+        ends = self.reference.generation_config.eos_token_id
+        self.end_token_ids = frozenset(ends if isinstance(ends, list) else [ends])
+        self._vision = load_vision_half(folder, torch.float32)
+        limits = PromptLimits(2000, 8, self.text.vocab_size)
+        self._builder = PromptBuilder(self.text.tokenizer, self.text.template, self.text.family, limits)
+
+    def question(self, parts: Sequence[str | PIL.Image.Image]) -> tuple[offline.Question, list[int]]:
+        images = [part for part in parts if not isinstance(part, str)]
+        inputs = self._reference_inputs(parts, images)
+        ids = inputs["input_ids"][0].tolist()
+        with torch.inference_mode():
+            output = self.reference.generate(
+                **inputs, max_new_tokens=MAX_NEW_TOKENS, min_new_tokens=MAX_NEW_TOKENS, do_sample=False
+            )
+        options = ProcessorOptions(beside_others=len(images) > 1 and self.text.family.depends_on_image_count)
+        prompt = self._builder.build(self._spec(parts, options), [self._resolved(image, options) for image in images])
+        return offline.Question(prompt, output[0, len(ids) :].tolist()), ids
+
+    def _reference_inputs(self, parts: Sequence[str | PIL.Image.Image], images: list[PIL.Image.Image]) -> Any:
+        if self.text.template is None:
+            return self._inputs_without_template(parts, images)
+        content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+        rendered = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True
+        )
+        bos = self.processor.tokenizer.bos_token
+        has_bos = bool(bos) and rendered.startswith(bos)
+        nested = [images] if images else None
+        return self.processor(text=rendered, images=nested, return_tensors="pt", add_special_tokens=not has_bos)
+
+    def _inputs_without_template(self, parts: Sequence[str | PIL.Image.Image], images: list[PIL.Image.Image]) -> Any:
+        """The processor of a prefix model wants images; without any its prompt is written out here."""
+        if images:
+            return self.processor(text=self._joined(parts), images=[images], return_tensors="pt")
+        tokenizer = self.processor.tokenizer
+        ids = tokenizer(f"{tokenizer.bos_token}{self._joined(parts)}\n", add_special_tokens=False, return_tensors="pt")
+        ids["token_type_ids"] = torch.zeros_like(ids["input_ids"])
+        return ids
+
+    def _spec(self, parts: Sequence[str | PIL.Image.Image], options: ProcessorOptions) -> PromptSpec:
+        if self.text.template is None:
+            num_images = sum(not isinstance(part, str) for part in parts)
+            return TextPrompt(self._joined(parts), (InlineImage(b"", options),) * num_images)
+        said = [TextPart(part) if isinstance(part, str) else ImagePart(InlineImage(b"", options)) for part in parts]
+        return ChatPrompt((ChatMessage(Role.USER, tuple(said)),))
+
+    def _joined(self, parts: Sequence[str | PIL.Image.Image]) -> str:
+        """Images first, as these models were trained."""
+        texts = [part for part in parts if isinstance(part, str)]
+        return self.text.family.placeholder * (len(parts) - len(texts)) + " ".join(texts)
+
+    def _resolved(self, image: PIL.Image.Image, options: ProcessorOptions) -> ResolvedImage:
+        digest = image_digest(image.tobytes() + repr(image.size).encode())
+        key = content_key(digest, self._fingerprint, options, DEFAULT_TENANT)
+        if key not in self.rows:
+            with torch.inference_mode():
+                inputs = self.adapter.pixel_inputs(image, options)
+                self.rows[key] = self.adapter.image_rows(self._vision, [inputs])[0].float().contiguous()
+        return ResolvedImage(key, image.width, image.height, options, None)

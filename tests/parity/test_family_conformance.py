@@ -1,0 +1,107 @@
+"""Every family gives the tokens of Hugging Face `generate`, whatever is cached, chunked or preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from decoder_svc.request import Prompt
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.families.base import Mask
+from lookonce.redis_server import EmbeddedRedis
+from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
+
+# Tokens of a step that is cut wherever cutting is allowed.
+SMALL_STEP = 23
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> families.Conformance:
+    return families.build(FAMILIES[request.param], tmp_path_factory.mktemp("families") / request.param)
+
+
+@pytest.fixture
+def prompts(family: families.Conformance) -> list[Prompt]:
+    return [question.prompt for question in family.offline.questions]
+
+
+@pytest.fixture
+def expected(family: families.Conformance) -> list[list[int]]:
+    return [question.expected for question in family.offline.questions]
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+def smallest_step(family: families.Conformance, prompts: list[Prompt]) -> int:
+    """The smallest token budget that serves the prompts in steps that are cut."""
+    return max([SMALL_STEP, *(span.length for prompt in prompts for span in prompt.mutual_spans)])
+
+
+def test_prompts_are_those_of_the_familys_own_processor(family: families.Conformance, prompts: list[Prompt]) -> None:
+    assert [list(prompt.token_ids) for prompt in prompts] == family.reference_ids
+
+
+def test_answers_depend_on_the_prompt(expected: list[list[int]]) -> None:
+    assert len({tuple(answer) for answer in expected}) > len(expected) * 2 // 3
+
+
+def test_cold(family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    assert offline.Session(family.offline).ask(prompts).token_ids == expected
+
+
+def test_rows_from_redis(
+    family: families.Conformance, prompts: list[Prompt], expected: list[list[int]], redis_server: EmbeddedRedis
+) -> None:
+    store = EmbeddingStore(redis_server.url, budget_s=5.0, ttl_s=600, max_entry_bytes=1 << 20)
+    offline.fill_store(store, family.offline)
+    session = offline.Session(family.offline, store=store, max_num_batched_tokens=smallest_step(family, prompts))
+    assert session.ask(prompts).token_ids == expected
+    assert any(step.fetches for step in session.steps)
+    store.close()
+
+
+def test_chunked(family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    budget = smallest_step(family, prompts)
+    session = offline.Session(family.offline, max_num_batched_tokens=budget)
+    assert session.ask(prompts).token_ids == expected
+    if family.offline.runner.family.mask is not Mask.PROMPT:
+        starts = [chunk.start for step in session.steps for chunk in step.chunks if chunk.num_tokens > 1]
+        assert sum(start > 0 for start in starts) > len(prompts) // 2, "prompts are cut"
+
+
+def test_preempted(family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]) -> None:
+    """Blocks for about half of the prompts; everybody's answer takes one more than its prompt."""
+    sizes = [-(-len(prompt.token_ids) // families.BLOCK_SIZE) for prompt in prompts]
+    session = offline.Session(family.offline, num_blocks=max(max(sizes) + 1, sum(sizes) // 2))
+    assert session.ask(prompts).token_ids == expected
+    assert sum(len(step.admitted) for step in session.steps) > len(prompts), "somebody came back"
+
+
+def test_prefix_hits_that_end_inside_an_image(
+    family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    """Everything was computed; then only the blocks up to the middle of each prompt's last image are kept."""
+    session = offline.Session(family.offline, num_blocks=5000, cache_rows=4000)
+    first = session.ask(prompts)
+    pool = session.scheduler.kv_cache.pool
+    for request in first.requests:
+        for item in request.prompt.images[-1:]:
+            middle = item.span.offset + item.span.length // 2
+            named = [pool.find(name) for name in request.block_hashes[middle // families.BLOCK_SIZE :]]
+            session.scheduler.kv_cache.withdraw([block for block in named if block is not None])
+    again = session.ask(prompts)
+    assert again.token_ids == expected
+    # A hit may end inside where half of the image is at least a block.
+    is_inside = [
+        item.span.offset < request.usage.cached_prompt_tokens < item.span.stop
+        for request in again.requests
+        for item in request.prompt.images[-1:]
+        if item.span.length >= 2 * families.BLOCK_SIZE
+    ]
+    assert sum(is_inside) > max(1, len(is_inside) // 2), "hits end inside images"

@@ -1,0 +1,72 @@
+"""A tiny Mistral Small 3: Pixtral's tower, a row per two by two patches of 14 px, a break token after each line."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import transformers
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from tests import tiny_models
+from tests.tiny_families import parts
+
+NAME = "mistral3"
+
+_PATCH = 14
+_MERGE = 2
+_LONGEST = 7 * _PATCH * _MERGE
+# The template writes the beginning-of-sequence token, so the tokenizer adds none.
+_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string"
+    " else message['content'] %}"
+    "{% if message['role'] == 'system' %}{{ '[SYSTEM_PROMPT]' }}"
+    "{% elif message['role'] == 'user' %}{{ '[INST]' }}{% endif %}"
+    "{% for part in parts %}{% if part['type'] == 'image' %}{{ '[IMG]' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if message['role'] == 'system' %}{{ '[/SYSTEM_PROMPT]' }}"
+    "{% elif message['role'] == 'user' %}{{ '[/INST]' }}{% else %}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
+    """Up to 7 × 7 rows by size; heads wider than the hidden size divided by their number."""
+    special = [*parts.MISTRAL_SPECIAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
+    tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE)
+    config = transformers.Mistral3Config(
+        vision_config=transformers.PixtralVisionConfig(
+            hidden_size=tiny_models.HIDDEN_SIZE,
+            intermediate_size=2 * tiny_models.HIDDEN_SIZE,
+            num_hidden_layers=tiny_models.NUM_LAYERS,
+            num_attention_heads=4,
+            image_size=_LONGEST,
+            patch_size=_PATCH,
+            hidden_act="silu",
+            rope_parameters={"rope_type": "axial", "rope_theta": 10_000.0},
+        ),
+        text_config=transformers.MistralConfig(
+            **tiny_models._text_config(tokenizer),
+            head_dim=32,
+            sliding_window=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=_MERGE,
+        vision_feature_layer=-1,
+        tie_word_embeddings=False,
+    )
+    # The patch size is the tower's; the whole processor multiplies it by the merge.
+    images = PixtralImageProcessorPil(size={"longest_edge": _LONGEST}, patch_size={"height": _PATCH, "width": _PATCH})
+    settings = {"patch_size": _PATCH, "spatial_merge_size": _MERGE}
+    processor = parts.whole_processor(parts.pixtral_processor_class(), images, tokenizer, settings)
+    model = parts.random_model(
+        transformers.Mistral3ForConditionalGeneration, config, tokenizer, seed, gains=parts.ATTENTIVE
+    )
+    return parts.save(folder, model, processor)
+
+
+def load_processor(folder: pathlib.Path) -> Any:
+    """The whole processor on the PIL backend."""
+    return parts.load(folder, parts.pixtral_processor_class())

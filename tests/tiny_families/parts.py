@@ -1,0 +1,228 @@
+"""Pieces that the tiny folders of several families are made of."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import pathlib
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+from tests import tiny_models
+
+_MODALITIES = ("image_processor", "video_processor")
+
+# Gains with which an answer depends more on what the text model attends to than on the last token of the prompt.
+ATTENTIVE = {"embed_tokens": 0.5, "self_attn.q_proj": 1.5, "self_attn.o_proj.weight": 2.0}
+# The same where queries and keys are normed: there their projections' scale is without effect.
+ATTENTIVE_NORMED = {"embed_tokens": 0.5, "self_attn.q_norm": 2.0, "self_attn.k_norm": 2.0}
+
+
+def random_model(
+    model_class: Any,
+    config: Any,
+    tokenizer: Any,
+    seed: int,
+    *,
+    ends: Sequence[str] = (),
+    gains: Mapping[str, float] = types.MappingProxyType({}),
+) -> Any:
+    """A model with random weights as `tiny_models` draws them.
+
+    `ends` are tokens that end an answer besides EOS. `gains` are factors on weights by a part of their name, for what
+    would otherwise drown the picture.
+    """
+    model = tiny_models._random_model(model_class, config, tokenizer, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _redraw(name, parameter, generator)
+            for part, gain in gains.items():
+                if part in name:
+                    parameter.mul_(gain)
+    if ends:
+        model.generation_config.eos_token_id = [
+            tokenizer.eos_token_id,
+            *(tokenizer.convert_tokens_to_ids(token) for token in ends),
+        ]
+    return model
+
+
+def save(folder: pathlib.Path, model: Any, processor: Any) -> pathlib.Path:
+    """Writes a folder as published ones are: the image processor's settings in a file beside the processor's own."""
+    settings = {name: value for name, value in processor.to_dict().items() if name not in _MODALITIES}
+    return tiny_models._save(folder, model, processor.tokenizer, processor.image_processor, settings)
+
+
+def load(folder: pathlib.Path, processor_class: Any) -> Any:
+    """The whole processor of a folder that `save` wrote, on the PIL backend."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    settings = json.loads((folder / "processor_config.json").read_text())
+    settings.pop("processor_class")
+    return whole_processor(processor_class, images, tokenizer, settings)
+
+
+def whole_processor(
+    processor_class: Any, images: Any, tokenizer: Any, settings: Mapping[str, Any] = types.MappingProxyType({})
+) -> Any:
+    """A processor of its parts; the chat template is the tokenizer's."""
+    return processor_class(
+        image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template, **settings
+    )
+
+
+@functools.cache
+def without_video(processor_class: Any) -> Any:
+    """The same processor, of the same name, that accepts a missing video processor: that one needs torchvision."""
+
+    def check(self: Any, argument_name: str, argument: object) -> object:
+        if argument is None and argument_name == "video_processor":
+            return None
+        return processor_class.check_argument_for_proper_class(self, argument_name, argument)
+
+    return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check})
+
+
+def named_tokenizer(
+    special: Sequence[str],
+    named: Mapping[str, str],
+    *,
+    bos: str | None,
+    eos: str,
+    pad: str,
+    template: str | None,
+    adds_bos: bool = False,
+) -> Any:
+    """A tokenizer as `tiny_models` trains it, with line breaks that merge.
+
+    `named` are those of the special tokens that have a name of their own (`boi_token`, …).
+    """
+    trained = tiny_models._tokenizer(list(special), bos=bos, eos=eos, pad=pad, template="", adds_bos=adds_bos)
+    standard = {"eos_token": eos, "pad_token": pad} | ({"bos_token": bos} if bos else {})
+    others = [token for token in special if token not in {*standard.values(), *named.values()}]
+    # What there is none of shall have no entry in the saved file either.
+    optional = {
+        "extra_special_tokens": others,
+        "model_specific_special_tokens": dict(named),
+        "chat_template": template,
+    }
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_merging_line_breaks(trained.backend_tokenizer),
+        clean_up_tokenization_spaces=False,
+        **standard,
+        **{name: value for name, value in optional.items() if value},
+    )
+
+
+def add_gemma_whitespace(tokenizer: Any) -> None:
+    """Gemma's tokenizers have runs of line breaks as added tokens that are plain text."""
+    tokenizer.add_tokens(["\n" * length for length in range(1, 5)])
+
+
+def _merging_line_breaks(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer with one token for two line breaks, as published ones have it.
+
+    So the text around an image and the text that its placeholder becomes may share a token. `Ċ` is a line break among
+    the byte-level letters.
+    """
+    state = json.loads(tokenizer.to_str())
+    state["model"]["vocab"]["ĊĊ"] = tokenizer.get_vocab_size()
+    state["model"]["merges"].append(["Ċ", "Ċ"])
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+def siglip_config(image_size: int, patch_size: int) -> Any:
+    """A SigLIP tower without its pooling head."""
+    return transformers.SiglipVisionConfig(
+        hidden_size=tiny_models.HIDDEN_SIZE,
+        intermediate_size=2 * tiny_models.HIDDEN_SIZE,
+        num_hidden_layers=tiny_models.NUM_LAYERS,
+        num_attention_heads=4,
+        image_size=image_size,
+        patch_size=patch_size,
+        vision_use_head=False,
+    )
+
+
+def gemma_text_config(tokenizer: Any) -> dict[str, Any]:
+    """Fields that the text configurations of all Gemmas share."""
+    return tiny_models._text_config(tokenizer) | {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def centre_gemma(text_model: Any) -> None:
+    """Gemma's norms multiply by 1 + weight and its embeddings by √width; here both shall come out near 1.
+
+    Norms of queries and keys stay at 1.5: attention that is nearly even would tell no token from another.
+    """
+    with torch.no_grad():
+        text_model.embed_tokens.weight /= math.sqrt(text_model.config.hidden_size)
+        for name, parameter in text_model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.sub_(0.5)
+            elif name.endswith("norm.weight"):
+                parameter.sub_(1.0)
+
+
+def _redraw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+    """Draws again what Llama, Qwen2 and their towers do not have."""
+    noise = torch.randn(parameter.shape, generator=generator)
+    if name.endswith("image_newline") or "pos_embed" in name:
+        parameter.copy_(noise)
+    elif ".ln_" in name and parameter.ndim == 1 and name.endswith("weight"):
+        parameter.copy_(1.0 + 0.1 * noise)
+    elif ".experts." in name and parameter.ndim == 3:
+        # (experts, out, in), applied expert by expert.
+        parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+
+
+@functools.cache
+def pixtral_processor_class() -> Any:
+    """PixtralProcessor. Its module needs torchvision for one function, which the PIL image processor's module has too.
+
+    A module with that function alone stands in for the torchvision one, only while the processor's is imported.
+    """
+    package = "transformers.models.pixtral"
+    original = f"{package}.image_processing_pixtral"
+    stand_in = types.ModuleType(original)
+    pil = importlib.import_module(f"{package}.image_processing_pil_pixtral")
+    vars(stand_in)["get_resize_output_image_size"] = pil.get_resize_output_image_size
+    is_missing = original not in sys.modules
+    if is_missing:
+        sys.modules[original] = stand_in
+    try:
+        return importlib.import_module(f"{package}.processing_pixtral").PixtralProcessor
+    finally:
+        if is_missing:
+            del sys.modules[original]
+
+
+QWEN_SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+
+
+def qwen_tokenizer(template: str) -> Any:
+    """A tokenizer with the special tokens of Qwen's vision-language models."""
+    return tiny_models._tokenizer(
+        list(QWEN_SPECIAL), bos=None, eos="<|im_end|>", pad="<|endoftext|>", template=template
+    )
+
+
+def qwen_token_ids(tokenizer: Any) -> dict[str, int]:
+    """The fields of a Qwen configuration that name tokens."""
+    fields = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    fields |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    return {f"{field}_token_id": tokenizer.convert_tokens_to_ids(token) for field, token in fields.items()}
+
+
+MISTRAL_SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]")
