@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format lint types imports contract bench docs clean
+.PHONY: help venv demo test check format lint types imports contract bench docs families clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -63,6 +63,9 @@ bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
 
 docs: $(INSTALLED) ## rewrite what the documentation takes from the code
 	@$(BIN)/python docs/generate_settings.py
+
+families: $(INSTALLED) ## run the conformance suite of all families and write its table into the README
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m docs.generate_families
 
 clean: ## remove what was installed and generated
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -31,7 +31,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """9 rows for the whole image, then those of its tiles with a row after each line: 24 to 51 rows."""
+    """9 rows for the whole image, then those of its tiles with a row after each line: up to 51 in all."""
     special = ["<unk>", "<s>", "</s>", "<image>", "<pad>"]
     tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE, adds_bos=True)
     config = transformers.LlavaNextConfig(
@@ -63,7 +63,11 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     settings = {"patch_size": _PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     processor = parts.whole_processor(transformers.LlavaNextProcessor, images, tokenizer, settings)
     model = parts.random_model(
-        transformers.LlavaNextForConditionalGeneration, config, tokenizer, seed, gains=parts.ATTENTIVE
+        transformers.LlavaNextForConditionalGeneration,
+        config,
+        tokenizer,
+        seed,
+        gains=parts.ATTENTIVE | {"patch_embedding.weight": 3.0},
     )
     return parts.save(folder, model, processor)
 

@@ -33,7 +33,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """16 rows for the whole image, then the tiles' (with a row after each line): up to 60; 17 beside other images."""
+    """16 rows for the whole image, then the tiles' (with a row after each line): up to 56; 17 beside other images."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]
     tokenizer = tiny_models._tokenizer(special, bos=None, eos="<|im_end|>", pad="<|endoftext|>", template=_TEMPLATE)
     config = transformers.LlavaOnevisionConfig(
@@ -75,7 +75,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         tokenizer,
         seed,
         ends=["<|endoftext|>"],
-        gains=parts.ATTENTIVE,
+        gains=parts.ATTENTIVE | {"patch_embedding.weight": 3.0},
     )
     return parts.save(folder, model, processor)
 

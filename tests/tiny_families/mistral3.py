@@ -44,7 +44,6 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
             image_size=_LONGEST,
             patch_size=_PATCH,
             hidden_act="silu",
-            rope_parameters={"rope_type": "axial", "rope_theta": 10_000.0},
         ),
         text_config=transformers.MistralConfig(
             **tiny_models._text_config(tokenizer),

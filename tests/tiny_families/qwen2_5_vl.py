@@ -61,7 +61,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         tokenizer,
         seed,
         ends=["<|endoftext|>"],
-        gains=parts.ATTENTIVE,
+        gains=parts.ATTENTIVE | {"merger.mlp.2.weight": 2.5},
     )
     return parts.save(folder, model, processor)
 

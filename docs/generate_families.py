@@ -1,0 +1,103 @@
+"""Writes the README's table of families from a run of the conformance suite: `make families`. Takes a minute or two."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+from lookonce.families.base import Family, Mask, PositionAxes
+from lookonce.families.registry import FAMILIES
+from tests import tiny_families
+
+PAGE = pathlib.Path(__file__).parents[1] / "README.md"
+BEGIN = "<!-- families: written by `make families` from the conformance suite -->"
+END = "<!-- end of families -->"
+SUITE = "tests/parity/test_family_conformance.py"
+# Test → what its column says.
+COLUMNS = {
+    "test_prompts_are_those_of_the_familys_own_processor": "prompt",
+    "test_cold": "cold",
+    "test_rows_from_redis": "from Redis",
+    "test_prefix_hits_that_end_inside_an_image": "hit inside an image",
+    "test_chunked": "chunked",
+    "test_preempted": "preempted",
+}
+_PASSED, _FAILED = "✓", "✗"
+
+
+def main() -> None:
+    """Runs the suite and rewrites the table; ends with status 1 when something failed."""
+    passed = run_suite()
+    PAGE.write_text(page_with_families(PAGE.read_text("utf-8"), passed), "utf-8")
+    if any(len(tests) < len(COLUMNS) for tests in passed.values()):
+        sys.exit("not every family conforms; the table says which do not")
+
+
+def run_suite() -> dict[str, set[str]]:
+    """Name of each tiny family → the suite's tests that passed with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = pathlib.Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}", SUITE]
+        subprocess.run(command, check=False, cwd=PAGE.parent)
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        passed: dict[str, set[str]] = defaultdict(set)
+        for case in cases:
+            test, _, name = str(case.get("name")).rstrip("]").partition("[")
+            if name and not {"failure", "error", "skipped"} & {child.tag for child in case}:
+                passed[name].add(test)
+    return {name: passed[name] & COLUMNS.keys() for name in tiny_families.FAMILIES}
+
+
+def page_with_families(page: str, passed: Mapping[str, Collection[str]]) -> str:
+    """`page` with the text between the two marks replaced. Raises ValueError when a mark is missing."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{_table(passed)}\n\n{END}{after}"
+
+
+def _table(passed: Mapping[str, Collection[str]]) -> str:
+    variants: dict[str, list[str]] = defaultdict(list)
+    for name in passed:
+        variants[_model_type(name)].append(name)
+    head = ["family", "model type", "tested with", *COLUMNS.values(), "besides"]
+    rows = [" | ".join(head), " | ".join("---" for _ in head)]
+    for model_type, family in FAMILIES.items():
+        names = sorted(variants[model_type])
+        marks = [_PASSED if all(test in passed[name] for name in names) else _FAILED for test in COLUMNS]
+        cells = [family.title, f"`{model_type}`", ", ".join(f"`{name}`" for name in names), *marks, _besides(family)]
+        rows.append(" | ".join(cells))
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+def _model_type(name: str) -> str:
+    """What the tiny folder of this name says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_families.FAMILIES[name].build(pathlib.Path(folder) / name)
+        return str(json.loads((path / "config.json").read_text())["model_type"])
+
+
+def _besides(family: Family) -> str:
+    words = []
+    if family.has_max_pixels:
+        words.append("`max_pixels`")
+    if family.axes is PositionAxes.MROPE:
+        words.append("M-RoPE")
+    if family.mask is Mask.IMAGE:
+        words.append("an image is never cut")
+    if family.mask is Mask.PROMPT:
+        words.append("a prompt is never cut, only equal ones share KV blocks")
+    if family.depends_on_image_count:
+        words.append("no tiles beside other images")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    main()
