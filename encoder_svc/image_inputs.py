@@ -73,8 +73,8 @@ class VisionAdapter:
         """
         shape = self._model.image_shape(image.width, image.height, options)
         arguments = self.family.processor_arguments(self._model.source, options)
-        # A list in a list: one prompt's images. Beside others it stands beside itself, so that nobody else matters.
-        num_copies = 2 if options.beside_others else 1
+        num_copies = self.family.num_copies(shape, options)
+        # A list in a list: one prompt's images.
         processed = self.processor(images=[[image] * num_copies], return_tensors="pt", **arguments)
         given = {name: processed[name] for name in self.family.inputs if name in processed}
         tensors = {name: torch.as_tensor(value) for name, value in given.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import PIL.Image
@@ -12,18 +11,17 @@ import torch
 
 from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.settings import EncoderSettings
-from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_fingerprint
+from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
 from lookonce.half_model import load_vision_half
 from lookonce.int8_rows import quantise
 from lookonce.model_folder import ModelFolder
+from lookonce.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
 
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROW_DTYPES = {"native": None, "int8": RowDtype.INT8_SCALED}
 _WARM_UP_SIZES = ((64, 64), (96, 64))
-# Parts of a configuration that have no influence on rows.
-_UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -38,13 +36,13 @@ class VisionModel:
         self.model_type = folder.model_type
         self.adapter = adapter
         # Of the forward pass and of its rows.
-        self.dtype = RowDtype(_dtype_name(model))
+        self.dtype = RowDtype(dtype_name(model))
         # Of the rows as they are stored and sent; row_format.py makes them.
         self.row_dtype = row_dtype or self.dtype
         self.hidden_size: int = model.config.get_text_config().hidden_size
         # Extra feature levels beside the rows.
         self.num_levels = adapter.num_levels
-        self.fingerprint = _fingerprint(folder, model, adapter, self.row_dtype)
+        self.fingerprint = vision_fingerprint(folder, model, adapter.processor, self.row_dtype)
         self._model = model
         self._is_warm = False
 
@@ -117,48 +115,4 @@ def _joinable(batch: Sequence[PixelInputs]) -> list[list[PixelInputs]]:
 
 def row_bytes(rows: torch.Tensor) -> memoryview:
     """The raw little-endian bytes of contiguous rows, without a copy; read-only."""
-    return _bytes_of(rows).toreadonly()
-
-
-def iter_vision_tensors(model: Any) -> Iterator[tuple[str, memoryview]]:
-    """(name, raw bytes) of every stored parameter and buffer of the vision half, in order of name."""
-    for name, tensor in sorted(model.state_dict().items()):
-        yield name, _bytes_of(tensor.contiguous())
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-
-
-def _fingerprint(folder: ModelFolder, model: Any, adapter: VisionAdapter, row_dtype: RowDtype) -> EncoderFingerprint:
-    """Covers weights, the configuration apart from the language model's, the image processor and both dtypes."""
-    dtype = _dtype_name(model)
-    configuration = _canonical_json(_related(model.config.to_dict()))
-    processor = {
-        "class": type(adapter.processor).__name__,
-        "backend": adapter.processor.backend,
-        "settings": _related(json.loads(adapter.processor.to_json_string())),
-    }
-    return encoder_fingerprint(
-        architecture=f"{folder.architecture} {configuration}",
-        tensors=iter_vision_tensors(model),
-        processor_config=_canonical_json(processor).encode(),
-        dtype=dtype if row_dtype.value == dtype else f"{dtype} as {row_dtype.value}",
-    )
-
-
-def _dtype_name(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")
-
-
-def _related(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what cannot change rows, at every depth."""
-    return {
-        key: _related(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key not in _UNRELATED_KEYS
-    }
-
-
-def _canonical_json(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return raw_bytes(rows).toreadonly()

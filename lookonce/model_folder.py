@@ -61,16 +61,6 @@ class ModelFolder:
             text_hidden_size=_text_hidden_size(path, config),
         )
 
-    def image_processor_config(self) -> dict[str, Any]:
-        """Settings of the image processor, which lie in a file of their own or inside processor_config.json."""
-        own_file = self.path / "preprocessor_config.json"
-        if own_file.is_file():
-            return read_json_object(own_file)
-        nested = read_json_object(self.path / "processor_config.json").get("image_processor")
-        if not isinstance(nested, dict):
-            raise ModelFolderError(f"{self.path} has no image processor configuration (preprocessor_config.json)")
-        return nested
-
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ModelFolderError when it is missing or something else."""

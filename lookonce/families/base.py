@@ -82,6 +82,10 @@ def _no_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[
     return {}
 
 
+def _one_copy(_shape: ImageShape, _options: ProcessorOptions) -> int:
+    return 1
+
+
 def _nothing_wrong(_source: FamilySource) -> None:
     return None
 
@@ -111,6 +115,8 @@ class Family:
     processor_arguments: Callable[[FamilySource, ProcessorOptions], Mapping[str, Any]] = _no_arguments
     # Whether an image is processed differently beside others in its prompt.
     depends_on_image_count: bool = False
+    # How often an image stands in its own pass; only the first one's rows count.
+    num_copies: Callable[[ImageShape, ProcessorOptions], int] = _one_copy
     # A rendered text as the model wants it, from the text and the tokenizer's BOS; None: as it is.
     finish_text: Callable[[str, str], str] | None = None
     # Says why a folder of this type cannot be served; None where it can.

@@ -33,8 +33,12 @@ def _sizing(source: FamilySource) -> ImageSizing:
         canvas_height, canvas_width = sizing.best_resolution(width, height, resolutions)
         return shape_of(*sizing.unpadded_grid(width, height, canvas_height // tile * side, canvas_width // tile * side))
 
-    largest = max((shape_of(h // tile * side, w // tile * side) for h, w in resolutions), key=lambda s: s.num_rows)
-    return ImageSizing(shape, largest)
+    # A grid that loses lines or columns to unpadding may keep more rows than a full one, which is scaled down.
+    grids = ((h // tile * side, w // tile * side) for h, w in resolutions)
+    unpadded = {
+        cut for h, w in grids for cut in (*((n, w) for n in range(1, h + 1)), *((h, n) for n in range(1, w + 1)))
+    }
+    return ImageSizing(shape, max((shape_of(*cut) for cut in unpadded), key=lambda s: s.num_rows))
 
 
 def _refusal(source: FamilySource) -> str | None:
@@ -53,5 +57,7 @@ FAMILY = Family(
     sizing=_sizing,
     inputs=("pixel_values", "image_sizes", "batch_num_images"),
     depends_on_image_count=True,
+    # Beside others an image stands beside itself, so that its rows depend on nobody else.
+    num_copies=lambda _shape, options: 2 if options.beside_others else 1,
     refusal=_refusal,
 )

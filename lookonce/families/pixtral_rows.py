@@ -26,6 +26,8 @@ def broken_rows(source: FamilySource) -> ImageSizing:
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
         resized_height, resized_width = _resized(width, height, longest, side)
+        if not resized_height or not resized_width:
+            raise ValueError("nothing is left of the shorter side")
         return shape_of(resized_height // side, resized_width // side)
 
     return ImageSizing(shape, shape_of(-(-longest // side), -(-longest // side)))

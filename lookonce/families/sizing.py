@@ -9,6 +9,10 @@ from typing import Any
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import FamilySource, ImageShape, ImageSizing
 
+# What the patch processors refuse is more elongated than this.
+_MAX_ASPECT = 200
+_ELONGATED_PIXELS = 1000
+
 
 def constant(shape: ImageShape) -> ImageSizing:
     """Every image becomes the same."""
@@ -31,7 +35,9 @@ def patch_grid(
         return _grid_shape(resized_height // factor, resized_width // factor)
 
     most_rows = max(1, processor.size.longest_edge // (frames * factor**2))
-    return ImageSizing(shape, _grid_shape(1, most_rows))
+    # The most elongated images are at least one patch high, which may make them larger than the bound.
+    elongated = [shape(_ELONGATED_PIXELS * _MAX_ASPECT, _ELONGATED_PIXELS, ProcessorOptions())]
+    return ImageSizing(shape, max([_grid_shape(1, most_rows), *elongated], key=lambda one: one.num_rows))
 
 
 def pixel_bounds(processor: Any, options: ProcessorOptions) -> tuple[int, int]:
