@@ -1,0 +1,133 @@
+"""How far are pixels of the PIL image processors from those of the torchvision ones? `--help` for the knobs.
+
+Both process the same pictures for every family; differences are in steps of an 8-bit channel. Needs torchvision, which
+is no dependency: `pip install --target DIR --no-deps torchvision==0.28.0` beside torch 2.13, then `--torchvision DIR`.
+A CUDA build does beside CPU torch, since only resizing is used: its compiled operators are declared and never called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import torch
+import transformers
+
+from benchmarks import report
+from tests.tiny_families import FAMILIES
+
+_NAME = "pixel_parity"
+SIZES = ((80, 60), (640, 480), (1280, 720), (300, 400), (1000, 200))
+# torchvision describes these to the compiler when it is imported, so they must be declared.
+_DESCRIBED = (
+    "nms(Tensor a, Tensor b, float c) -> Tensor",
+    "qnms(Tensor a, Tensor b, float c) -> Tensor",
+    "roi_align(Tensor a, Tensor b, float c, SymInt d, SymInt e, int f, bool g) -> Tensor",
+    "_roi_align_backward(Tensor a, Tensor b, float c, SymInt d, SymInt e, SymInt f, SymInt g, SymInt h, SymInt i, "
+    "int j, bool k) -> Tensor",
+    "roi_pool(Tensor a, Tensor b, float c, SymInt d, SymInt e) -> (Tensor, Tensor)",
+    "_roi_pool_backward(Tensor a, Tensor b, Tensor c, float d, SymInt e, SymInt f, SymInt g, SymInt h, SymInt i, "
+    "SymInt j) -> Tensor",
+    "ps_roi_align(Tensor a, Tensor b, float c, SymInt d, SymInt e, int f) -> (Tensor, Tensor)",
+    "_ps_roi_align_backward(Tensor a, Tensor b, Tensor c, float d, SymInt e, SymInt f, int g, SymInt h, SymInt i, "
+    "SymInt j, SymInt k) -> Tensor",
+    "ps_roi_pool(Tensor a, Tensor b, float c, SymInt d, SymInt e) -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward(Tensor a, Tensor b, Tensor c, float d, SymInt e, SymInt f, SymInt g, SymInt h, SymInt i, "
+    "SymInt j) -> Tensor",
+    "deform_conv2d(Tensor a, Tensor b, Tensor c, Tensor d, Tensor e, SymInt f, SymInt g, SymInt h, SymInt i, SymInt j, "
+    "SymInt k, SymInt l, SymInt m, bool n) -> Tensor",
+    "_deform_conv2d_backward(Tensor a, Tensor b, Tensor c, Tensor d, Tensor e, Tensor f, SymInt g, SymInt h, SymInt i, "
+    "SymInt j, SymInt k, SymInt l, SymInt m, SymInt n, bool o) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "_cuda_version() -> int",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of one family, over all pictures, in 1/255 of a channel's range."""
+
+    name: str
+    processor: str
+    largest: float
+    mean: float
+
+
+def main() -> None:
+    """Compares every family, writes JSON and the section of RESULTS.md."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
+    parser.add_argument("--torchvision", type=pathlib.Path, help="folder that torchvision was installed into")
+    arguments = parser.parse_args()
+    version = _import_torchvision(arguments.torchvision)
+    transformers.utils.logging.disable_progress_bar()
+    differences = [compare(name) for name in sorted(FAMILIES)]
+    machine = report.this_machine()
+    report.write_json(_NAME, {"machine": asdict(machine), "differences": [asdict(one) for one in differences]})
+    report.write_section(_NAME, _section(differences, version), machine)
+
+
+def compare(name: str) -> Difference:
+    """Both backends on the same pictures. Raises ValueError when they give other shapes."""
+    with tempfile.TemporaryDirectory() as base:
+        folder = FAMILIES[name].build(pathlib.Path(base) / name)
+        pil, other = (
+            transformers.AutoImageProcessor.from_pretrained(folder, backend=backend)
+            for backend in ("pil", "torchvision")
+        )
+    found = [_steps(pil, other, picture(index, *size)) for index, size in enumerate(SIZES)]
+    largest, mean = max(one.max().item() for one in found), float(np.mean([one.mean().item() for one in found]))
+    print(f"{name}: largest {largest:.2f}, mean {mean:.3f}", flush=True)
+    return Difference(name, type(pil).__name__, largest, mean)
+
+
+def picture(seed: int, width: int, height: int) -> PIL.Image.Image:
+    """Smooth colours, one sharp rectangle and noise."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
+    smooth = PIL.Image.fromarray(coarse).resize((width, height), PIL.Image.Resampling.BICUBIC)
+    pixels = np.array(smooth, dtype=np.int64)
+    pixels[height // 3 : height // 2, width // 4 : width // 2] = draw.integers(0, 256, 3)
+    return PIL.Image.fromarray(np.clip(pixels + draw.integers(-12, 13, pixels.shape), 0, 255).astype(np.uint8))
+
+
+def _steps(pil: Any, other: Any, image: PIL.Image.Image) -> torch.Tensor:
+    """Absolute differences of all pixel values; of the channels' scales the smallest counts for all."""
+    one, two = (each(images=[[image]], return_tensors="pt")["pixel_values"].double() for each in (pil, other))
+    if one.shape != two.shape:
+        raise ValueError(f"{type(pil).__name__}: {tuple(one.shape)} and {tuple(two.shape)}")
+    scale = 255 * min(pil.image_std)
+    return (one - two).abs() * scale
+
+
+def _import_torchvision(folder: pathlib.Path | None) -> str:
+    if folder is not None:
+        sys.path.insert(0, str(folder))
+        library = torch.library.Library("torchvision", "DEF")
+        for schema in _DESCRIBED:
+            library.define(schema)
+    import torchvision  # type: ignore[import-not-found,unused-ignore]
+
+    return str(torchvision.__version__).partition("+")[0]
+
+
+def _section(differences: Sequence[Difference], version: str) -> str:
+    rows = [[f"`{one.name}`", f"`{one.processor}`", f"{one.largest:.2f}", f"{one.mean:.3f}"] for one in differences]
+    return "\n\n".join(
+        [
+            "## pixel_parity\n\nHow far are pixels of the PIL image processors, which Lookonce uses, from those of "
+            "the torchvision\nones? In steps of an 8-bit channel (1/255 of its range).",
+            report.table(["tiny model", "processor", "largest", "mean"], rows),
+            f"{len(SIZES)} pictures from 80×60 to 1280×720, tiny models' processor settings, torchvision {version}. "
+            "The backend is\npart of the encoder's fingerprint, so rows of the two are never mixed.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
