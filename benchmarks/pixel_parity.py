@@ -13,15 +13,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
-import transformers
 
 from benchmarks import report
-from tests.tiny_families import FAMILIES
 
 _NAME = "pixel_parity"
 SIZES = ((80, 60), (640, 480), (1280, 720), (300, 400), (1000, 200))
@@ -65,25 +64,32 @@ def main() -> None:
     parser.add_argument("--torchvision", type=pathlib.Path, help="folder that torchvision was installed into")
     arguments = parser.parse_args()
     version = _import_torchvision(arguments.torchvision)
-    transformers.utils.logging.disable_progress_bar()
-    differences = [compare(name) for name in sorted(FAMILIES)]
+    # Not before: transformers looks for torchvision once, when it is imported.
+    from tests.tiny_families import FAMILIES
+
+    differences = [compare(FAMILIES[name]) for name in sorted(FAMILIES)]
     machine = report.this_machine()
     report.write_json(_NAME, {"machine": asdict(machine), "differences": [asdict(one) for one in differences]})
     report.write_section(_NAME, _section(differences, version), machine)
 
 
-def compare(name: str) -> Difference:
-    """Both backends on the same pictures. Raises ValueError when they give other shapes."""
+def compare(family: ModuleType) -> Difference:
+    """Both backends on the same pictures. Raises ValueError when they give other shapes, or are one and the same."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as base:
-        folder = FAMILIES[name].build(pathlib.Path(base) / name)
+        folder = family.build(pathlib.Path(base) / family.NAME)
         pil, other = (
             transformers.AutoImageProcessor.from_pretrained(folder, backend=backend)
             for backend in ("pil", "torchvision")
         )
+    if pil.backend == other.backend:
+        raise ValueError(f"{family.NAME} has no processor for torchvision, or torchvision was not found")
     found = [_steps(pil, other, picture(index, *size)) for index, size in enumerate(SIZES)]
     largest, mean = max(one.max().item() for one in found), float(np.mean([one.mean().item() for one in found]))
-    print(f"{name}: largest {largest:.2f}, mean {mean:.3f}", flush=True)
-    return Difference(name, type(pil).__name__, largest, mean)
+    print(f"{family.NAME}: largest {largest:.2f}, mean {mean:.3f}", flush=True)
+    return Difference(family.NAME, type(pil).__name__, largest, mean)
 
 
 def picture(seed: int, width: int, height: int) -> PIL.Image.Image:

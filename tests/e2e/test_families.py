@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import pathlib
 import random
@@ -15,6 +16,7 @@ import torch
 
 from lookonce.aio import AsyncClient
 from lookonce.generation import Message
+from lookonce.images import ImageRef
 from lookonce.local_stack import LocalStack
 from tests import tiny_models
 from tests.conftest import ONE_THREAD
@@ -93,10 +95,14 @@ def png(image: PIL.Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-async def answer(target: str, one: Chat) -> list[int]:
+async def answer(target: str, one: Chat, *, by_digest: bool = False) -> list[int]:
+    parts = [
+        ImageRef.from_digest(hashlib.sha256(part).digest()) if by_digest and isinstance(part, bytes) else part
+        for part in one.parts
+    ]
     async with AsyncClient.connect(target) as client:
         generation = await client.generate(
-            [Message("user", one.parts)], max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS, temperature=0.0
+            [Message("user", parts)], max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS, temperature=0.0
         )
         return list(generation.token_ids)
 
@@ -105,6 +111,8 @@ async def test_answers_are_those_of_generate_and_each_picture_is_encoded_once(se
     for target in served.stack.decoder_targets:
         answers = await asyncio.gather(*(answer(target, one) for one in served.chats))
         assert answers == [one.expected for one in served.chats]
+    by_digest = await asyncio.gather(*(answer(target, one, by_digest=True) for one in served.chats))
+    assert by_digest == answers, "the cache knows the pictures' sizes, so their texts and spans are the same"
     # This family processes a picture in two ways: alone, and beside others.
     tells_apart = served.name == "llava_onevision"
     rows = {(part, tells_apart and len(one.pictures) > 1) for one in served.chats for part in one.pictures}
