@@ -61,9 +61,9 @@ async def test_a_stream_item_whose_forward_pass_fails_is_an_opaque_internal_erro
         yield pb.EncodeStreamRequest(item_id="a", item=pb.EncodeItem(image=source(png(1))))
 
     async with start_encoder("llava_clip") as encoder:
-        family = encoder.pipeline.model.family
+        adapter = encoder.pipeline.model.adapter
         with monkeypatch.context() as broken:
-            broken.setattr(family, "image_rows", lambda *_: [])
+            broken.setattr(adapter, "image_rows", lambda *_: [])
             answers = [answer async for answer in encoder.stub.EncodeStream(requests())]
             assert answers[0].error.reason == "INTERNAL"
             assert re.fullmatch(r"internal error [0-9a-f]{32}", answers[0].error.message)

@@ -283,9 +283,9 @@ async def test_overload_is_refused_with_a_delay_and_passes(
     start_encoder: StartEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_encoder("llava_clip", max_queued_images=2, max_batch_items=2) as encoder:
-        family = encoder.pipeline.model.family
-        gate, image_rows = threading.Event(), family.image_rows
-        monkeypatch.setattr(family, "image_rows", lambda *batch: gate.wait(30) and image_rows(*batch))
+        adapter = encoder.pipeline.model.adapter
+        gate, image_rows = threading.Event(), adapter.image_rows
+        monkeypatch.setattr(adapter, "image_rows", lambda *batch: gate.wait(30) and image_rows(*batch))
         calls = [asyncio.ensure_future(encode_one(encoder, png(seed))) for seed in range(20)]
         while sum(call.done() for call in calls) < 18:
             await asyncio.sleep(0.01)

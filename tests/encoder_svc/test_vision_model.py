@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel, iter_vision_tensors, row_bytes
+from encoder_svc.vision_model import VisionModel, row_bytes
 from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import InvalidParameterError, ModelFolderError
 from lookonce.half_model import load_vision_half
 from lookonce.model_folder import ModelFolder
+from lookonce.vision_fingerprint import iter_vision_tensors
 from tests import image_files, tiny_models
 
 FAMILIES = sorted(tiny_models.BUILDERS)
