@@ -6,6 +6,7 @@ Answers go to stdout, everything about them to stderr. Exit status: 0, 1 for a f
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -22,6 +23,8 @@ from rich.table import Table
 from lookonce.cli_settings import CliSettings, StackRecord, find_stack
 from lookonce.client import Client
 from lookonce.errors import ConfigurationError, LookonceError, StartupError, UnavailableError
+from lookonce.families.base import Family, Mask, PositionAxes
+from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
 
@@ -31,6 +34,11 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
 _RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+# Whether an image's tokens may be spread over steps.
+_CHUNKING = {Mask.CAUSAL: "chunked", Mask.IMAGE: "whole image in a step", Mask.PROMPT: "whole prompt in a step"}
+_REPORT_WIDTH = 120
+# What families without feature levels have for their number.
+_NO_LEVELS = next(field.default for field in dataclasses.fields(Family) if field.name == "num_levels")
 
 app = typer.Typer(
     help="Lookonce: an image is looked at once.",
@@ -229,6 +237,29 @@ def lookup(images: Images, target: Target = None, timeout_s: Timeout = 120.0) ->
 
 
 @app.command()
+def models() -> None:
+    """List the model families that are served; `lookonce doctor --model` looks into one model."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("family", "model type", "architecture", "images"):
+        table.add_column(title, overflow="fold")
+    for family in FAMILIES.values():
+        table.add_row(family.title, family.model_type, family.architecture, ", ".join(_offers(family)))
+    _print_report(table)
+
+
+def _offers(family: Family) -> list[str]:
+    """What there is for images of a family."""
+    offers = [_CHUNKING[family.mask]]
+    if family.has_max_pixels:
+        offers.append("max_pixels")
+    if family.axes is PositionAxes.MROPE:
+        offers.append("M-RoPE")
+    if family.num_levels is not _NO_LEVELS:
+        offers.append("feature levels")
+    return offers
+
+
+@app.command()
 def doctor(
     model: Annotated[str | None, typer.Option(help="Model folder or hub name to look into.")] = None,
 ) -> None:
@@ -243,9 +274,15 @@ def doctor(
     for finding in findings:
         mark = "[green]ok[/]" if finding.is_fine else "[bold red]no[/]"
         table.add_row(mark, finding.subject, escape(finding.detail))
-    _out.print(table)
+    _print_report(table)
     if not all(finding.is_fine for finding in findings):
         raise typer.Exit(1)
+
+
+def _print_report(table: Table) -> None:
+    """Files and pipes have no width of their own; there a fingerprint or an architecture shall stay in one line."""
+    out = _out if _out.is_terminal else Console(highlight=False, width=max(_out.width, _REPORT_WIDTH))
+    out.print(table)
 
 
 def _client(target: str | None) -> Client:

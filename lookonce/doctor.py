@@ -44,7 +44,7 @@ def examine(settings: CliSettings, model: str | None) -> list[Finding]:
         _stack(settings),
     ]
     if model is not None:
-        findings.append(_model(model))
+        findings += _model(model)
     return findings
 
 
@@ -109,10 +109,15 @@ def _stack(settings: CliSettings) -> Finding:
     return Finding("running stack", True, detail)
 
 
-def _model(name: str) -> Finding:
+def _model(name: str) -> list[Finding]:
     try:
         folder = ModelFolder.open(resolve_model(name))
     except LookonceError as error:
-        return Finding("model", False, str(error))
+        return [Finding("model", False, str(error))]
     size_mb = sum(path.stat().st_size for path in folder.weight_files) / 1e6
-    return Finding("model", True, f"{folder.architecture}, {size_mb:.0f} MB of weights in {folder.path}")
+    found = Finding("model", True, f"{folder.architecture}, {size_mb:.0f} MB of weights in {folder.path}")
+    try:
+        from lookonce.doctor_model import examine_folder
+    except (ImportError, OSError) as error:
+        return [found, Finding("loading", False, f"{error}; pip install 'lookonce[serve]' to look into the model")]
+    return [found, *examine_folder(folder)]

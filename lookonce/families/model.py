@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
 from lookonce.families.registry import FAMILIES
 from lookonce.model_folder import ModelFolder, read_json_object
+from lookonce.text_support import text_refusal
 
 # Keys of tokenizer_config.json that name special tokens, besides those of its extra_special_tokens.
 _TOKEN_SUFFIX = "_token"
@@ -41,7 +43,7 @@ class FamilyModel:
             tokens=_tokens(folder),
         )
         try:
-            refusal = data.refusal(source)
+            refusal = text_refusal(source.config, data.mask) or data.refusal(source)
             sizing = None if refusal else data.sizing(source)
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelFolderError(
@@ -89,7 +91,7 @@ class FamilyModel:
 def _config(folder: ModelFolder) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelFolderError(f"{folder.path}/config.json is not one of transformers': {error}") from error
 
 

@@ -14,6 +14,7 @@ from lookonce.families import (
     llava_next,
     llava_onevision,
     mistral3,
+    paddleocr_vl,
     paligemma,
     qwen2_5_vl,
     qwen2_vl,
@@ -39,6 +40,7 @@ _MODULES = (
     mistral3,
     glm4v,
     aya_vision,
+    paddleocr_vl,
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

@@ -1,0 +1,119 @@
+"""Which text models are served exactly: said from their configuration, before any weight is read.
+
+The decoder calls a model's layers with many requests flattened into one row and attention of its own. A layer that
+keeps more than keys and values of tokens, or that computes with what else is in the batch, would give other tokens than
+`generate` does, so a model with one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lookonce.families.base import Mask
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Rotary frequencies that are the same whatever is in the batch.
+_ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
+_BATCH_ROPE_TYPES = frozenset({"dynamic", "longrope"})
+# Models with a learned sink beside the keys; most configurations do not say so.
+SINK_MODEL_TYPES = frozenset({
+    "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash",
+    "openai_privacy_filter",
+})  # fmt: skip
+_ADVICE = "use a model whose text model has none of that"
+_HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
+# Fields that stand for something which the decoder does not have; what it is.
+_UNSERVED_FIELDS = {
+    "cross_attention_layers": "layers that attend to the image apart from the text (cross-attention)",
+    "add_cross_attention": "cross-attention",
+    "hidden_size_per_layer_input": "embeddings that join every layer (per-layer inputs)",
+    "num_kv_shared_layers": "layers that share their keys and values",
+    "kv_lora_rank": "compressed keys and values (multi-head latent attention)",
+}
+
+
+def text_refusal(config: Any, mask: Mask) -> str | None:
+    """Why the text model of a folder cannot be served exactly, and what to do; None where it can.
+
+    `config` is the folder's configuration as transformers reads it, `mask` its family's. Raises ValueError where the
+    configuration has no text model.
+    """
+    text = config.get_text_config()
+    if mask is not Mask.PROMPT and getattr(text, "use_bidirectional_attention", False):
+        return f"the text model ({text.model_type}) has tokens that see what follows them; {_ADVICE}"
+    for check in (_composition, _unserved_field, _layers, _rope, _heads, _window):
+        reason: str | None = check(config, text)
+        if reason is not None:
+            return f"the text model ({text.model_type}) has {reason}"
+    return None
+
+
+def _composition(config: Any, text: Any) -> str | None:
+    for part in (config, text):
+        if getattr(part, "is_encoder_decoder", False):
+            return f"an encoder and a decoder ({part.model_type}: is_encoder_decoder), which is not served; {_ADVICE}"
+    if text.model_type in SINK_MODEL_TYPES:
+        return f"attention sinks, which are not served; {_ADVICE}"
+    if getattr(text, "is_heterogeneous", False):
+        return f"layers of different shapes, but one KV cache is for all layers; {_ADVICE}"
+    return None
+
+
+def _unserved_field(_config: Any, text: Any) -> str | None:
+    for name, meaning in _UNSERVED_FIELDS.items():
+        value = getattr(text, name, None)
+        if value:
+            return f"{meaning}, which are not served ({name} is {value!r}); {_ADVICE}"
+    return None
+
+
+def _layers(_config: Any, text: Any) -> str | None:
+    layer_types = getattr(text, "layer_types", None) or ()
+    for layer, layer_type in enumerate(layer_types):
+        if layer_type not in _LAYER_TYPES:
+            served = " and ".join(_LAYER_TYPES)
+            return f"a layer of type {layer_type!r} (layer {layer}), but only {served} are served; {_ADVICE}"
+    return None
+
+
+def _rope(_config: Any, text: Any) -> str | None:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for where, rope_type in _rope_types(parameters):
+        if rope_type in _BATCH_ROPE_TYPES:
+            return (
+                f"the rope type {rope_type!r}{where}, with which the longest request of a batch changes the answers of "
+                f"the others; {_ADVICE}"
+            )
+        if rope_type not in _ROPE_TYPES:
+            served = ", ".join(sorted(_ROPE_TYPES))
+            return f"the rope type {rope_type!r}{where}, but only {served} are served; {_ADVICE}"
+    return None
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """(in which layers, rope type) of parameters for all layers, or by layer type; layers without rope have none."""
+    by_layer_type = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
+    if by_layer_type:
+        return [(f" in {name} layers", value.get("rope_type", "default")) for name, value in by_layer_type.items()]
+    return [("", parameters.get("rope_type", "default"))]
+
+
+def _heads(_config: Any, text: Any) -> str | None:
+    for name in _HEAD_FIELDS:
+        value = getattr(text, name, None)
+        if not isinstance(value, int) or value < 1:
+            return f"no number of heads that a KV cache can be made for ({name} is {value!r}); {_ADVICE}"
+    return None
+
+
+def _window(_config: Any, text: Any) -> str | None:
+    window = getattr(text, "sliding_window", None)
+    is_declared = getattr(text, "use_sliding_window", False) or "sliding_attention" in (
+        getattr(text, "layer_types", None) or ()
+    )
+    if window is None and not is_declared:
+        return None
+    if not isinstance(window, int) or window < 1:
+        return f"layers with a window of no size; sliding_window in config.json must be a number ≥ 1, not {window!r}"
+    return None
