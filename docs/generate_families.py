@@ -7,9 +7,9 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from xml.etree import ElementTree
 
 from lookonce.families.base import Family, Mask, PositionAxes
 from lookonce.families.registry import FAMILIES

@@ -91,7 +91,8 @@ class VisionAdapter:
         arguments = {
             name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in joined.items()
         }
-        output = model.get_image_features(**arguments, return_dict=True)
+        # Of the model inside: not every class around it passes this on.
+        output = model.model.get_image_features(**arguments, return_dict=True)
         levels = [output.pooler_output, *(output.deepstack_features if self.num_levels else ())]
         rows = torch.cat([_flat(level) for level in levels], dim=-1)
         counts = [inputs.num_rows * inputs.num_copies for inputs in batch]

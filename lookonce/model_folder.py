@@ -93,7 +93,7 @@ def _refuse_own_code(path: pathlib.Path) -> None:
         if (path / name).exists() and "auto_map" in read_json_object(path / name):
             raise ModelFolderError(
                 f"{path / name} asks for Python code of its own (auto_map), which is never run; "
-                "use a model whose architecture is part of transformers"
+                "remove the entry if the model's authors say that transformers serves it without"
             )
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import tiny_models
+from tests.tiny_families import FAMILIES
 
 NUM_IMAGES = 6
 
@@ -16,17 +17,18 @@ NUM_IMAGES = 6
 def answer(processor: Any, model: Any, image: Any, question: str) -> tuple[int, ...]:
     """Greedy tokens for one picture and one question."""
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-    text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    inputs = processor(text=text, images=image, return_tensors="pt")
+    has_template = processor.chat_template is not None
+    text = processor.apply_chat_template(messages, add_generation_prompt=True) if has_template else f"<image>{question}"
+    inputs = processor(text=text, images=[[image]], return_tensors="pt")
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     return tuple(output[0, inputs["input_ids"].shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.BUILDERS))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_answers_depend_on_the_picture_and_on_the_text(name: str, tmp_path: pathlib.Path) -> None:
-    folder = tiny_models.BUILDERS[name](tmp_path / name)
-    processor, model = tiny_models.load_processor(folder), tiny_models.load_model(folder)
+    folder = FAMILIES[name].build(tmp_path / name)
+    processor, model = FAMILIES[name].load_processor(folder), tiny_models.load_model(folder)
     images = [tiny_models.random_image(seed) for seed in range(NUM_IMAGES)]
     answers = {answer(processor, model, image, "what is it?") for image in images}
     assert len(answers) == NUM_IMAGES
@@ -35,8 +37,8 @@ def test_answers_depend_on_the_picture_and_on_the_text(name: str, tmp_path: path
     assert not special & {token for tokens in answers for token in tokens}
 
 
-@pytest.mark.parametrize("name", sorted(tiny_models.BUILDERS))
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_seed_gives_the_same_weights_again_and_another_one_others(name: str, tmp_path: pathlib.Path) -> None:
-    files = [tiny_models.BUILDERS[name](tmp_path / str(index), seed=seed) for index, seed in enumerate((3, 3, 4))]
+    files = [FAMILIES[name].build(tmp_path / str(index), seed=seed) for index, seed in enumerate((3, 3, 4))]
     first, second, other = ((folder / "model.safetensors").read_bytes() for folder in files)
     assert first == second != other
