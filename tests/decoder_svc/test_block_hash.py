@@ -4,7 +4,9 @@ import pytest
 
 from decoder_svc.block_hash import BlockHasher
 from decoder_svc.request import CacheScope, ImageItem, Request
+from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling import image, request
+from tests.decoder_svc.traffic import masked
 
 
 def hashes(one: Request, hasher: BlockHasher | None = None) -> list[bytes]:
@@ -100,6 +102,40 @@ def test_block_size_and_deployment_are_part_of_every_name() -> None:
     base = hashes(request("a", 8, text="same"))
     assert hashes(request("b", 8, text="same"), BlockHasher(4, b"other")) != base
     assert base[0] not in hashes(request("c", 8, text="same"), BlockHasher(2))
+
+
+def test_where_tokens_of_an_image_see_each_other_its_key_is_enough() -> None:
+    """The key decides the image's length, and nothing behind the image is seen."""
+    images = (image("x", 2, 5), image("y", 9, 3))
+    causal = hashes(request("a", 16, images, text="same"))
+    assert hashes(masked(request("b", 16, images, text="same"), Mask.IMAGE)) == causal
+
+
+def test_no_block_of_a_prompt_that_sees_itself_is_that_of_another() -> None:
+    """The first block's keys depend on the last token."""
+
+    def prompt(num_tokens: int, *images: ImageItem, text: str = "same") -> list[bytes]:
+        return hashes(masked(request("r", num_tokens, images, text=text), Mask.PROMPT))
+
+    base = prompt(12, image("x", 9, 2))
+    assert prompt(12, image("x", 9, 2)) == base
+    for other in (
+        prompt(13, image("x", 9, 2)),
+        prompt(12),
+        prompt(12, image("y", 9, 2)),
+        prompt(12, image("x", 9, 1), image("x", 10, 1)),
+        prompt(12, image("x", 9, 2), text="other"),
+        hashes(request("r", 12, (image("x", 9, 2),), text="same")),
+    ):
+        assert not set(base) & set(other)
+
+
+def test_answers_to_equal_prompts_that_see_themselves_share_as_far_as_they_are_equal() -> None:
+    first, second = (masked(request(name, 6, text="same"), Mask.PROMPT) for name in "ab")
+    first.token_ids += [7, 8, 9, 7, 8, 9]
+    second.token_ids += [7, 8, 9, 7, 8, 8]
+    assert hashes(first)[:2] == hashes(second)[:2]
+    assert hashes(first)[2] != hashes(second)[2]
 
 
 def test_hashes_do_not_depend_on_the_process() -> None:

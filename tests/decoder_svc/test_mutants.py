@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from decoder_svc import block_hash
+from decoder_svc import block_hash, scheduler
 from decoder_svc.block_hash import BlockHasher
 from decoder_svc.block_pool import BlockPool
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
-from decoder_svc.request import CacheScope, Request
+from decoder_svc.request import CacheScope, Prompt, Request
 from decoder_svc.scheduler import Scheduler
-from tests.decoder_svc.traffic import Traffic
+from lookonce.families.base import Mask
+from tests.decoder_svc.scheduling import request
+from tests.decoder_svc.traffic import Traffic, masked, steps_until_served
 
 NUM_SEEDS = 60
 Patch = pytest.MonkeyPatch
@@ -253,9 +255,32 @@ def the_token_budget_is_not_spent(patch: Patch) -> None:
     patch.setattr(Scheduler, "_schedule_chunk", schedule_chunk)
 
 
+@mutation
+def a_chunk_may_end_where_tokens_see_each_other(patch: Patch) -> None:
+    patch.setattr(Prompt, "last_cut", lambda self, start, stop: stop)
+
+
+@mutation
+def the_prompt_is_not_in_the_hash(patch: Patch) -> None:
+    patch.setattr(block_hash, "_prompt_digest", lambda prompt: b"")
+
+
+@mutation
+def who_cannot_be_cut_is_overtaken(patch: Patch) -> None:
+    class HeedlessStep(scheduler._Step):
+        lacks_budget = property(lambda self: False, lambda self, value: None)
+
+    patch.setattr(scheduler, "_Step", HeedlessStep)
+
+
 def run_all_seeds() -> None:
     for seed in range(NUM_SEEDS):
         Traffic(seed).run(120)
+    for seed in range(NUM_SEEDS // 2):
+        Traffic(seed, mask=Mask.IMAGE).run(120)
+        Traffic(seed, mask=Mask.PROMPT).run(120)
+    uncut = masked(request("w", 16, arrival_s=1), Mask.PROMPT)
+    steps_until_served(uncut, lambda index: request(f"n{index}", 80, arrival_s=2 * index), 50)
 
 
 def test_nothing_is_noticed_where_nothing_is_wrong() -> None:

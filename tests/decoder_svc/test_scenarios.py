@@ -14,7 +14,9 @@ from decoder_svc.encoder_budget import encoder_budget
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager
 from decoder_svc.request import DEFAULT_SCOPE, CacheScope, ImageItem, Request, RowSource
+from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling import chunks, image, key, request, rows, scheduler, step
+from tests.decoder_svc.traffic import masked, steps_until_served
 
 Images = tuple[ImageItem, ...]
 
@@ -27,9 +29,11 @@ class Ask:
     text: str = "same"
     images: Images = ()
     scope: CacheScope = DEFAULT_SCOPE
+    mask: Mask = Mask.CAUSAL
 
     def request(self, name: str) -> Request:
-        return request(name, self.num_tokens, self.images, text=self.text, cache_scope=self.scope)
+        one = request(name, self.num_tokens, self.images, text=self.text, cache_scope=self.scope)
+        return masked(one, self.mask)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Prefix:
     earlier: tuple[Ask, ...] = ()
 
 
+IMAGE, PROMPT = Mask.IMAGE, Mask.PROMPT
 A, B = CacheScope(salt=b"a"), CacheScope(salt=b"b")
 LORA = CacheScope(adapter="lora")
 # T0 T1 P00 P01 | P02 P03 P04 T2 | T3 P10 P11 P12
@@ -96,7 +101,29 @@ PREFIX = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PREFIX, ids=lambda case: f"{case.number:02}")
+WITH_X, WITH_Y = (image("x", 4, 8),), (image("y", 4, 8),)
+MASKED_PREFIX = [
+    Prefix(62, "tokens of an image see each other: the same image", Ask(13, images=WITH_X, mask=IMAGE), 12, 1,
+           (Ask(13, images=WITH_X, mask=IMAGE),)),
+    Prefix(63, "the same image, other text behind", Ask(16, "other", images=(image("x", 0, 8),), mask=IMAGE), 8, 2,
+           (Ask(12, images=(image("x", 0, 8),), mask=IMAGE),)),
+    Prefix(64, "text before another image is the same", Ask(13, images=WITH_Y, mask=IMAGE), 4, 3,
+           (Ask(13, images=WITH_X, mask=IMAGE),)),
+    Prefix(65, "a hit that ends inside the image", Ask(20, images=(image("x", 2, 12),), mask=IMAGE), 12, 2,
+           (Ask(14, images=(image("x", 2, 12),), mask=IMAGE),)),
+    Prefix(66, "whole prompts see themselves: the same", Ask(13, images=WITH_X, mask=PROMPT), 12, 1,
+           (Ask(13, images=WITH_X, mask=PROMPT),)),
+    Prefix(67, "the same, to the last block", Ask(16, mask=PROMPT), 15, 0, (Ask(16, mask=PROMPT),)),
+    Prefix(68, "one token more", Ask(17, mask=PROMPT), 0, 5, (Ask(16, mask=PROMPT),)),
+    Prefix(69, "one token less", Ask(15, mask=PROMPT), 0, 4, (Ask(16, mask=PROMPT),)),
+    Prefix(70, "another image in the last block", Ask(12, images=(image("y", 10, 2),), mask=PROMPT), 0, 3,
+           (Ask(12, images=(image("x", 10, 2),), mask=PROMPT),)),
+    Prefix(71, "an image where text was, in the last block", Ask(12, images=(image("y", 10, 2),), mask=PROMPT), 0,
+           3, (Ask(12, mask=PROMPT),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*PREFIX, *MASKED_PREFIX], ids=lambda case: f"{case.number:02}")
 def test_prefix_cache(case: Prefix) -> None:
     manager = KVCacheManager(num_blocks=64, block_size=4)
     for index, ask in enumerate(case.earlier):
@@ -235,15 +262,45 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", STEPS, ids=lambda case: f"{case.number:02}")
+MASKED_STEPS = [
+    Steps(72, "an image is computed in one step, when all its rows are there", {"a": Ask(16, images=(X,), mask=IMAGE)},
+          [[("a", 0, 4)], [("a", 4, 12)]], fetched=[8, 0]),
+    Steps(73, "text up to the image that does not fit any more",
+          {"a": Ask(24, images=(image("x", 0, 8), image("y", 12, 8)), mask=IMAGE)},
+          [[], [("a", 0, 12)], [("a", 12, 12)]], fetched=[16, 0, 0]),
+    Steps(74, "a hit that ends inside an image: the rest of it in one step",
+          {"a": Ask(14, images=(image("x", 2, 12),), mask=IMAGE),
+           "b": Ask(16, images=(image("x", 2, 12),), mask=IMAGE)},
+          [[("a", 0, 2), ("b", 0, 2)], [("a", 2, 12), ("b", 12, 4)]], fetched=[12, 0]),
+    Steps(75, "an image whose rows are on their way holds nobody up",
+          {"a": Ask(12, mask=IMAGE), "b": Ask(10, "b", (image("x", 0, 8),), mask=IMAGE), "c": Ask(9, "c", mask=IMAGE)},
+          [[("a", 0, 12), ("c", 0, 4)], [("c", 4, 5), ("b", 0, 10)]], fetched=[8, 0]),
+    Steps(76, "what is left of the budget is too little for an image that could be computed: nobody overtakes it",
+          {"w": Ask(9, "w", (image("x", 1, 8),), mask=IMAGE), "a": Ask(20, mask=IMAGE),
+           "b": Ask(10, "b", (image("x", 0, 8),), mask=IMAGE), "c": Ask(9, "c", mask=IMAGE)},
+          [[("w", 0, 1), ("a", 0, 15)], [("w", 1, 8), ("a", 15, 5)], [("b", 0, 10), ("c", 0, 6)], [("c", 6, 3)]],
+          fetched=[8, 0, 0, 0]),
+    Steps(77, "a prompt that sees itself is one step, after the rows of all its images",
+          {"a": Ask(16, images=(image("x", 2, 4), image("y", 8, 4)), mask=PROMPT)},
+          [[], [("a", 0, 16)]], fetched=[8, 0]),
+    Steps(78, "such prompts do not share a step that is too small for both, and nobody overtakes",
+          {"a": Ask(10, mask=PROMPT), "b": Ask(10, "b", mask=PROMPT), "c": Ask(4, "c", mask=PROMPT)},
+          [[("a", 0, 10)], [("b", 0, 10), ("c", 0, 4)]]),
+    Steps(79, "equal prompts that see themselves: one prefill", {"a": Ask(16, mask=PROMPT), "b": Ask(16, mask=PROMPT)},
+          [[("a", 0, 16)], [("b", 15, 1)]]),
+    Steps(80, "what is generated is cut from the prompt and from itself", {"a": Ask(6, mask=PROMPT)},
+          [[("a", 0, 6)], [("a", 6, 1)], [("a", 7, 1)]], max_tokens=3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*STEPS, *MASKED_STEPS], ids=lambda case: f"{case.number:02}")
 def test_steps(case: Steps) -> None:
     target = scheduler(
         token_budget=case.budget, num_blocks=case.blocks, max_num_seqs=case.seqs, cache_rows=case.cache_rows
     )
     for index, (name, ask) in enumerate(case.asks.items()):
-        target.add(
-            request(name, ask.num_tokens, ask.images, text=ask.text, max_tokens=case.max_tokens, arrival_s=index)
-        )
+        one = request(name, ask.num_tokens, ask.images, text=ask.text, max_tokens=case.max_tokens, arrival_s=index)
+        target.add(masked(one, ask.mask))
     outputs = [step(target) for _ in case.expected]
     assert [chunks(output) for output in outputs] == case.expected, case.what
     if case.fetched:
@@ -252,7 +309,24 @@ def test_steps(case: Steps) -> None:
     assert not target.has_requests()
 
 
+@pytest.mark.parametrize("num_images", [0, 3])
+def test_who_cannot_be_cut_is_not_overtaken_for_ever(num_images: int) -> None:
+    """A whole step's budget is never left as long as prompts of five steps keep coming: they must wait behind it."""
+
+    def newcomer(index: int) -> Request:
+        images = tuple(image(f"{index} {number}", 10 + 20 * number, 6) for number in range(num_images))
+        return masked(request(f"n{index}", 80, images, arrival_s=2 * index), IMAGE)
+
+    for one in (
+        masked(request("w", 20, (image("w", 0, 16),), arrival_s=1), IMAGE),
+        masked(request("w", 30, (image("w", 10, 16),), arrival_s=1), IMAGE),
+        masked(request("w", 16, arrival_s=1), PROMPT),
+    ):
+        # The one that came before it takes five steps for its prompt, one more for each image, and two for its answer.
+        assert steps_until_served(one, newcomer, 200) <= 20
+
+
 def test_cases_are_numbered_without_a_gap() -> None:
-    numbers = [case.number for cases in (PREFIX, BUDGETS, ROWS, STEPS) for case in cases]
+    numbers = [case.number for cases in (PREFIX, BUDGETS, ROWS, STEPS, MASKED_PREFIX, MASKED_STEPS) for case in cases]
     assert numbers == list(range(1, len(numbers) + 1))
     assert len(numbers) >= 50

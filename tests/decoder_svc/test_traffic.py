@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.decoder_svc.traffic import Traffic
+from lookonce.families.base import Mask
+from tests.decoder_svc.traffic import MODES, Traffic
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("mask", "deterministic"), MODES)
 @pytest.mark.parametrize("seed", range(60))
-def test_no_token_is_computed_from_another_context(seed: int, deterministic: bool) -> None:
-    Traffic(seed, deterministic=deterministic).run(120)
+def test_no_token_is_computed_from_another_context(seed: int, mask: Mask, deterministic: bool) -> None:
+    Traffic(seed, mask=mask, deterministic=deterministic).run(120)
 
 
-def test_traffic_is_worth_testing_with() -> None:
+@pytest.mark.parametrize("mask", list(Mask))
+def test_traffic_is_worth_testing_with(mask: Mask) -> None:
     """Without hits, preemptions and adoptions the test above would show nothing."""
     hits = preemptions = shared = 0
     for seed in range(40):
-        traffic = Traffic(seed)
+        traffic = Traffic(seed, mask=mask)
         traffic.run(120)
         hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)
         preemptions += sum(one.num_preemptions > 0 for one in traffic.requests)
@@ -30,3 +32,15 @@ def test_equal_traffic_gets_equal_decisions() -> None:
     first.run(150)
     second.run(150)
     assert first.trace == second.trace
+
+
+def test_hits_end_inside_images_whose_tokens_see_each_other() -> None:
+    """What is left of such an image is computed in one chunk."""
+    inside = 0
+    for seed in range(40):
+        traffic = Traffic(seed, mask=Mask.IMAGE)
+        traffic.run(120)
+        chunks = [chunk for output in traffic.trace for chunk in output.chunks]
+        spans = {one.request_id: one.prompt.mutual_spans for one in traffic.requests}
+        inside += sum(span.offset < chunk.start < span.stop for chunk in chunks for span in spans[chunk.request_id])
+    assert inside >= 15, inside

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 from decoder_svc.request import CacheScope, ImageItem, Request, RequestId, RequestState, RowSource
 from decoder_svc.row_range import RowRange, RowRangeSet
 from decoder_svc.scheduler import Scheduler
 from decoder_svc.scheduler_output import RowFetch, SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey
+from lookonce.families.base import Mask
 from lookonce.forgotten import EVERYTHING, Forgotten
-from tests.decoder_svc.scheduling import image, request, scheduler
+from tests.decoder_svc.scheduling import image, request, scheduler, step
 
 CACHE_ROWS = 12
-NUM_BLOCKS = 10
-TOKEN_BUDGET = 9
+# KV blocks and the tokens of a step; where a whole prompt is one chunk, most prompts shall fit into one.
+SIZES = {Mask.CAUSAL: (10, 9), Mask.IMAGE: (10, 9), Mask.PROMPT: (6, 16)}
+# Mask and whether answers are deterministic, which is not offered where an image cannot be cut.
+MODES = [(Mask.CAUSAL, False), (Mask.CAUSAL, True), (Mask.IMAGE, False), (Mask.PROMPT, False)]
 
 
 class Oracle:
@@ -55,7 +59,9 @@ class Oracle:
             table[chunk.block_start :] = chunk.block_ids
             assert chunk.num_tokens >= 1, "a scheduled request computes something"
             assert chunk.start >= self._computed[chunk.request_id], "tokens are computed once"
-            self._computed[chunk.request_id] = chunk.start + chunk.num_tokens
+            stop = self._computed[chunk.request_id] = chunk.start + chunk.num_tokens
+            for span in self._target.request(chunk.request_id).prompt.mutual_spans:
+                assert not span.offset < stop < span.stop, "tokens that see each other are computed in one chunk"
         self._write(output)
         for chunk in output.chunks:
             self._read(self._target.request(chunk.request_id), chunk.start, chunk.start + chunk.num_tokens)
@@ -101,24 +107,52 @@ class Oracle:
 
 
 def truth(request: Request, token: int) -> Hashable:
-    """Everything that the keys and values of a token depend on."""
+    """Everything that the keys and values of a token depend on: what is before it, and what it sees behind it."""
+    stop = token + 1
+    for span in request.prompt.mutual_spans:
+        if span.offset <= token < span.stop:
+            stop = span.stop
     return (
         request.cache_scope.salt,
         request.cache_scope.adapter,
-        tuple(request.token_ids[: token + 1]),
-        tuple((item.key.value, item.span.offset) for item in request.prompt.images if item.span.offset <= token),
+        tuple(request.token_ids[:stop]),
+        tuple((item.key.value, item.span.offset) for item in request.prompt.images if item.span.offset < stop),
     )
+
+
+def masked(one: Request, mask: Mask) -> Request:
+    """The same request to a model with that mask."""
+    one.prompt = replace(one.prompt, mask=mask)
+    return one
+
+
+def steps_until_served(uncut: Request, newcomer: Callable[[int], Request], num_steps: int) -> int:
+    """Steps until the first token of a request that cannot be cut, while another newcomer arrives before every step.
+
+    Raises AssertionError when it has none after `num_steps`.
+    """
+    target = scheduler(token_budget=16, num_blocks=200, max_num_seqs=6)
+    target.add(newcomer(0))
+    target.add(uncut)
+    for index in range(1, num_steps + 1):
+        step(target)
+        if uncut.num_output_tokens:
+            return index
+        target.add(newcomer(index + 1))
+    raise AssertionError(f"{uncut} is overtaken for ever")
 
 
 class Traffic:
     """Requests come, mostly as earlier ones slightly changed; rows come late or never; steps run, or fail."""
 
-    def __init__(self, seed: int, *, deterministic: bool = False) -> None:
+    def __init__(self, seed: int, *, deterministic: bool = False, mask: Mask = Mask.CAUSAL) -> None:
         # Where every choice comes from; may be replaced between actions.
         self.rng = random.Random(seed)
+        self._mask = mask
+        self._num_blocks, token_budget = SIZES[mask]
         self.target = scheduler(
-            token_budget=TOKEN_BUDGET,
-            num_blocks=NUM_BLOCKS,
+            token_budget=token_budget,
+            num_blocks=self._num_blocks,
             cache_rows=CACHE_ROWS,
             max_num_seqs=4,
             rows_asked=CACHE_ROWS,
@@ -162,7 +196,7 @@ class Traffic:
             self.target.check_integrity()
         unfinished = [one for one in self.requests if one.state is not RequestState.FINISHED]
         assert not unfinished, "requests were left alone"
-        assert self.target.kv_cache.pool.num_free_blocks == NUM_BLOCKS
+        assert self.target.kv_cache.pool.num_free_blocks == self._num_blocks
         for one in self.requests:
             self._check_usage(one)
 
@@ -179,16 +213,24 @@ class Traffic:
             new = self._repeated(self.rng.choice(self.requests))
         else:
             new = self._fresh()
-        if -(-(new.num_tokens + new.params.max_tokens) // 4) <= NUM_BLOCKS:
+        if self._fits(new):
             self.requests.append(new)
             self.target.add(new)
+
+    def _fits(self, new: Request) -> bool:
+        """What is refused before it comes here."""
+        if any(span.length > self.target.limits.max_num_batched_tokens for span in new.prompt.mutual_spans):
+            return False
+        if self._mask is Mask.PROMPT and new.prompt.num_image_tokens > CACHE_ROWS:
+            return False
+        return -(-(new.num_tokens + new.params.max_tokens) // 4) <= self._num_blocks
 
     def _fresh(self) -> Request:
         images: list[ImageItem] = []
         offset = 0
         for _ in range(self.rng.choice((0, 1, 1, 2))):
             offset += self.rng.choice((0, 0, 1, 3, 4))
-            images.append(image(self.rng.choice("uvw"), offset, self.rng.choice((2, 4, 5, 8))))
+            images.append(self._image(self.rng.choice("uvw"), offset, self.rng.choice((2, 4, 5, 8))))
             offset = images[-1].span.stop
         return self._request(offset + self.rng.randint(1, 6), tuple(images), self.rng.choice("st"), CacheScope())
 
@@ -199,9 +241,9 @@ class Traffic:
         text, scope = self._texts[earlier.request_id], earlier.cache_scope
         change = self.rng.randrange(8)
         if change == 0 and images:
-            images = (image("z", images[0].span.offset, images[0].span.length), *images[1:])
+            images = (self._image("z", images[0].span.offset, images[0].span.length), *images[1:])
         elif change == 1 and images and (len(images) == 1 or images[0].span.stop < images[1].span.offset):
-            images = (image(self._name(images[0]), images[0].span.offset + 1, images[0].span.length), *images[1:])
+            images = (self._image(self._name(images[0]), images[0].span.offset + 1, images[0].span.length), *images[1:])
             num_tokens += 1
         elif change == 2:
             scope = self.rng.choice((CacheScope(salt=b"a"), CacheScope(salt=b"b"), CacheScope(adapter="a")))
@@ -211,7 +253,8 @@ class Traffic:
             # The same tokens, split into two showings of the image.
             first, half = images[0].span.offset, images[0].span.length // 2
             name = self._name(images[0])
-            images = (image(name, first, half), image(name, first + half, images[0].span.length - half), *images[1:])
+            rest = images[0].span.length - half
+            images = (self._image(name, first, half), self._image(name, first + half, rest), *images[1:])
         elif change == 5:
             text = "u"
         return self._request(num_tokens, images, text, scope)
@@ -228,11 +271,14 @@ class Traffic:
             cache_scope=scope,
         )
         self._texts[new.request_id] = text
-        return new
+        return masked(new, self._mask)
 
-    @staticmethod
-    def _name(item: ImageItem) -> str:
-        return next(name for name in "uvwz" if image(name, 0, 1).key == item.key)
+    def _image(self, name: str, offset: int, length: int) -> ImageItem:
+        """Where an image's tokens see each other, one with more of them is another image, as in truth all are."""
+        return image(name if self._mask is Mask.CAUSAL else f"{name}{length}", offset, length)
+
+    def _name(self, item: ImageItem) -> str:
+        return next(name for name in "uvwz" if self._image(name, 0, item.span.length).key == item.key)
 
     def step(self) -> None:
         """One whole step; its fetches begin."""
@@ -265,7 +311,8 @@ class Traffic:
     def forget(self) -> None:
         """An operator removes an image, or all."""
         name = self.rng.choice("uvwz*")
-        forgotten = EVERYTHING if name == "*" else Forgotten.of([image(name, 0, 1).key])
+        keys = [self._image(name, 0, length).key for length in range(1, 9)]
+        forgotten = EVERYTHING if name == "*" else Forgotten.of(keys)
         self.target.forget(forgotten)
 
     def abort(self) -> None:

@@ -21,10 +21,6 @@ from lookonce.half_model import Half, load_text_half, load_vision_half, text_chi
 from tests import tiny_models
 from tests.tiny_families import FAMILIES
 
-BUILDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
-    **tiny_models.BUILDERS,
-    **{name: family.build for name, family in FAMILIES.items()},
-}
 WEIGHTS = "model.safetensors"
 # What both halves hold: direct parameters of the inner model, which are one row and the vision half's to use.
 IN_BOTH = {"llava_next": {"model.image_newline"}, "llava_onevision": {"model.image_newline"}}
@@ -50,13 +46,13 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
 
     def folder(name: str) -> pathlib.Path:
         if name not in built:
-            built[name] = BUILDERS[name](tmp_path_factory.mktemp("halves") / name)
+            built[name] = FAMILIES[name].build(tmp_path_factory.mktemp("halves") / name)
         return built[name]
 
     return folder
 
 
-@pytest.fixture(scope="module", params=sorted(BUILDERS))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def loaded(request: pytest.FixtureRequest, build: Callable[[str], pathlib.Path]) -> Loaded:
     folder = build(request.param)
     text = load_half(Half.TEXT, folder, torch.float32)

@@ -1,0 +1,367 @@
+"""The plain attention backend against loops over every query, head and key in float64.
+
+Metadata comes from the runner's own input batch, as in a real step. Whatever a sequence must not read is NaN, which no
+weight of zero could hide.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoder_svc.request import RequestId, SamplingParams, Span
+from decoder_svc.runner.attention import (
+    AttentionMetadata,
+    KVCacheSpec,
+    LayerOptions,
+    SdpaBackend,
+    _paged_attention,
+    forward_context,
+)
+from decoder_svc.runner.input_batch import InputBatch
+from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk
+
+LAYER, NUM_LAYERS = 1, 2
+# A few roundings of the dtype in which scores are added up; bent scores always go through fp32.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, stop) of a prompt of `num_tokens`; those before `write_start` are in the cache already."""
+
+    num_tokens: int
+    start: int
+    write_start: int
+    stop: int
+    spans: tuple[Span, ...] = ()
+    # Beyond the prompt.
+    num_generated: int = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer and of the pool's blocks."""
+
+    block_size: int = 4
+    num_kv_heads: int = 2
+    num_groups: int = 2
+    head_dim: int = 4
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Queries of a chunk's tokens, and keys and values of all tokens up to its last one."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+def sees(token: int, other: int, spans: Sequence[Span], window: int | None, *, is_mutual_beyond_window: bool) -> bool:
+    """The rule, word by word."""
+    is_mutual = any(span.offset <= token < span.stop and span.offset <= other < span.stop for span in spans)
+    is_near = window is None or token - other < window
+    if is_mutual and is_mutual_beyond_window:
+        return True
+    return (is_mutual or other <= token) and is_near
+
+
+def expected(chunk: Chunk, contents: Contents, options: LayerOptions, *, is_mutual_beyond_window: bool) -> Tensor:
+    """Attention as the papers have it, one query and one head at a time."""
+    query, keys, values = contents.query.double(), contents.keys.double(), contents.values.double()
+    num_groups = query.shape[1] // keys.shape[1]
+    result = torch.zeros_like(query)
+    for token in range(chunk.start, chunk.stop):
+        seen = [
+            other
+            for other in range(chunk.stop)
+            if sees(token, other, chunk.spans, options.window, is_mutual_beyond_window=is_mutual_beyond_window)
+        ]
+        for head in range(query.shape[1]):
+            scores = torch.stack([query[token - chunk.start, head] @ keys[other, head // num_groups] for other in seen])
+            scores = scores * options.scale
+            if options.softcap is not None:
+                scores = options.softcap * torch.tanh(scores / options.softcap)
+            weights = (scores - scores.max()).exp() / (scores - scores.max()).exp().sum()
+            result[token - chunk.start, head] = torch.einsum("k,kd->d", weights, values[seen, head // num_groups])
+    return result
+
+
+class Step:
+    """One step of random sequences on a fresh backend, whose pools are NaN but for the sequences' context."""
+
+    def __init__(self, chunks: Sequence[Chunk], sizes: Sizes, seed: int, dtype: torch.dtype = torch.float64) -> None:
+        self.chunks = chunks
+        self._sizes = sizes
+        self._generator = torch.Generator().manual_seed(seed)
+        self._dtype = dtype
+        self.contents = [self._random_contents(chunk) for chunk in chunks]
+        num_blocks = [-(-chunk.stop // sizes.block_size) for chunk in chunks]
+        # Two blocks belong to nobody.
+        order = torch.randperm(sum(num_blocks) + 2, generator=self._generator).tolist()
+        self.tables = [tuple(order[sum(num_blocks[:i]) : sum(num_blocks[: i + 1])]) for i in range(len(chunks))]
+        self.backend = SdpaBackend()
+        spec = KVCacheSpec(NUM_LAYERS, sizes.num_kv_heads, sizes.head_dim, dtype, sizes.block_size)
+        # One block more than the pool has, for what nobody reads.
+        self.pools = self.backend.allocate(spec, len(order) + 1, torch.device("cpu"))
+        self.unread_slot = len(order) * sizes.block_size
+        for pool in (pool for pair in self.pools for pool in pair):
+            pool.fill_(torch.nan)
+        for chunk, table, contents in zip(chunks, self.tables, self.contents, strict=True):
+            for token in range(chunk.write_start):
+                block, offset = table[token // sizes.block_size], token % sizes.block_size
+                self.pools[LAYER][0][block, offset] = contents.keys[token]
+                self.pools[LAYER][1][block, offset] = contents.values[token]
+
+    def _random_contents(self, chunk: Chunk) -> Contents:
+        sizes = self._sizes
+        heads = sizes.num_kv_heads * sizes.num_groups
+        return Contents(
+            query=self.noise(chunk.stop - chunk.start, heads, sizes.head_dim),
+            keys=self.noise(chunk.stop, sizes.num_kv_heads, sizes.head_dim),
+            values=self.noise(chunk.stop, sizes.num_kv_heads, sizes.head_dim),
+        )
+
+    def noise(self, *shape: int) -> Tensor:
+        """With scores far enough from each other that every key counts."""
+        return torch.randn(*shape, dtype=torch.float64, generator=self._generator).to(self._dtype)
+
+    def metadata(self, *, is_mutual_beyond_window: bool) -> AttentionMetadata:
+        """As the runner makes it."""
+        batch = InputBatch(self._sizes.block_size, 1)
+        batch.unread_slot = self.unread_slot
+        scheduled = []
+        for index, (chunk, table) in enumerate(zip(self.chunks, self.tables, strict=True)):
+            name = RequestId(str(index))
+            token_ids = (0,) * (chunk.num_tokens + chunk.num_generated)
+            params = SamplingParams(max_tokens=chunk.num_generated + 1)
+            batch.add(AdmittedRequest(name, token_ids, chunk.num_tokens, (), None, chunk.spans, params))
+            batch[name].set_blocks(0, table)
+            length = chunk.stop - chunk.start
+            scheduled.append(ScheduledChunk(name, chunk.start, length, chunk.write_start, 0, table, False))
+        flat = batch.flatten(scheduled)
+        return AttentionMetadata(
+            slot_mapping=torch.from_numpy(flat.slot_mapping),
+            block_tables=tuple(torch.from_numpy(table) for table in flat.block_tables),
+            query_lens=flat.query_lens,
+            kv_lens=flat.kv_lens,
+            mutual_spans=flat.mutual_spans,
+            is_mutual_beyond_window=is_mutual_beyond_window,
+        )
+
+    def run(self, options: LayerOptions, *, is_mutual_beyond_window: bool = False) -> list[Tensor]:
+        """The backend's result per sequence. Tokens that are in the cache already come with other keys and values."""
+        keys, values = [], []
+        for chunk, contents in zip(self.chunks, self.contents, strict=True):
+            num_cached = chunk.write_start - chunk.start
+            cached = (num_cached, *contents.keys.shape[1:])
+            keys += [self.noise(*cached), contents.keys[chunk.write_start :]]
+            values += [self.noise(*cached), contents.values[chunk.write_start :]]
+        query = torch.cat([contents.query for contents in self.contents])
+        metadata = self.metadata(is_mutual_beyond_window=is_mutual_beyond_window)
+        output = self.backend.forward(LAYER, query, torch.cat(keys), torch.cat(values), metadata, options)
+        assert output.dtype == self._dtype
+        return list(output.split([chunk.stop - chunk.start for chunk in self.chunks]))
+
+    def check(self, options: LayerOptions, *, is_mutual_beyond_window: bool = False) -> None:
+        """The backend's result is the reference's."""
+        tolerance = TOLERANCES[self._dtype]
+        if options.softcap is not None:
+            tolerance = max(tolerance, TOLERANCES[torch.float32])
+        outputs = self.run(options, is_mutual_beyond_window=is_mutual_beyond_window)
+        for chunk, contents, output in zip(self.chunks, self.contents, outputs, strict=True):
+            wanted = expected(chunk, contents, options, is_mutual_beyond_window=is_mutual_beyond_window)
+            torch.testing.assert_close(output.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@st.composite
+def chunk_of_a_prompt(draw: st.DrawFn, *, with_spans: bool = True) -> Chunk:
+    """It may begin inside a span, where a prefix of it was cached, and never ends inside one."""
+    spans: list[Span] = []
+    end = 0
+    for _ in range(draw(st.integers(0, 3)) if with_spans else 0):
+        spans.append(Span(end + draw(st.integers(0, 4)), draw(st.integers(1, 6))))
+        end = spans[-1].stop
+    num_tokens = end + draw(st.integers(0 if spans else 1, 8))
+    num_generated = draw(st.integers(0, 3))
+    stops = [
+        stop
+        for stop in range(1, num_tokens + num_generated + 1)
+        if not any(span.offset < stop < span.stop for span in spans)
+    ]
+    stop = draw(st.sampled_from(stops))
+    start = draw(st.integers(0, stop - 1))
+    return Chunk(num_tokens, start, draw(st.integers(start, stop)), stop, tuple(spans), num_generated)
+
+
+SIZES = st.builds(
+    Sizes,
+    block_size=st.integers(1, 5),
+    num_kv_heads=st.integers(1, 3),
+    num_groups=st.integers(1, 3),
+    head_dim=st.sampled_from((2, 4, 8)),
+)
+OPTIONS = st.builds(
+    LayerOptions,
+    scale=st.sampled_from((0.25, 1.0)),
+    window=st.none() | st.integers(1, 30),
+    softcap=st.none() | st.sampled_from((0.5, 3.0)),
+)
+SEEDS = st.integers(0, 1 << 30)
+thorough = settings(max_examples=150, deadline=None)
+
+
+@thorough
+@given(
+    chunks=st.lists(chunk_of_a_prompt(), min_size=1, max_size=4),
+    sizes=SIZES,
+    options=OPTIONS,
+    is_mutual_beyond_window=st.booleans(),
+    seed=SEEDS,
+)
+# A span that the chunk begins inside of, with a window shorter than the span; then a whole prompt and what followed.
+@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), False, 0)
+@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), True, 0)
+@example([Chunk(9, 0, 0, 11, (Span(0, 9),), 2)], Sizes(), LayerOptions(1.0, window=2, softcap=3.0), True, 0)
+def test_attention_is_the_reference(
+    chunks: list[Chunk], sizes: Sizes, options: LayerOptions, is_mutual_beyond_window: bool, seed: int
+) -> None:
+    Step(chunks, sizes, seed).check(options, is_mutual_beyond_window=is_mutual_beyond_window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 5])
+def test_smaller_dtypes_are_as_good_as_their_bits(
+    dtype: torch.dtype, softcap: float | None, window: int | None
+) -> None:
+    chunks = [Chunk(20, 6, 6, 20, (Span(4, 8), Span(14, 3))), Chunk(7, 6, 6, 7), Chunk(9, 0, 0, 9)]
+    Step(chunks, Sizes(), 0, dtype).check(LayerOptions(0.5, window, softcap))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("num_new", [1, 4, 10])
+def test_a_window_as_long_as_the_context_or_longer_hides_nothing(num_new: int, softcap: float | None) -> None:
+    chunk = Chunk(10, 10 - num_new, 10 - num_new, 10)
+    plain = Step([chunk], Sizes(), 0).run(LayerOptions(1.0, None, softcap))[0]
+    for window in (10, 11, 1000):
+        assert torch.equal(Step([chunk], Sizes(), 0).run(LayerOptions(1.0, window, softcap))[0], plain)
+    smaller = Step([chunk], Sizes(), 0).run(LayerOptions(1.0, 9, softcap))[0]
+    differs = (smaller - plain).abs().amax((1, 2)) > 1e-3
+    assert differs.tolist() == [False] * (num_new - 1) + [True], "only the last token is ten tokens from the first"
+
+
+def test_a_window_of_one_token_is_the_token_itself() -> None:
+    step = Step([Chunk(6, 2, 2, 6)], Sizes(num_groups=1), 0)
+    torch.testing.assert_close(step.run(LayerOptions(1.0, window=1))[0], step.contents[0].values[2:])
+
+
+def test_tokens_of_a_span_see_those_behind_them_and_no_others_do() -> None:
+    """What changes when the span's last token changes: its span, and what follows."""
+    chunk = Chunk(10, 0, 0, 10, (Span(2, 4),))
+    step, other = Step([chunk], Sizes(), 0), Step([chunk], Sizes(), 0)
+    other.contents[0].keys[5] += 1.0
+    changed = (step.run(LayerOptions(1.0))[0] != other.run(LayerOptions(1.0))[0]).flatten(1).any(1)
+    assert changed.tolist() == [False] * 2 + [True] * 8
+
+
+def test_spans_behind_the_chunk_do_not_count() -> None:
+    """An image that a later step computes."""
+    spans = (Span(2, 3), Span(6, 4), Span(12, 2))
+    with_later = Step([Chunk(15, 1, 1, 6, spans)], Sizes(), 0).run(LayerOptions(1.0, window=4))[0]
+    assert torch.equal(
+        with_later, Step([Chunk(15, 1, 1, 6, spans[:1])], Sizes(), 0).run(LayerOptions(1.0, window=4))[0]
+    )
+
+
+@thorough
+@given(chunks=st.lists(chunk_of_a_prompt(), min_size=2, max_size=4), options=OPTIONS, seed=SEEDS)
+def test_nothing_in_the_blocks_of_others_changes_a_result(
+    chunks: list[Chunk], options: LayerOptions, seed: int
+) -> None:
+    step, other = Step(chunks, Sizes(), seed), Step(chunks, Sizes(), seed)
+    own = set(step.tables[0])
+    for pool in other.pools[LAYER]:
+        for block in set(range(len(pool))) - own:
+            pool[block] = 1e3
+    for index in range(1, len(chunks)):
+        other.contents[index].keys.mul_(-3.0)
+        other.contents[index].values.add_(5.0)
+    assert torch.equal(step.run(options)[0], other.run(options)[0])
+
+
+@thorough
+@given(chunks=st.lists(chunk_of_a_prompt(), min_size=1, max_size=4), sizes=SIZES, seed=SEEDS)
+def test_only_slots_of_new_tokens_are_written(chunks: list[Chunk], sizes: Sizes, seed: int) -> None:
+    """What was found in the cache is computed for its results alone; one slot, which nobody reads, takes the rest."""
+    step = Step(chunks, sizes, seed)
+    wanted = [(keys.clone(), values.clone()) for keys, values in step.pools]
+    for chunk, table, contents in zip(chunks, step.tables, step.contents, strict=True):
+        for token in range(chunk.write_start, chunk.stop):
+            block, offset = table[token // sizes.block_size], token % sizes.block_size
+            wanted[LAYER][0][block, offset] = contents.keys[token]
+            wanted[LAYER][1][block, offset] = contents.values[token]
+    step.run(LayerOptions(1.0))
+    for layer in range(NUM_LAYERS):
+        for pool, want in zip(step.pools[layer], wanted[layer], strict=True):
+            slots, want_slots = pool.flatten(0, 1), want.flatten(0, 1)
+            # The one slot may hold anything.
+            slots[step.unread_slot] = want_slots[step.unread_slot] = 0.0
+            assert torch.equal(slots.nan_to_num(7e7), want_slots.nan_to_num(7e7))
+
+
+def test_a_sequence_reads_what_another_writes_in_the_same_step() -> None:
+    """A prefix that was found as soon as the chunk that computes it was scheduled, whoever comes first in the batch."""
+    writer, reader = Chunk(8, 0, 0, 8), Chunk(11, 8, 8, 11)
+    for order in ((writer, reader), (reader, writer)):
+        step = Step(order, Sizes(), 0)
+        first, second = order.index(writer), order.index(reader)
+        # The reader's own first two blocks are forgotten for the writer's.
+        step.tables[second] = step.tables[first] + step.tables[second][2:]
+        for name in ("keys", "values"):
+            getattr(step.contents[second], name)[:8] = getattr(step.contents[first], name)
+        step.check(LayerOptions(1.0))
+
+
+def test_layers_have_pools_of_their_own() -> None:
+    backend = SdpaBackend()
+    spec = KVCacheSpec(3, 2, 4, torch.bfloat16, 5)
+    pools = backend.allocate(spec, 7, torch.device("cpu"))
+    assert len({pool.data_ptr() for pair in pools for pool in pair}) == 6
+    assert {(pool.shape, pool.dtype) for pair in pools for pool in pair} == {((7, 5, 2, 4), torch.bfloat16)}
+    assert sum(pool.nbytes for pair in pools for pool in pair) == 7 * spec.block_bytes
+
+
+def test_transformers_calls_the_backend_of_the_step() -> None:
+    """The flattened batch has heads in front of tokens there; the layer's own options arrive."""
+    step = Step([Chunk(9, 4, 4, 9)], Sizes(), 0)
+    contents = step.contents[0]
+    query, keys, values = contents.query, contents.keys[4:], contents.values[4:]
+    layer = types.SimpleNamespace(layer_idx=LAYER)
+    tensors = (*(part.transpose(0, 1)[None] for part in (query, keys, values)), None)
+    with forward_context(step.backend, step.metadata(is_mutual_beyond_window=False)):
+        output, weights = _paged_attention(layer, *tensors, scaling=0.5, sliding_window=3, softcap=2.0)
+        with pytest.raises(NotImplementedError, match="sinks"):
+            _paged_attention(layer, *tensors, scaling=0.5, s_aux=torch.zeros(4))
+    wanted = expected(step.chunks[0], contents, LayerOptions(0.5, 3, 2.0), is_mutual_beyond_window=False)
+    assert weights is None
+    torch.testing.assert_close(output[0].double(), wanted, rtol=2e-5, atol=2e-5)
+    with pytest.raises(AttributeError):
+        _paged_attention(layer, *tensors, scaling=0.5)
+
+
+def test_a_scale_is_not_the_heads_default() -> None:
+    """Gemma's is another: scores must be what the layer says."""
+    chunk = Chunk(6, 0, 0, 6)
+    outputs = [Step([chunk], Sizes(), 0).run(LayerOptions(scale))[0] for scale in (1 / math.sqrt(4), 2.0)]
+    assert not torch.allclose(*outputs)
+    Step([replace(chunk, start=3, write_start=3)], Sizes(), 0).check(LayerOptions(2.0))
