@@ -81,9 +81,8 @@ def _extra_keys(request: Request, start: int, stop: int) -> bytes:
 
 def _prompt_digest(prompt: Prompt) -> bytes:
     """Of a prompt whose tokens all see each other: each block depends on all of it, so only equal prompts share any."""
-    digest = hashlib.sha256(_token_bytes(prompt.token_ids))
-    digest.update(_framed(item.span.offset.to_bytes(8, "little") + item.key.value for item in prompt.images))
-    return digest.digest()
+    images = (item.span.offset.to_bytes(8, "little") + item.key.value for item in prompt.images)
+    return hashlib.sha256(_framed([_token_bytes(prompt.token_ids), *images])).digest()
 
 
 def _images_between(request: Request, start: int, stop: int) -> Iterable[ImageItem]:

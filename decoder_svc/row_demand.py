@@ -46,11 +46,12 @@ class RowDemand:
         """Whether somebody was refused rows in this step that the next one may give."""
         return self._has_put_off
 
-    def ask(self, request: Request, start: int, least: int, *, may_displace: bool) -> None:
+    def ask(self, request: Request, start: int, least: int, *, is_first: bool, may_displace: bool) -> None:
         """Asks for the rows that the request's tokens from `start` on take and that nobody has asked for.
 
         `least` is the smallest number of tokens with which the request could go on; only for those may it, where
-        `may_displace` says so, take the place of rows that requests behind it need.
+        `may_displace` says so, take the place of rows that requests behind it need. `is_first`: of those that wait, or
+        of all that run, nobody stands before it in the order of service who could take the room that it waits for.
         """
         for index, item, rows in _images_from(request, start):
             user = row_user(request, index)
@@ -59,7 +60,7 @@ class RowDemand:
             displacing = user if is_first_missing and may_displace else None
             for part in self._cache.unasked(item.key, rows):
                 if not self._reserve(item, part, displacing):
-                    self._is_short |= displacing is not None
+                    self._is_short |= is_first_missing and is_first
                     return
             self._note_source(request, item, rows)
 
@@ -70,6 +71,10 @@ class RowDemand:
             if missing is not None:
                 return item.token_of_row(missing)
         return request.num_tokens
+
+    def has_asked_for_all(self, request: Request, start: int) -> bool:
+        """Whether there is room for all rows that the request's tokens from `start` on take."""
+        return not any(self._cache.unasked(item.key, rows) for _, item, rows in _images_from(request, start))
 
     def renew(self, request: Request) -> None:
         """Says again what the request needs, because its place in the order of service has changed."""

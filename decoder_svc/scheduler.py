@@ -9,7 +9,8 @@ fetched nor encoded. Of the rest only the rows that are not on the device are as
 
 Progress: requests are served in the order (priority, arrival). The first running one always gets its blocks, because
 the others are preempted for it, and its rows, because it may take the place of rows that only requests behind it need;
-when nobody runs, the head of the queue may.
+when nobody runs, the head of the queue may. While the head waits, nobody behind it starts who would want room for rows
+later, and so would take it from the head.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ class Scheduler:
         return self.encoder_cache.version, [one.request_id for one in self._waiting.first(_NUM_LOOKED_AHEAD)]
 
     def _admit_and_look_ahead(self, step: _Step) -> None:
-        is_full = False
+        is_full = is_head_waiting = False
         num_looked_ahead = 0
         for request in self._waiting.first(self.limits.max_num_seqs):
             hit = self._waiting.prefix_hit(request, may_be_old=is_full)
@@ -257,11 +258,13 @@ class Scheduler:
                 step.expired.append(request.request_id)
                 continue
             num_tokens = self._num_new_tokens(request, hit.num_tokens, step)
+            may_start = not is_head_waiting or self._row_demand.has_asked_for_all(request, hit.num_tokens)
+            is_head_waiting |= num_tokens == 0 and self._waiting.is_head(request)
             # Nobody behind may take what is left of the budget, or one whose tokens cannot be cut might wait forever.
             is_full = is_full or step.lacks_budget or len(self._running) >= self.limits.max_num_seqs
             # All known tokens must fit, not only this chunk, or admission would only feed preemption.
             is_full = is_full or not self.kv_cache.can_admit(request, hit)
-            if num_tokens > 0 and not is_full:
+            if num_tokens > 0 and may_start and not is_full:
                 self._admit(request, hit, step)
                 self._schedule_chunk(request, num_tokens, step)
             elif is_full:
@@ -290,7 +293,9 @@ class Scheduler:
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
         """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
         least = self._least_chunk(request, start)
-        self._row_demand.ask(request, start, least, may_displace=self._may_displace(request))
+        is_first = request.state is RequestState.RUNNING or self._waiting.is_head(request)
+        may_displace = request.state is RequestState.RUNNING or (is_first and not self._running)
+        self._row_demand.ask(request, start, least, is_first=is_first, may_displace=may_displace)
         runnable_stop = self._row_demand.runnable_stop(request, start)
         if runnable_stop < start + least:
             step.num_without_rows += 1
@@ -319,10 +324,6 @@ class Scheduler:
         if start >= request.num_prompt_tokens:
             return 1
         return min((start // block_size + 1) * block_size, request.num_prompt_tokens) - start
-
-    def _may_displace(self, request: Request) -> bool:
-        """Running requests may take rows from those behind; the head of the queue only when nobody runs."""
-        return request.state is RequestState.RUNNING or (not self._running and self._waiting.is_head(request))
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
         """Preempts from the end of the running batch until the blocks are there; False if the request itself went."""

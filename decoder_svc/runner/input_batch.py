@@ -58,11 +58,11 @@ class RequestRow:
         slots[: max(0, write_start - start)] = unread_slot
         return slots
 
-    def mutual_spans_from(self, start: int) -> tuple[Span, ...]:
-        """Those that reach into tokens from `start` on."""
+    def mutual_spans_between(self, start: int, stop: int) -> tuple[Span, ...]:
+        """Those that reach into tokens [start, stop)."""
         if not self.mutual_spans or start >= self.num_prompt_tokens:
             return ()
-        return tuple(span for span in self.mutual_spans if span.stop > start)
+        return tuple(span for span in self.mutual_spans if span.stop > start and span.offset < stop)
 
     def positions(self, start: int, stop: int, num_axes: int) -> IntArray:
         """Rotary positions of tokens [start, stop), `[num_axes, stop - start]`."""
@@ -134,7 +134,7 @@ class InputBatch:
             block_tables=tuple(row.blocks(stop) for _, row, stop in parts),
             query_lens=tuple(chunk.num_tokens for chunk, _, _ in parts),
             kv_lens=tuple(stop for _, _, stop in parts),
-            mutual_spans=tuple(row.mutual_spans_from(chunk.start) for chunk, row, _ in parts),
+            mutual_spans=tuple(row.mutual_spans_between(chunk.start, stop) for chunk, row, stop in parts),
             sampled_ids=tuple(parts[index][0].request_id for index in sampled),
             sampled_indexes=ends[sampled] - 1 if sampled else np.zeros(0, dtype=np.int64),
         )

@@ -14,8 +14,9 @@ from decoder_svc.encoder_budget import encoder_budget
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager
 from decoder_svc.request import DEFAULT_SCOPE, CacheScope, ImageItem, Request, RowSource
+from decoder_svc.scheduler_output import RowFetch
 from lookonce.families.base import Mask
-from tests.decoder_svc.scheduling import chunks, image, key, request, rows, scheduler, step
+from tests.decoder_svc.scheduling import chunks, finish_step, image, key, request, rows, scheduler, step
 from tests.decoder_svc.traffic import masked, steps_until_served
 
 Images = tuple[ImageItem, ...]
@@ -324,6 +325,32 @@ def test_who_cannot_be_cut_is_not_overtaken_for_ever(num_images: int) -> None:
     ):
         # The one that came before it takes five steps for its prompt, one more for each image, and two for its answer.
         assert steps_until_served(one, newcomer, 200) <= 20
+
+
+@pytest.mark.parametrize("mask", [Mask.CAUSAL, IMAGE])
+@pytest.mark.parametrize("cache_rows", [12, 16, 32])
+@pytest.mark.parametrize("steps_to_arrive", [1, 4])
+def test_whose_image_finds_no_room_is_not_overtaken_for_ever(
+    mask: Mask, cache_rows: int, steps_to_arrive: int
+) -> None:
+    """Prompts that begin with text keep coming; they must not start, and then take the room as running ones."""
+    target = scheduler(token_budget=16, num_blocks=200, max_num_seqs=6, cache_rows=cache_rows, rows_asked=cache_rows)
+    waiting = masked(request("w", 16, (image("w", 0, 12),), arrival_s=1), mask)
+    travelling: list[tuple[RowFetch, ...]] = []
+    for index in range(60):
+        images = tuple(image(f"{index} {number}", 20 + 20 * number, 8) for number in range(2))
+        target.add(masked(request(f"n{index}", 80, images, arrival_s=2 * index), mask))
+        if index == 0:
+            target.add(waiting)
+        output = target.schedule()
+        finish_step(target, output)
+        if waiting.num_output_tokens:
+            return
+        travelling.append(output.fetches)
+        if len(travelling) >= steps_to_arrive:
+            for fetch in travelling.pop(0):
+                target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+    raise AssertionError(f"{waiting} is overtaken for ever")
 
 
 def test_cases_are_numbered_without_a_gap() -> None:
