@@ -42,6 +42,7 @@ def build_engine(
 
     Raises ModelFolderError for weights that do not fit, ConfigurationError for a KV pool that holds no request.
     """
+    _check_mask(settings, family)
     config = RunnerConfig(
         folder=settings.model,
         dtype=_TORCH_DTYPES.get(settings.dtype),
@@ -82,20 +83,26 @@ def build_engine(
     return Engine(runner, scheduler, fetcher, limits, settings.max_num_seqs + settings.max_waiting_requests)
 
 
+def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
+    """Raises ConfigurationError when images whose tokens see each other would not fit beside running requests."""
+    if family.mask is Mask.CAUSAL:
+        return
+    if settings.deterministic:
+        raise ConfigurationError(f"deterministic is not offered for {family.title}: its images cannot be cut")
+    needed = family.max_tokens_per_image + settings.max_num_seqs - 1
+    if needed > settings.max_num_batched_tokens:
+        raise ConfigurationError(
+            f"max_num_batched_tokens is {settings.max_num_batched_tokens}; {family.title} needs {needed}: the "
+            f"{family.max_tokens_per_image} tokens of an image are computed together, beside one token of each other "
+            f"running request (max_num_seqs is {settings.max_num_seqs})"
+        )
+
+
 def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderFamily) -> EngineLimits:
     if settings.deterministic and settings.max_num_batched_tokens < settings.block_size:
         raise ConfigurationError(
             f"deterministic needs max_num_batched_tokens ({settings.max_num_batched_tokens}) of at least one block "
             f"({settings.block_size})"
-        )
-    if family.mask is not Mask.CAUSAL and settings.deterministic:
-        raise ConfigurationError(
-            f"deterministic is not offered for {family.title}: its images cannot be cut into blocks"
-        )
-    if family.mask is Mask.IMAGE and family.max_tokens_per_image > settings.max_num_batched_tokens:
-        raise ConfigurationError(
-            f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must hold an image of {family.title}, whose "
-            f"{family.max_tokens_per_image} tokens see each other"
         )
     rows = encoder_budget(
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -17,7 +17,7 @@ from decoder_svc.request import BlockHash, ImageItem, Prompt, Request
 from lookonce.families.base import Mask
 
 # Raise it whenever the encoding below changes.
-_ROOT_DOMAIN = b"lookonce/kv-block/1"
+_ROOT_DOMAIN = b"lookonce/kv-block/2"
 _ADAPTER, _IMAGE, _SALT, _PROMPT = b"\x01", b"\x02", b"\x03", b"\x04"
 
 

@@ -208,10 +208,11 @@ class Engine:
                 )
 
         longest = max((span.length for span in prompt.mutual_spans), default=0)
-        if longest > self.limits.max_batched_tokens:
+        # Beside one token of each other running request, or it might wait as long as those last.
+        limit = self.limits.max_batched_tokens - (self.limits.max_running_requests - 1)
+        if longest > limit:
             raise ContextTooLongError(
-                f"{longest} tokens of the prompt see each other and are computed in one step, which takes "
-                f"{self.limits.max_batched_tokens}"
+                f"{longest} tokens of the prompt see each other and are computed in one step, which takes {limit}"
             )
         if prompt.mask is Mask.PROMPT and prompt.num_image_tokens > self.limits.encoder_cache_size_rows:
             raise ContextTooLongError(

@@ -21,8 +21,8 @@ class ImageLayout:
     # Of `token_ids`: those from the first that takes a row to the last that does.
     span_start: int
     span_length: int
-    # Of each of these the row, None for a token without a row. None: every token takes the next row.
-    row_of_token: tuple[int | None, ...] | None = None
+    # Of each row its token, counted from the span's first, ascending. None: token i takes row i.
+    row_tokens: tuple[int, ...] | None = None
     # Merged patches (frames, height, width) where positions depend on them, else None.
     grid: tuple[int, int, int] | None = None
 
@@ -53,7 +53,7 @@ def layout_of(
     start = token_ids.index(image_token_id)
     stop = len(token_ids) - token_ids[::-1].index(image_token_id)
     return ImageLayout(
-        text, runs, token_ids, start, stop - start, _rows(token_ids[start:stop], image_token_id), shape.grid
+        text, runs, token_ids, start, stop - start, _row_tokens(token_ids[start:stop], image_token_id), shape.grid
     )
 
 
@@ -67,8 +67,6 @@ def expanded(token_ids: Sequence[int], image_token_id: int, runs: Sequence[int])
             yield token_id
 
 
-def _rows(token_ids: Sequence[int], image_token_id: int) -> tuple[int | None, ...] | None:
-    if token_ids.count(image_token_id) == len(token_ids):
-        return None
-    rows = iter(range(len(token_ids)))
-    return tuple(next(rows) if token_id == image_token_id else None for token_id in token_ids)
+def _row_tokens(token_ids: Sequence[int], image_token_id: int) -> tuple[int, ...] | None:
+    tokens = tuple(index for index, token_id in enumerate(token_ids) if token_id == image_token_id)
+    return None if len(tokens) == len(token_ids) else tokens

@@ -112,7 +112,7 @@ class PromptBuilder:
                 )
         token_ids, spans = self._placed(spec, layouts)
         items = tuple(
-            ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_of_token)
+            ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_tokens)
             for image, span, layout in zip(images, spans, layouts, strict=True)
         )
         positions = self._family.positions(len(token_ids), spans, layouts)
@@ -198,8 +198,11 @@ class PromptBuilder:
         image_id, placeholder_id = self._family.image_token_id, self._family.placeholder_id
         num_image_tokens = token_ids.count(image_id)
         num_placeholders = 0 if placeholder_id is None else token_ids.count(placeholder_id)
-        has_rows = num_image_tokens > 0 if image_id != placeholder_id else num_placeholders > len(layouts) > 0
-        if not has_rows:
+        is_placed = num_image_tokens > 0 if image_id != placeholder_id else num_placeholders > len(layouts) > 0
+        if layouts and not is_placed and image_id == placeholder_id and _is_whole(token_ids, image_id, layouts):
+            # Images of one row each, whose tokens are as many as placeholders would be.
+            is_placed = True
+        if not is_placed:
             if num_placeholders != len(layouts):
                 raise _wrong_count(len(layouts), num_placeholders)
             return _placed_ids(token_ids, placeholder_id, layouts)
@@ -235,6 +238,19 @@ def _placed_ids(
         spans.append(Span(len(placed) + layout.span_start, layout.span_length))
         placed.extend(layout.token_ids)
     return placed, spans
+
+
+def _is_whole(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> bool:
+    """Whether every image stands there with all its tokens, those before and behind its rows included."""
+    end = 0
+    for layout in layouts:
+        if image_id not in token_ids[end:]:
+            return False
+        start = token_ids.index(image_id, end) - layout.span_start
+        if start < end or tuple(token_ids[start : start + len(layout.token_ids)]) != layout.token_ids:
+            return False
+        end = start + len(layout.token_ids)
+    return True
 
 
 def _found_spans(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> list[Span]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NewType
@@ -97,8 +98,8 @@ class ImageItem:
     options: ProcessorOptions
     # The original file where the request brought it; None for a reference by digest.
     data: bytes | None = field(repr=False)
-    # Row of each token of the span, None for a token without a row. None: every token takes the next row.
-    row_of_token: tuple[int | None, ...] | None = None
+    # Of each row its token, counted from the span's first, ascending. None: token i takes row i.
+    row_tokens: tuple[int, ...] | None = None
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
         """Rows [first, last) that the prompt's tokens [start, stop) take; first == last when they take none."""
@@ -106,22 +107,18 @@ class ImageItem:
         last = min(stop, self.span.stop) - self.span.offset
         if first >= last:
             return (0, 0)
-        if self.row_of_token is None:
-            return (first, last)
-        rows = [row for row in self.row_of_token[first:last] if row is not None]
-        return (rows[0], rows[-1] + 1) if rows else (0, 0)
+        if self.row_tokens is not None:
+            first, last = bisect_left(self.row_tokens, first), bisect_left(self.row_tokens, last)
+        return (first, last) if first < last else (0, 0)
 
     def tokens_with_row(self, start: int, stop: int) -> list[int]:
         """Prompt tokens of [start, stop) that take a row, one per row of `rows_between`."""
-        first, last = max(start, self.span.offset), min(stop, self.span.stop)
-        if self.row_of_token is None:
-            return list(range(first, last))
-        return [token for token in range(first, last) if self.row_of_token[token - self.span.offset] is not None]
+        first, last = self.rows_between(start, stop)
+        return [self.token_of_row(row) for row in range(first, last)]
 
     def token_of_row(self, row: int) -> int:
         """The prompt token that takes a row."""
-        index = row if self.row_of_token is None else self.row_of_token.index(row)
-        return self.span.offset + index
+        return self.span.offset + (row if self.row_tokens is None else self.row_tokens[row])
 
 
 @dataclass(frozen=True, slots=True)

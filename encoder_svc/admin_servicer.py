@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import grpc.aio
 import structlog
@@ -33,6 +34,8 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         self._pipeline = pipeline
         self._tenants = tenants
         self._control = control
+        # Whether an image has another entry for prompts that show others, too.
+        self._tells_apart = pipeline.model.adapter.family.depends_on_image_count
 
     async def GetCacheStats(
         self,
@@ -96,7 +99,10 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
     async def _evict(self, request: pb.EvictEmbeddingsRequest) -> int:
         tenant = self._tenants.named(request.tenant)
         if request.keys:
-            return await self._control.evict(self._keys(request.keys, wire.parse_options(request), tenant))
+            options = wire.parse_options(request)
+            # An image that was also shown beside others has an entry of its own for that.
+            variants = {options, replace(options, beside_others=True)} if self._tells_apart else {options}
+            return await self._control.evict([key for one in variants for key in self._keys(request.keys, one, tenant)])
         if request.all:
             return await self._control.evict_all()
         return await self._control.evict_tenant(tenant)

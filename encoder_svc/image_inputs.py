@@ -55,7 +55,7 @@ class VisionAdapter:
         self.family: Family = model.data
         self.processor: Any = model.source.processor
         self.num_levels = model.num_levels
-        self._model = model
+        self.model = model
 
     @classmethod
     def load(cls, folder: ModelFolder) -> VisionAdapter:
@@ -64,15 +64,19 @@ class VisionAdapter:
 
     def check_options(self, options: ProcessorOptions) -> None:
         """Raises InvalidParameterError for options that the model does not have or values out of range."""
-        self._model.check_options(options)
+        self.model.check_options(options)
+
+    def check_size(self, width: int, height: int, options: ProcessorOptions) -> None:
+        """Raises ImageTooLargeError for an image of which the processor would make nothing."""
+        self.model.image_shape(width, height, options)
 
     def pixel_inputs(self, image: PIL.Image.Image, options: ProcessorOptions) -> PixelInputs:
         """Pixels of one upright RGB image; `options` have been checked.
 
         Raises ImageTooLargeError for an image whose proportions the processor refuses.
         """
-        shape = self._model.image_shape(image.width, image.height, options)
-        arguments = self.family.processor_arguments(self._model.source, options)
+        shape = self.model.image_shape(image.width, image.height, options)
+        arguments = self.family.processor_arguments(self.model.source, options)
         num_copies = self.family.num_copies(shape, options)
         # A list in a list: one prompt's images.
         processed = self.processor(images=[[image] * num_copies], return_tensors="pt", **arguments)

@@ -55,7 +55,8 @@ class Preprocessor:
 
     def _prepare(self, data: bytes, digest: ImageDigest, options: ProcessorOptions) -> tuple[PixelInputs, ImageHeader]:
         # What the header tells costs nothing here, and no process there.
-        probe_image(data, self._limits)
+        header = probe_image(data, self._limits)
+        self._adapter.check_size(header.width, header.height, options)
         self._quarantine.check(digest)
         try:
             image, header = self._decoder().decode(data)

@@ -42,7 +42,7 @@ class VisionModel:
         self.hidden_size: int = model.config.get_text_config().hidden_size
         # Extra feature levels beside the rows.
         self.num_levels = adapter.num_levels
-        self.fingerprint = vision_fingerprint(folder, model, adapter.processor, self.row_dtype)
+        self.fingerprint = vision_fingerprint(folder, model, adapter.model, self.row_dtype)
         self._model = model
         self._is_warm = False
 
@@ -71,7 +71,7 @@ class VisionModel:
         try:
             inputs = [self.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
             outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error
         if self.row_dtype is RowDtype.INT8_SCALED and not self._is_warm:
             errors = [quantise(rows, self.num_levels).relative_error for rows in outputs]

@@ -54,7 +54,7 @@ def _vision(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         weights = check_half(folder, model.source.config, Half.VISION)
         half = load_vision_half(folder.path, None)
         row_dtype = RowDtype(dtype_name(half))
-        fingerprint = vision_fingerprint(folder, half, model.source.processor, row_dtype)
+        fingerprint = vision_fingerprint(folder, half, model, row_dtype)
     except (LookonceError, RuntimeError, ValueError, OSError) as error:
         return [Finding("vision half", False, str(error))]
     width = (1 + model.num_levels) * int(model.source.config.get_text_config().hidden_size)

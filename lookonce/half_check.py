@@ -40,11 +40,12 @@ def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
     than this module knows, the half is loaded instead.
     """
     tensors = _headers(folder)
-    model = _empty_half(folder, copy.deepcopy(config), half, tensors)
-    report = _loading_report(model, tensors, half)
+    report: dict[str, Any] | None = None
+    if tensors is not None:
+        model = _empty_half(folder, copy.deepcopy(config), half, tensors)
+        report = _loading_report(model, tensors, half)
     if report is None:
-        model = _loaded(folder, half)
-        report = {}
+        model, report = _loaded(folder, half), {}
     problems = {name: sorted(str(key) for key in report.get(f"{name}_keys", ())) for name in _PROBLEMS}
     wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
     if wrong:
@@ -60,9 +61,12 @@ def _loaded(folder: ModelFolder, half: Half) -> Any:
     return load_vision_half(folder.path, None) if half is Half.VISION else load_text_half(folder.path, None, "sdpa")
 
 
-def _headers(folder: ModelFolder) -> dict[str, torch.Tensor]:
-    """All tensors of the folder, without values."""
-    from transformers.modeling_utils import load_state_dict
+def _headers(folder: ModelFolder) -> dict[str, torch.Tensor] | None:
+    """All tensors of the folder, without values; None with a transformers that reads them in another way."""
+    try:
+        from transformers.modeling_utils import load_state_dict
+    except ImportError:
+        return None
 
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.weight_files:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from lookonce.content_key import EncoderFingerprint, encoder_fingerprint
+from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_fingerprint
 from lookonce.embedding_meta import RowDtype
+from lookonce.families.model import FamilyModel
 from lookonce.model_folder import ModelFolder
 
 # Parts of a configuration that have no influence on rows.
@@ -17,19 +18,22 @@ _UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_versi
 
 
 def vision_fingerprint(
-    folder: ModelFolder, model: Any, processor: Any, row_dtype: RowDtype | None = None
+    folder: ModelFolder, model: Any, family: FamilyModel, row_dtype: RowDtype | None = None
 ) -> EncoderFingerprint:
     """Covers weights, the configuration apart from the language model's, the image processor and both dtypes.
 
-    `model` is the vision half, `processor` the folder's image processor. `row_dtype` None: rows are stored as the model
-    gives them. Reads every weight once.
+    What the family calls processor and model with is part of it, so that a change there makes other keys. `model` is
+    the vision half. `row_dtype` None: rows are stored as the model gives them. Reads every weight once.
     """
+    processor = family.source.processor
     dtype = dtype_name(model)
     configuration = _canonical_json(_related(model.config.to_dict()))
     settings = {
         "class": type(processor).__name__,
         "backend": processor.backend,
         "settings": _related(json.loads(processor.to_json_string())),
+        "arguments": dict(family.data.processor_arguments(family.source, ProcessorOptions())),
+        "inputs": family.data.inputs,
     }
     return encoder_fingerprint(
         architecture=f"{folder.architecture} {configuration}",

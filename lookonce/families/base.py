@@ -82,6 +82,14 @@ def _no_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[
     return {}
 
 
+def _one_frame(_source: FamilySource) -> int:
+    return 1
+
+
+def _no_placeholder(_source: FamilySource) -> str | None:
+    return None
+
+
 def _one_copy(_shape: ImageShape, _options: ProcessorOptions) -> int:
     return 1
 
@@ -104,7 +112,7 @@ class Family:
     # What of the image processor's output goes to `get_image_features`, batches joined along the first axis.
     inputs: tuple[str, ...] = ("pixel_values",)
     # Text that stands for one image in a rendered prompt; None: the token that takes the rows.
-    placeholder: Callable[[FamilySource], str | None] = lambda _source: None
+    placeholder: Callable[[FamilySource], str | None] = _no_placeholder
     mask: Mask = Mask.CAUSAL
     axes: PositionAxes = PositionAxes.SEQUENCE
     first_position: int = 0
@@ -112,6 +120,8 @@ class Family:
     num_levels: Callable[[Any], int] = _no_levels
     # Whether requests may bound an image's pixels, and how options reach the image processor.
     has_max_pixels: bool = False
+    # What a still image counts as where the processor's bounds are on pixels times frames.
+    frames_per_image: Callable[[FamilySource], int] = _one_frame
     processor_arguments: Callable[[FamilySource, ProcessorOptions], Mapping[str, Any]] = _no_arguments
     # Whether an image is processed differently beside others in its prompt.
     depends_on_image_count: bool = False

@@ -10,7 +10,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
     from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
     processor = source.processor
-    frames = processor.temporal_patch_size
+    frames = _frames(source)
 
     def resized(height: int, width: int, least: int, most: int) -> tuple[int, int]:
         resized_height, resized_width = smart_resize(
@@ -21,6 +21,10 @@ def _sizing(source: FamilySource) -> ImageSizing:
     return sizing.patch_grid(processor, resized, frames)
 
 
+def _frames(source: FamilySource) -> int:
+    return int(source.processor.temporal_patch_size)
+
+
 FAMILY = Family(
     title="GLM-4.1V",
     model_type="glm4v",
@@ -29,5 +33,6 @@ FAMILY = Family(
     inputs=("pixel_values", "image_grid_thw"),
     axes=PositionAxes.MROPE,
     has_max_pixels=True,
-    processor_arguments=sizing.pixel_size,
+    frames_per_image=_frames,
+    processor_arguments=lambda source, options: sizing.pixel_size(source, options, _frames(source)),
 )

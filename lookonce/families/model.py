@@ -70,11 +70,10 @@ class FamilyModel:
             raise InvalidParameterError(
                 "max_pixels", f"{self.data.title} has no such option: it resizes to sizes of its own; leave it unset"
             )
-        size = self.source.processor.size
-        if not size.shortest_edge <= options.max_pixels <= size.longest_edge:
-            raise InvalidParameterError(
-                "max_pixels", f"must be {size.shortest_edge} … {size.longest_edge}, not {options.max_pixels}"
-            )
+        size, frames = self.source.processor.size, self.data.frames_per_image(self.source)
+        least, most = -(-size.shortest_edge // frames), size.longest_edge // frames
+        if not least <= options.max_pixels <= most:
+            raise InvalidParameterError("max_pixels", f"must be {least} … {most}, not {options.max_pixels}")
 
     def image_shape(self, width: int, height: int, options: ProcessorOptions) -> ImageShape:
         """What the placeholder of an upright image of this size in pixels becomes.

@@ -30,7 +30,7 @@ def patch_grid(
     factor = processor.patch_size * processor.merge_size
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
-        least, most = pixel_bounds(processor, options)
+        least, most = pixel_bounds(processor, options, frames)
         resized_height, resized_width = resized(height, width, least, most)
         return _grid_shape(resized_height // factor, resized_width // factor)
 
@@ -40,15 +40,15 @@ def patch_grid(
     return ImageSizing(shape, max([_grid_shape(1, most_rows), *elongated], key=lambda one: one.num_rows))
 
 
-def pixel_bounds(processor: Any, options: ProcessorOptions) -> tuple[int, int]:
-    """Fewest and most pixels of a resized image."""
-    most = processor.size.longest_edge
-    return processor.size.shortest_edge, most if options.max_pixels is None else options.max_pixels
+def pixel_bounds(processor: Any, options: ProcessorOptions, frames: int = 1) -> tuple[int, int]:
+    """Fewest and most pixels, times frames, of a resized image."""
+    most = processor.size.longest_edge if options.max_pixels is None else options.max_pixels * frames
+    return processor.size.shortest_edge, most
 
 
-def pixel_size(source: FamilySource, options: ProcessorOptions) -> dict[str, Any]:
+def pixel_size(source: FamilySource, options: ProcessorOptions, frames: int = 1) -> dict[str, Any]:
     """The `size` argument that bounds an image's pixels."""
-    least, most = pixel_bounds(source.processor, options)
+    least, most = pixel_bounds(source.processor, options, frames)
     return {"size": {"shortest_edge": least, "longest_edge": most}}
 
 

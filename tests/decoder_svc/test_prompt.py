@@ -159,8 +159,8 @@ def test_layouts_with_tokens_that_take_no_row_are_placed_and_found_again(llava_t
     whole = (*begin, image, *between, image, *end)
     unexpanded = builder(text).build(TokenPrompt((20, image, image, 21), sources), images)
     assert unexpanded.token_ids == (20, *whole, *whole, 21)
-    rows = (0, *(None for _ in between), 1)
-    assert [item.row_of_token for item in unexpanded.images] == [rows, rows]
+    row_tokens = (0, 1 + len(between))
+    assert [item.row_tokens for item in unexpanded.images] == [row_tokens, row_tokens]
     assert unexpanded.images[0].span == Span(1 + len(begin), 2 + len(between))
     assert builder(text).build(TokenPrompt(unexpanded.token_ids, sources), images) == unexpanded
     torn = (20, *begin, image, image, *end, *whole, 21)

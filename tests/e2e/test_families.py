@@ -57,7 +57,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name = request.param
     folder = FAMILIES[name].build(tmp_path_factory.mktemp("families") / name)
     chats = questions(name, folder)
-    decoder = (*ONE_THREAD, "--max-num-batched-tokens", str(TOKEN_BUDGET))
+    decoder = (*ONE_THREAD, "--max-num-batched-tokens", str(TOKEN_BUDGET), "--max-num-seqs", "12")
     with LocalStack(
         folder, dtype="float32", num_decoders=2, encoder_arguments=ONE_THREAD, decoder_arguments=decoder
     ) as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import random
 from collections.abc import Callable
@@ -95,6 +96,19 @@ def test_options_of_other_families_are_refused(family: ModuleType, folders: Fold
         else:
             with pytest.raises(InvalidParameterError, match="leave it unset"):
                 model.image_shape(300, 300, options)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "paddleocr_vl", "qwen2_vl", "qwen3_vl"])
+def test_max_pixels_bounds_the_pixels_of_an_image(name: str, folders: Folders) -> None:
+    adapter = VisionAdapter.load(ModelFolder.open(folders(name)))
+    processor, image = adapter.processor, tiny_models.random_image(0, 1000, 1000)
+    row_pixels = (processor.patch_size * processor.merge_size) ** 2
+    largest = adapter.pixel_inputs(image, NO_OPTIONS).num_rows
+    for num_rows in (largest, largest - 1, largest // 2):
+        inputs = adapter.pixel_inputs(image, ProcessorOptions(max_pixels=num_rows * row_pixels))
+        assert inputs.num_rows == math.isqrt(num_rows) ** 2, "as many as the bound allows for a square"
+    with pytest.raises(InvalidParameterError, match="must be"):
+        adapter.check_options(ProcessorOptions(max_pixels=2 * largest * row_pixels))
 
 
 def test_a_grid_that_is_not_scaled_down_counts_as_the_largest(folders: Folders, tmp_path: pathlib.Path) -> None:

@@ -47,6 +47,13 @@ def test_prompts_are_those_of_the_familys_own_processor(family: families.Conform
     assert [list(prompt.token_ids) for prompt in prompts] == family.reference_ids
 
 
+def test_prompts_of_token_ids_are_taken_with_and_without_the_images_tokens(
+    family: families.Conformance, prompts: list[Prompt]
+) -> None:
+    for prompt, (tokens, resolved) in zip(prompts, family.as_tokens(), strict=True):
+        assert family.builder.build(tokens, resolved) == prompt
+
+
 def test_answers_depend_on_the_prompt(expected: list[list[int]]) -> None:
     assert len({tuple(answer) for answer in expected}) > len(expected) * 2 // 3
 
