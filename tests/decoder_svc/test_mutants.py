@@ -12,18 +12,27 @@ from decoder_svc.block_hash import BlockHasher
 from decoder_svc.block_pool import BlockPool
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
-from decoder_svc.request import CacheScope, Request
+from decoder_svc.kv_group import KVGroup
+from decoder_svc.request import CacheScope, Prompt, Request
 from decoder_svc.scheduler import Scheduler
+from lookonce.families.base import Mask
 from tests.decoder_svc.traffic import Traffic
 
 NUM_SEEDS = 60
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
 MUTATIONS: dict[str, Mutation] = {}
+# Faults that need layers with a window to show.
+SLIDING_MUTATIONS: dict[str, Mutation] = {}
 
 
 def mutation(apply: Mutation) -> Mutation:
     MUTATIONS[apply.__name__] = apply
+    return apply
+
+
+def sliding_mutation(apply: Mutation) -> Mutation:
+    SLIDING_MUTATIONS[apply.__name__] = apply
     return apply
 
 
@@ -140,24 +149,25 @@ def one_of_two_equal_blocks_takes_the_name_with_it(patch: Patch) -> None:
 
 @mutation
 def names_of_a_failed_step_stay(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "withdraw", lambda self, blocks: None)
+    patch.setattr(KVCacheManager, "withdraw_step", lambda self: None)
 
 
 @mutation
 def who_adopted_blocks_of_a_failed_step_keeps_them(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "holds_any", lambda self, request_id, blocks: False)
+    patch.setattr(KVCacheManager, "holds_any_of_step", lambda self, request_id: False)
 
 
 @mutation
 def the_runner_is_not_told_of_adopted_blocks(patch: Patch) -> None:
-    original = KVCacheManager.adopt
+    original = KVGroup.adopt
 
-    def adopt(self: KVCacheManager, request: Request, hit: PrefixHit) -> None:
-        told = self._num_told[request.request_id]
-        original(self, request, hit)
-        self._num_told[request.request_id] = told
+    def adopt(self: KVGroup, request_id: Any, index: int, found: Any, stop: int) -> None:
+        table = self.tables[request_id]
+        told = table.num_told
+        original(self, request_id, index, found, stop)
+        table.num_told = told
 
-    patch.setattr(KVCacheManager, "adopt", adopt)
+    patch.setattr(KVGroup, "adopt", adopt)
 
 
 @mutation
@@ -253,13 +263,120 @@ def the_token_budget_is_not_spent(patch: Patch) -> None:
     patch.setattr(Scheduler, "_schedule_chunk", schedule_chunk)
 
 
+@sliding_mutation
+def the_window_is_one_token_too_short(patch: Patch) -> None:
+    original = Prompt.first_seen
+    patch.setattr(Prompt, "first_seen", lambda self, start, window: original(self, start, window - 1))
+
+
+@sliding_mutation
+def a_prompt_that_sees_itself_does_so_within_the_window(patch: Patch) -> None:
+    patch.setattr(Prompt, "first_seen", lambda self, start, window: max(0, start - window + 1))
+
+
+@sliding_mutation
+def the_window_is_that_of_the_chunks_last_token(patch: Patch) -> None:
+    original = Scheduler._schedule_chunk
+
+    def schedule_chunk(self: Scheduler, request: Request, num_tokens: int, step: Any) -> None:
+        request.num_computed_tokens += num_tokens - 1
+        self.kv_cache.release_unseen(request)
+        request.num_computed_tokens -= num_tokens - 1
+        original(self, request, num_tokens, step)
+
+    patch.setattr(Scheduler, "_schedule_chunk", schedule_chunk)
+
+
+@sliding_mutation
+def a_hit_does_not_ask_the_layers_with_a_window(patch: Patch) -> None:
+    patch.setattr(KVCacheManager, "_find_sliding", lambda self, sliding, request, index, stop: (stop, []))
+
+
+@sliding_mutation
+def a_hit_is_content_with_the_last_block_of_the_window(patch: Patch) -> None:
+    def find(self: KVCacheManager, sliding: KVGroup, request: Request, index: int, stop: int) -> tuple[int, list[int]]:
+        blocks = sliding.find_run_before(request.block_hashes, index, stop)
+        return (stop, blocks) if blocks else (index, [])
+
+    patch.setattr(KVCacheManager, "_find_sliding", find)
+
+
+@sliding_mutation
+def a_hit_ends_where_the_full_group_ends(patch: Patch) -> None:
+    original = KVCacheManager._find_sliding
+
+    def find(self: KVCacheManager, sliding: KVGroup, request: Request, index: int, stop: int) -> tuple[int, list[int]]:
+        found, blocks = original(self, sliding, request, index, stop)
+        return (stop, blocks) if blocks else (found, blocks)
+
+    patch.setattr(KVCacheManager, "_find_sliding", find)
+
+
+@sliding_mutation
+def what_was_let_go_stays_in_the_table(patch: Patch) -> None:
+    patch.setattr(KVGroup, "release_before", lambda self, request_id, index: None)
+
+
+@sliding_mutation
+def what_was_let_go_is_freed_again_at_the_end(patch: Patch) -> None:
+    def release_before(self: KVGroup, request_id: Any, index: int) -> None:
+        table = self.tables[request_id]
+        self.pool.release(table.blocks[: max(0, index - table.first)])
+
+    patch.setattr(KVGroup, "release_before", release_before)
+
+
+@sliding_mutation
+def room_is_asked_of_the_full_group_only(patch: Patch) -> None:
+    def can_allocate(self: KVCacheManager, request: Request, num_new_tokens: int) -> bool:
+        return self.num_blocks_missing(request, num_new_tokens) <= self.pool.num_free_blocks
+
+    patch.setattr(KVCacheManager, "can_allocate", can_allocate)
+
+
+@sliding_mutation
+def the_layers_with_a_window_keep_the_names_of_a_failed_step(patch: Patch) -> None:
+    def withdraw_step(self: KVCacheManager) -> None:
+        self.pool.withdraw(self._full.named_in_step)
+
+    patch.setattr(KVCacheManager, "withdraw_step", withdraw_step)
+
+
+@sliding_mutation
+def the_runner_is_not_told_of_adopted_blocks_of_the_window(patch: Patch) -> None:
+    original = KVGroup.adopt
+
+    def adopt(self: KVGroup, request_id: Any, index: int, found: Any, stop: int) -> None:
+        table = self.tables[request_id]
+        told = table.num_told
+        original(self, request_id, index, found, stop)
+        if self._window is not None:
+            table.num_told = told
+
+    patch.setattr(KVGroup, "adopt", adopt)
+
+
 def run_all_seeds() -> None:
     for seed in range(NUM_SEEDS):
         Traffic(seed).run(120)
 
 
+def run_all_sliding_seeds() -> None:
+    for seed in range(NUM_SEEDS):
+        for mask in Mask:
+            Traffic(seed, window=5, mask=mask).run(120)
+
+
 def test_nothing_is_noticed_where_nothing_is_wrong() -> None:
     run_all_seeds()
+    run_all_sliding_seeds()
+
+
+@pytest.mark.parametrize("name", sorted(SLIDING_MUTATIONS))
+def test_traffic_with_a_window_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SLIDING_MUTATIONS[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        run_all_sliding_seeds()
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
@@ -271,3 +388,4 @@ def test_traffic_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_there_are_enough_mutations() -> None:
     assert len(MUTATIONS) >= 12
+    assert len(SLIDING_MUTATIONS) >= 11

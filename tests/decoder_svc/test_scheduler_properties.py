@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from lookonce.families.base import Mask
 from tests.decoder_svc.traffic import Traffic
 
 CHOICES = st.randoms(use_true_random=False)
@@ -18,9 +19,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     traffic: Traffic
 
-    @initialize(deterministic=st.booleans())
-    def start(self, deterministic: bool) -> None:
-        self.traffic = Traffic(0, deterministic=deterministic)
+    @initialize(
+        deterministic=st.booleans(), window=st.none() | st.integers(1, 6), mask=st.sampled_from(sorted(Mask, key=str))
+    )
+    def start(self, deterministic: bool, window: int | None, mask: Mask) -> None:
+        """Without causal masks nothing is deterministic."""
+        is_causal = mask is Mask.CAUSAL
+        self.traffic = Traffic(0, deterministic=deterministic and is_causal, window=window, mask=mask)
 
     @rule(rng=CHOICES)
     def submit(self, rng: Random) -> None:

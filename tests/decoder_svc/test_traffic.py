@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lookonce.families.base import Mask
 from tests.decoder_svc.traffic import Traffic
 
 
@@ -11,6 +12,18 @@ from tests.decoder_svc.traffic import Traffic
 @pytest.mark.parametrize("seed", range(60))
 def test_no_token_is_computed_from_another_context(seed: int, deterministic: bool) -> None:
     Traffic(seed, deterministic=deterministic).run(120)
+
+
+@pytest.mark.parametrize("window", [1, 4, 5, 6])
+@pytest.mark.parametrize("mask", list(Mask))
+@pytest.mark.parametrize("seed", range(30))
+def test_no_layer_with_a_window_reads_what_was_let_go(seed: int, mask: Mask, window: int) -> None:
+    Traffic(seed, window=window, mask=mask).run(120)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nor_in_deterministic_mode(seed: int) -> None:
+    Traffic(seed, window=5, deterministic=True).run(120)
 
 
 def test_traffic_is_worth_testing_with() -> None:
@@ -23,6 +36,18 @@ def test_traffic_is_worth_testing_with() -> None:
         preemptions += sum(one.num_preemptions > 0 for one in traffic.requests)
         shared += sum(chunk.write_start > chunk.start for output in traffic.trace for chunk in output.chunks)
     assert min(hits, preemptions, shared) >= 15, (hits, preemptions, shared)
+
+
+@pytest.mark.parametrize("mask", list(Mask))
+def test_traffic_with_a_window_is_worth_testing_with(mask: Mask) -> None:
+    hits = waits_for_sliding = let_go = 0
+    for seed in range(40):
+        traffic = Traffic(seed, window=5, mask=mask)
+        traffic.run(120)
+        hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)
+        let_go += sum(chunk.sliding.first > 0 for output in traffic.trace for chunk in output.chunks if chunk.sliding)
+        waits_for_sliding += traffic.num_short_of_sliding_blocks
+    assert min(hits, let_go, waits_for_sliding) >= 15, (hits, let_go, waits_for_sliding)
 
 
 def test_equal_traffic_gets_equal_decisions() -> None:

@@ -94,7 +94,7 @@ def test_prefix_hits_that_end_inside_an_image(
         for item in request.prompt.images[-1:]:
             middle = item.span.offset + item.span.length // 2
             named = [pool.find(name) for name in request.block_hashes[middle // families.BLOCK_SIZE :]]
-            session.scheduler.kv_cache.withdraw([block for block in named if block is not None])
+            pool.withdraw([block for block in named if block is not None])
     again = session.ask(prompts)
     assert again.token_ids == expected
     # A hit may end inside where half of the image is at least a block.
