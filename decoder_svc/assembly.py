@@ -130,7 +130,6 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
     if num_blocks * settings.block_size < context:
         logger.warning("the KV pool holds %d tokens: so long is the longest request", num_blocks * settings.block_size)
     return EngineLimits(
-        num_sliding_kv_blocks=0 if sliding is None else min(sliding.num_blocks, num_blocks),
         max_context_tokens=min(context, num_blocks * settings.block_size),
         block_size=settings.block_size,
         num_kv_blocks=num_blocks,
@@ -139,6 +138,7 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
         encoder_compute_budget_rows=rows.compute_rows,
         encoder_cache_size_rows=rows.cache_rows,
         max_rows_per_image=family.max_rows_per_image,
+        num_sliding_kv_blocks=0 if sliding is None else min(sliding.num_blocks, num_blocks),
     )
 
 

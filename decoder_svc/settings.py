@@ -21,10 +21,7 @@ class DecoderSettings(ServiceSettings):
     num_kv_blocks: int | None = Field(
         None,
         ge=2,
-        description=(
-            "KV blocks, of all layers but those with a sliding window where others have none; overrides "
-            "kv_cache_memory_bytes."
-        ),
+        description="KV blocks of the layers that see the whole context; overrides kv_cache_memory_bytes.",
     )
     kv_cache_memory_bytes: int | None = Field(
         None, ge=1 << 16, description="Memory of the KV pool, bytes. Default: by kv_cache_memory_share."

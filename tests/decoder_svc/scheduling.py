@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.kv_cache_manager import KVCacheManager
+from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.kv_group import SlidingGroupSize
 from decoder_svc.request import (
     DEFAULT_SCOPE,
@@ -103,6 +103,20 @@ def scheduler(
         EncoderCacheManager(cache_rows),
         clock=clock,
     )
+
+
+def fill(manager: KVCacheManager, one: Request) -> PrefixHit:
+    """Admits a request and computes all its tokens; returns what was found for it."""
+    hit = manager.find_prefix(one)
+    assert manager.can_admit(one, hit)
+    manager.admit(one, hit)
+    one.num_computed_tokens = hit.num_tokens
+    manager.allocate(one, one.num_tokens - hit.num_tokens)
+    one.num_computed_tokens = one.num_tokens
+    manager.publish(one, one.num_tokens)
+    manager.release_unseen(one)
+    manager.check_integrity()
+    return hit
 
 
 def finish_step(target: Scheduler, output: SchedulerOutput, token_id: int = 7) -> list[TokenUpdate]:
