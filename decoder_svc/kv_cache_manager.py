@@ -287,15 +287,16 @@ class KVCacheManager:
     def _find_sliding(self, sliding: KVGroup, request: Request, index: int, stop: int) -> tuple[int, list[int]]:
         """The last end of a hit up to `stop` from which layers with a window can go on, and their blocks from `index`.
 
-        Those before `index` are the request's own. No block is looked for twice.
+        Those before `index` are the request's own. Every block is looked for at most twice.
         """
+        hashes = request.block_hashes
         while stop > index:
             first = max(index, sliding.first_seen(request.prompt, self._num_hit_tokens(request, stop)))
-            blocks = sliding.find_run_before(request.block_hashes, first, stop)
+            blocks = sliding.find_run_before(hashes, first, stop)
             if len(blocks) == stop - first:
                 return stop, blocks
-            # All ends behind a missing block up to here look at it.
-            stop -= len(blocks) + 1
+            # All ends behind a missing block up to here look at it, and every end at the block before itself.
+            stop = sliding.last_stop(hashes, index, stop - len(blocks) - 1)
         return stop, []
 
     def _num_hit_tokens(self, request: Request, stop: int) -> int:

@@ -69,13 +69,21 @@ class KVGroup:
 
     def find_run(self, hashes: Sequence[BlockHash], start: int) -> list[int]:
         """Cached blocks of these names from index `start` on, as far as there are any without a gap."""
+        find = self.pool.find
         blocks: list[int] = []
         for index in range(start, len(hashes)):
-            block = self.pool.find(hashes[index])
+            block = find(hashes[index])
             if block is None:
                 break
             blocks.append(block)
         return blocks
+
+    def last_stop(self, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
+        """One past the last cached block of the names [start, stop); `start` where none of them is cached."""
+        find = self.pool.find
+        while stop > start and find(hashes[stop - 1]) is None:
+            stop -= 1
+        return stop
 
     def find_run_before(self, hashes: Sequence[BlockHash], start: int, stop: int) -> list[int]:
         """Cached blocks of the names [start, stop): those before `stop` as far as there are any without a gap."""
