@@ -15,7 +15,8 @@ from decoder_svc.engine_interface import EngineLimits
 from decoder_svc.family import DecoderFamily
 from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.kv_pool_size import KVPoolWish, num_kv_blocks
+from decoder_svc.kv_group import SlidingGroupSize
+from decoder_svc.kv_pool_size import BlockCosts, KVPoolWish, num_kv_blocks, sliding_group_size
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
 from decoder_svc.runner.row_cache import ROW_DTYPES
@@ -53,7 +54,7 @@ def build_engine(
     runner = CPUModelRunner(config, family)
     limits = _limits(settings, runner, family)
     logger.info("engine limits: %s", limits)
-    runner.initialize_kv_cache(limits.num_kv_blocks)
+    runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks)
     runner.capture_model()
     scheduler = Scheduler(
         SchedulerLimits(
@@ -69,6 +70,7 @@ def build_engine(
             limits.block_size,
             is_shared=settings.prefix_cache,
             deterministic=settings.deterministic,
+            sliding=_sliding_group(settings, runner, limits.num_kv_blocks),
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
@@ -123,11 +125,14 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
         row_elements=(1 + family.num_levels) * text.hidden_size,
         row_dtype=ROW_DTYPES[runner.model.dtype],
     )
+    max_useful_blocks = settings.max_num_seqs * -(-context // settings.block_size)
+    sliding = _sliding_group(settings, runner, max_useful_blocks)
+    spec = runner.get_kv_cache_spec()
     num_blocks = num_kv_blocks(
         KVPoolWish(settings.num_kv_blocks, settings.kv_cache_memory_bytes, settings.kv_cache_memory_share),
-        block_bytes=runner.get_kv_cache_spec().block_bytes,
+        BlockCosts(spec.block_bytes, spec.sliding_block_bytes, 0 if sliding is None else sliding.num_blocks),
         free_bytes=runner.profile_run(worst),
-        max_useful_blocks=settings.max_num_seqs * -(-context // settings.block_size),
+        max_useful_blocks=max_useful_blocks,
     )
     if num_blocks * settings.block_size < context:
         logger.warning("the KV pool holds %d tokens: so long is the longest request", num_blocks * settings.block_size)
@@ -140,4 +145,19 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
         encoder_compute_budget_rows=rows.compute_rows,
         encoder_cache_size_rows=rows.cache_rows,
         max_rows_per_image=family.max_rows_per_image,
+        num_sliding_kv_blocks=0 if sliding is None else min(sliding.num_blocks, num_blocks),
+    )
+
+
+def _sliding_group(settings: DecoderSettings, runner: ModelRunnerBase, num_blocks: int) -> SlidingGroupSize | None:
+    """The sliding group beside a full group of `num_blocks`; None where all layers are in that."""
+    window = runner.get_kv_cache_spec().window
+    if window is None:
+        return None
+    return sliding_group_size(
+        window,
+        block_size=settings.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
     )

@@ -210,7 +210,7 @@ class Engine:
         longest = max((span.length for span in prompt.mutual_spans), default=0)
         # Beside one token of each other running request, or it might wait as long as those last.
         limit = self.limits.max_batched_tokens - (self.limits.max_running_requests - 1)
-        if longest > limit:
+        if prompt.mutual_spans and longest > limit:
             raise ContextTooLongError(
                 f"{longest} tokens of the prompt see each other and are computed in one step, which takes {limit}"
             )

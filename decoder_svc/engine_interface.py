@@ -44,7 +44,7 @@ class EngineLimits:
     max_context_tokens: int
     # Tokens per KV block.
     block_size: int
-    # KV blocks of the pool.
+    # KV blocks of the layers that see everything, or all.
     num_kv_blocks: int
     # Tokens computed in one step.
     max_batched_tokens: int
@@ -56,6 +56,8 @@ class EngineLimits:
     encoder_cache_size_rows: int
     # Rows of the largest possible image.
     max_rows_per_image: int
+    # KV blocks of the layers with a sliding window, where they have blocks of their own.
+    num_sliding_kv_blocks: int = 0
 
 
 class OutputStream(Protocol):

@@ -169,6 +169,15 @@ class Prompt:
         if self.mask is not Mask.CAUSAL and start < len(self.token_ids):
             yield from (span for span in self.mutual_spans if span.stop > start)
 
+    def first_seen(self, start: int, window: int) -> int:
+        """The first token that a layer with this window looks at when tokens from `start` on are computed.
+
+        `window` counts the token that looks. Where the whole prompt sees itself, it does so beyond the window.
+        """
+        if self.mask is Mask.PROMPT and start < len(self.token_ids):
+            return 0
+        return max(0, start - window + 1)
+
     @property
     def num_image_tokens(self) -> int:
         """Placeholder tokens that take a row."""

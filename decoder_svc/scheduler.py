@@ -9,8 +9,7 @@ fetched nor encoded. Of the rest only the rows that are not on the device are as
 
 Progress: requests are served in the order (priority, arrival). The first running one always gets its blocks, because
 the others are preempted for it, and its rows, because it may take the place of rows that only requests behind it need;
-when nobody runs, the head of the queue may. While the head waits, nobody behind it starts who would want room for rows
-later, and so would take it from the head.
+when nobody runs, the head of the queue may. While that waits, nobody behind it starts who would want its room for rows.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ class _Step:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[AdmittedRequest] = field(default_factory=list)
     expired: list[RequestId] = field(default_factory=list)
-    # Blocks that can be found since this step.
-    named_blocks: list[int] = field(default_factory=list)
     num_without_rows: int = 0
     has_preempted: bool = False
     # Somebody's next tokens cannot be cut, and are more than what was left of the budget.
@@ -90,8 +87,6 @@ class Scheduler:
         # When those who wait were last looked at without a seat in the batch; None: look again.
         self._seen_queue: tuple[int, list[RequestId]] | None = None
         self._num_looked_at_without_rows = 0
-        # Of the step in hand.
-        self._named_blocks: list[int] = []
         # As the latest step saw it.
         self.num_waiting_for_rows = 0
         # Since the start.
@@ -130,11 +125,11 @@ class Scheduler:
         self._waiting.begin_step()
         step = _Step(self.limits.max_num_batched_tokens)
         self._row_demand.begin_step()
+        self.kv_cache.begin_step()
         self._schedule_running(step)
         if not step.has_preempted:
             self._schedule_waiting(step)
         self.num_waiting_for_rows = step.num_without_rows
-        self._named_blocks = step.named_blocks
         released, self._released = tuple(self._released), []
         return SchedulerOutput(
             admitted=tuple(step.admitted),
@@ -151,6 +146,7 @@ class Scheduler:
         for chunk in output.chunks:
             request = self._requests[chunk.request_id]
             request.num_computed_tokens += chunk.num_tokens
+            self.kv_cache.release_unseen(request)
             self._row_demand.pass_computed(request)
         return [self._append(token) for token in sampled]
 
@@ -163,10 +159,9 @@ class Scheduler:
         for request in failed:
             self._finish(request, FinishReason.ABORT)
         for request in list(self._running):
-            if self.kv_cache.holds_any(request.request_id, self._named_blocks):
+            if self.kv_cache.holds_any_of_step(request.request_id):
                 self._preempt(request)
-        self.kv_cache.withdraw(self._named_blocks)
-        self._named_blocks = []
+        self.kv_cache.withdraw_step()
         return failed
 
     def abort(self, request_id: RequestId) -> Request | None:
@@ -181,10 +176,7 @@ class Scheduler:
         return self.encoder_cache.arrived(key, rows, source)
 
     def rows_failed(self, key: ContentKey, rows: RowRange, *, had_data: bool) -> list[Request]:
-        """Rows will not come. Returns the requests that cannot go on, already removed.
-
-        A fetch without the image's bytes fails only requests that have no bytes either; the others ask again.
-        """
+        """Rows will not come. Returns the requests that cannot go on, see RowDemand.takes_any, already removed."""
         self.encoder_cache.drop(key, rows)
         failed = [
             request
@@ -341,11 +333,12 @@ class Scheduler:
         samples = start + num_tokens == request.num_tokens
         write_start = max(start, request.num_shared_tokens)
         block_start, block_ids = self.kv_cache.take_table_changes(request.request_id)
+        sliding = self.kv_cache.take_sliding_changes(request.request_id)
         step.chunks.append(
-            ScheduledChunk(request.request_id, start, num_tokens, write_start, block_start, block_ids, samples)
+            ScheduledChunk(request.request_id, start, num_tokens, write_start, block_start, block_ids, samples, sliding)
         )
         step.token_budget -= num_tokens
-        step.named_blocks += self.kv_cache.publish(request, start + num_tokens)
+        self.kv_cache.publish(request, start + num_tokens)
 
     def _admit(self, request: Request, hit: PrefixHit, step: _Step) -> None:
         self._waiting.remove(request)

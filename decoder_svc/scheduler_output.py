@@ -34,6 +34,17 @@ class AdmittedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SlidingTable:
+    """What has changed in a request's block table of the layers with a sliding window."""
+
+    # Blocks before this index are let go: none of the chunk's tokens looks at theirs.
+    first: int
+    # From this index on, not before `first`, the table is now as follows.
+    start: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """Tokens [start, start + num_tokens) of one request are computed in this step."""
 
@@ -44,11 +55,13 @@ class ScheduledChunk:
     num_tokens: int
     # Tokens before this index have their keys and values in shared blocks: computed, but not written.
     write_start: int
-    # From this index on the request's block table is now as follows.
+    # From this index on the request's block table of the layers that see everything is now as follows.
     block_start: int
     block_ids: tuple[int, ...]
     # The chunk ends with the request's last known token: sample the next one.
     samples: bool
+    # None: all layers share one block table.
+    sliding: SlidingTable | None = None
 
 
 @dataclass(frozen=True, slots=True)

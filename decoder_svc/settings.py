@@ -18,7 +18,11 @@ class DecoderSettings(ServiceSettings):
     )
 
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
-    num_kv_blocks: int | None = Field(None, ge=2, description="KV blocks of the pool; overrides kv_cache_memory_bytes.")
+    num_kv_blocks: int | None = Field(
+        None,
+        ge=2,
+        description="KV blocks of the layers that see the whole context; overrides kv_cache_memory_bytes.",
+    )
     kv_cache_memory_bytes: int | None = Field(
         None, ge=1 << 16, description="Memory of the KV pool, bytes. Default: by kv_cache_memory_share."
     )

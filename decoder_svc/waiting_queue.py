@@ -26,7 +26,7 @@ class WaitingQueue:
         self._kv_cache = kv_cache
         self._clock = clock
         self._requests: list[Request] = []
-        # The pool's version at the look-up, and what was found.
+        # The prefix cache's version at the look-up, and what was found.
         self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
         self._step_began_s = 0.0
         # Of all steps so far; 0 before the first.
@@ -55,7 +55,7 @@ class WaitingQueue:
 
     def prefix_hit(self, request: Request, *, may_be_old: bool) -> PrefixHit:
         """What the prefix cache has of a waiting request; looked up again only when the cache changed."""
-        version = self._kv_cache.pool.version
+        version = self._kv_cache.version
         known = self._prefix_hits.get(request.request_id)
         if known is None or (known[0] != version and not may_be_old):
             known = self._prefix_hits[request.request_id] = (version, self._kv_cache.find_prefix(request))

@@ -31,22 +31,46 @@ class KVCacheSpec:
     head_dim: int
     dtype: torch.dtype
     block_size: int
+    # Layers of the sliding group; empty where all layers are in the full group.
+    sliding_layers: frozenset[int] = frozenset()
+    # Tokens that those see, the token itself included; None where there are none.
+    window: int | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
-        elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return elements * int(self.dtype.itemsize)
+        """Bytes of one block over the layers of the full group, keys and values."""
+        return (self.num_layers - len(self.sliding_layers)) * self._layer_block_bytes
+
+    @property
+    def sliding_block_bytes(self) -> int:
+        """The same of the sliding group."""
+        return len(self.sliding_layers) * self._layer_block_bytes
+
+    @property
+    def _layer_block_bytes(self) -> int:
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """Where the tokens of one step lie. Sequences follow each other in the flattened batch."""
+class BlockMetadata:
+    """Where the tokens of one step lie in the pools of one group."""
 
     # Slot (block · block_size + offset) of every token's key and value, [num_tokens].
     slot_mapping: Tensor
     # Blocks of each sequence in token order, [num_blocks of it].
     block_tables: tuple[Tensor, ...]
+    # The token in the first slot of each sequence's first block. Nobody looks at those before it.
+    first_keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """The sequences of one step, which follow each other in the flattened batch."""
+
+    # For the layers that see everything, or all.
+    full: BlockMetadata
+    # For the layers of the sliding group, where there is one.
+    sliding: BlockMetadata | None
     # New tokens per sequence.
     query_lens: tuple[int, ...]
     # Tokens per sequence including the new ones.
@@ -75,8 +99,10 @@ class AttentionBackend(Protocol):
     # Shown in the log and in metrics.
     name: str
 
-    def allocate(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Key and value pools, one pair per layer."""
+    def allocate(
+        self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Key and value pools, one pair per layer, with as many blocks as the layer's group."""
         ...
 
     def forward(
@@ -103,14 +129,21 @@ class SdpaBackend:
 
     def __init__(self) -> None:
         self._pools: list[tuple[Tensor, Tensor]] = []
+        self._sliding_layers: frozenset[int] = frozenset()
+        self._window: int | None = None
 
-    def allocate(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Pools of `[num_blocks, block_size, kv_heads, head_dim]`."""
-        shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self._pools = [
-            (torch.zeros(shape, dtype=spec.dtype, device=device), torch.zeros(shape, dtype=spec.dtype, device=device))
-            for _ in range(spec.num_layers)
-        ]
+    def allocate(
+        self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pools of `[blocks, block_size, kv_heads, head_dim]`."""
+        self._sliding_layers, self._window = spec.sliding_layers, spec.window
+
+        def pool(layer: int) -> Tensor:
+            blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
+            shape = (blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+            return torch.zeros(shape, dtype=spec.dtype, device=device)
+
+        self._pools = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
         return self._pools
 
     def forward(
@@ -118,19 +151,27 @@ class SdpaBackend:
     ) -> Tensor:
         """See AttentionBackend."""
         key_pool, value_pool = self._pools[layer]
-        key_pool.flatten(0, 1).index_copy_(0, metadata.slot_mapping, key)
-        value_pool.flatten(0, 1).index_copy_(0, metadata.slot_mapping, value)
+        group = self._group(layer, metadata, options)
+        key_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, key)
+        value_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, value)
         output = torch.empty_like(query)
         start = 0
-        for index, blocks in enumerate(metadata.block_tables):
-            query_len, kv_len = metadata.query_lens[index], metadata.kv_lens[index]
-            stop = start + query_len
-            keys = key_pool[blocks].flatten(0, 1)[:kv_len]
-            values = value_pool[blocks].flatten(0, 1)[:kv_len]
-            mask = _mask(query_len, kv_len, options.window, metadata, index)
+        for index, blocks in enumerate(group.block_tables):
+            stop = start + metadata.query_lens[index]
+            num_keys = metadata.kv_lens[index] - group.first_keys[index]
+            keys = key_pool[blocks].flatten(0, 1)[:num_keys]
+            values = value_pool[blocks].flatten(0, 1)[:num_keys]
+            mask = _mask(group.first_keys[index], options.window, metadata, index, query.device)
             output[start:stop] = _attend(query[start:stop], keys, values, mask, options)
             start = stop
         return output
+
+    def _group(self, layer: int, metadata: AttentionMetadata, options: LayerOptions) -> BlockMetadata:
+        if layer not in self._sliding_layers:
+            return metadata.full
+        assert metadata.sliding is not None, "layers with a window have blocks of their own"
+        assert options.window == self._window, "a layer sees further than its blocks are kept"
+        return metadata.sliding
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: LayerOptions) -> Tensor:
@@ -169,21 +210,27 @@ def _attend_softcapped(
     return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _mask(query_len: int, kv_len: int, window: int | None, metadata: AttentionMetadata, index: int) -> Tensor | None:
-    """What the last `query_len` tokens of sequence `index` see, true where they look; None: everything before them."""
-    spans = metadata.mutual_spans[index]
-    has_window = window is not None and window < kv_len
-    if not spans and not has_window and query_len in (1, kv_len):
+def _mask(
+    first_key: int, window: int | None, metadata: AttentionMetadata, index: int, device: torch.device
+) -> Tensor | None:
+    """What the new tokens of sequence `index` see of its keys from token `first_key` on, true where they look.
+
+    None: everything before them.
+    """
+    spans, query_len = metadata.mutual_spans[index], metadata.query_lens[index]
+    num_keys = metadata.kv_lens[index] - first_key
+    has_window = window is not None and window < num_keys
+    if not spans and not has_window and query_len in (1, num_keys):
         return None
-    device = metadata.slot_mapping.device
-    first_query = kv_len - query_len
-    visible = _causal(query_len, kv_len, device)
+    first_query = metadata.kv_lens[index] - query_len
+    visible = _causal(query_len, num_keys, device)
     if has_window and metadata.is_mutual_beyond_window:
-        visible &= _within(query_len, kv_len, window, device)
+        visible &= _within(query_len, num_keys, window, device)
     for span in spans:
-        visible[max(0, span.offset - first_query) : span.stop - first_query, span.offset : span.stop] = True
+        queries = slice(max(0, span.offset - first_query), span.stop - first_query)
+        visible[queries, max(0, span.offset - first_key) : span.stop - first_key] = True
     if has_window and not metadata.is_mutual_beyond_window:
-        visible &= _within(query_len, kv_len, window, device)
+        visible &= _within(query_len, num_keys, window, device)
     return visible
 
 

@@ -20,8 +20,14 @@ from torch import Tensor
 from decoder_svc.family import DecoderFamily
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import RequestId
-from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, forward_context
-from decoder_svc.runner.input_batch import FlatInputs, InputBatch
+from decoder_svc.runner.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    BlockMetadata,
+    KVCacheSpec,
+    forward_context,
+)
+from decoder_svc.runner.input_batch import BlockInputs, FlatInputs, InputBatch
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import SampleRow, sample
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
@@ -71,7 +77,8 @@ class ModelRunnerBase(ABC):
         self.family = family
         self._cache_device_properties()
         self.load_model()
-        self.batch = InputBatch(config.block_size, family.num_position_axes)
+        has_sliding_group = self.get_kv_cache_spec().window is not None
+        self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.device, self.model.dtype)
 
     # What a device decides.
@@ -102,32 +109,36 @@ class ModelRunnerBase(ABC):
         """The KV cache that this model needs."""
         text = self.model.config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        sliding_layers = _sliding_layers(text)
         return KVCacheSpec(
             num_layers=text.num_hidden_layers,
             num_kv_heads=text.num_key_value_heads,
             head_dim=head_dim,
             dtype=self.model.dtype,
             block_size=self.config.block_size,
+            sliding_layers=sliding_layers,
+            window=text.sliding_window if sliding_layers else None,
         )
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the pools of all layers."""
+    def initialize_kv_cache(self, num_blocks: int, num_sliding_blocks: int = 0) -> None:
+        """Allocates the pools of all layers: of the full group and, where the model has one, of the sliding group."""
         spec = self.get_kv_cache_spec()
         # One block more, which nobody reads: what must not be written to a shared block is written there.
-        self.backend.allocate(spec, num_blocks + 1, self.device)
-        self.batch.unread_slot = num_blocks * spec.block_size
+        self.backend.allocate(spec, num_blocks + 1, num_sliding_blocks + 1, self.device)
+        self.batch.set_num_blocks(num_blocks, num_sliding_blocks)
+        num_bytes = num_blocks * spec.block_bytes + num_sliding_blocks * spec.sliding_block_bytes
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.1f MiB, attention backend %s",
-            num_blocks, spec.block_size, num_blocks * spec.block_bytes / 2**20, self.backend.name,
+            "KV cache: %d blocks of %d tokens, and %d for layers with a window, %.1f MiB, attention backend %s",
+            num_blocks, spec.block_size, num_sliding_blocks, num_bytes / 2**20, self.backend.name,
         )  # fmt: skip
 
     def _dummy_run(self, worst: WorstCase) -> None:
         """Runs the heaviest step with a pool of its own and forgets it; the KV cache must be initialised afterwards."""
-        self.initialize_kv_cache(NUM_BLOCKS)
+        self.initialize_kv_cache(NUM_BLOCKS, NUM_BLOCKS)
         rows = worst_case_rows(worst)
         for fetched in rows:
             self.put_rows(fetched)
-        step = worst_case_step(worst, self.config.block_size)
+        step = worst_case_step(worst, self.config.block_size, self.get_kv_cache_spec().window)
         self.execute_model(step)
         released = tuple(admitted.request_id for admitted in step.admitted)
         evicted = tuple((fetched.key, fetched.rows) for fetched in rows)
@@ -158,7 +169,7 @@ class ModelRunnerBase(ABC):
         for admitted in output.admitted:
             self.batch.add(admitted)
         for chunk in output.chunks:
-            self.batch[chunk.request_id].set_blocks(chunk.block_start, chunk.block_ids)
+            self.batch[chunk.request_id].set_blocks(chunk)
 
     def _embed(self, inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Embedded:
         """Token table lookup with the images' rows over their placeholders."""
@@ -183,8 +194,8 @@ class ModelRunnerBase(ABC):
     def _forward(self, inputs: FlatInputs, embedded: Embedded) -> Tensor:
         """Logits of the sampled positions, `[num_sampled, vocab]`."""
         metadata = AttentionMetadata(
-            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(self.device),
-            block_tables=tuple(torch.from_numpy(table).to(self.device) for table in inputs.block_tables),
+            full=self._on_device(inputs.full),
+            sliding=None if inputs.sliding is None else self._on_device(inputs.sliding),
             query_lens=inputs.query_lens,
             kv_lens=inputs.kv_lens,
             mutual_spans=inputs.mutual_spans,
@@ -205,6 +216,13 @@ class ModelRunnerBase(ABC):
             # The wrapper applies what its head has besides weights: scales, soft caps.
             logits: Tensor = self.model(**arguments, logits_to_keep=sampled).logits[0]
         return logits
+
+    def _on_device(self, inputs: BlockInputs) -> BlockMetadata:
+        return BlockMetadata(
+            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(self.device),
+            block_tables=tuple(torch.from_numpy(table).to(self.device) for table in inputs.block_tables),
+            first_keys=inputs.first_tokens,
+        )
 
     def _forward_with_levels(self, arguments: dict[str, Any], embedded: Embedded, sampled: Tensor) -> Tensor:
         """The same where features of earlier tower layers join the first layers' hidden states (deepstack)."""
@@ -229,3 +247,13 @@ class ModelRunnerBase(ABC):
         for row, token_id in zip(rows, token_ids, strict=True):
             row.append_token(token_id)
         return [SampledToken(*result) for result in zip(request_ids, token_ids, logprobs, strict=True)]
+
+
+def _sliding_layers(text: Any) -> frozenset[int]:
+    """Layers that the text configuration gives a window while others see everything.
+
+    Where all have one, or none, all are in the full group: an all-window model keeps every token, and masks.
+    """
+    types = getattr(text, "layer_types", None) or []
+    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    return sliding if len(sliding) < text.num_hidden_layers and getattr(text, "sliding_window", None) else frozenset()

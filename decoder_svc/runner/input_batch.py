@@ -14,10 +14,41 @@ from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk
 IntArray = npt.NDArray[np.int64]
 
 
+class BlockTable:
+    """A request's blocks of one group, on the host."""
+
+    def __init__(self, num_tokens: int, block_size: int) -> None:
+        """`num_tokens` is the longest that the request can become."""
+        # Blocks before this index are let go; what stands there is never read.
+        self.first = 0
+        self._block_ids: IntArray = np.zeros(-(-num_tokens // block_size), dtype=np.int64)
+        self._block_size = block_size
+
+    @property
+    def first_token(self) -> int:
+        """The token in the first slot of the first block."""
+        return self.first * self._block_size
+
+    def set(self, start: int, block_ids: Sequence[int]) -> None:
+        """Writes blocks from index `start` on."""
+        self._block_ids[start : start + len(block_ids)] = block_ids
+
+    def blocks(self, num_tokens: int) -> IntArray:
+        """Of the first `num_tokens` tokens, those from `first` on."""
+        return self._block_ids[self.first : -(-num_tokens // self._block_size)]
+
+    def slots(self, start: int, stop: int, write_start: int, unread_slot: int) -> IntArray:
+        """Slots of tokens [start, stop); those before `write_start` are written where nobody reads."""
+        tokens = np.arange(start, stop)
+        slots: IntArray = self._block_ids[tokens // self._block_size] * self._block_size + tokens % self._block_size
+        slots[: max(0, write_start - start)] = unread_slot
+        return slots
+
+
 class RequestRow:
     """One request in the runner."""
 
-    def __init__(self, admitted: AdmittedRequest, block_size: int) -> None:
+    def __init__(self, admitted: AdmittedRequest, block_size: int, *, has_sliding_group: bool) -> None:
         num_tokens = len(admitted.token_ids)
         capacity = admitted.num_prompt_tokens + admitted.params.max_tokens
         self.params: SamplingParams = admitted.params
@@ -27,8 +58,9 @@ class RequestRow:
         self.num_tokens = num_tokens
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
         self._token_ids[:num_tokens] = admitted.token_ids
-        self._block_ids: IntArray = np.zeros(-(-capacity // block_size), dtype=np.int64)
-        self._block_size = block_size
+        self.full = BlockTable(capacity, block_size)
+        # Where the model has layers of the sliding group.
+        self.sliding = BlockTable(capacity, block_size) if has_sliding_group else None
         positions = admitted.positions
         self._prompt_positions = None if positions is None else np.asarray(positions.axes, dtype=np.int64)
         self._position_delta = 0 if positions is None else positions.delta
@@ -43,20 +75,13 @@ class RequestRow:
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
 
-    def set_blocks(self, start: int, block_ids: Sequence[int]) -> None:
-        """Writes blocks into the block table from index `start` on."""
-        self._block_ids[start : start + len(block_ids)] = block_ids
-
-    def blocks(self, num_tokens: int) -> IntArray:
-        """The blocks of the first `num_tokens` tokens."""
-        return self._block_ids[: -(-num_tokens // self._block_size)]
-
-    def slots(self, start: int, stop: int, write_start: int, unread_slot: int) -> IntArray:
-        """Slots of tokens [start, stop); those before `write_start` are written where nobody reads."""
-        tokens = np.arange(start, stop)
-        slots: IntArray = self._block_ids[tokens // self._block_size] * self._block_size + tokens % self._block_size
-        slots[: max(0, write_start - start)] = unread_slot
-        return slots
+    def set_blocks(self, chunk: ScheduledChunk) -> None:
+        """Brings the block tables up to date with a chunk of this request."""
+        self.full.set(chunk.block_start, chunk.block_ids)
+        if self.sliding is not None:
+            assert chunk.sliding is not None, "the scheduler does not know that the model has layers with a window"
+            self.sliding.first = chunk.sliding.first
+            self.sliding.set(chunk.sliding.start, chunk.sliding.block_ids)
 
     def mutual_spans_between(self, start: int, stop: int) -> tuple[Span, ...]:
         """Those that reach into tokens [start, stop)."""
@@ -74,6 +99,17 @@ class RequestRow:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockInputs:
+    """Where a step's tokens lie in the pools of one group."""
+
+    # [num_tokens]
+    slot_mapping: IntArray
+    # Per request: blocks in token order, and the token in the first slot of the first of them.
+    block_tables: tuple[IntArray, ...]
+    first_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FlatInputs:
     """A step's tokens, request after request."""
 
@@ -81,10 +117,9 @@ class FlatInputs:
     token_ids: IntArray
     # [num_axes, num_tokens]
     positions: IntArray
-    # [num_tokens]
-    slot_mapping: IntArray
-    # Per request: blocks in token order.
-    block_tables: tuple[IntArray, ...]
+    full: BlockInputs
+    # Where the model has layers of the sliding group.
+    sliding: BlockInputs | None
     # Per request: new tokens, and tokens including them.
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -98,9 +133,11 @@ class FlatInputs:
 class InputBatch:
     """The requests that the runner knows."""
 
-    def __init__(self, block_size: int, num_position_axes: int) -> None:
-        # Slot of the block after the pool's last; set when the pool's size is known.
-        self.unread_slot = 0
+    def __init__(self, block_size: int, num_position_axes: int, *, has_sliding_group: bool) -> None:
+        # Slots of the block after each pool's last; set when the pools' sizes are known.
+        self._unread_slot = 0
+        self._sliding_unread_slot = 0
+        self._has_sliding_group = has_sliding_group
         self._block_size = block_size
         self._num_position_axes = num_position_axes
         self._rows: dict[RequestId, RequestRow] = {}
@@ -111,13 +148,19 @@ class InputBatch:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def set_num_blocks(self, num_blocks: int, num_sliding_blocks: int) -> None:
+        """How many blocks requests may have of each group; each pool has one more, which nobody reads."""
+        self._unread_slot = num_blocks * self._block_size
+        self._sliding_unread_slot = num_sliding_blocks * self._block_size
+
     def remove(self, request_id: RequestId) -> None:
         """Forgets a request; unknown ones are fine."""
         self._rows.pop(request_id, None)
 
     def add(self, admitted: AdmittedRequest) -> None:
         """Learns about a request."""
-        self._rows[admitted.request_id] = RequestRow(admitted, self._block_size)
+        row = RequestRow(admitted, self._block_size, has_sliding_group=self._has_sliding_group)
+        self._rows[admitted.request_id] = row
 
     def flatten(self, chunks: Iterable[ScheduledChunk]) -> FlatInputs:
         """Arrays of one step; block tables must have been extended before."""
@@ -128,13 +171,28 @@ class InputBatch:
         return FlatInputs(
             token_ids=np.concatenate([row.token_ids[chunk.start : stop] for chunk, row, stop in parts]),
             positions=np.concatenate([row.positions(chunk.start, stop, axes) for chunk, row, stop in parts], axis=1),
-            slot_mapping=np.concatenate(
-                [row.slots(chunk.start, stop, chunk.write_start, self.unread_slot) for chunk, row, stop in parts]
-            ),
-            block_tables=tuple(row.blocks(stop) for _, row, stop in parts),
+            full=_block_inputs([(chunk, row.full) for chunk, row, _ in parts], self._unread_slot),
+            sliding=_block_inputs(
+                [(chunk, row.sliding) for chunk, row, _ in parts if row.sliding is not None], self._sliding_unread_slot
+            )
+            if self._has_sliding_group
+            else None,
             query_lens=tuple(chunk.num_tokens for chunk, _, _ in parts),
             kv_lens=tuple(stop for _, _, stop in parts),
             mutual_spans=tuple(row.mutual_spans_between(chunk.start, stop) for chunk, row, stop in parts),
             sampled_ids=tuple(parts[index][0].request_id for index in sampled),
             sampled_indexes=ends[sampled] - 1 if sampled else np.zeros(0, dtype=np.int64),
         )
+
+
+def _block_inputs(parts: Sequence[tuple[ScheduledChunk, BlockTable]], unread_slot: int) -> BlockInputs:
+    stops = [chunk.start + chunk.num_tokens for chunk, _ in parts]
+    slots = [
+        table.slots(chunk.start, stop, chunk.write_start, unread_slot)
+        for (chunk, table), stop in zip(parts, stops, strict=True)
+    ]
+    return BlockInputs(
+        slot_mapping=np.concatenate(slots),
+        block_tables=tuple(table.blocks(stop) for (_, table), stop in zip(parts, stops, strict=True)),
+        first_tokens=tuple(table.first_token for _, table in parts),
+    )

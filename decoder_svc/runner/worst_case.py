@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import ImageItem, RequestId, RowSource, SamplingParams, Span
 from decoder_svc.row_range import RowRange
-from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
+from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput, SlidingTable
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
 
@@ -46,15 +46,19 @@ def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
     ]
 
 
-def worst_case_step(worst: WorstCase, block_size: int) -> SchedulerOutput:
-    """One request that computes the last tokens of the longest context over the images; the others decode beside it."""
+def worst_case_step(worst: WorstCase, block_size: int, window: int | None = None) -> SchedulerOutput:
+    """One request that computes the last tokens of the longest context over the images; the others decode beside it.
+
+    `window` is that of the model's sliding group, None where it has none.
+    """
     num_others = min(worst.num_requests, worst.num_tokens) - 1
     num_tokens = min(worst.num_tokens - num_others, worst.context_tokens)
     start = worst.context_tokens - num_tokens
     longest = _admitted("longest", worst.context_tokens, _images(worst, start))
     others = [_admitted(f"other-{index}", 1, ()) for index in range(num_others)]
-    chunks = [_chunk(longest, start, num_tokens, block_size), *(_chunk(other, 0, 1, block_size) for other in others)]
-    return SchedulerOutput((longest, *others), tuple(chunks), (), (), ())
+    parts = [(longest, start, num_tokens), *((other, 0, 1) for other in others)]
+    chunks = tuple(_chunk(*part, block_size, window) for part in parts)
+    return SchedulerOutput((longest, *others), chunks, (), (), ())
 
 
 def _images(worst: WorstCase, start: int) -> tuple[ImageItem, ...]:
@@ -73,6 +77,14 @@ def _admitted(name: str, num_tokens: int, images: tuple[ImageItem, ...]) -> Admi
     return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, (), _SAMPLING)
 
 
-def _chunk(request: AdmittedRequest, start: int, num_tokens: int, block_size: int) -> ScheduledChunk:
+def _chunk(
+    request: AdmittedRequest, start: int, num_tokens: int, block_size: int, window: int | None
+) -> ScheduledChunk:
     num_blocks = -(-(start + num_tokens) // block_size)
-    return ScheduledChunk(request.request_id, start, num_tokens, start, 0, (0,) * num_blocks, samples=True)
+    sliding = None
+    if window is not None:
+        first = max(0, start - window + 1) // block_size
+        sliding = SlidingTable(first, first, (0,) * (num_blocks - first))
+    return ScheduledChunk(
+        request.request_id, start, num_tokens, start, 0, (0,) * num_blocks, samples=True, sliding=sliding
+    )

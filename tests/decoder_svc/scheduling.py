@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Callable
 
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.kv_cache_manager import KVCacheManager
+from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.kv_group import SlidingGroupSize
 from decoder_svc.request import (
     DEFAULT_SCOPE,
     CacheScope,
@@ -29,6 +30,7 @@ from lookonce.content_key import (
     content_key,
     image_digest,
 )
+from lookonce.families.base import Mask
 
 IMAGE_TOKEN = 1
 BLOCK_SIZE = 4
@@ -61,6 +63,7 @@ def request(
     text: str | None = None,
     deadline_s: float | None = None,
     cache_scope: CacheScope = DEFAULT_SCOPE,
+    mask: Mask = Mask.CAUSAL,
 ) -> Request:
     """A request whose prompt is text but for its images; requests with the same `text` (default: name) share it."""
     first_id = 1000 * (1 + zlib.crc32((name if text is None else text).encode()))
@@ -70,7 +73,7 @@ def request(
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
     return Request(
         RequestId(name),
-        Prompt(tuple(token_ids), images),
+        Prompt(tuple(token_ids), images, mask=mask),
         params,
         arrival_s=arrival_s,
         priority=priority,
@@ -90,15 +93,30 @@ def scheduler(
     block_size: int = BLOCK_SIZE,
     deterministic: bool = False,
     min_tokens_before_missing_row: int = 1,
+    sliding: SlidingGroupSize | None = None,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Scheduler:
     """A scheduler with blocks of four tokens and a clock that stands still."""
     return Scheduler(
         SchedulerLimits(token_budget, max_num_seqs, context, rows_asked, deterministic, min_tokens_before_missing_row),
-        KVCacheManager(num_blocks, block_size, deterministic=deterministic),
+        KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding),
         EncoderCacheManager(cache_rows),
         clock=clock,
     )
+
+
+def fill(manager: KVCacheManager, one: Request) -> PrefixHit:
+    """Admits a request and computes all its tokens; returns what was found for it."""
+    hit = manager.find_prefix(one)
+    assert manager.can_admit(one, hit)
+    manager.admit(one, hit)
+    one.num_computed_tokens = hit.num_tokens
+    manager.allocate(one, one.num_tokens - hit.num_tokens)
+    one.num_computed_tokens = one.num_tokens
+    manager.publish(one, one.num_tokens)
+    manager.release_unseen(one)
+    manager.check_integrity()
+    return hit
 
 
 def finish_step(target: Scheduler, output: SchedulerOutput, token_id: int = 7) -> list[TokenUpdate]:

@@ -20,31 +20,20 @@ from torch import Tensor
 from decoder_svc.request import RequestId, SamplingParams, Span
 from decoder_svc.runner.attention import (
     AttentionMetadata,
+    BlockMetadata,
     KVCacheSpec,
     LayerOptions,
     SdpaBackend,
     _paged_attention,
     forward_context,
 )
-from decoder_svc.runner.input_batch import InputBatch
-from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk
+from decoder_svc.runner.input_batch import BlockInputs, InputBatch
+from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SlidingTable
+from tests.decoder_svc.attention_reference import Chunk, Contents, expected, sees
 
 LAYER, NUM_LAYERS = 1, 2
 # A few roundings of the dtype in which scores are added up; bent scores always go through fp32.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [start, stop) of a prompt of `num_tokens`; those before `write_start` are in the cache already."""
-
-    num_tokens: int
-    start: int
-    write_start: int
-    stop: int
-    spans: tuple[Span, ...] = ()
-    # Beyond the prompt.
-    num_generated: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,50 +46,26 @@ class Sizes:
     head_dim: int = 4
 
 
-@dataclass(frozen=True)
-class Contents:
-    """Queries of a chunk's tokens, and keys and values of all tokens up to its last one."""
-
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-def sees(token: int, other: int, spans: Sequence[Span], window: int | None, *, is_mutual_beyond_window: bool) -> bool:
-    """The rule, word by word."""
-    is_mutual = any(span.offset <= token < span.stop and span.offset <= other < span.stop for span in spans)
-    is_near = window is None or token - other < window
-    if is_mutual and is_mutual_beyond_window:
-        return True
-    return (is_mutual or other <= token) and is_near
-
-
-def expected(chunk: Chunk, contents: Contents, options: LayerOptions, *, is_mutual_beyond_window: bool) -> Tensor:
-    """Attention as the papers have it, one query and one head at a time."""
-    query, keys, values = contents.query.double(), contents.keys.double(), contents.values.double()
-    num_groups = query.shape[1] // keys.shape[1]
-    result = torch.zeros_like(query)
-    for token in range(chunk.start, chunk.stop):
-        seen = [
-            other
-            for other in range(chunk.stop)
-            if sees(token, other, chunk.spans, options.window, is_mutual_beyond_window=is_mutual_beyond_window)
-        ]
-        for head in range(query.shape[1]):
-            scores = torch.stack([query[token - chunk.start, head] @ keys[other, head // num_groups] for other in seen])
-            scores = scores * options.scale
-            if options.softcap is not None:
-                scores = options.softcap * torch.tanh(scores / options.softcap)
-            weights = (scores - scores.max()).exp() / (scores - scores.max()).exp().sum()
-            result[token - chunk.start, head] = torch.einsum("k,kd->d", weights, values[seen, head // num_groups])
-    return result
+def block_metadata(inputs: BlockInputs) -> BlockMetadata:
+    """As the runner makes it."""
+    tables = tuple(torch.from_numpy(table) for table in inputs.block_tables)
+    return BlockMetadata(torch.from_numpy(inputs.slot_mapping), tables, inputs.first_tokens)
 
 
 class Step:
     """One step of random sequences on a fresh backend, whose pools are NaN but for the sequences' context."""
 
-    def __init__(self, chunks: Sequence[Chunk], sizes: Sizes, seed: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        sizes: Sizes,
+        seed: int,
+        dtype: torch.dtype = torch.float64,
+        window: int | None = None,
+    ) -> None:
+        """`window`: the layer is in the sliding group, which has let go of blocks that no token of a chunk sees."""
         self.chunks = chunks
+        self._window = window
         self._sizes = sizes
         self._generator = torch.Generator().manual_seed(seed)
         self._dtype = dtype
@@ -110,9 +75,13 @@ class Step:
         order = torch.randperm(sum(num_blocks) + 2, generator=self._generator).tolist()
         self.tables = [tuple(order[sum(num_blocks[:i]) : sum(num_blocks[: i + 1])]) for i in range(len(chunks))]
         self.backend = SdpaBackend()
-        spec = KVCacheSpec(NUM_LAYERS, sizes.num_kv_heads, sizes.head_dim, dtype, sizes.block_size)
+        sliding_layers = frozenset() if window is None else frozenset({LAYER})
+        spec = KVCacheSpec(
+            NUM_LAYERS, sizes.num_kv_heads, sizes.head_dim, dtype, sizes.block_size, sliding_layers, window
+        )
+        self.num_blocks = len(order)
         # One block more than the pool has, for what nobody reads.
-        self.pools = self.backend.allocate(spec, len(order) + 1, torch.device("cpu"))
+        self.pools = self.backend.allocate(spec, len(order) + 1, len(order) + 1, torch.device("cpu"))
         self.unread_slot = len(order) * sizes.block_size
         for pool in (pool for pair in self.pools for pool in pair):
             pool.fill_(torch.nan)
@@ -137,26 +106,41 @@ class Step:
 
     def metadata(self, *, is_mutual_beyond_window: bool) -> AttentionMetadata:
         """As the runner makes it."""
-        batch = InputBatch(self._sizes.block_size, 1)
-        batch.unread_slot = self.unread_slot
+        batch = InputBatch(self._sizes.block_size, 1, has_sliding_group=self._window is not None)
+        batch.set_num_blocks(self.num_blocks, self.num_blocks)
         scheduled = []
         for index, (chunk, table) in enumerate(zip(self.chunks, self.tables, strict=True)):
             name = RequestId(str(index))
             token_ids = (0,) * (chunk.num_tokens + chunk.num_generated)
             params = SamplingParams(max_tokens=chunk.num_generated + 1)
             batch.add(AdmittedRequest(name, token_ids, chunk.num_tokens, (), None, chunk.spans, params))
-            batch[name].set_blocks(0, table)
             length = chunk.stop - chunk.start
-            scheduled.append(ScheduledChunk(name, chunk.start, length, chunk.write_start, 0, table, False))
+            sliding = self._sliding_table(chunk, table, is_mutual_beyond_window=is_mutual_beyond_window)
+            scheduled.append(ScheduledChunk(name, chunk.start, length, chunk.write_start, 0, table, False, sliding))
+            batch[name].set_blocks(scheduled[-1])
         flat = batch.flatten(scheduled)
         return AttentionMetadata(
-            slot_mapping=torch.from_numpy(flat.slot_mapping),
-            block_tables=tuple(torch.from_numpy(table) for table in flat.block_tables),
+            full=block_metadata(flat.full),
+            sliding=None if flat.sliding is None else block_metadata(flat.sliding),
             query_lens=flat.query_lens,
             kv_lens=flat.kv_lens,
             mutual_spans=flat.mutual_spans,
             is_mutual_beyond_window=is_mutual_beyond_window,
         )
+
+    def _sliding_table(
+        self, chunk: Chunk, table: tuple[int, ...], *, is_mutual_beyond_window: bool
+    ) -> SlidingTable | None:
+        if self._window is None:
+            return None
+        seen = (
+            other
+            for token in range(chunk.start, chunk.stop)
+            for other in range(chunk.stop)
+            if sees(token, other, chunk.spans, self._window, is_mutual_beyond_window=is_mutual_beyond_window)
+        )
+        first = min(seen) // self._sizes.block_size
+        return SlidingTable(first, first, table[first:])
 
     def run(self, options: LayerOptions, *, is_mutual_beyond_window: bool = False) -> list[Tensor]:
         """The backend's result per sequence. Tokens that are in the cache already come with other keys and values."""
@@ -226,16 +210,23 @@ thorough = settings(max_examples=150, deadline=None)
     sizes=SIZES,
     options=OPTIONS,
     is_mutual_beyond_window=st.booleans(),
+    has_sliding_group=st.booleans(),
     seed=SEEDS,
 )
 # A span that the chunk begins inside of, with a window shorter than the span; then a whole prompt and what followed.
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), False, 0)
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), True, 0)
-@example([Chunk(9, 0, 0, 11, (Span(0, 9),), 2)], Sizes(), LayerOptions(1.0, window=2, softcap=3.0), True, 0)
+@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), False, True, 0)
+@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), True, True, 0)
+@example([Chunk(9, 0, 0, 11, (Span(0, 9),), 2)], Sizes(), LayerOptions(1.0, window=2, softcap=3.0), True, True, 0)
 def test_attention_is_the_reference(
-    chunks: list[Chunk], sizes: Sizes, options: LayerOptions, is_mutual_beyond_window: bool, seed: int
+    chunks: list[Chunk],
+    sizes: Sizes,
+    options: LayerOptions,
+    is_mutual_beyond_window: bool,
+    has_sliding_group: bool,
+    seed: int,
 ) -> None:
-    Step(chunks, sizes, seed).check(options, is_mutual_beyond_window=is_mutual_beyond_window)
+    window = options.window if has_sliding_group else None
+    Step(chunks, sizes, seed, window=window).check(options, is_mutual_beyond_window=is_mutual_beyond_window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -335,7 +326,7 @@ def test_a_sequence_reads_what_another_writes_in_the_same_step() -> None:
 def test_layers_have_pools_of_their_own() -> None:
     backend = SdpaBackend()
     spec = KVCacheSpec(3, 2, 4, torch.bfloat16, 5)
-    pools = backend.allocate(spec, 7, torch.device("cpu"))
+    pools = backend.allocate(spec, 7, 7, torch.device("cpu"))
     assert len({pool.data_ptr() for pair in pools for pool in pair}) == 6
     assert {(pool.shape, pool.dtype) for pair in pools for pool in pair} == {((7, 5, 2, 4), torch.bfloat16)}
     assert sum(pool.nbytes for pair in pools for pool in pair) == 7 * spec.block_bytes

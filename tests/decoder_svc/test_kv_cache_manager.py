@@ -1,21 +1,8 @@
 from __future__ import annotations
 
-from decoder_svc.kv_cache_manager import NO_HIT, KVCacheManager, PrefixHit
-from decoder_svc.request import CacheScope, Request
-from tests.decoder_svc.scheduling import image, request
-
-
-def fill(manager: KVCacheManager, one: Request) -> PrefixHit:
-    """Admits a request and computes all its tokens; returns what was found for it."""
-    hit = manager.find_prefix(one)
-    assert manager.can_admit(one, hit)
-    manager.admit(one, hit)
-    one.num_computed_tokens = hit.num_tokens
-    manager.allocate(one, one.num_tokens - hit.num_tokens)
-    one.num_computed_tokens = one.num_tokens
-    manager.publish(one, one.num_tokens)
-    manager.check_integrity()
-    return hit
+from decoder_svc.kv_cache_manager import NO_HIT, KVCacheManager
+from decoder_svc.request import CacheScope
+from tests.decoder_svc.scheduling import fill, image, request
 
 
 def test_questions_about_blocks_change_nothing() -> None:
@@ -132,12 +119,13 @@ def test_only_full_blocks_are_found_and_only_as_far_as_scheduled() -> None:
     manager.admit(one, NO_HIT)
     manager.allocate(one, 8)
     table = list(manager.block_table(one.request_id))
-    assert manager.publish(one, 3) == []
+    manager.publish(one, 3)
+    assert manager.pool.num_named_blocks == 0
     assert manager.find_prefix(request("b", 9, text="same")) == NO_HIT
-    assert manager.publish(one, 5) == table[:1]
-    assert manager.find_prefix(request("c", 9, text="same")).num_tokens == 4
-    assert manager.publish(one, 8) == table[1:]
-    assert manager.find_prefix(request("d", 9, text="same")).num_tokens == 8
+    manager.publish(one, 5)
+    assert manager.find_prefix(request("c", 9, text="same")).block_ids == tuple(table[:1])
+    manager.publish(one, 8)
+    assert manager.find_prefix(request("d", 9, text="same")).block_ids == tuple(table)
 
 
 def test_names_of_a_failed_step_are_withdrawn() -> None:
@@ -146,7 +134,9 @@ def test_names_of_a_failed_step_are_withdrawn() -> None:
     manager.admit(one, NO_HIT)
     manager.allocate(one, 8)
     manager.publish(one, 4)
-    manager.withdraw(manager.publish(one, 8))
+    manager.begin_step()
+    manager.publish(one, 8)
+    manager.withdraw_step()
     assert manager.find_prefix(request("b", 9, text="same")).num_tokens == 4
     manager.check_integrity()
 

@@ -12,6 +12,7 @@ from decoder_svc.block_hash import BlockHasher
 from decoder_svc.block_pool import BlockPool
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.kv_group import KVGroup
 from decoder_svc.request import CacheScope, Prompt, Request
 from decoder_svc.scheduler import Scheduler
 from lookonce.families.base import Mask
@@ -142,24 +143,25 @@ def one_of_two_equal_blocks_takes_the_name_with_it(patch: Patch) -> None:
 
 @mutation
 def names_of_a_failed_step_stay(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "withdraw", lambda self, blocks: None)
+    patch.setattr(KVCacheManager, "withdraw_step", lambda self: None)
 
 
 @mutation
 def who_adopted_blocks_of_a_failed_step_keeps_them(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "holds_any", lambda self, request_id, blocks: False)
+    patch.setattr(KVCacheManager, "holds_any_of_step", lambda self, request_id: False)
 
 
 @mutation
 def the_runner_is_not_told_of_adopted_blocks(patch: Patch) -> None:
-    original = KVCacheManager.adopt
+    original = KVGroup.adopt
 
-    def adopt(self: KVCacheManager, request: Request, hit: PrefixHit) -> None:
-        told = self._num_told[request.request_id]
-        original(self, request, hit)
-        self._num_told[request.request_id] = told
+    def adopt(self: KVGroup, request_id: Any, index: int, found: Any, stop: int) -> None:
+        table = self.tables[request_id]
+        told = table.num_told
+        original(self, request_id, index, found, stop)
+        table.num_told = told
 
-    patch.setattr(KVCacheManager, "adopt", adopt)
+    patch.setattr(KVGroup, "adopt", adopt)
 
 
 @mutation

@@ -53,10 +53,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     traffic: Traffic
 
-    @initialize(mode=st.sampled_from(MODES))
-    def start(self, mode: tuple[Mask, bool]) -> None:
+    @initialize(mode=st.sampled_from(MODES), window=st.none() | st.integers(1, 6))
+    def start(self, mode: tuple[Mask, bool], window: int | None) -> None:
         mask, deterministic = mode
-        self.traffic = Traffic(0, mask=mask, deterministic=deterministic)
+        self.traffic = Traffic(0, mask=mask, deterministic=deterministic, window=window)
 
     @rule(rng=CHOICES)
     def submit(self, rng: Random) -> None:

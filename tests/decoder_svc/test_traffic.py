@@ -14,6 +14,18 @@ def test_no_token_is_computed_from_another_context(seed: int, mask: Mask, determ
     Traffic(seed, mask=mask, deterministic=deterministic).run(120)
 
 
+@pytest.mark.parametrize("window", [1, 4, 5, 6])
+@pytest.mark.parametrize("mask", list(Mask))
+@pytest.mark.parametrize("seed", range(30))
+def test_no_layer_with_a_window_reads_what_was_let_go(seed: int, mask: Mask, window: int) -> None:
+    Traffic(seed, window=window, mask=mask).run(120)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nor_in_deterministic_mode(seed: int) -> None:
+    Traffic(seed, window=5, deterministic=True).run(120)
+
+
 @pytest.mark.parametrize("mask", list(Mask))
 def test_traffic_is_worth_testing_with(mask: Mask) -> None:
     """Without hits, preemptions and adoptions the test above would show nothing."""
@@ -25,6 +37,18 @@ def test_traffic_is_worth_testing_with(mask: Mask) -> None:
         preemptions += sum(one.num_preemptions > 0 for one in traffic.requests)
         shared += sum(chunk.write_start > chunk.start for output in traffic.trace for chunk in output.chunks)
     assert min(hits, preemptions, shared) >= 15, (hits, preemptions, shared)
+
+
+@pytest.mark.parametrize("mask", list(Mask))
+def test_traffic_with_a_window_is_worth_testing_with(mask: Mask) -> None:
+    hits = waits_for_sliding = let_go = 0
+    for seed in range(40):
+        traffic = Traffic(seed, window=5, mask=mask)
+        traffic.run(120)
+        hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)
+        let_go += sum(chunk.sliding.first > 0 for output in traffic.trace for chunk in output.chunks if chunk.sliding)
+        waits_for_sliding += traffic.num_short_of_sliding_blocks
+    assert min(hits, let_go, waits_for_sliding) >= 10, (hits, let_go, waits_for_sliding)
 
 
 def test_equal_traffic_gets_equal_decisions() -> None:

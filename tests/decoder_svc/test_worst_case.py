@@ -20,6 +20,7 @@ from lookonce.errors import ConfigurationError
 from lookonce.model_folder import ModelFolder
 from tests import tiny_models
 from tests.decoder_svc.decoders import running_decoder
+from tests.tiny_families import gemma3
 
 BLOCK_SIZE = 8
 
@@ -71,10 +72,21 @@ def test_the_step_fills_the_budget_and_no_more(
     longest = step.chunks[0]
     assert longest.start + longest.num_tokens == context_tokens
     assert all(len(chunk.block_ids) * BLOCK_SIZE >= chunk.start + chunk.num_tokens for chunk in step.chunks)
+    assert all(chunk.sliding is None for chunk in step.chunks)
     assert {block for chunk in step.chunks for block in chunk.block_ids} == set(range(NUM_BLOCKS))
     keys = [image.key for image in step.admitted[0].images]
     assert keys == [fetched.key for fetched in worst_case_rows(worst)]
     assert len(set(keys)) == num_images
+
+
+def test_with_a_window_the_step_sees_it_before_its_first_token() -> None:
+    step = worst_case_step(worst_case(num_tokens=20, num_requests=2, context_tokens=100), BLOCK_SIZE, window=10)
+    longest, other = (chunk.sliding for chunk in step.chunks)
+    # 19 tokens from 81 on, the first of which sees 72 … 81.
+    assert longest is not None
+    assert (longest.first, longest.start, len(longest.block_ids)) == (9, 9, 4)
+    assert other is not None
+    assert (other.first, len(other.block_ids)) == (0, 1)
 
 
 def test_start_up_runs_it_once_and_forgets_it(runner: WatchedRunner) -> None:
@@ -110,6 +122,24 @@ async def test_a_pool_that_nobody_sized_holds_all_requests_at_their_longest(fold
 async def test_a_pool_smaller_than_the_context_shortens_it(folder: pathlib.Path) -> None:
     async with running_decoder(folder, num_kv_blocks=5, block_size=BLOCK_SIZE) as decoder:
         assert decoder.service.engine.limits.max_context_tokens == 5 * BLOCK_SIZE
+
+
+async def test_layers_with_a_window_get_a_pool_of_their_own(tmp_path: pathlib.Path) -> None:
+    folder = gemma3.build(tmp_path)
+    sizes: dict[str, Any] = {
+        "num_kv_blocks": None,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 40,
+        "max_context_tokens": 400,
+        "block_size": BLOCK_SIZE,
+    }
+    async with running_decoder(folder, **sizes) as decoder:
+        limits = decoder.service.engine.limits
+    assert limits.num_kv_blocks == 3 * 50
+    # 9 tokens of the window before a step of 40, and one block more where they begin inside a block.
+    assert limits.num_sliding_kv_blocks == 3 * 8
+    async with running_decoder(folder, **sizes | {"num_kv_blocks": 10}) as decoder:
+        assert decoder.service.engine.limits.num_sliding_kv_blocks == 10
 
 
 async def test_a_pool_without_room_refuses_to_start(folder: pathlib.Path) -> None:

@@ -1,123 +1,29 @@
-"""Random traffic against a scheduler, with an oracle that knows what every KV slot must hold. No model, no tensors."""
+"""Random traffic against a scheduler, with an oracle that knows what every KV slot must hold. No model, no tensors.
+
+With a window there are layers of two kinds, thus two slots for each token; the oracle reads what either kind reads.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 
-from decoder_svc.request import CacheScope, ImageItem, Request, RequestId, RequestState, RowSource
-from decoder_svc.row_range import RowRange, RowRangeSet
-from decoder_svc.scheduler import Scheduler
-from decoder_svc.scheduler_output import RowFetch, SampledToken, ScheduledChunk, SchedulerOutput
-from lookonce.content_key import ContentKey
+from decoder_svc.kv_group import SlidingGroupSize
+from decoder_svc.request import CacheScope, ImageItem, Request, RequestId, RequestState
+from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
 from lookonce.families.base import Mask
 from lookonce.forgotten import EVERYTHING, Forgotten
+from tests.decoder_svc.oracle import Oracle
 from tests.decoder_svc.scheduling import image, request, scheduler, step
 
 CACHE_ROWS = 12
 # KV blocks and the tokens of a step; where a whole prompt is one chunk, most prompts shall fit into one.
 SIZES = {Mask.CAUSAL: (10, 9), Mask.IMAGE: (10, 9), Mask.PROMPT: (6, 16)}
+# Blocks of layers with a window, in all and for one request: of four tokens each, for a window of six and such a step.
+SLIDING_SIZES = {Mask.CAUSAL: (6, 5), Mask.IMAGE: (6, 5), Mask.PROMPT: (6, 6)}
 # Mask and whether answers are deterministic, which is not offered where an image cannot be cut.
 MODES = [(Mask.CAUSAL, False), (Mask.CAUSAL, True), (Mask.IMAGE, False), (Mask.PROMPT, False)]
-
-
-class Oracle:
-    """Plays the runner: remembers what was written where, and refuses a step that would compute something wrong."""
-
-    def __init__(self, target: Scheduler) -> None:
-        self._target = target
-        self._block_size = target.kv_cache.block_size
-        self._slots: dict[tuple[int, int], Hashable] = {}
-        self._tables: dict[RequestId, list[int]] = {}
-        self._computed: dict[RequestId, int] = {}
-        self._rows: dict[ContentKey, RowRangeSet] = {}
-        self._hand_out = target.kv_cache.pool.allocate
-        target.kv_cache.pool.allocate = self._allocate  # type: ignore[method-assign]
-
-    def _allocate(self, num_blocks: int) -> list[int]:
-        """What was in a block is gone when it is handed out."""
-        blocks = self._hand_out(num_blocks)
-        for slot in [slot for slot in self._slots if slot[0] in blocks]:
-            del self._slots[slot]
-        return blocks
-
-    def run(self, output: SchedulerOutput) -> list[SampledToken]:
-        """Computes a step; raises AssertionError where a token would be computed from anything but its own context."""
-        for request_id in output.released:
-            self._tables.pop(request_id, None)
-        for key, rows in output.evicted_rows:
-            self._rows[key].remove(rows)
-        for admitted in output.admitted:
-            self._tables[admitted.request_id] = []
-            self._computed[admitted.request_id] = 0
-        assert output.num_scheduled_tokens <= self._target.limits.max_num_batched_tokens, "over the token budget"
-        num_rows = sum(rows.num_rows for rows in self._rows.values())
-        assert num_rows <= self._target.encoder_cache.capacity_rows, "more rows on the device than there is room for"
-        for chunk in output.chunks:
-            table = self._tables[chunk.request_id]
-            table[chunk.block_start :] = chunk.block_ids
-            assert chunk.num_tokens >= 1, "a scheduled request computes something"
-            assert chunk.start >= self._computed[chunk.request_id], "tokens are computed once"
-            stop = self._computed[chunk.request_id] = chunk.start + chunk.num_tokens
-            for span in self._target.request(chunk.request_id).prompt.mutual_spans:
-                assert not span.offset < stop < span.stop, "tokens that see each other are computed in one chunk"
-        self._write(output)
-        for chunk in output.chunks:
-            self._read(self._target.request(chunk.request_id), chunk.start, chunk.start + chunk.num_tokens)
-        # What is generated depends on what was read, so that equal contexts go on alike.
-        return [
-            SampledToken(chunk.request_id, 7 + self._target.request(chunk.request_id).num_tokens % 3, None)
-            for chunk in output.chunks
-            if chunk.samples
-        ]
-
-    def spoil(self, chunk: ScheduledChunk) -> None:
-        """What a chunk wrote is garbage."""
-        request = self._target.request(chunk.request_id)
-        for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
-            self._slots[self._slot(request, token)] = "garbage"
-
-    def arrive(self, key: ContentKey, rows: RowRange) -> None:
-        """Rows are on the device."""
-        if self._target.rows_arrived(key, rows, RowSource.ENCODED):
-            self._rows.setdefault(key, RowRangeSet()).add(rows)
-
-    def _write(self, output: SchedulerOutput) -> None:
-        for chunk in output.chunks:
-            request = self._target.request(chunk.request_id)
-            for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
-                slot = self._slot(request, token)
-                assert slot not in self._slots, "a slot is written twice"
-                self._slots[slot] = truth(request, token)
-
-    def _read(self, request: Request, start: int, stop: int) -> None:
-        for token in range(stop):
-            held = self._slots.get(self._slot(request, token))
-            assert held == truth(request, token), f"{request} reads another context at token {token}"
-        for item in request.prompt.images:
-            first, last = item.rows_between(start, stop)
-            if first < last:
-                here = self._rows.get(item.key, RowRangeSet())
-                assert not here.missing(RowRange(first, last)), "a chunk crosses a row that is not there"
-
-    def _slot(self, request: Request, token: int) -> tuple[int, int]:
-        index, offset = divmod(token, self._block_size)
-        return self._tables[request.request_id][index], offset
-
-
-def truth(request: Request, token: int) -> Hashable:
-    """Everything that the keys and values of a token depend on: what is before it, and what it sees behind it."""
-    stop = token + 1
-    for span in request.prompt.mutual_spans:
-        if span.offset <= token < span.stop:
-            stop = span.stop
-    return (
-        request.cache_scope.salt,
-        request.cache_scope.adapter,
-        tuple(request.token_ids[:stop]),
-        tuple((item.key.value, item.span.offset) for item in request.prompt.images if item.span.offset < stop),
-    )
 
 
 def masked(one: Request, mask: Mask) -> Request:
@@ -145,7 +51,10 @@ def steps_until_served(uncut: Request, newcomer: Callable[[int], Request], num_s
 class Traffic:
     """Requests come, mostly as earlier ones slightly changed; rows come late or never; steps run, or fail."""
 
-    def __init__(self, seed: int, *, deterministic: bool = False, mask: Mask = Mask.CAUSAL) -> None:
+    def __init__(
+        self, seed: int, *, deterministic: bool = False, window: int | None = None, mask: Mask = Mask.CAUSAL
+    ) -> None:
+        """`window`: of the layers that have one, at most 6; None: there are none."""
         # Where every choice comes from; may be replaced between actions.
         self.rng = random.Random(seed)
         self._mask = mask
@@ -158,11 +67,15 @@ class Traffic:
             rows_asked=CACHE_ROWS,
             deterministic=deterministic,
             min_tokens_before_missing_row=4 if seed % 4 == 3 else 1,
+            sliding=None if window is None else SlidingGroupSize(window, *SLIDING_SIZES[mask]),
         )
-        self.oracle = Oracle(self.target)
+        self._mask = mask
+        self.oracle = Oracle(self.target, window)
         self.requests: list[Request] = []
         self._texts: dict[RequestId, str] = {}
         self.travelling: list[RowFetch] = []
+        # Steps that left the layers with a window no free block.
+        self.num_short_of_sliding_blocks = 0
         # Everything that was decided, for comparing runs.
         self.trace: list[SchedulerOutput] = []
 
@@ -197,6 +110,8 @@ class Traffic:
         unfinished = [one for one in self.requests if one.state is not RequestState.FINISHED]
         assert not unfinished, "requests were left alone"
         assert self.target.kv_cache.pool.num_free_blocks == self._num_blocks
+        sliding_pool = self.target.kv_cache.sliding_pool
+        assert sliding_pool is None or sliding_pool.num_free_blocks == SLIDING_SIZES[self._mask][0]
         for one in self.requests:
             self._check_usage(one)
 
@@ -269,6 +184,7 @@ class Traffic:
             priority=self.rng.choice((0, 0, 0, 1)),
             arrival_s=len(self.requests),
             cache_scope=scope,
+            mask=self._mask,
         )
         self._texts[new.request_id] = text
         return masked(new, self._mask)
@@ -284,6 +200,8 @@ class Traffic:
         """One whole step; its fetches begin."""
         output = self.target.schedule()
         self.trace.append(output)
+        pool = self.target.kv_cache.sliding_pool
+        self.num_short_of_sliding_blocks += pool is not None and pool.num_free_blocks == 0
         self.target.update(output, self.oracle.run(output))
         self.travelling += output.fetches
 

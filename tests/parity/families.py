@@ -45,9 +45,12 @@ from lookonce.model_folder import ModelFolder
 from tests import tiny_models
 from tests.decoder_svc.conftest import loaded
 from tests.parity import offline
+from tests.parity.offline import Question
 
 BLOCK_SIZE = 8
 MAX_NEW_TOKENS = 8
+# Of the one long answer of families that have layers with a window.
+NUM_LONG_ANSWER_TOKENS = 96
 # The last one is so elongated that every family resizes it to something odd.
 SIZES = [(80, 60), (56, 140), (112, 112), (300, 40)]
 IMAGES_PER_PROMPT = (0, 1, 3)
@@ -67,6 +70,8 @@ class Conformance:
     adapter: VisionAdapter
     # Ids of each question as the family's own processor writes them.
     reference_ids: list[list[int]]
+    # With an answer many times as long as the window; None where no layer has one.
+    long_question: Question | None
     builder: PromptBuilder
     # Width and height of each question's images.
     sizes: dict[Prompt, list[tuple[int, int]]]
@@ -101,8 +106,12 @@ def build(family: ModuleType, folder: pathlib.Path) -> Conformance:
         reference_ids.append(ids)
     config = RunnerConfig(folder, torch.float32, block_size=BLOCK_SIZE, num_threads=1)
     runner = CPUModelRunner(config, maker.text.family)
+    long_question = None
+    if runner.get_kv_cache_spec().window is not None:
+        parts = _parts([tiny_models.random_image(3, *SIZES[0])], rng)
+        long_question, _ = maker.question(parts, NUM_LONG_ANSWER_TOKENS)
     model = offline.OfflineModel(runner, questions, maker.rows, maker.end_token_ids)
-    return Conformance(family.NAME, model, maker.adapter, reference_ids, maker.builder, sizes_of)
+    return Conformance(family.NAME, model, maker.adapter, reference_ids, long_question, maker.builder, sizes_of)
 
 
 def _parts(images: Sequence[PIL.Image.Image], rng: random.Random) -> list[str | PIL.Image.Image]:
@@ -128,13 +137,15 @@ class _Maker:
         limits = PromptLimits(2000, 8, self.text.vocab_size)
         self.builder = PromptBuilder(self.text.tokenizer, self.text.template, self.text.family, limits)
 
-    def question(self, parts: Sequence[str | PIL.Image.Image]) -> tuple[offline.Question, list[int]]:
+    def question(
+        self, parts: Sequence[str | PIL.Image.Image], num_tokens: int = MAX_NEW_TOKENS
+    ) -> tuple[offline.Question, list[int]]:
         images = [part for part in parts if not isinstance(part, str)]
         inputs = self._reference_inputs(parts, images)
         ids = inputs["input_ids"][0].tolist()
         with torch.inference_mode():
             output = self.reference.generate(
-                **inputs, max_new_tokens=MAX_NEW_TOKENS, min_new_tokens=MAX_NEW_TOKENS, do_sample=False
+                **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
             )
         options = ProcessorOptions(beside_others=len(images) > 1 and self.text.family.depends_on_image_count)
         prompt = self.builder.build(self._spec(parts, options), [self._resolved(image, options) for image in images])

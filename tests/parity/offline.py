@@ -14,6 +14,7 @@ from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.family import DecoderFamily, load_family
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.kv_cache_manager import KVCacheManager
+from decoder_svc.kv_pool_size import sliding_group_size
 from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span, TokenLogprobs
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
@@ -155,12 +156,24 @@ class Session:
         self._store = store
         block_size = model.runner.config.block_size
         model.runner.config = replace(model.runner.config, deterministic=deterministic)
-        model.runner.initialize_kv_cache(num_blocks)
+        window = model.runner.get_kv_cache_spec().window
+        sliding = (
+            None
+            if window is None
+            else sliding_group_size(
+                window,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+            )
+        )
+        model.runner.initialize_kv_cache(num_blocks, 0 if sliding is None else sliding.num_blocks)
         # The runner is shared by sessions; their rows are not.
         model.runner.row_cache = RowCache(model.runner.device, model.runner.model.dtype)
         self.scheduler = Scheduler(
             SchedulerLimits(max_num_batched_tokens, max_num_seqs, 4000, cache_rows, deterministic),
-            KVCacheManager(num_blocks, block_size, deterministic=deterministic),
+            KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding),
             EncoderCacheManager(cache_rows),
         )
         self.steps: list[SchedulerOutput] = []

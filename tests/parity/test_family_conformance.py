@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -101,7 +102,7 @@ def test_prefix_hits_that_end_inside_an_image(
         for item in request.prompt.images[-1:]:
             middle = item.span.offset + item.span.length // 2
             named = [pool.find(name) for name in request.block_hashes[middle // families.BLOCK_SIZE :]]
-            session.scheduler.kv_cache.withdraw([block for block in named if block is not None])
+            pool.withdraw([block for block in named if block is not None])
     again = session.ask(prompts)
     assert again.token_ids == expected
     # A hit may end inside where half of the image is at least a block.
@@ -112,3 +113,54 @@ def test_prefix_hits_that_end_inside_an_image(
         if item.span.length >= 2 * families.BLOCK_SIZE
     ]
     assert sum(is_inside) > max(1, len(is_inside) // 2), "hits end inside images"
+
+
+@pytest.fixture
+def long_question(family: families.Conformance) -> offline.Question:
+    if family.long_question is None:
+        pytest.skip("no layer has a window")
+    return family.long_question
+
+
+def test_a_long_answer_holds_no_more_than_a_window_where_layers_have_one(
+    family: families.Conformance, long_question: offline.Question
+) -> None:
+    prompt, num_tokens = long_question.prompt, len(long_question.expected)
+    session = offline.Session(family.offline, max_num_batched_tokens=smallest_step(family, [prompt]))
+    assert session.ask([prompt], max_tokens=num_tokens).token_ids == [long_question.expected]
+    window = family.offline.runner.get_kv_cache_spec().window
+    assert window is not None
+    num_sliding, num_full = [], []
+    for step in session.steps:
+        for chunk in step.chunks:
+            assert chunk.sliding is not None
+            if chunk.start >= len(prompt.token_ids):
+                num_full.append(-(-(chunk.start + 1) // families.BLOCK_SIZE))
+                num_sliding.append(num_full[-1] - chunk.sliding.first)
+    assert max(num_sliding) <= -(-window // families.BLOCK_SIZE) + 1
+    assert max(num_full) > 3 * max(num_sliding)
+    pool = session.scheduler.kv_cache.sliding_pool
+    assert pool is not None
+    assert pool.num_free_blocks == pool.num_blocks
+
+
+@pytest.mark.parametrize("num_lost_blocks", [0, 2, 100])
+def test_a_prefix_is_used_where_layers_with_a_window_have_it_too(
+    family: families.Conformance, long_question: offline.Question, num_lost_blocks: int
+) -> None:
+    """The prompt comes again with half of its answer, and the other half is the answer to that."""
+    prompt, half = long_question.prompt, len(long_question.expected) // 2
+    if prompt.mask is Mask.PROMPT:
+        pytest.skip("what was generated is seen otherwise when it comes as a prompt")
+    session = offline.Session(family.offline)
+    first = session.ask([prompt], max_tokens=2 * half).requests[0]
+    longer = replace(prompt, token_ids=(*prompt.token_ids, *long_question.expected[:half]))
+    num_known = len(longer.token_ids) // families.BLOCK_SIZE
+    pool = session.scheduler.kv_cache.sliding_pool
+    assert pool is not None
+    lost = [pool.find(name) for name in first.block_hashes[max(0, num_known - num_lost_blocks) :]]
+    pool.withdraw([block for block in lost if block is not None])
+    again = session.ask([longer], max_tokens=half)
+    assert again.token_ids == [long_question.expected[half:]]
+    num_hit_blocks = -(-again.requests[0].usage.cached_prompt_tokens // families.BLOCK_SIZE)
+    assert num_hit_blocks == max(0, num_known - num_lost_blocks)
