@@ -25,7 +25,7 @@ from lookonce.redis_server import EmbeddedRedis
 from lookonce.serving import GrpcService
 from lookonce.telemetry import Telemetry
 from lookonce.tenants import Tenants
-from tests import tiny_models
+from tests.tiny_families import FAMILIES
 
 if TYPE_CHECKING:
     from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceAsyncStub
@@ -47,7 +47,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
 
     def folder(name: str) -> pathlib.Path:
         path = base / name
-        return path if path.exists() else tiny_models.BUILDERS[name](path)
+        return path if path.exists() else FAMILIES[name].build(path)
 
     return folder
 
