@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from decoder_svc.request import Prompt
+from decoder_svc.runner.cpu import CPUModelRunner
+from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.families.base import Mask
+from lookonce.half_model import load_vision_half
 from lookonce.redis_server import EmbeddedRedis
+from tests import tiny_models
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 
@@ -122,6 +128,24 @@ def test_prefix_hits_that_end_inside_an_image(
         if item.span.length >= 2 * families.BLOCK_SIZE
     ]
     assert sum(is_inside) > max(1, len(is_inside) // 2), "hits end inside images"
+
+
+def test_bfloat16_is_as_good_as_its_bits(
+    family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]
+) -> None:
+    """Published models come in it. Rows nearly as in fp32; the first token where no other one comes close."""
+    config = replace(family.offline.runner.config, dtype=torch.bfloat16)
+    vision, picture = load_vision_half(config.folder, torch.bfloat16), tiny_models.random_image(0, 80, 60)
+    with torch.inference_mode():
+        inputs = family.adapter.pixel_inputs(picture, ProcessorOptions())
+        exact = family.adapter.image_rows(load_vision_half(config.folder, torch.float32), [inputs])[0]
+        rows = family.adapter.image_rows(vision, [inputs])[0]
+    assert rows.dtype is torch.bfloat16
+    assert F.cosine_similarity(rows.float(), exact, dim=1).min() > 0.99
+    runner = CPUModelRunner(config, family.offline.runner.family)
+    answers = offline.Session(replace(family.offline, runner=runner)).ask(prompts, max_tokens=1).token_ids
+    is_equal = [one[0] == other[0] for one, other in zip(answers, expected, strict=True)]
+    assert sum(is_equal) > len(prompts) * 2 // 3
 
 
 def test_families_with_a_window_are_those_tested_below(family: families.Conformance) -> None:
