@@ -40,28 +40,33 @@ class ImageRef:
     data: bytes | None = field(default=None, repr=False, compare=False)
     # Upper bound of pixels after resizing, for models with dynamic resolution. None: the model's default.
     max_pixels: int | None = None
+    # For calls about encodings only: as it is encoded for prompts that show others, too, where that makes a difference
+    # (LLaVA-OneVision). In a prompt the other images tell.
+    beside_others: bool = False
     # Filled in by `encode`.
     encoding: Encoding | None = field(default=None, compare=False)
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, max_pixels: int | None = None) -> Self:
+    def from_bytes(cls, data: bytes, *, max_pixels: int | None = None, beside_others: bool = False) -> Self:
         """An image file in memory; hashes it (0.6 ms per MiB)."""
-        return cls(image_digest(data), data, max_pixels)
+        return cls(image_digest(data), data, max_pixels, beside_others)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, max_pixels: int | None = None) -> Self:
+    def from_file(
+        cls, path: str | os.PathLike[str], *, max_pixels: int | None = None, beside_others: bool = False
+    ) -> Self:
         """An image file on disk; reads and hashes it. Raises OSError when it cannot be read."""
-        return cls.from_bytes(pathlib.Path(path).read_bytes(), max_pixels=max_pixels)
+        return cls.from_bytes(pathlib.Path(path).read_bytes(), max_pixels=max_pixels, beside_others=beside_others)
 
     @classmethod
-    def from_digest(cls, digest: bytes | str, *, max_pixels: int | None = None) -> Self:
+    def from_digest(cls, digest: bytes | str, *, max_pixels: int | None = None, beside_others: bool = False) -> Self:
         """An image that the server should know: 32 bytes, or 64 hex characters. Raises InvalidParameterError."""
         if isinstance(digest, str):
             try:
                 digest = bytes.fromhex(digest)
             except ValueError:
                 raise InvalidParameterError("digest", "must be hexadecimal") from None
-        return cls(parse_digest(digest, "digest"), None, max_pixels)
+        return cls(parse_digest(digest, "digest"), None, max_pixels, beside_others)
 
     @property
     def hex(self) -> str:

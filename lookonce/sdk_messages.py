@@ -65,7 +65,7 @@ class PreparedPrompt:
                 if isinstance(part, str):
                     message.parts.add(text=part)
                 else:
-                    message.parts.add(image=image_source(part, as_bytes=index in self._inline))
+                    message.parts.add(image=image_source(part, as_bytes=index in self._inline, in_prompt=True))
                     index += 1
         return params
 
@@ -167,7 +167,9 @@ class EncodePlan:
             raise EmbeddingNotCachedError(f"{len(indexes)} images are not cached; give their bytes", indexes=indexes)
         # A tenth is left for everything in a message that is not image bytes.
         for batch in _batches(missing, max(1, info.max_batch_items), info.max_message_bytes * 9 // 10):
-            items = [encoder_pb2.EncodeItem(image=image_source(image, as_bytes=True)) for image in batch]
+            items = [
+                encoder_pb2.EncodeItem(image=image_source(image, as_bytes=True, in_prompt=False)) for image in batch
+            ]
             yield batch, encoder_pb2.EncodeRequest(items=items)
 
     def take_encoded(self, images: Sequence[ImageRef], response: encoder_pb2.EncodeResponse) -> None:
@@ -190,13 +192,15 @@ def lookup_requests(
     images: Iterable[ImageRef], *, touch: bool
 ) -> Iterator[tuple[list[ImageRef], encoder_pb2.LookupEmbeddingsRequest]]:
     """Look-ups of at most 256 keys with the same options each, with the images that they are about, each once."""
-    by_options: dict[int | None, list[ImageRef]] = {}
+    by_options: dict[tuple[int | None, bool], list[ImageRef]] = {}
     for image in dict.fromkeys(images):
-        by_options.setdefault(image.max_pixels, []).append(image)
-    for max_pixels, group in by_options.items():
+        by_options.setdefault((image.max_pixels, image.beside_others), []).append(image)
+    for (max_pixels, beside_others), group in by_options.items():
         for start in range(0, len(group), MAX_LOOKUP_KEYS):
             chunk = group[start : start + MAX_LOOKUP_KEYS]
-            request = encoder_pb2.LookupEmbeddingsRequest(keys=[_key(image) for image in chunk], touch=touch)
+            request = encoder_pb2.LookupEmbeddingsRequest(
+                keys=[_key(image) for image in chunk], touch=touch, beside_others=beside_others
+            )
             _assign_max_pixels(request, max_pixels)
             yield chunk, request
 
@@ -206,9 +210,9 @@ def cached_images(images: Sequence[ImageRef], response: encoder_pb2.LookupEmbedd
     return [image for image, result in zip(images, response.results, strict=True) if result.cached]
 
 
-def image_source(image: ImageRef, *, as_bytes: bool) -> common_pb2.ImageSource:
+def image_source(image: ImageRef, *, as_bytes: bool, in_prompt: bool) -> common_pb2.ImageSource:
     """The image on the wire, as bytes with the digest that they must have, or as the digest alone."""
-    source = common_pb2.ImageSource()
+    source = common_pb2.ImageSource(beside_others=image.beside_others and not in_prompt)
     if as_bytes and image.data is not None:
         source.data = image.data
         source.expected_digest = image.digest

@@ -107,12 +107,23 @@ async def answer(target: str, one: Chat, *, by_digest: bool = False) -> list[int
         return list(generation.token_ids)
 
 
+async def assert_known(served: Served, picture: bytes) -> None:
+    """A picture of a prompt with three: the cache knows it as it stands there."""
+    async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
+        tells_apart = served.name == "llava_onevision"
+        ref = ImageRef.from_bytes(picture, beside_others=tells_apart)
+        assert await client.lookup([ref]) == [True]
+        encoded = (await client.encode([ref]))[0].encoding
+    assert encoded is not None
+
+
 async def test_answers_are_those_of_generate_and_each_picture_is_encoded_once(served: Served) -> None:
     for target in served.stack.decoder_targets:
         answers = await asyncio.gather(*(answer(target, one) for one in served.chats))
         assert answers == [one.expected for one in served.chats]
     by_digest = await asyncio.gather(*(answer(target, one, by_digest=True) for one in served.chats))
     assert by_digest == answers, "the cache knows the pictures' sizes, so their texts and spans are the same"
+    await assert_known(served, served.chats[2].pictures[0])
     # This family processes a picture in two ways: alone, and beside others.
     tells_apart = served.name == "llava_onevision"
     rows = {(part, tells_apart and len(one.pictures) > 1) for one in served.chats for part in one.pictures}
