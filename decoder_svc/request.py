@@ -151,6 +151,9 @@ class Prompt:
 
     def last_cut(self, start: int, stop: int) -> int:
         """Where a step that computes from `start` on may end: the last such place up to `stop`, or `start` itself."""
+        # Nearly every prompt, in every step.
+        if self.mask is Mask.CAUSAL:
+            return stop
         for span in self._mutual_spans_behind(start):
             if span.offset < stop < span.stop:
                 return max(start, span.offset)
@@ -158,6 +161,8 @@ class Prompt:
 
     def first_cut(self, start: int, stop: int) -> int:
         """Where a step that computes from `start` on may end at the earliest if it should end at `stop`."""
+        if self.mask is Mask.CAUSAL:
+            return stop
         for span in self._mutual_spans_behind(start):
             if span.offset <= start:
                 return span.stop
@@ -166,7 +171,7 @@ class Prompt:
         return stop
 
     def _mutual_spans_behind(self, start: int) -> Iterator[Span]:
-        if self.mask is not Mask.CAUSAL and start < len(self.token_ids):
+        if start < len(self.token_ids):
             yield from (span for span in self.mutual_spans if span.stop > start)
 
     def first_seen(self, start: int, window: int) -> int:
