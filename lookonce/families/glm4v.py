@@ -9,16 +9,13 @@ from lookonce.families.base import Family, FamilySource, ImageSizing, PositionAx
 def _sizing(source: FamilySource) -> ImageSizing:
     from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
-    processor = source.processor
     frames = _frames(source)
 
-    def resized(height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        resized_height, resized_width = smart_resize(
-            frames, height, width, frames, processor.patch_size * processor.merge_size, least, most
-        )
+    def resized(height: int, width: int, *bounds: int) -> tuple[int, int]:
+        resized_height, resized_width = smart_resize(frames, height, width, frames, *bounds)
         return resized_height, resized_width
 
-    return sizing.patch_grid(processor, resized, frames)
+    return sizing.patch_grid(source.processor, resized, frames)
 
 
 def _frames(source: FamilySource) -> int:

@@ -11,13 +11,7 @@ from lookonce.families.base import FamilySource, ImageSizing
 def _sizing(source: FamilySource) -> ImageSizing:
     from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize
 
-    factor = source.processor.patch_size * source.processor.merge_size
-
-    def resized(height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        resized_height, resized_width = smart_resize(height, width, factor, least, most)
-        return resized_height, resized_width
-
-    return sizing.patch_grid(source.processor, resized)
+    return sizing.patch_grid(source.processor, smart_resize)
 
 
 FAMILY = replace(

@@ -10,13 +10,7 @@ def qwen_sizing(source: FamilySource) -> ImageSizing:
     """Of the processor that all Qwen-VL models share."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    factor = source.processor.patch_size * source.processor.merge_size
-
-    def resized(height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        resized_height, resized_width = smart_resize(height, width, factor, least, most)
-        return resized_height, resized_width
-
-    return sizing.patch_grid(source.processor, resized)
+    return sizing.patch_grid(source.processor, smart_resize)
 
 
 FAMILY = Family(

@@ -19,19 +19,17 @@ def constant(shape: ImageShape) -> ImageSizing:
     return ImageSizing(lambda width, height, options: shape, shape)
 
 
-def patch_grid(
-    processor: Any, resized: Callable[[int, int, int, int], tuple[int, int]], frames: int = 1
-) -> ImageSizing:
+def patch_grid(processor: Any, smart_resize: Callable[..., tuple[int, int]], frames: int = 1) -> ImageSizing:
     """One row per merged patch of an image resized to between so many pixels.
 
-    `resized` is the processor's rule, (height, width, least, most pixels) → (height, width). `frames` is what one still
-    image counts as where the bounds are on pixels times frames.
+    `smart_resize` is the processor's, (height, width, factor, least, most pixels) → (height, width). `frames` is what
+    one still image counts as where the bounds are on pixels times frames.
     """
     factor = processor.patch_size * processor.merge_size
 
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
         least, most = pixel_bounds(processor, options, frames)
-        resized_height, resized_width = resized(height, width, least, most)
+        resized_height, resized_width = smart_resize(height, width, factor, least, most)
         return _grid_shape(resized_height // factor, resized_width // factor)
 
     most_rows = max(1, processor.size.longest_edge // (frames * factor**2))

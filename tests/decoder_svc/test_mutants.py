@@ -16,18 +16,11 @@ from decoder_svc.kv_group import KVGroup
 from decoder_svc.request import CacheScope, Prompt, Request
 from decoder_svc.scheduler import Scheduler
 from lookonce.families.base import Mask
+from tests.decoder_svc.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling import request
 from tests.decoder_svc.traffic import Traffic, masked, steps_until_served
 
-NUM_SEEDS = 60
-Patch = pytest.MonkeyPatch
-Mutation = Callable[[Patch], None]
-MUTATIONS: dict[str, Mutation] = {}
-
-
-def mutation(apply: Mutation) -> Mutation:
-    MUTATIONS[apply.__name__] = apply
-    return apply
+mutation = Mutations()
 
 
 def replace_result(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -289,12 +282,12 @@ def test_nothing_is_noticed_where_nothing_is_wrong() -> None:
     run_all_seeds()
 
 
-@pytest.mark.parametrize("name", sorted(MUTATIONS))
+@pytest.mark.parametrize("name", sorted(mutation))
 def test_traffic_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTATIONS[name](monkeypatch)
+    mutation[name](monkeypatch)
     with pytest.raises(AssertionError):
         run_all_seeds()
 
 
 def test_there_are_enough_mutations() -> None:
-    assert len(MUTATIONS) >= 12
+    assert len(mutation) >= 12

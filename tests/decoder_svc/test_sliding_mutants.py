@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +11,10 @@ from decoder_svc.kv_group import KVGroup
 from decoder_svc.request import Prompt, Request
 from decoder_svc.scheduler import Scheduler
 from lookonce.families.base import Mask
+from tests.decoder_svc.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.traffic import Traffic
 
-NUM_SEEDS = 60
-Patch = pytest.MonkeyPatch
-Mutation = Callable[[Patch], None]
-MUTATIONS: dict[str, Mutation] = {}
-
-
-def mutation(apply: Mutation) -> Mutation:
-    """Registers one fault."""
-    MUTATIONS[apply.__name__] = apply
-    return apply
+mutation = Mutations()
 
 
 @mutation
@@ -129,8 +120,8 @@ def test_nothing_is_noticed_where_nothing_is_wrong() -> None:
     run_all_seeds()
 
 
-@pytest.mark.parametrize("name", sorted(MUTATIONS))
+@pytest.mark.parametrize("name", sorted(mutation))
 def test_traffic_with_a_window_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTATIONS[name](monkeypatch)
+    mutation[name](monkeypatch)
     with pytest.raises(AssertionError):
         run_all_seeds()

@@ -36,15 +36,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     special = [*parts.MISTRAL_SPECIAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
     tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE)
     config = transformers.Mistral3Config(
-        vision_config=transformers.PixtralVisionConfig(
-            hidden_size=tiny_models.HIDDEN_SIZE,
-            intermediate_size=2 * tiny_models.HIDDEN_SIZE,
-            num_hidden_layers=tiny_models.NUM_LAYERS,
-            num_attention_heads=4,
-            image_size=_LONGEST,
-            patch_size=_PATCH,
-            hidden_act="silu",
-        ),
+        vision_config=parts.pixtral_vision(_LONGEST, _PATCH),
         text_config=transformers.MistralConfig(
             **tiny_models._text_config(tokenizer),
             head_dim=32,

@@ -211,6 +211,31 @@ QWEN_SPECIAL = (
 )
 
 
+# What of a message follows its role in the templates of Qwen2.5-VL and later; then the answer's beginning.
+QWEN_TURN = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% elif part['type'] == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def pixtral_vision(longest: int, patch: int) -> Any:
+    """Pixtral's tower for images of at most `longest` pixels a side."""
+    return transformers.PixtralVisionConfig(
+        hidden_size=tiny_models.HIDDEN_SIZE,
+        intermediate_size=2 * tiny_models.HIDDEN_SIZE,
+        num_hidden_layers=tiny_models.NUM_LAYERS,
+        num_attention_heads=4,
+        image_size=longest,
+        patch_size=patch,
+        hidden_act="silu",
+    )
+
+
 def qwen_tokenizer(template: str) -> Any:
     """A tokenizer with the special tokens of Qwen's vision-language models."""
     return tiny_models._tokenizer(

@@ -15,16 +15,7 @@ NAME = "qwen3_vl"
 
 _SQUARE = 32 * 32
 # ChatML without a system message of its own.
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{% elif part['type'] == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
-    "{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+TEMPLATE = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}") + parts.QWEN_TURN
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
