@@ -4,7 +4,8 @@ A block's hash covers its parent's hash, its token ids and all else that decides
 images that reach into it, and for the first block the salt, and the whole prompt where all its tokens see each other.
 An image enters with the distance from the block's start to the image's (negative where the image began before): its
 placeholder tokens are all alike, so without the distance the same image at two places could give two different blocks
-one name. The full SHA-256 digest is kept; there is no shorter form anywhere.
+one name. A pair of video frames enters with its time, too, where that decides its positions. The full SHA-256 digest is
+kept; there is no shorter form anywhere.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from decoder_svc.request import BlockHash, ImageItem, Prompt, Request
 from lookonce.families.base import Mask
 
 # Raise it whenever the encoding below changes.
-_ROOT_DOMAIN = b"lookonce/kv-block/2"
-_ADAPTER, _IMAGE, _SALT, _PROMPT = b"\x01", b"\x02", b"\x03", b"\x04"
+_ROOT_DOMAIN = b"lookonce/kv-block/3"
+_ADAPTER, _IMAGE, _SALT, _PROMPT, _FRAMES = b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"
 
 
 class BlockHasher:
@@ -68,15 +69,20 @@ def _extra_keys(request: Request, start: int, stop: int) -> bytes:
     fields: list[bytes] = []
     if request.cache_scope.adapter:
         fields.append(_ADAPTER + request.cache_scope.adapter.encode())
-    fields += [
-        _IMAGE + (item.span.offset - start).to_bytes(8, "little", signed=True) + item.key.value
-        for item in _images_between(request, start, stop)
-    ]
+    fields += [_item_field(item, start) for item in _images_between(request, start, stop)]
     if start == 0 and request.cache_scope.salt:
         fields.append(_SALT + request.cache_scope.salt)
     if start == 0 and request.prompt.mask is Mask.PROMPT:
         fields.append(_PROMPT + _prompt_digest(request.prompt))
     return _framed(fields) if fields else b""
+
+
+def _item_field(item: ImageItem, start: int) -> bytes:
+    place = (item.span.offset - start).to_bytes(8, "little", signed=True)
+    if item.time is None:
+        return _IMAGE + place + item.key.value
+    # The same frames a second later in a video have other positions.
+    return _FRAMES + item.time.to_bytes(8, "little") + place + item.key.value
 
 
 def _prompt_digest(prompt: Prompt) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jinja2
 
-from decoder_svc.prompt_spec import ChatMessage, ImagePart, Role, TextPart
+from decoder_svc.prompt_spec import ChatMessage, ImagePart, Role, TextPart, VideoPart
 from decoder_svc.text_tokenizer import TextPiece
 from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
 
@@ -30,22 +30,27 @@ _OPEN, _CLOSE, _WHOLE = "1", "2", "3"
 class ChatTemplate:
     """The chat template of one model folder; safe to use from several threads at once."""
 
-    def __init__(self, pretrained: Any, source: str, image_token: str) -> None:
+    def __init__(self, pretrained: Any, source: str, image_token: str, video_text: str | None = None) -> None:
         """`pretrained` is the folder's tokenizer in transformers, `source` the Jinja text.
 
-        Raises ModelFolderError when the template does not write `image_token` once for one image.
+        `video_text` stands for one video; None: there are none. Raises ModelFolderError when the template does not
+        write `image_token` once for one image.
         """
         self._pretrained = pretrained
         self._source = source
         self._check_image_placement(image_token)
+        # Whether the template knows videos.
+        self.takes_videos = video_text is not None and self._num_written("video", video_text) == 1
 
     @classmethod
-    def load(cls, folder: pathlib.Path, pretrained: Any, image_token: str) -> ChatTemplate | None:
+    def load(
+        cls, folder: pathlib.Path, pretrained: Any, image_token: str, video_text: str | None = None
+    ) -> ChatTemplate | None:
         """The folder's template (chat_template.jinja, chat_template.json, tokenizer_config.json), None without one."""
         source = _folder_source(folder, pretrained)
         if isinstance(source, dict):
             source = source.get("default")
-        return None if source is None else cls(pretrained, source, image_token)
+        return None if source is None else cls(pretrained, source, image_token, video_text)
 
     def render(self, messages: Sequence[ChatMessage]) -> list[TextPiece]:
         """The conversation up to where the assistant's answer begins.
@@ -87,13 +92,19 @@ class ChatTemplate:
 
     def _check_image_placement(self, image_token: str) -> None:
         try:
-            rendered = self._apply([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])
+            num_written = self._num_written("image", image_token)
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"the chat template cannot be rendered: {error}") from error
-        if rendered.count(image_token) != 1:
+        if num_written != 1:
             raise ModelFolderError(
-                f"the chat template writes {rendered.count(image_token)} × {image_token} for one image; it must be one"
+                f"the chat template writes {num_written} × {image_token} for one image; it must be one"
             )
+
+    def _num_written(self, part_type: str, text: str) -> int:
+        """How often the template writes this text for one part of this type. Raises Jinja's TemplateError."""
+        return self._apply([{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]).count(
+            text
+        )
 
 
 class _Marks:
@@ -157,10 +168,10 @@ def _non_empty(pieces: list[TextPiece]) -> list[TextPiece]:
     return [piece for piece in pieces if piece.text]
 
 
-def _template_part(part: TextPart | ImagePart, mark: Callable[[str], str]) -> dict[str, str]:
+def _template_part(part: TextPart | ImagePart | VideoPart, mark: Callable[[str], str]) -> dict[str, str]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": mark(part.text)}
-    return {"type": "image"}
+    return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
 def _folder_source(folder: pathlib.Path, pretrained: Any) -> Any:

@@ -24,6 +24,7 @@ from decoder_svc.touch_queue import TouchQueue
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
+from lookonce.image_file import ImageFile
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class EmbeddingFetcher:
         return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.ENCODER
 
     async def _encode(
-        self, encoder: EncoderClient, fetch: RowFetch, data: bytes, info: EncoderInfo, buffer: bytearray
+        self, encoder: EncoderClient, fetch: RowFetch, data: ImageFile, info: EncoderInfo, buffer: bytearray
     ) -> FetchedRows:
         source = RowSource.SHARED_CACHE
         for number in range(_MAX_ENCODES):

@@ -24,6 +24,7 @@ from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint,
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
 from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
+from lookonce.image_file import ImageFile, files_of
 from lookonce.telemetry import current_request_id
 
 _SERVICE = "lookonce.encoder.v1.EncoderService"
@@ -146,7 +147,13 @@ class EncoderClient:
             return self._info
 
     async def encode(
-        self, key: ContentKey, data: bytes | None, options: ProcessorOptions, timeout_s: float, *, refresh: bool = False
+        self,
+        key: ContentKey,
+        data: ImageFile | None,
+        options: ProcessorOptions,
+        timeout_s: float,
+        *,
+        refresh: bool = False,
     ) -> EncodedImage:
         """Makes sure that the image's rows exist. Without `data` they must: else EmbeddingNotCachedError.
 
@@ -158,7 +165,9 @@ class EncoderClient:
         if data is None:
             image.key.CopyFrom(_wire_key(key))
         else:
-            image.data = data
+            image.data, *others = files_of(data)
+            for other in others:
+                image.second_frame = other
             image.expected_digest = key.digest
         policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
         result = await self._encode(key, image, policy, timeout_s)
@@ -269,10 +278,15 @@ class _WireOptions(TypedDict):
 
     max_pixels: int | None
     beside_others: bool
+    frame_size: common_pb2.PixelSize | None
 
 
 def _wire_options(options: ProcessorOptions) -> _WireOptions:
-    return {"max_pixels": options.max_pixels, "beside_others": options.beside_others}
+    frame_size = None
+    if options.frame_size is not None:
+        width, height = options.frame_size
+        frame_size = common_pb2.PixelSize(width=width, height=height)
+    return {"max_pixels": options.max_pixels, "beside_others": options.beside_others, "frame_size": frame_size}
 
 
 def _wire_key(key: ContentKey) -> common_pb2.ContentKey:

@@ -8,11 +8,12 @@ from typing import Any
 
 from decoder_svc.image_layout import ImageLayout, layout_of
 from decoder_svc.request import Positions, Span
-from decoder_svc.rotary_positions import mrope_positions, sequence_positions
+from decoder_svc.rotary_positions import PlacedGrid, mrope_positions, sequence_positions
 from lookonce.content_key import ProcessorOptions
-from lookonce.errors import ModelFolderError
+from lookonce.errors import ModelFolderError, UnsupportedError
 from lookonce.families.base import PositionAxes
 from lookonce.families.model import FamilyModel
+from lookonce.families.video import FRAMES_PER_PAIR
 from lookonce.model_folder import ModelFolder
 
 # Layouts that are kept: a chat shows the same pictures again in every turn.
@@ -28,9 +29,10 @@ class DecoderFamily:
         image_token: str,
         image_token_id: int,
         placeholder_id: int | None,
+        video_token: str | None,
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """`encode` tokenizes trusted text without adding special tokens.
+        """`encode` tokenizes trusted text without adding special tokens. `video_token` None: videos are not taken.
 
         Raises ModelFolderError when the tokenizer cannot write what stands around an image's rows.
         """
@@ -44,6 +46,10 @@ class DecoderFamily:
         # What stands for one image in a rendered prompt, and its id; None where it is plain text.
         self.placeholder = data.placeholder(model.source) or image_token
         self.placeholder_id = placeholder_id
+        self._video_token = video_token or ""
+        self._video = model.video if video_token else None
+        # What stands for one video in a rendered prompt; None: videos are not taken.
+        self.video_placeholder = None if self._video is None else self._video.rule.placeholder(self._video_token)
         self.num_position_axes = 3 if data.axes is PositionAxes.MROPE else 1
         self.mask = data.mask
         # Feature levels beside each row.
@@ -56,9 +62,10 @@ class DecoderFamily:
             largest = layout_of(model.sizing.largest, image_token, image_token_id, encode)
         except ValueError as error:
             raise ModelFolderError(f"the tokenizer does not fit {data.title}: {error}") from error
-        # Of the largest image that the processor can make: rows, and tokens from the first row's to the last one's.
-        self.max_rows_per_image = largest.num_rows
-        self.max_tokens_per_image = largest.span_length
+        # Of the largest image (or pair of frames) that the processor can make: rows, and tokens from the first row's to
+        # the last one's.
+        self.max_rows_per_image = max(largest.num_rows, 0 if self._video is None else self._video.most_rows)
+        self.max_tokens_per_image = max(largest.span_length, self.max_rows_per_image)
 
     def check_options(self, options: ProcessorOptions) -> None:
         """Raises InvalidParameterError for options that the model does not have or values out of range."""
@@ -71,12 +78,32 @@ class DecoderFamily:
         """
         return self._layout(width, height, options)
 
+    def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
+        """Width and height that the frames of a video of this size in pixels are resized to.
+
+        Raises UnsupportedError, InvalidParameterError for `max_pixels` and ImageTooLargeError.
+        """
+        if self._video is None:
+            raise UnsupportedError(f"{self.title} takes no videos here; send single images")
+        return self._model.frame_size(width, height, num_frames, max_pixels)
+
+    def num_pairs(self, num_frames: int) -> int:
+        """What the cache holds of so many frames, at most one of them odd; 0 where videos are not taken."""
+        return 0 if self._video is None else -(-num_frames // FRAMES_PER_PAIR)
+
+    def video_layouts(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageLayout]:
+        """Layout of each pair of frames of a video; together they take its placeholder's place."""
+        assert self._video is not None, "frame_size() comes first"
+        shapes = self._video.shapes(frame_size, num_frames, fps)
+        return [layout_of(shape, self._video_token, self._video.token_id, self._encode) for shape in shapes]
+
     def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
         """Rotary positions of an expanded prompt, None for 0, 1, 2, …"""
         if self.num_position_axes == 1:
             return sequence_positions(num_tokens, self._model.data.first_position)
-        grids = [layout.grid for layout in layouts]
-        return mrope_positions(num_tokens, [(span, grid) for span, grid in zip(spans, grids, strict=True) if grid])
+        placed = zip(spans, layouts, strict=True)
+        grids = [PlacedGrid(span, layout.grid, layout.place) for span, layout in placed if layout.grid is not None]
+        return mrope_positions(num_tokens, grids)
 
     def _new_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
         shape = self._model.image_shape(width, height, options)
@@ -103,4 +130,5 @@ def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:
         ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    return DecoderFamily(model, str(token), int(token_id), placeholder_id, encode)
+    video_token = None if model.video is None else tokenizer.convert_ids_to_tokens(model.video.token_id)
+    return DecoderFamily(model, str(token), int(token_id), placeholder_id, video_token, encode)

@@ -7,9 +7,8 @@ The key is always derived here, from the fingerprint of the encoder that is serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from typing import Protocol
 
 from decoder_svc.encoder_client import EncoderClient
@@ -22,17 +21,17 @@ from lookonce.content_key import (
     ProcessorOptions,
     Tenant,
     content_key,
-    image_digest,
 )
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import (
     DigestMismatchError,
     EmbeddingNotCachedError,
     FingerprintMismatchError,
-    InvalidInputError,
     UnavailableError,
+    located_in_image,
 )
-from lookonce.image_header import ImageHeader, ImageLimits, check_file_size, probe_image
+from lookonce.image_file import file_digest, files_of
+from lookonce.image_header import ImageHeader, ImageLimits, check_file_size, probe_file
 
 
 class MetadataSource(Protocol):
@@ -70,8 +69,9 @@ class ImageResolver:
             return []
         for index, source in enumerate(sources):
             if isinstance(source, InlineImage):
-                with _located(index):
-                    check_file_size(source.data, self._limits)
+                with located_in_image(index):
+                    for file in files_of(source.data):
+                        check_file_size(file, self._limits)
         fingerprint = await self._fingerprint()
         found = await asyncio.gather(
             *(self._resolve(index, source, fingerprint, tenant) for index, source in enumerate(sources)),
@@ -92,7 +92,7 @@ class ImageResolver:
         self, index: int, source: ImageSource, fingerprint: EncoderFingerprint, tenant: Tenant
     ) -> ResolvedImage:
         if isinstance(source, InlineImage):
-            with _located(index):
+            with located_in_image(index):
                 digest, header = await self._in_thread(source)
             key = content_key(digest, fingerprint, source.options, tenant)
             return ResolvedImage(key, header.width, header.height, source.options, source.data)
@@ -127,18 +127,8 @@ class ImageResolver:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _inspect, source, self._limits)
 
 
-@contextmanager
-def _located(index: int) -> Iterator[None]:
-    """Notes in an image's error which image it was."""
-    try:
-        yield
-    except InvalidInputError as error:
-        error.metadata["index"] = str(index)
-        raise
-
-
 def _inspect(source: InlineImage, limits: ImageLimits) -> tuple[ImageDigest, ImageHeader]:
-    digest = image_digest(source.data)
+    digest = file_digest(source.data)
     if source.expected_digest is not None and source.expected_digest != digest:
         raise DigestMismatchError("the image's bytes do not hash to its expected_digest; send them again")
-    return digest, probe_image(source.data, limits)
+    return digest, probe_file(source.data, limits)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from decoder_svc.generation_defaults import GenerationDefaults
 from decoder_svc.image_reference import ImageResolver
 from decoder_svc.prompt import PromptBuilder
-from decoder_svc.prompt_spec import PromptSpec
+from decoder_svc.prompt_spec import ChatPrompt, PromptSpec
 from decoder_svc.request import Prompt, SamplingParams
 from decoder_svc.sampling_check import CheckedSampling, SamplingLimits, SamplingSpec, check_sampling, fit_to_context
+from decoder_svc.video_frames import SplitVideo, VideoSplitter
 from lookonce.content_key import Tenant
 
 
@@ -31,14 +32,16 @@ class RequestPreparer:
     def __init__(
         self,
         builder: PromptBuilder,
+        splitter: VideoSplitter,
         resolver: ImageResolver,
         defaults: GenerationDefaults,
         limits: SamplingLimits,
         max_context_tokens: int,
         threads: Executor,
     ) -> None:
-        """`threads` template and tokenize."""
+        """`threads` split videos, template and tokenize."""
         self._builder = builder
+        self._splitter = splitter
         self._resolver = resolver
         self._defaults = defaults
         self._limits = limits
@@ -55,5 +58,9 @@ class RequestPreparer:
     async def build_prompt(self, spec: PromptSpec, tenant: Tenant) -> Prompt:
         """The prompt alone, however long."""
         self._builder.check(spec)
-        images = await self._resolver.resolve(self._builder.image_sources(spec), tenant)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._builder.build, spec, images)
+        loop = asyncio.get_running_loop()
+        videos: list[SplitVideo] = []
+        if isinstance(spec, ChatPrompt) and spec.videos:
+            videos = await loop.run_in_executor(self._threads, self._splitter.split_all, spec.visuals)
+        images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant)
+        return await loop.run_in_executor(self._threads, self._builder.build, spec, images, videos)

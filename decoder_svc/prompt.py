@@ -8,9 +8,18 @@ from dataclasses import dataclass, field, replace
 from decoder_svc.chat_template import ChatTemplate
 from decoder_svc.family import DecoderFamily
 from decoder_svc.image_layout import ImageLayout, expanded
-from decoder_svc.prompt_spec import ChatPrompt, ImageSource, PromptSpec, TextPart, TextPrompt, TokenPrompt
+from decoder_svc.prompt_spec import (
+    ChatPrompt,
+    ImageSource,
+    PromptSpec,
+    TextPart,
+    TextPrompt,
+    TokenPrompt,
+    VideoSource,
+)
 from decoder_svc.request import ImageItem, Prompt, Span
 from decoder_svc.text_tokenizer import TextPiece, TextTokenizer
+from decoder_svc.video_frames import SplitVideo
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import (
     ContextTooLongError,
@@ -20,11 +29,12 @@ from lookonce.errors import (
     PromptEmptyError,
     UnsupportedError,
 )
+from lookonce.image_file import ImageFile
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
-    """An image whose identity and size are known; its rows need not exist yet."""
+    """An image (or pair of video frames) whose identity and size are known; its rows need not exist yet."""
 
     key: ContentKey
     # Upright, in pixels.
@@ -32,7 +42,7 @@ class ResolvedImage:
     height: int
     options: ProcessorOptions
     # The original file where the request brought it; None for a reference by digest.
-    data: bytes | None = field(repr=False)
+    data: ImageFile | None = field(repr=False)
     # Rows that the cache says it has; None where it was not asked.
     num_rows: int | None = None
 
@@ -46,6 +56,7 @@ class PromptLimits:
     max_images_per_prompt: int
     # Rows of the model's embedding table: valid ids are 0..vocab_size - 1, and the image token.
     vocab_size: int
+    max_video_frames_per_prompt: int = 0
 
 
 class PromptBuilder:
@@ -75,6 +86,8 @@ class PromptBuilder:
             raise ImageCountError(
                 f"the prompt has {len(spec.images)} images, the limit is {self._limits.max_images_per_prompt}"
             )
+        if isinstance(spec, ChatPrompt) and spec.videos:
+            self._check_videos(spec.videos)
         for index, source in enumerate(spec.images):
             try:
                 self._family.check_options(source.options)
@@ -89,14 +102,24 @@ class PromptBuilder:
         else:
             self._check_tokens(spec)
 
-    def image_sources(self, spec: PromptSpec) -> tuple[ImageSource, ...]:
-        """The spec's images in order, with what the prompt itself decides about how they are processed."""
+    def image_sources(self, spec: PromptSpec, videos: Sequence[SplitVideo] = ()) -> tuple[ImageSource, ...]:
+        """The spec's images and, of its videos, the pairs, in reading order.
+
+        With what the prompt itself decides about how they are processed.
+        """
+        if isinstance(spec, ChatPrompt) and videos:
+            upcoming = iter(videos)
+            return tuple(
+                source
+                for one in spec.visuals
+                for source in (next(upcoming).sources if isinstance(one, VideoSource) else (one,))
+            )
         if len(spec.images) < 2 or not self._family.depends_on_image_count:
             return spec.images
         return tuple(replace(one, options=replace(one.options, beside_others=True)) for one in spec.images)
 
-    def build(self, spec: PromptSpec, images: Sequence[ResolvedImage]) -> Prompt:
-        """The prompt; `images` are those of the spec in order. Takes milliseconds: not for an event loop.
+    def build(self, spec: PromptSpec, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo] = ()) -> Prompt:
+        """The prompt; `images` are those that `image_sources` names. Takes milliseconds: not for an event loop.
 
         Chat: rendered by the model's template; control tokens spelled in the messages are plain text.
         Text: rendered by the caller, so control tokens count, and each image placeholder stands for one image.
@@ -104,19 +127,38 @@ class PromptBuilder:
         Raises ImageCountError, PlaceholderMismatchError, ImageTooLargeError, and InvalidParameterError for a
         conversation that the template refuses.
         """
-        layouts = [self._family.image_layout(image.width, image.height, image.options) for image in images]
+        layouts = self._layouts(images, videos)
         for image, layout in zip(images, layouts, strict=True):
             if image.num_rows is not None and image.num_rows != layout.num_rows:
                 raise PlaceholderMismatchError(
                     f"an image has {image.num_rows} cached rows where this model's layout takes {layout.num_rows}"
                 )
-        token_ids, spans = self._placed(spec, layouts)
+        token_ids, spans = self._placed(spec, layouts, videos)
         items = tuple(
-            ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_tokens)
+            ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_tokens, _time_of(layout))
             for image, span, layout in zip(images, spans, layouts, strict=True)
         )
         positions = self._family.positions(len(token_ids), spans, layouts)
         return Prompt(tuple(token_ids), items, positions, self._family.mask)
+
+    def _layouts(self, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo]) -> list[ImageLayout]:
+        """Of images by their size, of pairs as their video says."""
+        of_pairs = (layout for video in videos for layout in video.layouts)
+        return [
+            next(of_pairs)
+            if image.options.frame_size is not None
+            else self._family.image_layout(image.width, image.height, image.options)
+            for image in images
+        ]
+
+    def _check_videos(self, videos: Sequence[VideoSource]) -> None:
+        if self._template is None or not self._template.takes_videos or not self._limits.max_video_frames_per_prompt:
+            raise UnsupportedError(f"videos are not taken with this model ({self._family.title}); send single images")
+        num_frames = sum(len(video.frames) for video in videos)
+        if num_frames > self._limits.max_video_frames_per_prompt:
+            raise ImageCountError(
+                f"the prompt has {num_frames} video frames, the limit is {self._limits.max_video_frames_per_prompt}"
+            )
 
     def _check_chat(self, spec: ChatPrompt) -> None:
         if self._template is None:
@@ -151,45 +193,49 @@ class PromptBuilder:
                 "tokens.token_ids", f"must be below the vocabulary's {self._limits.vocab_size}, got {min(outside)}"
             )
 
-    def _placed(self, spec: PromptSpec, layouts: Sequence[ImageLayout]) -> tuple[list[int], list[Span]]:
+    def _placed(
+        self, spec: PromptSpec, layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]
+    ) -> tuple[list[int], list[Span]]:
         """Ids with every image's tokens in place, and where they are."""
         if isinstance(spec, TokenPrompt):
             return self._placed_in_tokens(spec.token_ids, layouts)
         if isinstance(spec, TextPrompt):
             pieces = [TextPiece(self._finished(spec.text), is_trusted=True)]
-            text = self._with_images(pieces, layouts)[0].text
+            text = _filled(pieces, self._family.placeholder, [layout.text for layout in layouts])[0].text
             token_ids = self._tokenizer.encode_trusted(text, is_complete=self._family.finish_text is not None)
         else:
             assert self._template is not None, "check() comes first"
-            pieces = self._template.render(spec.messages)
-            token_ids = self._tokenizer.encode_pieces(self._with_images(pieces, layouts))
+            pieces = self._filled_chat(self._template.render(spec.messages), layouts, videos)
+            token_ids = self._tokenizer.encode_pieces(pieces)
             if not token_ids:
                 raise PromptEmptyError("the conversation has no token; send some text")
-        image_id = self._family.image_token_id
+        row_ids = {self._family.image_token_id, *(layout.row_token_id for layout in layouts)}
         runs = [run for layout in layouts for run in layout.runs]
-        if token_ids.count(image_id) != len(runs):
+        num_found = sum(map(token_ids.count, row_ids))
+        if num_found != len(runs):
             raise PlaceholderMismatchError(
-                f"the prompt has {token_ids.count(image_id)} image tokens where its images take {len(runs)}; "
+                f"the prompt has {num_found} image tokens where its images take {len(runs)}; "
                 f"write {self._family.placeholder} once for each image, and nothing else for it"
             )
-        token_ids = list(expanded(token_ids, image_id, runs))
-        return token_ids, _found_spans(token_ids, image_id, layouts)
+        token_ids = list(expanded(token_ids, row_ids, runs))
+        return token_ids, _found_spans(token_ids, layouts)
 
     def _finished(self, text: str) -> str:
         finish = self._family.finish_text
         return text if finish is None else finish(text, self._tokenizer.bos_token or "")
 
-    def _with_images(self, pieces: Sequence[TextPiece], layouts: Sequence[ImageLayout]) -> list[TextPiece]:
-        """The pieces with the k-th layout's text in the place of the k-th placeholder."""
-        placeholder = self._family.placeholder
-        num_placeholders = sum(piece.text.count(placeholder) for piece in pieces if piece.is_trusted)
-        if num_placeholders != len(layouts):
-            raise _wrong_count(len(layouts), num_placeholders)
-        upcoming = iter(layouts)
-        return [
-            TextPiece(_replaced(piece.text, placeholder, upcoming), is_trusted=True) if piece.is_trusted else piece
-            for piece in pieces
-        ]
+    def _filled_chat(
+        self, pieces: Sequence[TextPiece], layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]
+    ) -> list[TextPiece]:
+        """The rendered pieces with the texts of all images and videos in their places."""
+        image_id = self._family.image_token_id
+        of_images = [layout.text for layout in layouts if layout.row_token_id == image_id]
+        filled = _filled(pieces, self._family.placeholder, of_images)
+        if not videos:
+            return filled
+        assert self._family.video_placeholder is not None, "check() comes first"
+        of_videos = ["".join(layout.text for layout in video.layouts) for video in videos]
+        return _filled(filled, self._family.video_placeholder, of_videos)
 
     def _placed_in_tokens(
         self, token_ids: Sequence[int], layouts: Sequence[ImageLayout]
@@ -212,16 +258,33 @@ class PromptBuilder:
                 f"{num_image_tokens} placeholder tokens for images that take {num_expected}; "
                 "send one per image, or as many as Tokenize answers"
             )
-        return list(token_ids), _found_spans(token_ids, image_id, layouts)
+        return list(token_ids), _found_spans(token_ids, layouts)
+
+
+def _time_of(layout: ImageLayout) -> int | None:
+    """Of a pair that continues a video; the first one is placed as an image is."""
+    return None if layout.place is None or layout.place.index == 0 else layout.place.time
 
 
 def _wrong_count(num_images: int, num_placeholders: int) -> ImageCountError:
     return ImageCountError(f"{num_images} images for {num_placeholders} placeholders; each placeholder takes one image")
 
 
-def _replaced(text: str, placeholder: str, layouts: Iterator[ImageLayout]) -> str:
+def _filled(pieces: Sequence[TextPiece], placeholder: str, texts: Sequence[str]) -> list[TextPiece]:
+    """The pieces with the k-th text in the place of the k-th placeholder. Raises ImageCountError."""
+    num_placeholders = sum(piece.text.count(placeholder) for piece in pieces if piece.is_trusted)
+    if num_placeholders != len(texts):
+        raise _wrong_count(len(texts), num_placeholders)
+    upcoming = iter(texts)
+    return [
+        TextPiece(_replaced(piece.text, placeholder, upcoming), is_trusted=True) if piece.is_trusted else piece
+        for piece in pieces
+    ]
+
+
+def _replaced(text: str, placeholder: str, replacements: Iterator[str]) -> str:
     first, *rest = text.split(placeholder)
-    return first + "".join(next(layouts).text + part for part in rest)
+    return first + "".join(next(replacements) + part for part in rest)
 
 
 def _placed_ids(
@@ -253,12 +316,17 @@ def _is_whole(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLa
     return True
 
 
-def _found_spans(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> list[Span]:
+def _found_spans(token_ids: Sequence[int], layouts: Sequence[ImageLayout]) -> list[Span]:
     """Where the layouts' spans are, in order. Raises PlaceholderMismatchError when one is not whole."""
     spans: list[Span] = []
     end = 0
     for index, layout in enumerate(layouts):
-        span = Span(token_ids.index(image_id, end), layout.span_length)
+        try:
+            offset = token_ids.index(layout.row_token_id, end)
+        except ValueError:
+            # The template moved images and videos past each other.
+            offset = end
+        span = Span(offset, layout.span_length)
         if tuple(token_ids[span.offset : span.stop]) != layout.span_token_ids:
             raise PlaceholderMismatchError(
                 f"the tokens of image {index} are not the {span.length} in a row that its size takes"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lookonce.content_key import ImageDigest, ProcessorOptions
+from lookonce.image_file import ImageFile
 
 
 class Role(enum.Enum):
@@ -19,12 +20,12 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class InlineImage:
-    """An image that came with the request."""
+    """An image, or a pair of video frames, that came with the request."""
 
     # The original file.
-    data: bytes = field(repr=False)
+    data: ImageFile = field(repr=False)
     options: ProcessorOptions
-    # SHA-256 that `data` must have; None: not stated.
+    # The digest that `data` must have; None: not stated.
     expected_digest: ImageDigest | None = None
 
 
@@ -42,6 +43,32 @@ ImageSource: TypeAlias = InlineImage | CachedImage
 
 
 @dataclass(frozen=True, slots=True)
+class VideoFrame:
+    """One frame: its bytes or its digest, or both."""
+
+    # The original file; None: by digest only.
+    data: bytes | None = field(repr=False)
+    # SHA-256 that `data` must have, or by which the frame is known.
+    digest: ImageDigest | None = None
+    # Encoder that the caller wants the rows of; None: the one served here.
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSource:
+    """A video as the frames that were sampled from it."""
+
+    # At least 2, in order.
+    frames: tuple[VideoFrame, ...]
+    # Frames per second of the video.
+    fps: float
+    # Upper bound of a frame's pixels after resizing; None: the model's default.
+    max_pixels: int | None = None
+    # Width and height of the frames; None: as their bytes say.
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TextPart:
     """Text of a message. It is data: control tokens spelled in it are plain text."""
 
@@ -56,12 +83,19 @@ class ImagePart:
 
 
 @dataclass(frozen=True, slots=True)
+class VideoPart:
+    """A video of a message."""
+
+    source: VideoSource
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One turn."""
 
     role: Role
     # In reading order.
-    parts: tuple[TextPart | ImagePart, ...]
+    parts: tuple[TextPart | ImagePart | VideoPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +105,20 @@ class ChatPrompt:
     messages: tuple[ChatMessage, ...]
 
     @property
+    def visuals(self) -> tuple[ImageSource | VideoSource, ...]:
+        """Images and videos in reading order."""
+        parts = (part for message in self.messages for part in message.parts)
+        return tuple(part.source for part in parts if not isinstance(part, TextPart))
+
+    @property
     def images(self) -> tuple[ImageSource, ...]:
         """Sources in reading order."""
-        parts = (part for message in self.messages for part in message.parts)
-        return tuple(part.source for part in parts if isinstance(part, ImagePart))
+        return tuple(source for source in self.visuals if not isinstance(source, VideoSource))
+
+    @property
+    def videos(self) -> tuple[VideoSource, ...]:
+        """Videos in reading order."""
+        return tuple(source for source in self.visuals if isinstance(source, VideoSource))
 
 
 @dataclass(frozen=True, slots=True)

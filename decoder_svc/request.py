@@ -10,6 +10,7 @@ from typing import NewType
 
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.families.base import Mask
+from lookonce.image_file import ImageFile
 
 RequestId = NewType("RequestId", str)
 
@@ -89,7 +90,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ImageItem:
-    """One image in a prompt: where its tokens are and which rows they take."""
+    """One image (or pair of video frames) in a prompt: where its tokens are and which rows they take."""
 
     key: ContentKey
     span: Span
@@ -97,9 +98,11 @@ class ImageItem:
     num_rows: int
     options: ProcessorOptions
     # The original file where the request brought it; None for a reference by digest.
-    data: bytes | None = field(repr=False)
+    data: ImageFile | None = field(repr=False)
     # Of each row its token, counted from the span's first, ascending. None: token i takes row i.
     row_tokens: tuple[int, ...] | None = None
+    # Of a pair of frames that continues a video: its rotary positions' time, counted from the video's beginning.
+    time: int | None = None
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
         """Rows [first, last) that the prompt's tokens [start, stop) take; first == last when they take none."""

@@ -16,6 +16,7 @@ from decoder_svc.request import (
 )
 from decoder_svc.row_range import RowRange
 from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.image_file import ImageFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class RowFetch:
     num_image_rows: int
     options: ProcessorOptions
     # The original file, to encode from when no cache has the rows; None: by digest only.
-    data: bytes | None
+    data: ImageFile | None
 
 
 @dataclass(frozen=True, slots=True)

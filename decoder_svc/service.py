@@ -25,6 +25,7 @@ from decoder_svc.sampling_check import SamplingLimits
 from decoder_svc.servicer import SERVICE_NAME, DecoderServicer, ServedModel
 from decoder_svc.settings import DecoderSettings
 from decoder_svc.text_tokenizer import TextTokenizer, load_pretrained
+from decoder_svc.video_frames import VideoSplitter
 from lookonce import __version__
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
 from lookonce.embedding_store import EmbeddingStore
@@ -56,6 +57,11 @@ class LoadedText:
     hidden_size: int
     vocab_size: int
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether chats may show videos."""
+        return self.template is not None and self.template.takes_videos
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderService:
@@ -82,7 +88,7 @@ def load_text(settings: DecoderSettings) -> LoadedText:
     return LoadedText(
         folder=folder,
         tokenizer=TextTokenizer(pretrained),
-        template=ChatTemplate.load(folder.path, pretrained, family.placeholder),
+        template=ChatTemplate.load(folder.path, pretrained, family.placeholder, family.video_placeholder),
         family=family,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
@@ -116,7 +122,8 @@ async def open_service(settings: DecoderSettings, registry: CollectorRegistry) -
         image_threads = _open_threads(stack, _NUM_IMAGE_THREADS, "image")
         limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, _MAX_IMAGE_ASPECT)
         resolver = ImageResolver(encoder, store, limits, image_threads)
-        preparer = build_preparer(settings, text, engine.limits.max_context_tokens, resolver, prompt_threads)
+        splitter = VideoSplitter(text.family, limits)
+        preparer = build_preparer(settings, text, engine.limits.max_context_tokens, splitter, resolver, prompt_threads)
         model = _served_model(settings, text)
         servicer = DecoderServicer(
             model,
@@ -133,10 +140,20 @@ async def open_service(settings: DecoderSettings, registry: CollectorRegistry) -
 
 
 def build_preparer(
-    settings: DecoderSettings, text: LoadedText, max_context_tokens: int, resolver: ImageResolver, threads: Executor
+    settings: DecoderSettings,
+    text: LoadedText,
+    max_context_tokens: int,
+    splitter: VideoSplitter,
+    resolver: ImageResolver,
+    threads: Executor,
 ) -> RequestPreparer:
     """What stands between the wire and the engine."""
-    prompt_limits = PromptLimits(max_context_tokens, settings.max_images_per_prompt, text.vocab_size)
+    prompt_limits = PromptLimits(
+        max_context_tokens,
+        settings.max_images_per_prompt,
+        text.vocab_size,
+        settings.max_video_frames_per_prompt,
+    )
     sampling_limits = SamplingLimits(
         vocab_size=text.vocab_size,
         max_stop_strings=settings.max_stop_strings,
@@ -145,6 +162,7 @@ def build_preparer(
     )
     return RequestPreparer(
         PromptBuilder(text.tokenizer, text.template, text.family, prompt_limits),
+        splitter,
         resolver,
         load_defaults(text.folder.path, text.tokenizer.eos_token_id),
         sampling_limits,
@@ -161,6 +179,7 @@ def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
         vocab_size=text.vocab_size,
         encoder_target=settings.encoder_target or "",
         max_images_per_prompt=settings.max_images_per_prompt,
+        max_video_frames=settings.max_video_frames_per_prompt if text.takes_videos else 0,
         max_message_bytes=settings.max_message_bytes,
         version=__version__,
     )

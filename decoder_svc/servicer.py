@@ -49,6 +49,8 @@ class ServedModel:
     # gRPC target where images are uploaded; empty without an encoder.
     encoder_target: str
     max_images_per_prompt: int
+    # Of all videos of a prompt; 0: the model takes none.
+    max_video_frames: int
     max_message_bytes: int
     # Version of the package.
     version: str
@@ -166,6 +168,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             max_message_bytes=model.max_message_bytes,
             model_type=model.model_type,
             image_placeholder=model.image_placeholder,
+            max_video_frames=model.max_video_frames,
         )
 
     async def GetLoad(

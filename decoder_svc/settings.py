@@ -43,6 +43,9 @@ class DecoderSettings(ServiceSettings):
     max_num_seqs: int = Field(64, ge=1, description="Requests in the running batch.")
     max_waiting_requests: int = Field(1024, ge=1, description="Queue length; beyond it requests are refused.")
     max_images_per_prompt: int = Field(16, ge=0, description="Most images in one prompt.")
+    max_video_frames_per_prompt: int = Field(
+        128, ge=0, description="Most frames of all videos in one prompt; 0: no videos."
+    )
     encoder_cache_rows: int | None = Field(
         None,
         ge=1,

@@ -19,6 +19,9 @@ from decoder_svc.prompt_spec import (
     TextPart,
     TextPrompt,
     TokenPrompt,
+    VideoFrame,
+    VideoPart,
+    VideoSource,
 )
 from decoder_svc.request import CacheScope
 from decoder_svc.sampling_check import SamplingSpec
@@ -26,6 +29,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.errors import InvalidParameterError
+from lookonce.families.video import DEFAULT_FPS
 
 _ROLES = {
     decoder_service_pb2.ROLE_SYSTEM: Role.SYSTEM,
@@ -33,6 +37,9 @@ _ROLES = {
     decoder_service_pb2.ROLE_ASSISTANT: Role.ASSISTANT,
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
+_MIN_FRAMES = 2
+# Nothing is filmed faster, and times stay exact.
+_MAX_FPS = 1000
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
 
@@ -96,11 +103,40 @@ def _message(field: str, message: decoder_service_pb2.ChatMessage) -> ChatMessag
     return ChatMessage(role, tuple(_part(f"{field}.parts[{i}]", part) for i, part in enumerate(message.parts)))
 
 
-def _part(field: str, part: decoder_service_pb2.ContentPart) -> TextPart | ImagePart:
+def _part(field: str, part: decoder_service_pb2.ContentPart) -> TextPart | ImagePart | VideoPart:
     kind = part.WhichOneof("part")
     if kind is None:
-        raise InvalidParameterError(field, "is empty; set text or image")
-    return TextPart(part.text) if kind == "text" else ImagePart(_image(f"{field}.image", part.image))
+        raise InvalidParameterError(field, "is empty; set text, image or video")
+    if kind == "text":
+        return TextPart(part.text)
+    if kind == "video":
+        return VideoPart(_video(f"{field}.video", part.video))
+    return ImagePart(_image(f"{field}.image", part.image))
+
+
+def _video(field: str, video: decoder_service_pb2.VideoSource) -> VideoSource:
+    if len(video.frames) < _MIN_FRAMES:
+        raise InvalidParameterError(f"{field}.frames", f"must be at least {_MIN_FRAMES}; a single one is an image")
+    fps = video.fps if video.HasField("fps") else DEFAULT_FPS
+    if not 0 < fps <= _MAX_FPS:
+        raise InvalidParameterError(f"{field}.fps", f"must be above 0 and at most {_MAX_FPS}, got {fps:g}")
+    max_pixels = video.max_pixels if video.HasField("max_pixels") else None
+    if max_pixels == 0:
+        raise InvalidParameterError(f"{field}.max_pixels", "must be at least 1, got 0")
+    size = (video.size.width, video.size.height) if video.HasField("size") else None
+    if size is not None and not all(size):
+        raise InvalidParameterError(f"{field}.size", f"must be at least 1 × 1, got {size[0]} × {size[1]}")
+    frames = tuple(_frame(f"{field}.frames[{i}]", frame) for i, frame in enumerate(video.frames))
+    return VideoSource(frames, fps, max_pixels, size)
+
+
+def _frame(field: str, frame: common_pb2.ImageSource) -> VideoFrame:
+    if frame.HasField("max_pixels"):
+        raise InvalidParameterError(f"{field}.max_pixels", "is the video's; leave it unset")
+    source = _image(field, frame)
+    if isinstance(source, CachedImage):
+        return VideoFrame(None, source.digest, source.fingerprint)
+    return VideoFrame(frame.data, source.expected_digest)
 
 
 def _images(field: str, images: Sequence[common_pb2.ImageSource]) -> tuple[ImageSource, ...]:
@@ -110,6 +146,9 @@ def _images(field: str, images: Sequence[common_pb2.ImageSource]) -> tuple[Image
 def _image(field: str, image: common_pb2.ImageSource) -> ImageSource:
     if image.beside_others:
         raise InvalidParameterError(f"{field}.beside_others", "is for Encode; here the prompt's images tell")
+    for name in ("frame_size", "second_frame"):
+        if image.HasField(name):
+            raise InvalidParameterError(f"{field}.{name}", "is for Encode; here a video says its frames")
     options = ProcessorOptions(image.max_pixels if image.HasField("max_pixels") else None)
     if options.max_pixels == 0:
         raise InvalidParameterError(f"{field}.max_pixels", "must be at least 1, got 0")

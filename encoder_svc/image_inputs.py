@@ -15,12 +15,16 @@ import torch
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Family
 from lookonce.families.model import FamilyModel
+from lookonce.families.video import FRAMES_PER_PAIR
 from lookonce.model_folder import ModelFolder
+
+# Of RGB.
+_CHANNELS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PixelInputs:
-    """What the image processor makes of one image."""
+    """What the image processor makes of one image, or of a pair of video frames."""
 
     # By the names of `get_image_features`, the image (or its patches, or its tiles) along the first axis; pixels fp32.
     tensors: Mapping[str, torch.Tensor]
@@ -78,11 +82,35 @@ class VisionAdapter:
         shape = self.model.image_shape(image.width, image.height, options)
         arguments = self.family.processor_arguments(self.model.source, options)
         num_copies = self.family.num_copies(shape, options)
+        return PixelInputs(self._processed([image] * num_copies, arguments), shape.num_rows, num_copies)
+
+    def pair_inputs(self, frames: Sequence[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
+        """Pixels of a pair of video frames, upright and RGB; one frame stands for two equal ones.
+
+        `options` have been checked. The processor takes a frame for a pair of itself: patches [num_patches, channels,
+        2, side, side], of which the second half is then the second frame's.
+        """
+        video = self.model.video
+        assert video is not None, "check_options() comes first"
+        assert options.frame_size is not None, "a pair has a size"
+        pixels = dict(video.settings.pixels)
+        resample = pixels.pop("resample", PIL.Image.Resampling.BICUBIC)
+        sized = [frame.resize(options.frame_size, resample) for frame in frames]
+        first, *others = [self._processed([frame], {"do_resize": False, **pixels}) for frame in sized]
+        side = self.processor.patch_size
+        for other in others:
+            halves, of_other = (
+                tensors["pixel_values"].view(-1, _CHANNELS, FRAMES_PER_PAIR, side, side) for tensors in (first, other)
+            )
+            halves[:, :, 1] = of_other[:, :, 1]
+        return PixelInputs(first, video.pair_shape(options.frame_size).num_rows)
+
+    def _processed(self, images: list[PIL.Image.Image], arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What goes to the vision half."""
         # A list in a list: one prompt's images.
-        processed = self.processor(images=[[image] * num_copies], return_tensors="pt", **arguments)
+        processed = self.processor(images=[images], return_tensors="pt", **arguments)
         given = {name: processed[name] for name in self.family.inputs if name in processed}
-        tensors = {name: torch.as_tensor(value) for name, value in given.items()}
-        return PixelInputs(tensors, shape.num_rows, num_copies)
+        return {name: torch.as_tensor(value) for name, value in given.items()}
 
     def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
         """One forward pass of images that go together: rows [num_rows, (1 + num_levels) * hidden_size] of each.

@@ -22,7 +22,7 @@ from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine
 from encoder_svc.single_flight import SingleFlight
 from encoder_svc.vision_model import VisionModel, row_bytes
-from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key, image_digest
+from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import (
     DigestMismatchError,
@@ -32,6 +32,7 @@ from lookonce.errors import (
     LookonceError,
     OverloadedError,
 )
+from lookonce.image_file import ImageFile, file_digest, files_of, num_file_bytes
 from lookonce.image_header import ImageHeader, ImageLimits, check_file_size
 
 # SHA-256 of so many bytes takes about a quarter of a millisecond without hardware help; more goes to a thread.
@@ -61,8 +62,8 @@ class Origin(enum.Enum):
 class ImageInput:
     """One image of a request. At least one of `data` and `digest` is set."""
 
-    # The original file; None for a reference by digest.
-    data: bytes | None = field(repr=False)
+    # The original file, or a pair of video frames; None for a reference by digest.
+    data: ImageFile | None = field(repr=False)
     # With `data`: what it must hash to. Without: which image is meant.
     digest: ImageDigest | None
     options: ProcessorOptions
@@ -173,12 +174,13 @@ class EncodePipeline:
         for part in (self._preprocessor, self._batcher, self.tiers):
             await asyncio.to_thread(part.close)
 
-    async def _checked_digest(self, data: bytes, expected: ImageDigest | None) -> ImageDigest:
-        check_file_size(data, self._limits)
-        if len(data) <= _INLINE_HASH_BYTES:
-            digest = image_digest(data)
+    async def _checked_digest(self, data: ImageFile, expected: ImageDigest | None) -> ImageDigest:
+        for file in files_of(data):
+            check_file_size(file, self._limits)
+        if num_file_bytes(data) <= _INLINE_HASH_BYTES:
+            digest = file_digest(data)
         else:
-            digest = await asyncio.to_thread(image_digest, data)
+            digest = await asyncio.to_thread(file_digest, data)
         if expected is not None and digest != expected:
             raise DigestMismatchError("the image does not hash to its expected digest; nothing was stored")
         return digest
@@ -214,7 +216,7 @@ class EncodePipeline:
             return None
 
     async def _fly(
-        self, key: ContentKey, data: bytes, options: ProcessorOptions, caller: CallerId, *, refresh: bool
+        self, key: ContentKey, data: ImageFile, options: ProcessorOptions, caller: CallerId, *, refresh: bool
     ) -> EncodeOutcome:
         """Joins the flight of this key or starts one; a refresh joins refreshes only."""
         flight = (key.value, "refresh") if refresh else key.value
@@ -239,7 +241,7 @@ class EncodePipeline:
         return replace(outcome, origin=Origin.COALESCED) if was_elsewhere else outcome
 
     async def _encode(
-        self, key: ContentKey, data: bytes, options: ProcessorOptions, caller: CallerId, *, overwrite: bool
+        self, key: ContentKey, data: ImageFile, options: ProcessorOptions, caller: CallerId, *, overwrite: bool
     ) -> EncodeOutcome:
         self._quarantine.check(key.value)
         self._admit()

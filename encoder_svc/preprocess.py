@@ -11,7 +11,8 @@ from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.quarantine import Quarantine
 from lookonce.content_key import ImageDigest, ProcessorOptions
 from lookonce.errors import ImagePoisonousError
-from lookonce.image_header import ImageHeader, ImageLimits, probe_image
+from lookonce.image_file import ImageFile, files_of
+from lookonce.image_header import ImageHeader, ImageLimits, probe_file
 
 
 class Preprocessor:
@@ -39,11 +40,12 @@ class Preprocessor:
         self._quarantine = quarantine
 
     async def prepare(
-        self, data: bytes, digest: ImageDigest, options: ProcessorOptions
+        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
     ) -> tuple[PixelInputs, ImageHeader]:
-        """Pixels of one image file that has this digest; `options` have been checked.
+        """Pixels of one image file, or pair of frames, that has this digest; `options` have been checked.
 
-        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError.
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
+        InvalidParameterError for frames of different sizes.
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, self._prepare, data, digest, options)
 
@@ -53,18 +55,22 @@ class Preprocessor:
         for decoder in self._decoders:
             decoder.close()
 
-    def _prepare(self, data: bytes, digest: ImageDigest, options: ProcessorOptions) -> tuple[PixelInputs, ImageHeader]:
+    def _prepare(
+        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
+    ) -> tuple[PixelInputs, ImageHeader]:
         # What the header tells costs nothing here, and no process there.
-        header = probe_image(data, self._limits)
+        header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
         self._quarantine.check(digest)
         try:
-            image, header = self._decoder().decode(data)
+            images = [self._decoder().decode(file)[0] for file in files_of(data)]
         except ImagePoisonousError:
             self._quarantine.strike(digest)
             raise
         self._quarantine.absolve(digest)
-        return self._adapter.pixel_inputs(image, options), header
+        if options.frame_size is not None:
+            return self._adapter.pair_inputs(images, options), header
+        return self._adapter.pixel_inputs(images[0], options), header
 
     def _decoder(self) -> DecodeWorker:
         """This thread's."""

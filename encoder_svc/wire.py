@@ -8,6 +8,7 @@ from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, pars
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.errors import InvalidParameterError
+from lookonce.image_file import FramePair, ImageFile
 
 DATA_TYPES = {
     RowDtype.FLOAT32: common_pb2.DATA_TYPE_FLOAT32,
@@ -45,7 +46,10 @@ def parse_options(
     | common_pb2.ImageSource,
 ) -> ProcessorOptions:
     """What of a message about images or keys is part of their keys."""
-    return ProcessorOptions(message.max_pixels if message.HasField("max_pixels") else None, message.beside_others)
+    frame_size = (message.frame_size.width, message.frame_size.height) if message.HasField("frame_size") else None
+    return ProcessorOptions(
+        message.max_pixels if message.HasField("max_pixels") else None, message.beside_others, frame_size
+    )
 
 
 def parse_key(key: common_pb2.ContentKey, field: str) -> ImageDigest:
@@ -59,6 +63,8 @@ def parse_image(image: common_pb2.ImageSource, field: str) -> ImageInput:
     """One image; a key's fingerprint is for the caller to check. Raises InvalidParameterError."""
     options = parse_options(image)
     source = image.WhichOneof("source")
+    if image.HasField("second_frame") and (source != "data" or options.frame_size is None):
+        raise InvalidParameterError(f"{field}.second_frame", "belongs to `data` with a `frame_size`")
     if source == "key":
         if image.HasField("expected_digest"):
             raise InvalidParameterError(f"{field}.expected_digest", "belongs to `data`; a key names its digest itself")
@@ -67,8 +73,14 @@ def parse_image(image: common_pb2.ImageSource, field: str) -> ImageInput:
         expected = None
         if image.HasField("expected_digest"):
             expected = parse_digest(image.expected_digest, f"{field}.expected_digest")
-        return ImageInput(image.data, expected, options)
+        return ImageInput(_file(image), expected, options)
     raise InvalidParameterError(field, "either `data` or `key` must be set")
+
+
+def _file(image: common_pb2.ImageSource) -> ImageFile:
+    if not image.HasField("frame_size"):
+        return image.data
+    return FramePair(image.data, image.second_frame if image.HasField("second_frame") else image.data)
 
 
 def key_message(key: ContentKey) -> common_pb2.ContentKey:

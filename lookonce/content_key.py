@@ -17,7 +17,7 @@ from typing import NewType
 from lookonce.errors import InvalidParameterError
 
 ImageDigest = NewType("ImageDigest", bytes)
-"""SHA-256 of the image file's original bytes, 32 bytes."""
+"""SHA-256 of the image file's original bytes, 32 bytes; of a pair of video frames see `pair_digest`."""
 
 EncoderFingerprint = NewType("EncoderFingerprint", str)
 """64 hex characters: which encoder made the rows."""
@@ -27,6 +27,8 @@ DIGEST_BYTES = 32
 EMBEDDING_SCHEMA = 1
 _TENANT_DOMAIN = b"lookonce/tenant-tag/1"
 _BESIDE_OTHERS = b"beside others"
+_FRAME_SIZE = b"frame size"
+_PAIR_DOMAIN = b"lookonce/frame-pair/1"
 _KEY_DOMAIN = b"lookonce/content-key/1"
 _FINGERPRINT_DOMAIN = b"lookonce/encoder-fingerprint/1"
 
@@ -39,6 +41,8 @@ class ProcessorOptions:
     max_pixels: int | None = None
     # The prompt shows other images, too; only where the model's image processor makes a difference then.
     beside_others: bool = False
+    # Of a pair of video frames: width and height that they are resized to. None: an image.
+    frame_size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,11 @@ def image_digest(data: bytes) -> ImageDigest:
     return ImageDigest(hashlib.sha256(data).digest())
 
 
+def pair_digest(first: ImageDigest, second: ImageDigest) -> ImageDigest:
+    """The digest that stands for a pair of video frames, from those of its files."""
+    return ImageDigest(hashlib.sha256(_framed([_PAIR_DOMAIN, first, second])).digest())
+
+
 def parse_digest(digest: bytes, field: str) -> ImageDigest:
     """Checks the length of a digest that came from outside. Raises InvalidParameterError naming `field`."""
     if len(digest) != DIGEST_BYTES:
@@ -98,6 +107,9 @@ def content_key(
     fields = [_KEY_DOMAIN, str(EMBEDDING_SCHEMA).encode(), tenant_digest, fingerprint.encode(), max_pixels]
     if options.beside_others:
         fields.append(_BESIDE_OTHERS)
+    if options.frame_size is not None:
+        width, height = options.frame_size
+        fields += [_FRAME_SIZE, f"{width}x{height}".encode()]
     return ContentKey(hashlib.sha256(_framed(fields)).digest(), digest, fingerprint, tenant.tag)
 
 

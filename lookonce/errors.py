@@ -29,7 +29,8 @@ LookonceError
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 
 class LookonceError(Exception):
@@ -88,6 +89,16 @@ class ImageDecodeLimitError(InvalidInputError):
 
 class ImagePoisonousError(InvalidInputError):
     """The process that decoded the image died of it, or the model fails on it and on no other one."""
+
+
+@contextmanager
+def located_in_image(index: int) -> Iterator[None]:
+    """Notes in an image's error which of a request's images it was."""
+    try:
+        yield
+    except InvalidInputError as error:
+        error.metadata["index"] = str(index)
+        raise
 
 
 class DigestMismatchError(InvalidInputError):

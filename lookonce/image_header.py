@@ -10,14 +10,15 @@ import contextlib
 import enum
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import PIL.Image
 import PIL.PngImagePlugin
 from PIL import ExifTags
 
-from lookonce.errors import ImageTooLargeError, ImageUndecodableError
+from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidParameterError
+from lookonce.image_file import ImageFile, files_of
 from lookonce.image_metadata import check_metadata
 
 # Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
@@ -79,6 +80,23 @@ def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
     """
     with open_image(data, limits) as (_, header):
         return header
+
+
+def probe_file(image: ImageFile, limits: ImageLimits) -> ImageHeader:
+    """As `probe_image`; of a pair the first frame's. Raises InvalidParameterError for frames of different sizes."""
+    header, *others = [probe_image(data, limits) for data in files_of(image)]
+    check_one_size([header, *others])
+    return header
+
+
+def check_one_size(frames: Sequence[ImageHeader]) -> None:
+    """Raises InvalidParameterError unless all frames of a video are of the same size."""
+    sizes = list(dict.fromkeys((frame.width, frame.height) for frame in frames))
+    if len(sizes) > 1:
+        (width, height), (other_width, other_height) = sizes[:2]
+        raise InvalidParameterError(
+            "frames", f"must all have one size, not {width}×{height} and {other_width}×{other_height} pixels"
+        )
 
 
 @contextlib.contextmanager

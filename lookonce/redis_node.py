@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import select
 import socket
+import ssl
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +50,9 @@ class RedisNode:
         self.url = url
         self.address = address
         self._pool = _make_pool(url, address, budget_s)
+        # Taken from the pool and between two uses, the latest last. Handing one out costs 3 µs, the pool's way 50 µs: a
+        # twelfth of the time that 2 MB take.
+        self._idle: deque[Any] = deque()
         self._is_retired = False
 
     @contextlib.contextmanager
@@ -56,10 +62,7 @@ class RedisNode:
         The connection is used again only if the block read all its replies and ended without an exception, or with the
         finding that there is nothing under a key.
         """
-        try:
-            connection = self._pool.get_connection()
-        except (redis.exceptions.RedisError, OSError) as error:
-            raise RedisTroubleError(reason_of_exception(error)) from error
+        connection = self._take()
         is_in_step = False
         try:
             exchange = Exchange(_socket_of(connection), deadline_s)
@@ -70,14 +73,36 @@ class RedisNode:
                 raise
             is_in_step = exchange.is_idle
         finally:
-            if not is_in_step or self._is_retired:
-                connection.disconnect()
-            self._pool.release(connection)
+            if is_in_step:
+                self._idle.append(connection)
+            else:
+                self._drop(connection)
+            if self._is_retired:
+                self._drop_idle()
 
     def retire(self) -> None:
         """Closes idle connections now and busy ones when their block ends."""
         self._is_retired = True
-        self._pool.disconnect(inuse_connections=False)
+        self._drop_idle()
+
+    def _take(self) -> Any:
+        """An idle connection that its server has not closed or written to meanwhile, or a new one."""
+        while (connection := _popped(self._idle)) is not None:
+            if _is_silent(connection):
+                return connection
+            self._drop(connection)
+        try:
+            return self._pool.get_connection()
+        except (redis.exceptions.RedisError, OSError) as error:
+            raise RedisTroubleError(reason_of_exception(error)) from error
+
+    def _drop(self, connection: Any) -> None:
+        connection.disconnect()
+        self._pool.release(connection)
+
+    def _drop_idle(self) -> None:
+        while (connection := _popped(self._idle)) is not None:
+            self._drop(connection)
 
 
 def connection_options(step_timeout_s: float) -> dict[str, Any]:
@@ -140,6 +165,24 @@ def _say(exchange: Exchange, refused: MissReason, *command: bytes | int) -> None
     except RedisReplyError as refusal:
         reason = refused if refusal.reason is MissReason.SERVER_ERROR else refusal.reason
         raise RedisReplyError(reason) from refusal
+
+
+def _popped(idle: deque[Any]) -> Any | None:
+    """The last one, None where another thread was quicker."""
+    try:
+        return idle.pop()
+    except IndexError:
+        return None
+
+
+def _is_silent(connection: Any) -> bool:
+    """Whether nothing has come since the last reply: an end of the connection would have, too."""
+    sock = connection._sock
+    if sock is None or (isinstance(sock, ssl.SSLSocket) and sock.pending()):
+        return False
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return not poll.poll(0)
 
 
 def _socket_of(connection: Any) -> socket.socket:

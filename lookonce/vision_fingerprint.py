@@ -35,6 +35,8 @@ def vision_fingerprint(
         "arguments": dict(family.data.processor_arguments(family.source, ProcessorOptions())),
         "inputs": family.data.inputs,
     }
+    if family.video is not None:
+        settings["frames"] = dict(family.video.settings.pixels)
     return encoder_fingerprint(
         architecture=f"{folder.architecture} {configuration}",
         tensors=iter_vision_tensors(model),

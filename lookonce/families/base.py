@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lookonce.content_key import ProcessorOptions
@@ -35,6 +35,16 @@ class PositionAxes(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class FramePlace:
+    """Where a pair of frames stands among those of its video, in families that give a video one clock."""
+
+    # 0 begins the video.
+    index: int
+    # Position on the time axis, counted from the first pair's.
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
 class ImageShape:
     """What the placeholder of one image becomes in a prompt."""
 
@@ -42,6 +52,8 @@ class ImageShape:
     parts: tuple[str | int, ...]
     # Merged patches (frames, height, width) where positions depend on them.
     grid: tuple[int, int, int] | None = None
+    # Of a pair of frames that shares a clock with others; None: positions are an image's.
+    place: FramePlace | None = None
 
     @property
     def num_rows(self) -> int:
@@ -72,6 +84,40 @@ class FamilySource:
     settings: Mapping[str, Any]
     # Names of special tokens that the tokenizer has of its own (boi_token, …); empty where there are none.
     tokens: Mapping[str, str]
+    # The folder's video processor; empty when it says nothing of one.
+    video: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _the_token(token: str) -> str:
+    return token
+
+
+def _nothing_around(_seconds: float) -> tuple[str, str]:
+    return "", ""
+
+
+def _no_tick(_config: Any, _fps: float) -> float | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class VideoRule:
+    """How a family takes videos, as pairs of frames (video.py)."""
+
+    # Of its video processor in transformers, where a folder does not say.
+    defaults: Mapping[str, Any]
+    # (settings, width, height, number of frames, most pixels of a frame) → (height, width) after resizing. Raises
+    # ValueError for a size that the processor refuses.
+    frame_size: Callable[[Any, int, int, int, int | None], tuple[int, int]]
+    # Of so many frames, how many share the processor's bounds.
+    bounded_frames: Callable[[int], int]
+    # The video token as the chat template writes it → what the pairs take the place of.
+    placeholder: Callable[[str], str] = _the_token
+    # Text before and after the rows of the pair that is shown at this time, seconds.
+    around: Callable[[float], tuple[str, str]] = _nothing_around
+    # (configuration, frames per second) → steps on the time axis from pair to pair of one video; None: each pair is
+    # placed as an image is.
+    tick: Callable[[Any, float], float | None] = _no_tick
 
 
 def _no_levels(_config: Any) -> int:
@@ -118,6 +164,8 @@ class Family:
     first_position: int = 0
     # Feature levels that travel beside each row (deepstack), from the configuration.
     num_levels: Callable[[Any], int] = _no_levels
+    # None: it takes no videos.
+    video: VideoRule | None = None
     # Whether requests may bound an image's pixels, and how options reach the image processor.
     has_max_pixels: bool = False
     # What a still image counts as where the processor's bounds are on pixels times frames.

@@ -13,9 +13,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from lookonce.content_key import ProcessorOptions
-from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError
+from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
 from lookonce.families.registry import FAMILIES
+from lookonce.families.video import VideoModel
 from lookonce.model_folder import ModelFolder, read_json_object
 from lookonce.text_support import text_refusal
 
@@ -31,6 +32,8 @@ class FamilyModel:
     data: Family
     source: FamilySource
     sizing: ImageSizing
+    # None: it takes no videos.
+    video: VideoModel | None
 
     @classmethod
     def load(cls, folder: ModelFolder) -> FamilyModel:
@@ -41,22 +44,29 @@ class FamilyModel:
             processor=_image_processor(folder),
             settings=_settings(folder),
             tokens=_tokens(folder),
+            video=_video_settings(folder),
         )
         try:
             refusal = text_refusal(source.config, data.mask) or data.refusal(source)
             sizing = None if refusal else data.sizing(source)
+            video = None if refusal or data.video is None else VideoModel.load(source, data.video)
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelFolderError(
                 f"{folder.path} does not have what {data.title} needs: {type(error).__name__} {error}"
             ) from error
         if sizing is None:
             raise ModelFolderError(f"{folder.path} cannot be served: {refusal}")
-        return cls(data, source, sizing)
+        return cls(data, source, sizing, video)
 
     @property
     def num_levels(self) -> int:
         """Feature levels beside each row."""
         return self.data.num_levels(self.source.config)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest image, or pair of video frames."""
+        return max(self.sizing.largest.num_rows, 0 if self.video is None else self.video.most_rows)
 
     def check_options(self, options: ProcessorOptions) -> None:
         """Raises InvalidParameterError for options that the model does not have, or values out of its range."""
@@ -64,6 +74,8 @@ class FamilyModel:
             raise InvalidParameterError(
                 "beside_others", f"{self.data.title} processes every image alike; leave it unset"
             )
+        if options.frame_size is not None:
+            self._check_frames(options)
         if options.max_pixels is None:
             return
         if not self.data.has_max_pixels:
@@ -75,16 +87,47 @@ class FamilyModel:
         if not least <= options.max_pixels <= most:
             raise InvalidParameterError("max_pixels", f"must be {least} … {most}, not {options.max_pixels}")
 
+    def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
+        """Width and height that the frames of a video of this size in pixels are resized to; see `VideoModel`.
+
+        Raises UnsupportedError, InvalidParameterError for `max_pixels`, and ImageTooLargeError for a size that the
+        processor refuses.
+        """
+        if self.video is None:
+            raise UnsupportedError(f"{self.data.title} takes no videos; send single images")
+        least = self.video.least_pixels(num_frames)
+        if max_pixels is not None and max_pixels < least:
+            raise InvalidParameterError("max_pixels", f"must be at least {least} for such a video, not {max_pixels}")
+        try:
+            return self.video.frame_size(width, height, num_frames, max_pixels)
+        except ValueError:
+            raise ImageTooLargeError(f"frames of {width}×{height} pixels are too elongated for this model") from None
+
     def image_shape(self, width: int, height: int, options: ProcessorOptions) -> ImageShape:
         """What the placeholder of an upright image of this size in pixels becomes.
 
         Raises ImageTooLargeError for a size that the processor refuses and InvalidParameterError for wrong options.
         """
         self.check_options(options)
+        if self.video is not None and options.frame_size is not None:
+            return self.video.pair_shape(options.frame_size)
         try:
             return self.sizing.shape(width, height, options)
         except ValueError:
             raise ImageTooLargeError(f"an image of {width}×{height} pixels is too elongated for this model") from None
+
+    def _check_frames(self, options: ProcessorOptions) -> None:
+        width, height = options.frame_size or (0, 0)
+        if self.video is None:
+            raise InvalidParameterError("frame_size", f"{self.data.title} takes no videos; leave it unset")
+        if options.max_pixels is not None:
+            raise InvalidParameterError("max_pixels", "says nothing for frames, which have their frame_size")
+        if not self.video.is_frame_size(width, height):
+            raise InvalidParameterError(
+                "frame_size",
+                f"must be multiples of {self.video.settings.factor} that make at most {self.video.most_rows} rows, "
+                f"not {width} × {height}",
+            )
 
 
 def _config(folder: ModelFolder) -> Any:
@@ -110,6 +153,21 @@ def _settings(folder: ModelFolder) -> Mapping[str, Any]:
     path = folder.path / "processor_config.json"
     settings = read_json_object(path) if path.is_file() else {}
     return {name: value for name, value in settings.items() if name not in _NESTED}
+
+
+def _video_settings(folder: ModelFolder) -> Mapping[str, Any]:
+    """Of the file that transformers would read them from; an old folder has one for images and videos."""
+    for name, entry in (
+        ("processor_config.json", "video_processor"),
+        ("video_preprocessor_config.json", None),
+        ("preprocessor_config.json", None),
+    ):
+        path = folder.path / name
+        found = read_json_object(path) if path.is_file() else {}
+        found = found.get(entry, {}) if entry else found
+        if found:
+            return dict(found)
+    return {}
 
 
 def _tokens(folder: ModelFolder) -> Mapping[str, str]:

@@ -20,4 +20,5 @@ FAMILY = replace(
     model_type="paddleocr_vl",
     architecture="PaddleOCRVLForConditionalGeneration",
     sizing=_sizing,
+    video=None,
 )

@@ -1,6 +1,7 @@
 """Qwen3-VL: Qwen2-VL's layout, and features of earlier tower layers that join the first layers' hidden states.
 
-Those levels (deepstack, arXiv:2406.04334) are stored beside each row in the same entry.
+Those levels (deepstack, arXiv:2406.04334) are stored beside each row in the same entry. The pairs of a video's frames
+stand apart, each behind its time in words.
 """
 
 from __future__ import annotations
@@ -9,11 +10,51 @@ from dataclasses import replace
 from typing import Any
 
 from lookonce.families import qwen2_vl
+from lookonce.families.base import VideoRule
+from lookonce.families.video import FRAMES_PER_PAIR, VideoSettings, even_share
 
 
 def _num_levels(config: Any) -> int:
     return len(config.vision_config.deepstack_visual_indexes)
 
+
+def _frame_size(
+    settings: VideoSettings, width: int, height: int, num_frames: int, max_pixels: int | None
+) -> tuple[int, int]:
+    """Bounds are on the pixels of all frames together."""
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    most = settings.most_pixels
+    if settings.has_frame_cap:
+        cap = settings.max_video_tokens * settings.factor**2
+        most = num_frames * even_share(settings, min(cap, most // num_frames))
+    most = most if max_pixels is None else min(most, max_pixels * num_frames)
+    resized_height, resized_width = smart_resize(
+        num_frames, height, width, FRAMES_PER_PAIR, settings.factor, settings.least_pixels, most
+    )
+    return resized_height, resized_width
+
+
+def _placeholder(token: str) -> str:
+    return f"<|vision_start|>{token}<|vision_end|>"
+
+
+def _time_in_words(seconds: float) -> tuple[str, str]:
+    return f"<{seconds:.1f} seconds><|vision_start|>", "<|vision_end|>"
+
+
+VIDEO = VideoRule(
+    defaults={
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "max_video_tokens": 768,
+    },
+    frame_size=_frame_size,
+    bounded_frames=lambda num_frames: num_frames,
+    placeholder=_placeholder,
+    around=_time_in_words,
+)
 
 FAMILY = replace(
     qwen2_vl.FAMILY,
@@ -21,4 +62,5 @@ FAMILY = replace(
     model_type="qwen3_vl",
     architecture="Qwen3VLForConditionalGeneration",
     num_levels=_num_levels,
+    video=VIDEO,
 )

@@ -10,8 +10,8 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import FamilySource, ImageShape, ImageSizing
 
 # What the patch processors refuse is more elongated than this.
-_MAX_ASPECT = 200
-_ELONGATED_PIXELS = 1000
+MAX_ASPECT = 200
+ELONGATED_PIXELS = 1000
 
 
 def constant(shape: ImageShape) -> ImageSizing:
@@ -30,12 +30,12 @@ def patch_grid(processor: Any, smart_resize: Callable[..., tuple[int, int]], fra
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
         least, most = pixel_bounds(processor, options, frames)
         resized_height, resized_width = smart_resize(height, width, factor, least, most)
-        return _grid_shape(resized_height // factor, resized_width // factor)
+        return grid_shape(resized_height // factor, resized_width // factor)
 
     most_rows = max(1, processor.size.longest_edge // (frames * factor**2))
     # The most elongated images are at least one patch high, which may make them larger than the bound.
-    elongated = [shape(_ELONGATED_PIXELS * _MAX_ASPECT, _ELONGATED_PIXELS, ProcessorOptions())]
-    return ImageSizing(shape, max([_grid_shape(1, most_rows), *elongated], key=lambda one: one.num_rows))
+    elongated = [shape(ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, ProcessorOptions())]
+    return ImageSizing(shape, max([grid_shape(1, most_rows), *elongated], key=lambda one: one.num_rows))
 
 
 def pixel_bounds(processor: Any, options: ProcessorOptions, frames: int = 1) -> tuple[int, int]:
@@ -88,5 +88,6 @@ def side_of(num_rows: int) -> int:
     return side
 
 
-def _grid_shape(height: int, width: int) -> ImageShape:
+def grid_shape(height: int, width: int) -> ImageShape:
+    """A row per cell."""
     return ImageShape((height * width,), (1, height, width))

@@ -146,7 +146,7 @@ def with_tags(text: LoadedText) -> LoadedText:
     tokenizer = load_pretrained(text.folder.path)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
     token, token_id = family.image_token, family.image_token_id
-    return replace(text, family=DecoderFamily(tagged, token, token_id, token_id, encode))
+    return replace(text, family=DecoderFamily(tagged, token, token_id, token_id, None, encode))
 
 
 def test_layouts_with_tokens_that_take_no_row_are_placed_and_found_again(llava_text: LoadedText) -> None:

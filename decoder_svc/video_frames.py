@@ -1,0 +1,92 @@
+"""Video as stated → its pairs of frames as image sources, and the layout of each. Reads the frames' headers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decoder_svc.family import DecoderFamily
+from decoder_svc.image_layout import ImageLayout
+from decoder_svc.prompt_spec import CachedImage, ImageSource, InlineImage, VideoFrame, VideoSource
+from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest, pair_digest
+from lookonce.errors import InvalidParameterError, located_in_image
+from lookonce.families.video import FRAMES_PER_PAIR
+from lookonce.image_file import FramePair
+from lookonce.image_header import ImageLimits, check_one_size, probe_image
+
+
+@dataclass(frozen=True, slots=True)
+class SplitVideo:
+    """A video's pairs in order."""
+
+    sources: tuple[ImageSource, ...]
+    layouts: tuple[ImageLayout, ...]
+
+
+class VideoSplitter:
+    """Splits the videos of prompts for one model; safe to use from several threads at once."""
+
+    def __init__(self, family: DecoderFamily, limits: ImageLimits) -> None:
+        self._family = family
+        self._limits = limits
+
+    def split_all(self, visuals: Sequence[ImageSource | VideoSource]) -> list[SplitVideo]:
+        """The videos among a prompt's images and videos. Raises as `split`."""
+        videos: list[SplitVideo] = []
+        index = 0
+        for visual in visuals:
+            if isinstance(visual, VideoSource):
+                videos.append(self.split(visual, index))
+                index += len(videos[-1].sources)
+            else:
+                index += 1
+        return videos
+
+    def split(self, video: VideoSource, first_index: int) -> SplitVideo:
+        """The video's pairs, of which the first is the image source with this index of its prompt.
+
+        Takes milliseconds: not for an event loop. Raises what is wrong with a frame (with its pair's index in the
+        metadata), InvalidParameterError for frames of different sizes, of a size that is not stated, or a bound that
+        cannot be kept, and ImageTooLargeError for frames that the model does not take.
+        """
+        width, height = self._size(video, first_index)
+        frame_size = self._family.frame_size(width, height, len(video.frames), video.max_pixels)
+        layouts = self._family.video_layouts(frame_size, len(video.frames), video.fps)
+        options = ProcessorOptions(frame_size=frame_size)
+        sources = []
+        for start in range(0, len(video.frames), FRAMES_PER_PAIR):
+            frames = video.frames[start : start + FRAMES_PER_PAIR]
+            with located_in_image(first_index + start // FRAMES_PER_PAIR):
+                sources.append(_pair(frames[0], frames[-1], options))
+        return SplitVideo(tuple(sources), tuple(layouts))
+
+    def _size(self, video: VideoSource, first_index: int) -> tuple[int, int]:
+        """Of the frames, in pixels."""
+        headers = []
+        for number, frame in enumerate(video.frames):
+            if frame.data is not None:
+                with located_in_image(first_index + number // FRAMES_PER_PAIR):
+                    headers.append(probe_image(frame.data, self._limits))
+        check_one_size(headers)
+        if video.size is None:
+            if len(headers) < len(video.frames):
+                raise InvalidParameterError("video.size", "is needed where a frame is given by its key")
+            return headers[0].width, headers[0].height
+        width, height = video.size
+        if headers and (headers[0].width, headers[0].height) != video.size:
+            raise InvalidParameterError(
+                "video.size", f"is {width}×{height}, but the frames have {headers[0].width}×{headers[0].height} pixels"
+            )
+        return width, height
+
+
+def _pair(first: VideoFrame, second: VideoFrame, options: ProcessorOptions) -> ImageSource:
+    """Of two frames with their bytes, a file; otherwise what the cache must have."""
+    if first.data is not None and second.data is not None:
+        expected = None if first.digest is None and second.digest is None else _digest_of(first, second)
+        return InlineImage(FramePair(first.data, second.data), options, expected)
+    return CachedImage(_digest_of(first, second), options, first.fingerprint or second.fingerprint)
+
+
+def _digest_of(first: VideoFrame, second: VideoFrame) -> ImageDigest:
+    return pair_digest(*(frame.digest or image_digest(frame.data or b"") for frame in (first, second)))

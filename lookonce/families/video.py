@@ -1,0 +1,124 @@
+"""Videos as pairs of frames, for families whose vision halves look at two frames at a time (Qwen-VL).
+
+Attention of those towers stays inside a pair, so a pair is encoded, cached and fetched as an image is, whatever stands
+before and behind it. What a family's data file says is a `VideoRule`; the folder's video processor gives the numbers.
+transformers' own video processors need torchvision, so their settings are read here, and their arithmetic is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lookonce.families.base import FamilySource, FramePlace, ImageShape, VideoRule
+from lookonce.families.sizing import ELONGATED_PIXELS, MAX_ASPECT, grid_shape
+
+FRAMES_PER_PAIR = 2
+# Where neither the request nor the family says: what Qwen's own tools sample at.
+DEFAULT_FPS = 2.0
+# What of a video processor changes pixels besides their number.
+_PIXEL_SETTINGS = ("image_mean", "image_std", "rescale_factor", "resample")
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSettings:
+    """The numbers of a folder's video processor."""
+
+    # Fewest and most pixels: of a frame, or of all frames together, as the family counts.
+    least_pixels: int
+    most_pixels: int
+    # Pixels along one side of what becomes a row.
+    factor: int
+    # Whether the most depends on the number of frames, and on how many tokens.
+    has_frame_cap: bool
+    max_video_tokens: int
+    # Arguments of the image processor that make it treat frames as the video processor does.
+    pixels: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class VideoModel:
+    """One folder's videos. Thread-safe."""
+
+    rule: VideoRule
+    settings: VideoSettings
+    # The token that takes rows, as config.json numbers it.
+    token_id: int
+    # Rows of the largest pair.
+    most_rows: int
+    _config: Any
+
+    @classmethod
+    def load(cls, source: FamilySource, rule: VideoRule) -> VideoModel | None:
+        """None for a folder that knows no videos. Raises ValueError for one whose video processor does not fit."""
+        token_id = getattr(source.config, "video_token_id", None)
+        if token_id is None:
+            return None
+        settings = _settings(source, rule)
+        elongated = rule.frame_size(settings, ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, FRAMES_PER_PAIR, None)
+        square = settings.most_pixels // rule.bounded_frames(FRAMES_PER_PAIR)
+        most_rows = max(elongated[0] * elongated[1], square) // settings.factor**2
+        return cls(rule, settings, int(token_id), max(1, most_rows), source.config)
+
+    def least_pixels(self, num_frames: int) -> int:
+        """What a frame among so many has at least after resizing, and so the least that `max_pixels` may be."""
+        share = -(-self.settings.least_pixels // self.rule.bounded_frames(num_frames))
+        return max(share, self.settings.factor**2)
+
+    def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
+        """Width and height that the frames of a video of this size are resized to.
+
+        Raises ValueError for a size that the processor refuses.
+        """
+        resized_height, resized_width = self.rule.frame_size(self.settings, width, height, num_frames, max_pixels)
+        return resized_width, resized_height
+
+    def is_frame_size(self, width: int, height: int) -> bool:
+        """Whether frames may be resized to this: whole rows, and no more than the largest pair has."""
+        columns, odd_columns = divmod(width, self.settings.factor)
+        rows, odd_rows = divmod(height, self.settings.factor)
+        return odd_columns == odd_rows == 0 < rows * columns <= self.most_rows
+
+    def pair_shape(self, frame_size: tuple[int, int]) -> ImageShape:
+        """A pair alone."""
+        width, height = frame_size
+        return grid_shape(height // self.settings.factor, width // self.settings.factor)
+
+    def shapes(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageShape]:
+        """What each pair of a video becomes in its prompt; together they take the place of the video's placeholder."""
+        alone = self.pair_shape(frame_size)
+        shapes = []
+        for index in range(-(-num_frames // FRAMES_PER_PAIR)):
+            first = FRAMES_PER_PAIR * index
+            last = min(first + 1, num_frames - 1)
+            before, after = self.rule.around((first + last) / 2 / fps)
+            parts = [part for part in (before, *alone.parts, after) if part != ""]
+            tick = self.rule.tick(self._config, fps)
+            place = None if tick is None else FramePlace(index, int(index * tick))
+            shapes.append(ImageShape(tuple(parts), alone.grid, place))
+        return shapes
+
+
+def even_share(settings: VideoSettings, most_pixels: int) -> int:
+    """The most pixels where each frame gets its share of a number of tokens; not below what a video has at least."""
+    return max(most_pixels, int(settings.least_pixels * 1.05))
+
+
+def _settings(source: FamilySource, rule: VideoRule) -> VideoSettings:
+    given = {**rule.defaults, **source.video}
+    processor = source.processor
+    for name in ("patch_size", "merge_size", "temporal_patch_size"):
+        if given.get(name, getattr(processor, name)) != getattr(processor, name):
+            raise ValueError(f"{name} of videos is {given[name]}, of images {getattr(processor, name)}")
+    if processor.temporal_patch_size != FRAMES_PER_PAIR:
+        raise ValueError(f"temporal_patch_size is {processor.temporal_patch_size}, not {FRAMES_PER_PAIR}")
+    size = given["size"]
+    return VideoSettings(
+        least_pixels=int(given.get("min_pixels") or size["shortest_edge"]),
+        most_pixels=int(given.get("max_pixels") or size["longest_edge"]),
+        factor=processor.patch_size * processor.merge_size,
+        has_frame_cap=bool(given.get("cap_pixels_per_frame")),
+        max_video_tokens=int(given["max_video_tokens"]),
+        pixels={name: given[name] for name in _PIXEL_SETTINGS if given.get(name) is not None},
+    )

@@ -1,0 +1,41 @@
+"""What one entry of the encoder cache is made from: an image file, or a pair of video frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from lookonce.content_key import ImageDigest, image_digest, pair_digest
+
+
+@dataclass(frozen=True, slots=True)
+class FramePair:
+    """Two consecutive frames of a video, which the vision halves of Qwen-VL models see as one (arXiv:2409.12191)."""
+
+    # Image files of the same size in pixels.
+    first: bytes = field(repr=False)
+    second: bytes = field(repr=False)
+
+
+ImageFile: TypeAlias = bytes | FramePair
+"""The original bytes of an image, or of both frames of a pair."""
+
+
+def files_of(image: ImageFile) -> tuple[bytes, ...]:
+    """The files that differ: a pair of one frame with itself has one."""
+    if not isinstance(image, FramePair):
+        return (image,)
+    return (image.first,) if image.first == image.second else (image.first, image.second)
+
+
+def num_file_bytes(image: ImageFile) -> int:
+    """Bytes of all its files."""
+    return sum(map(len, files_of(image)))
+
+
+def file_digest(image: ImageFile) -> ImageDigest:
+    """The digest that names it (0.6 ms per MiB: off the event loop for photos)."""
+    if not isinstance(image, FramePair):
+        return image_digest(image)
+    first = image_digest(image.first)
+    return pair_digest(first, first if image.second == image.first else image_digest(image.second))
