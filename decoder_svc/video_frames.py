@@ -36,7 +36,10 @@ class VideoSplitter:
         index = 0
         for visual in visuals:
             if isinstance(visual, VideoSource):
-                videos.append(self.split(visual, index))
+                try:
+                    videos.append(self.split(visual, index))
+                except InvalidParameterError as error:
+                    raise InvalidParameterError(f"videos[{len(videos)}].{error.field}", error.description) from None
                 index += len(videos[-1].sources)
             else:
                 index += 1
@@ -70,12 +73,12 @@ class VideoSplitter:
         check_one_size(headers)
         if video.size is None:
             if len(headers) < len(video.frames):
-                raise InvalidParameterError("video.size", "is needed where a frame is given by its key")
+                raise InvalidParameterError("size", "is needed where a frame is given by its key")
             return headers[0].width, headers[0].height
         width, height = video.size
         if headers and (headers[0].width, headers[0].height) != video.size:
             raise InvalidParameterError(
-                "video.size", f"is {width}×{height}, but the frames have {headers[0].width}×{headers[0].height} pixels"
+                "size", f"is {width}×{height}, but the frames have {headers[0].width}×{headers[0].height} pixels"
             )
         return width, height
 

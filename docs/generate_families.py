@@ -19,6 +19,9 @@ PAGE = pathlib.Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- families: written by `make families` from the conformance suite -->"
 END = "<!-- end of families -->"
 SUITE = "tests/parity/test_family_conformance.py"
+# All of its tests together are one column, for families that take videos.
+VIDEO_SUITE = "tests/parity/test_video.py"
+VIDEO = "video"
 # Test → what its column says.
 COLUMNS = {
     "test_prompts_are_those_of_the_familys_own_processor": "prompt",
@@ -35,23 +38,29 @@ def main() -> None:
     """Runs the suite and rewrites the table; ends with status 1 when something failed."""
     passed = run_suite()
     PAGE.write_text(page_with_families(PAGE.read_text("utf-8"), passed), "utf-8")
-    if any(len(tests) < len(COLUMNS) for tests in passed.values()):
+    if any(not tests >= COLUMNS.keys() for tests in passed.values()) or not _all_videos(passed):
         sys.exit("not every family conforms; the table says which do not")
 
 
 def run_suite() -> dict[str, set[str]]:
-    """Name of each tiny family → the suite's tests that passed with it."""
+    """Name of each tiny family → the suite's tests that passed with it, and VIDEO if all of the other suite's did."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}", SUITE]
-        subprocess.run(command, check=False, cwd=PAGE.parent)
-        cases = ElementTree.parse(report).getroot().iter("testcase")
+        command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
+        subprocess.run([*command, SUITE, VIDEO_SUITE], check=False, cwd=PAGE.parent)
         passed: dict[str, set[str]] = defaultdict(set)
-        for case in cases:
+        videos: dict[str, list[bool]] = defaultdict(list)
+        for case in ElementTree.parse(report).getroot().iter("testcase"):
             test, _, name = str(case.get("name")).rstrip("]").partition("[")
-            if name and not {"failure", "error", "skipped"} & {child.tag for child in case}:
+            has_passed = not {"failure", "error", "skipped"} & {child.tag for child in case}
+            if case.get("file") == VIDEO_SUITE:
+                videos[name].append(has_passed)
+            elif name and has_passed:
                 passed[name].add(test)
-    return {name: passed[name] & COLUMNS.keys() for name in tiny_families.FAMILIES}
+    for name, results in videos.items():
+        if all(results):
+            passed[name].add(VIDEO)
+    return {name: passed[name] & {*COLUMNS, VIDEO} for name in tiny_families.FAMILIES}
 
 
 def page_with_families(page: str, passed: Mapping[str, Collection[str]]) -> str:
@@ -67,14 +76,27 @@ def _table(passed: Mapping[str, Collection[str]]) -> str:
     variants: dict[str, list[str]] = defaultdict(list)
     for name in passed:
         variants[_model_type(name)].append(name)
-    head = ["family", "model type", "tested with", *COLUMNS.values(), "besides"]
+    head = ["family", "model type", "tested with", *COLUMNS.values(), VIDEO, "besides"]
     rows = [" | ".join(head), " | ".join("---" for _ in head)]
     for model_type, family in FAMILIES.items():
         names = sorted(variants[model_type])
         marks = [_PASSED if all(test in passed[name] for name in names) else _FAILED for test in COLUMNS]
+        marks.append(_video_mark(family, names, passed))
         cells = [family.title, f"`{model_type}`", ", ".join(f"`{name}`" for name in names), *marks, _besides(family)]
         rows.append(" | ".join(cells))
     return "\n".join(f"| {row} |" for row in rows)
+
+
+def _video_mark(family: Family, names: Collection[str], passed: Mapping[str, Collection[str]]) -> str:
+    if family.video is None:
+        return ""
+    return _PASSED if all(VIDEO in passed[name] for name in names) else _FAILED
+
+
+def _all_videos(passed: Mapping[str, Collection[str]]) -> bool:
+    """Whether every family that takes videos passed their suite."""
+    taking = {model_type for model_type, family in FAMILIES.items() if family.video is not None}
+    return all(VIDEO in tests for name, tests in passed.items() if _model_type(name) in taking)
 
 
 def _model_type(name: str) -> str:
@@ -90,6 +112,8 @@ def _besides(family: Family) -> str:
         words.append("`max_pixels`")
     if family.axes is PositionAxes.MROPE:
         words.append("M-RoPE")
+    if family.has_levels:
+        words.append("feature levels")
     if family.mask is Mask.IMAGE:
         words.append("an image is never cut")
     if family.mask is Mask.PROMPT:

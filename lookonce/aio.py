@@ -170,13 +170,9 @@ class AsyncClient:
 
     async def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
-        indexes = prepared.missing(error)
-        missing = [prepared.images[index] for index in indexes]
-        limit_bytes = (await self._model_info(deadline)).max_message_bytes // 2
-        if sum(len(image.data or b"") for image in missing) <= limit_bytes:
-            prepared.send_inline(indexes)
-        else:
-            await self.encode(missing, timeout_s=deadline.remaining_s())
+        ahead = prepared.supply(error, (await self._model_info(deadline)).max_message_bytes // 2)
+        if ahead:
+            await self.encode(ahead, timeout_s=deadline.remaining_s())
 
     def _deadline(self, options: GenerateOptions) -> Deadline:
         return Deadline.after(options.get("timeout_s", self._options.timeout_s))

@@ -6,7 +6,6 @@ Answers go to stdout, everything about them to stderr. Exit status: 0, 1 for a f
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 import signal
@@ -37,8 +36,6 @@ _RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "hel
 # Whether an image's tokens may be spread over steps.
 _CHUNKING = {Mask.CAUSAL: "chunked", Mask.IMAGE: "whole image in a step", Mask.PROMPT: "whole prompt in a step"}
 _REPORT_WIDTH = 120
-# What families without feature levels have for their number.
-_NO_LEVELS = next(field.default for field in dataclasses.fields(Family) if field.name == "num_levels")
 
 app = typer.Typer(
     help="Lookonce: an image is looked at once.",
@@ -254,8 +251,12 @@ def _offers(family: Family) -> list[str]:
         offers.append("max_pixels")
     if family.axes is PositionAxes.MROPE:
         offers.append("M-RoPE")
-    if family.num_levels is not _NO_LEVELS:
+    if family.has_levels:
         offers.append("feature levels")
+    if family.depends_on_image_count:
+        offers.append("no tiles beside others")
+    if family.video is not None:
+        offers.append("videos")
     return offers
 
 

@@ -167,12 +167,9 @@ class Client:
 
     def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
-        indexes = prepared.missing(error)
-        missing = [prepared.images[index] for index in indexes]
-        if sum(len(image.data or b"") for image in missing) <= self._model_info(deadline).max_message_bytes // 2:
-            prepared.send_inline(indexes)
-        else:
-            self.encode(missing, timeout_s=deadline.remaining_s())
+        ahead = prepared.supply(error, self._model_info(deadline).max_message_bytes // 2)
+        if ahead:
+            self.encode(ahead, timeout_s=deadline.remaining_s())
 
     def _deadline(self, options: GenerateOptions) -> Deadline:
         return Deadline.after(options.get("timeout_s", self._options.timeout_s))

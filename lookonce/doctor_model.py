@@ -18,12 +18,14 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ImageTooLargeError, LookonceError, ModelFolderError
 from lookonce.families.base import ImageShape
 from lookonce.families.model import FamilyModel
+from lookonce.families.video import DEFAULT_FPS
 from lookonce.half_check import HalfWeights, check_half
 from lookonce.half_model import Half, load_vision_half
 from lookonce.model_folder import ModelFolder
 from lookonce.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
+_SAMPLE_FRAMES = (16, 128)
 # Tokens of a KV block where the decoder is not told otherwise.
 _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
@@ -42,6 +44,7 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             *_text(folder, model),
             Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES)),
             _largest_image(folder, model),
+            _videos(model),
         ]
     if all(finding.is_fine for finding in findings):
         findings.append(Finding("loading", True, "encoder and decoder can load this folder"))
@@ -103,6 +106,18 @@ def _largest_image(folder: ModelFolder, model: FamilyModel) -> Finding:
     except LookonceError as error:
         return Finding("largest image", False, str(error))
     return Finding("largest image", True, f"{largest.num_rows:,} rows, {num_tokens:,} tokens of the prompt")
+
+
+def _videos(model: FamilyModel) -> Finding:
+    if model.video is None:
+        return Finding("videos", True, "not taken")
+    width, height = _SAMPLE_SIZES[0]
+    rows = []
+    for num_frames in _SAMPLE_FRAMES:
+        frame_size = model.frame_size(width, height, num_frames, None)
+        pairs = model.video.shapes(frame_size, num_frames, DEFAULT_FPS)
+        rows.append(f"{num_frames} frames of {width}×{height}: {sum(pair.num_rows for pair in pairs):,} rows")
+    return Finding("videos", True, ", ".join(rows))
 
 
 def _num_tokens(folder: ModelFolder, shape: ImageShape) -> int:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
 from lookonce.images import ImageRef
+from lookonce.videos import Video
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-Part: TypeAlias = "str | ImageRef | bytes | os.PathLike[str]"
+Part: TypeAlias = "str | ImageRef | Video | bytes | os.PathLike[str]"
 """One part of a message: a str is text; an image is a reference, bytes or a pathlib.Path."""
 
 
@@ -20,7 +21,7 @@ class Message:
     """One chat message."""
 
     role: Role
-    # Text, or texts and images in their order.
+    # Text, or texts, images and videos in their order.
     content: str | Sequence[Part]
 
 

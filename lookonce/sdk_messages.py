@@ -14,6 +14,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
 from lookonce.generation import FinishReason, GenerateOptions, Generation, Message, Role, Usage
 from lookonce.images import EmbeddingSource, Encoding, ImageLike, ImageRef, as_image, as_images
+from lookonce.videos import Video
 
 # An image of this size costs less to send than a second round trip costs to find out that it must be sent.
 SMALL_IMAGE_BYTES = 64 << 10
@@ -49,8 +50,15 @@ class PreparedPrompt:
         """Reads and hashes files: keep it off event loops. Raises InvalidParameterError and OSError."""
         self._messages = _as_messages(prompt, images)
         self._options = options
-        self.images = [part for _, parts in self._messages for part in parts if isinstance(part, ImageRef)]
-        self._inline = {index for index, image in enumerate(self.images) if _is_small(image)}
+        # Images and videos in reading order.
+        self._visuals = [part for _, parts in self._messages for part in parts if not isinstance(part, str)]
+        # Of each of what the server counts as an image (one image, or two frames) the index of its visual.
+        self._visual_of = [
+            index
+            for index, visual in enumerate(self._visuals)
+            for _ in range(visual.num_pairs if isinstance(visual, Video) else 1)
+        ]
+        self._inline = {index for index, visual in enumerate(self._visuals) if _travels_at_once(visual)}
 
     def params(self) -> decoder_pb2.GenerateParams:
         """The request as it stands now."""
@@ -64,21 +72,37 @@ class PreparedPrompt:
             for part in parts:
                 if isinstance(part, str):
                     message.parts.add(text=part)
+                    continue
+                if isinstance(part, Video):
+                    message.parts.add(video=_video_source(part, as_bytes=index in self._inline))
                 else:
                     message.parts.add(image=image_source(part, as_bytes=index in self._inline, in_prompt=True))
-                    index += 1
+                index += 1
         return params
 
-    def missing(self, error: EmbeddingNotCachedError) -> list[int]:
-        """Positions of the images that the server asked for. Raises `error` when their bytes are not at hand."""
-        indexes = list(error.indexes) or [index for index in range(len(self.images)) if index not in self._inline]
-        if not indexes or any(index >= len(self.images) or self.images[index].data is None for index in indexes):
-            raise error
-        return indexes
+    def supply(self, error: EmbeddingNotCachedError, limit_bytes: int) -> list[ImageRef]:
+        """Lets what the server asked for travel as bytes from now on, and answers which images must go ahead instead.
 
-    def send_inline(self, indexes: Sequence[int]) -> None:
-        """Lets these images travel as bytes from now on."""
-        self._inline.update(indexes)
+        Those are all images asked for when together they have more than `limit_bytes`; videos always travel in their
+        message. Raises `error` when bytes are not at hand.
+        """
+        asked = self._asked_for(error)
+        if sum(_num_bytes(self._visuals[index]) for index in asked) <= limit_bytes:
+            self._inline |= asked
+            return []
+        self._inline |= {index for index in asked if isinstance(self._visuals[index], Video)}
+        visuals = [self._visuals[index] for index in sorted(asked)]
+        return [visual for visual in visuals if isinstance(visual, ImageRef)]
+
+    def _asked_for(self, error: EmbeddingNotCachedError) -> set[int]:
+        """Which images and videos the server lacks."""
+        if any(index >= len(self._visual_of) for index in error.indexes):
+            raise error
+        asked = {self._visual_of[index] for index in error.indexes}
+        asked = asked or set(range(len(self._visuals))) - self._inline
+        if not asked or not all(_has_bytes(self._visuals[index]) for index in asked):
+            raise error
+        return asked
 
 
 class Transcript:
@@ -222,6 +246,20 @@ def image_source(image: ImageRef, *, as_bytes: bool, in_prompt: bool) -> common_
     return source
 
 
+def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
+    """The video on the wire, its frames as bytes with their digests, or as digests alone."""
+    source = decoder_pb2.VideoSource(
+        frames=[image_source(frame, as_bytes=as_bytes, in_prompt=True) for frame in video.frames]
+    )
+    if video.fps is not None:
+        _assign(source, "fps", video.fps)
+    _assign_max_pixels(source, video.max_pixels)
+    if video.size is not None:
+        _assign(source.size, "width", video.size[0])
+        _assign(source.size, "height", video.size[1])
+    return source
+
+
 def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
     """The only choice of an answer. Raises InternalError when there is none."""
     if not response.choices:
@@ -254,7 +292,7 @@ def usage_of(usage: decoder_pb2.Usage) -> Usage:
 
 def _as_messages(
     prompt: str | Sequence[Message], images: Sequence[ImageLike]
-) -> list[tuple[Role, list[str | ImageRef]]]:
+) -> list[tuple[Role, list[str | ImageRef | Video]]]:
     """A plain prompt is one user message, its images before its text."""
     if isinstance(prompt, str):
         return [("user", [*as_images(images), prompt])]
@@ -269,10 +307,10 @@ def _checked_role(role: Role) -> Role:
     return role
 
 
-def _as_parts(content: str | Sequence[Any]) -> list[str | ImageRef]:
+def _as_parts(content: str | Sequence[Any]) -> list[str | ImageRef | Video]:
     if isinstance(content, str):
         return [content]
-    return [part if isinstance(part, str) else as_image(part) for part in content]
+    return [part if isinstance(part, str | Video) else as_image(part) for part in content]
 
 
 def _sampling(options: GenerateOptions) -> decoder_pb2.SamplingParams:
@@ -304,8 +342,23 @@ def _assign_max_pixels(message: Any, max_pixels: int | None) -> None:
         _assign(message, "max_pixels", max_pixels)
 
 
-def _is_small(image: ImageRef) -> bool:
-    return image.data is not None and len(image.data) <= SMALL_IMAGE_BYTES
+def _travels_at_once(visual: ImageRef | Video) -> bool:
+    """Whether its bytes travel unasked: where a digest does not save a round trip's worth, or does not suffice."""
+    if not _has_bytes(visual):
+        return False
+    return _num_bytes(visual) <= SMALL_IMAGE_BYTES or (isinstance(visual, Video) and visual.size is None)
+
+
+def _has_bytes(visual: ImageRef | Video) -> bool:
+    return all(image.data is not None for image in _images_of(visual))
+
+
+def _num_bytes(visual: ImageRef | Video) -> int:
+    return sum(len(image.data or b"") for image in _images_of(visual))
+
+
+def _images_of(visual: ImageRef | Video) -> Sequence[ImageRef]:
+    return visual.frames if isinstance(visual, Video) else (visual,)
 
 
 def _key(image: ImageRef) -> common_pb2.ContentKey:

@@ -179,3 +179,8 @@ class Family:
     finish_text: Callable[[str, str], str] | None = None
     # Says why a folder of this type cannot be served; None where it can.
     refusal: Callable[[FamilySource], str | None] = _nothing_wrong
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether feature levels travel beside the rows."""
+        return self.num_levels is not _no_levels

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from docs.generate_families import BEGIN, COLUMNS, END, PAGE, SUITE, page_with_families
+from docs.generate_families import BEGIN, COLUMNS, END, PAGE, SUITE, VIDEO, page_with_families
 from lookonce.families.registry import FAMILIES
 from tests import tiny_families
 
@@ -25,6 +25,8 @@ def test_the_committed_table_has_every_family_and_every_one_conforms() -> None:
     tested = {name.strip(" `") for row in rows for name in row[2].split(",")}
     assert tested == set(tiny_families.FAMILIES), "run `make families`"
     assert {mark for row in rows for mark in row[3 : 3 + len(COLUMNS)]} == {"✓"}
+    taking = [model_type for model_type, family in FAMILIES.items() if family.video is not None]
+    assert [row[1].strip("`") for row in rows if row[3 + len(COLUMNS)] == "✓"] == taking, "run `make families`"
 
 
 def test_the_columns_are_tests_of_the_suite() -> None:
@@ -33,9 +35,11 @@ def test_the_columns_are_tests_of_the_suite() -> None:
 
 
 def test_a_family_that_failed_is_marked_and_a_page_without_marks_is_refused() -> None:
-    passed = {name: set(COLUMNS) for name in tiny_families.FAMILIES}
+    passed = {name: {*COLUMNS, VIDEO} for name in tiny_families.FAMILIES}
     passed["gemma3"].discard("test_cold")
+    passed["qwen3_vl"].discard(VIDEO)
     lines = page_with_families(f"{BEGIN}\n{END}", passed).splitlines()
-    assert [line.partition("|")[2].partition("|")[0].strip() for line in lines if "✗" in line] == ["Gemma 3"]
+    failed = [line.partition("|")[2].partition("|")[0].strip() for line in lines if "✗" in line]
+    assert failed == ["Qwen3-VL", "Gemma 3"]
     with pytest.raises(ValueError, match="lacks the marks"):
         page_with_families("# Lookonce\n", passed)

@@ -28,7 +28,7 @@ class Asked:
         self.reference_ids = [ids for _, ids in asked]
         self.prompts: list[Prompt] = [question.prompt for question in questions]
         self.expected = [question.expected for question in questions]
-        self.offline = model.offline(questions)
+        self.offline = model.offline_model(questions)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_blocks_are_not_shared_where_the_time_differs(asked: Asked) -> None:
     shown = frames(9, 6)
     session = offline.Session(asked.offline, num_blocks=5000, cache_rows=4000)
     slow, fast = (asked.model.question([Video(shown, fps=fps), "what"])[0] for fps in (0.25, 1.0))
-    session = offline.Session(asked.model.offline([slow, fast]), num_blocks=5000, cache_rows=4000)
+    session = offline.Session(asked.model.offline_model([slow, fast]), num_blocks=5000, cache_rows=4000)
     for question in (slow, fast, slow):
         assert session.ask([question.prompt]).token_ids == [question.expected]
 

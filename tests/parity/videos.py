@@ -109,7 +109,7 @@ class VideoModel:
         """Whether the pairs of a video share a clock; otherwise each stands behind its time in words."""
         return not self.name.startswith("qwen3")
 
-    def offline(self, questions: Sequence[offline.Question]) -> offline.OfflineModel:
+    def offline_model(self, questions: Sequence[offline.Question]) -> offline.OfflineModel:
         """For sessions of scheduler and runner."""
         ends = self.reference.generation_config.eos_token_id
         runner = CPUModelRunner(self.config, self.text.family)

@@ -1,0 +1,228 @@
+"""Videos over gRPC and Redis: pairs of frames are encoded once for all decoders, and known by digest afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import PIL.Image
+import pytest
+
+from lookonce import Client
+from lookonce.aio import AsyncClient
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import image_digest
+from lookonce.decoder.v1 import decoder_service_pb2 as pb
+from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
+from lookonce.errors import EmbeddingNotCachedError, InvalidInputError, UnsupportedError
+from lookonce.generation import Generation, Message, Part
+from lookonce.images import ImageRef
+from lookonce.local_stack import LocalStack
+from lookonce.videos import Video
+from tests.conftest import ONE_THREAD
+from tests.parity import offline, videos
+from tests.tiny_families import FAMILIES
+
+MAX_FRAMES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """One user turn and what `generate` answers."""
+
+    parts: list[videos.Part]
+    expected: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A family's running services and its questions."""
+
+    stack: LocalStack
+    chats: list[Chat]
+    # Distinct images and pairs of frames in them.
+    num_entries: int
+    # Pixels that make a row.
+    square: int
+
+    @property
+    def num_encodes(self) -> int:
+        """So far."""
+        return int(self.stack.metric(self.stack.encoders, "lookonce_encoder_encodes_total"))
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = videos.VideoModel(FAMILIES[request.param], tmp_path_factory.mktemp("videos") / request.param)
+    chats = [Chat(parts, model.question(parts)[0].expected) for parts in videos.questions(model, random.Random(4))]
+    limits = (
+        "--max-num-batched-tokens",
+        "40",
+        "--max-num-seqs",
+        "12",
+        "--max-video-frames-per-prompt",
+        str(MAX_FRAMES),
+    )
+    with LocalStack(
+        model.config.folder,
+        dtype="float32",
+        num_decoders=2,
+        encoder_arguments=ONE_THREAD,
+        decoder_arguments=(*ONE_THREAD, *limits),
+    ) as stack:
+        yield Served(stack, chats, len(model.rows), model.square)
+
+
+def said(parts: Sequence[videos.Part], *, by_digest: bool = False) -> list[Part]:
+    """As a user of the SDK says it."""
+
+    def image(picture: PIL.Image.Image) -> ImageRef:
+        file = videos.png(picture)
+        return ImageRef.from_digest(image_digest(file)) if by_digest else ImageRef.from_bytes(file)
+
+    def part_of(part: videos.Part) -> Part:
+        if isinstance(part, str):
+            return part
+        if isinstance(part, PIL.Image.Image):
+            return image(part)
+        size = part.frames[0].size if by_digest else None
+        return Video.from_frames(
+            [image(frame) for frame in part.frames], fps=part.fps, max_pixels=part.max_pixels, size=size
+        )
+
+    return [part_of(part) for part in parts]
+
+
+async def answer(target: str, parts: list[Part]) -> Generation:
+    num_tokens = offline.MAX_NEW_TOKENS
+    async with AsyncClient.connect(target) as client:
+        return await client.generate(
+            [Message("user", parts)], max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0
+        )
+
+
+async def test_answers_are_those_of_generate_and_each_pair_is_encoded_once(served: Served) -> None:
+    expected = [chat.expected for chat in served.chats]
+    for target in served.stack.decoder_targets:
+        answers = await asyncio.gather(*(answer(target, said(chat.parts)) for chat in served.chats))
+        assert [list(one.token_ids) for one in answers] == expected
+    target = served.stack.decoder_targets[0]
+    again = await asyncio.gather(*(answer(target, said(chat.parts, by_digest=True)) for chat in served.chats))
+    assert [list(one.token_ids) for one in again] == expected, "frames by digest, since their size is stated"
+    assert served.num_encodes == served.num_entries
+    assert all(one.usage.encoded_image_tokens == 0 for one in again)
+
+
+def test_bytes_travel_when_the_server_lacks_a_pair(served: Served) -> None:
+    """The SDK asks by digest first where it may."""
+    num_before = served.num_encodes
+    files = [videos.png(frame) + bytes(80_000) for frame in videos.frames(31, 4)]
+    with Client.connect(served.stack.decoder_targets[0]) as client:
+        for num_encodes in (2, 2):
+            video = Video.from_frames(files, size=(80, 60))
+            client.generate([Message("user", [video, "what"])], max_tokens=1)
+            assert served.num_encodes == num_before + num_encodes
+        # The same frames in other pairs are other entries.
+        client.generate([Message("user", [Video.from_frames(files[1:3], size=(80, 60)), "what"])], max_tokens=1)
+        assert served.num_encodes == num_before + 3
+        refs = [ImageRef.from_digest(image_digest(file)) for file in (*files, *files[:1])]
+        known = Message("user", [Video.from_frames(refs, size=(80, 60)), "what"])
+        with pytest.raises(EmbeddingNotCachedError) as missing:
+            client.generate([known], max_tokens=1)
+        assert missing.value.indexes == (2,), "the odd frame's pair with itself was never encoded"
+
+
+def wrong_videos(square: int) -> dict[str, tuple[pb.VideoSource, str]]:
+    """What is wrong → a video, and what the refusal says."""
+    one, other = (common_pb2.ImageSource(data=videos.png(frame)) for frame in videos.frames(1, 2))
+    larger = common_pb2.ImageSource(data=videos.png(videos.frames(1, 1, 100, 60)[0]))
+    known = common_pb2.ImageSource(key=common_pb2.ContentKey(digest=bytes(32)))
+    size = common_pb2.PixelSize(width=80, height=61)
+    mistaken = common_pb2.ImageSource(data=one.data, expected_digest=bytes(32))
+    bounded = common_pb2.ImageSource(data=one.data, max_pixels=1000)
+    paired = common_pb2.ImageSource(data=one.data, second_frame=one.data)
+    thin = common_pb2.ImageSource(data=videos.png(PIL.Image.new("RGB", (2010, 10))))
+    return {
+        "one frame": (pb.VideoSource(frames=[one]), "at least 2"),
+        "no speed": (pb.VideoSource(frames=[one, other], fps=0), "fps"),
+        "no number": (pb.VideoSource(frames=[one, other], fps=float("nan")), "fps"),
+        "too fast": (pb.VideoSource(frames=[one, other], fps=1001), "at most 1000"),
+        "two sizes": (pb.VideoSource(frames=[one, other, larger]), "80×60 and 100×60"),
+        "another size than stated": (pb.VideoSource(frames=[one, other], size=size), "is 80×61"),
+        "no size": (pb.VideoSource(frames=[one, known]), "size"),
+        "empty size": (pb.VideoSource(frames=[one, other], size=common_pb2.PixelSize(width=80)), "80 × 0"),
+        "too few pixels": (pb.VideoSource(frames=[one, other], max_pixels=square - 1), "at least"),
+        "no pixels": (pb.VideoSource(frames=[one, other], max_pixels=0), "at least 1"),
+        "another digest": (pb.VideoSource(frames=[one, mistaken]), "expected_digest"),
+        "no picture": (pb.VideoSource(frames=[one, common_pb2.ImageSource(data=b"no picture")]), "no image"),
+        "empty frame": (pb.VideoSource(frames=[one, common_pb2.ImageSource()]), "set data or key"),
+        "bounds of its own": (pb.VideoSource(frames=[one, bounded]), "max_pixels"),
+        "a pair of pairs": (pb.VideoSource(frames=[one, paired]), "second_frame"),
+        "too thin": (pb.VideoSource(frames=[thin, thin]), "the limit is 200"),
+        "too many frames": (pb.VideoSource(frames=[one] * (MAX_FRAMES + 1)), f"the limit is {MAX_FRAMES}"),
+    }
+
+
+@pytest.mark.parametrize("what", sorted(wrong_videos(1)))
+async def test_a_wrong_video_is_refused_and_says_why(served: Served, what: str) -> None:
+    video, reason = wrong_videos(served.square)[what]
+    params = pb.GenerateParams(sampling=pb.SamplingParams(max_tokens=1))
+    params.chat.messages.add(role=pb.ROLE_USER).parts.add(video=video)
+    async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
+        with pytest.raises(InvalidInputError, match=reason):
+            await client._call(
+                client._decoder.Generate, pb.GenerateRequest(params=params), client._deadline({"timeout_s": 30})
+            )
+
+
+def pair_items(square: int) -> dict[str, tuple[common_pb2.ImageSource, str]]:
+    """What is wrong → a pair for the encoder, and what the refusal says."""
+    side = int(square**0.5)
+    one, other = (videos.png(frame) for frame in videos.frames(1, 2))
+    larger = videos.png(videos.frames(1, 1, 100, 60)[0])
+    size = common_pb2.PixelSize(width=2 * side, height=side)
+    source = common_pb2.ImageSource
+    return {
+        "no rows": (source(data=one, second_frame=other, frame_size=common_pb2.PixelSize()), "multiples"),
+        "half a row": (source(data=one, frame_size=common_pb2.PixelSize(width=side, height=side - 1)), "multiples"),
+        "too many rows": (
+            source(data=one, frame_size=common_pb2.PixelSize(width=side * 1000, height=side * 1000)),
+            "at most",
+        ),
+        "no size": (source(data=one, second_frame=other), "belongs to"),
+        "two sizes": (source(data=one, second_frame=larger, frame_size=size), "one size"),
+        "bound and size": (source(data=one, frame_size=size, max_pixels=9 * square), "max_pixels"),
+        "another digest": (
+            source(data=one, second_frame=other, frame_size=size, expected_digest=image_digest(one)),
+            "hash",
+        ),
+        "broken second frame": (source(data=one, second_frame=other[:200], frame_size=size), "cut off|broken|no image"),
+    }
+
+
+@pytest.mark.parametrize("what", sorted(pair_items(1)))
+async def test_a_wrong_pair_is_refused_by_the_encoder(served: Served, what: str) -> None:
+    image, reason = pair_items(served.square)[what]
+    num_before = served.num_encodes
+    request = encoder_pb2.EncodeRequest(items=[encoder_pb2.EncodeItem(image=image)])
+    async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
+        deadline = client._deadline({"timeout_s": 30})
+        encoder = await client._encoder(deadline)
+        with pytest.raises(InvalidInputError, match=reason):
+            await client._call(encoder.Encode, request, deadline)
+    assert served.num_encodes == num_before
+
+
+async def test_a_model_without_videos_says_so(stack: LocalStack) -> None:
+    video = Video.from_frames([videos.png(frame) for frame in videos.frames(1, 2)])
+    async with AsyncClient.connect(stack.decoder_targets[0]) as client:
+        assert (await client.model_info()).max_video_frames == 0
+        with pytest.raises(UnsupportedError, match="videos are not taken"):
+            await client.generate([Message("user", [video, "what"])], max_tokens=1)
+
+
+async def test_a_model_with_videos_says_how_many_frames(served: Served) -> None:
+    async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
+        assert (await client.model_info()).max_video_frames == MAX_FRAMES
