@@ -63,13 +63,18 @@ class VisionModel:
         return loaded
 
     def warm_up(self) -> None:
-        """Encodes two grey images of different shapes, so that a folder whose parts do not fit never serves.
+        """Encodes two grey images of different shapes, and a pair of frames where the model takes videos.
+
+        So a folder whose parts do not fit never serves.
 
         Raises ModelFolderError.
         """
         images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in _WARM_UP_SIZES]
         try:
             inputs = [self.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
+            if (video := self.adapter.model.video) is not None:
+                options = ProcessorOptions(frame_size=(video.settings.factor, video.settings.factor))
+                inputs.append(self.adapter.pair_inputs([images[0], images[0]], options))
             outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error

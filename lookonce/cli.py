@@ -35,7 +35,7 @@ _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
 _RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 # Whether an image's tokens may be spread over steps.
 _CHUNKING = {Mask.CAUSAL: "chunked", Mask.IMAGE: "whole image in a step", Mask.PROMPT: "whole prompt in a step"}
-_REPORT_WIDTH = 120
+_REPORT_WIDTH = 150
 
 app = typer.Typer(
     help="Lookonce: an image is looked at once.",

@@ -33,7 +33,8 @@ def test_an_image_larger_than_the_batch_raises_both(caplog: pytest.LogCaptureFix
 
 
 def test_a_configured_cache_is_taken_unless_an_image_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    assert budget(2048, 576, cache=1000).cache_rows == 1000 + 16
+    with caplog.at_level(logging.WARNING):
+        assert budget(2048, 576, cache=1000).cache_rows == 1000 + 16
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         assert budget(2048, 576, cache=100).cache_rows == 576 + 16

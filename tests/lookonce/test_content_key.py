@@ -21,9 +21,11 @@ from lookonce.content_key import (
     content_key,
     encoder_fingerprint,
     image_digest,
+    pair_digest,
     parse_digest,
 )
 from lookonce.errors import InvalidParameterError
+from lookonce.image_file import FramePair, file_digest, files_of
 
 DIGEST = image_digest(b"picture")
 NO_OPTIONS = ProcessorOptions()
@@ -46,6 +48,9 @@ def test_each_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
         key(fingerprint=EncoderFingerprint("e" * 64)),
         key(options=ProcessorOptions(max_pixels=5000)),
         key(options=ProcessorOptions(max_pixels=0)),
+        key(options=ProcessorOptions(beside_others=True)),
+        key(options=ProcessorOptions(frame_size=(56, 28))),
+        key(options=ProcessorOptions(frame_size=(28, 56))),
         key(tenant=Tenant("other", DEFAULT_TENANT.secret)),
         key(tenant=Tenant(DEFAULT_TENANT.name, b"another secret")),
     ]
@@ -53,6 +58,17 @@ def test_each_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
     values.append(key())
     assert len({one.value for one in values}) == len(values)
     assert all(len(one.value) == 32 for one in values)
+
+
+def test_a_pair_of_frames_is_named_by_both_files_and_their_order() -> None:
+    first, second = image_digest(b"first"), image_digest(b"second")
+    pair, turned = FramePair(b"first", b"second"), FramePair(b"second", b"first")
+    digests = [file_digest(one) for one in (pair, turned, FramePair(b"first", b"first"), b"first", b"firstsecond")]
+    assert len(set(digests)) == len(digests)
+    # As the wire contract states it.
+    said = b"".join(len(part).to_bytes(8, "little") + part for part in (b"lookonce/frame-pair/1", first, second))
+    assert file_digest(pair) == pair_digest(first, second) == hashlib.sha256(said).digest()
+    assert (files_of(FramePair(b"first", b"first")), files_of(b"first")) == ((b"first",), (b"first",))
 
 
 def test_the_same_ingredients_give_the_same_key() -> None:

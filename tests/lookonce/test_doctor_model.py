@@ -231,7 +231,8 @@ def test_models_lists_every_family_in_a_line() -> None:
     assert finished.returncode == 0, finished.stderr
     lines = [" ".join(line.split()) for line in finished.stdout.splitlines()[1:]]
     assert len(lines) == len(FAMILIES)
-    assert "Qwen3-VL qwen3_vl Qwen3VLForConditionalGeneration chunked, max_pixels, M-RoPE, feature levels" in lines
+    offers = "chunked, max_pixels, M-RoPE, feature levels, videos"
+    assert f"Qwen3-VL qwen3_vl Qwen3VLForConditionalGeneration {offers}" in lines
     assert "Gemma 3 gemma3 Gemma3ForConditionalGeneration whole image in a step" in lines
     assert "PaliGemma paligemma PaliGemmaForConditionalGeneration whole prompt in a step" in lines
     assert "SmolVLM smolvlm SmolVLMForConditionalGeneration chunked" in lines

@@ -1,0 +1,186 @@
+"""What a video becomes by the size and number of its frames, whatever its folder's video processor says."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_of_all
+
+from encoder_svc.vision_model import VisionModel
+from lookonce.content_key import ProcessorOptions
+from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
+from lookonce.families.model import FamilyModel
+from lookonce.families.video import VideoModel
+from lookonce.half_model import load_vision_half
+from lookonce.images import ImageRef
+from lookonce.model_folder import ModelFolder
+from lookonce.videos import Video
+from lookonce.vision_fingerprint import vision_fingerprint
+from tests.encoder_svc.conftest import encoder_settings
+from tests.tiny_families import FAMILIES
+
+SETTINGS = {"size": {"shortest_edge": 4000, "longest_edge": 90_000}}
+_draw = random.Random(8)
+SIZES = [(_draw.randint(5, 900), _draw.randint(5, 900), _draw.randint(2, 40)) for _ in range(60)]
+
+Folder = Callable[..., pathlib.Path]
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> Folder:
+    def make(name: str = "qwen2_5_vl", **settings: Any) -> pathlib.Path:
+        path: pathlib.Path = FAMILIES[name].build(tmp_path / f"{name} {len(list(tmp_path.iterdir()))}")
+        (path / "video_preprocessor_config.json").write_text(json.dumps({**SETTINGS, **settings}))
+        return path
+
+    return make
+
+
+def model_of(path: pathlib.Path) -> FamilyModel:
+    return FamilyModel.load(ModelFolder.open(path))
+
+
+def videos_of(path: pathlib.Path) -> VideoModel:
+    video = model_of(path).video
+    assert video is not None
+    return video
+
+
+@pytest.mark.parametrize("has_cap", [False, True])
+def test_each_frame_is_bounded_where_the_family_bounds_frames(folder: Folder, has_cap: bool) -> None:
+    video = videos_of(folder("qwen2_5_vl", cap_pixels_per_frame=has_cap, max_video_tokens=500))
+    seen = set()
+    for width, height, num_frames in SIZES:
+        most = 90_000
+        if has_cap:
+            most = max(min(most, int(500 * 28 * 28 * 0.9) * 2 // num_frames), int(4000 * 1.05))
+        expected = smart_resize(height, width, 28, 4000, most)
+        found = video.frame_size(width, height, num_frames, None)
+        assert found == expected[::-1]
+        assert video.is_frame_size(*found)
+        seen.add(found)
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize("has_cap", [False, True])
+def test_all_frames_together_are_bounded_where_the_family_bounds_videos(folder: Folder, has_cap: bool) -> None:
+    video = videos_of(folder("qwen3_vl", cap_pixels_per_frame=has_cap, max_video_tokens=6))
+    seen = set()
+    for width, height, num_frames in SIZES:
+        most = 90_000
+        if has_cap:
+            most = num_frames * max(min(6 * 32 * 32, 90_000 // num_frames), int(4000 * 1.05))
+        expected = smart_resize_of_all(num_frames, height, width, 2, 32, 4000, most)
+        found = video.frame_size(width, height, num_frames, None)
+        assert found == expected[::-1]
+        assert video.is_frame_size(*found)
+        seen.add(found)
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_no_pair_has_more_rows_than_the_largest(folder: Folder, name: str) -> None:
+    """Whether thin, long or short; the room that is kept for one pair depends on it."""
+    model = model_of(folder(name))
+    assert model.video is not None
+    sizes = [*SIZES, (2000, 10, 2), (10, 2000, 2), (2000, 10, 64), (300, 300, 2), (200_000, 1000, 2)]
+    rows = [model.video.pair_shape(model.frame_size(*size, None)).num_rows for size in sizes]
+    assert max(rows) <= model.video.most_rows <= model.most_rows
+    assert max(rows) > model.video.most_rows * 0.8
+
+
+def test_a_bound_makes_frames_smaller_and_may_not_be_below_what_they_have_at_least(folder: Folder) -> None:
+    for name in ("qwen2_5_vl", "qwen3_vl"):
+        model = model_of(folder(name))
+        free, bounded = (model.frame_size(400, 300, 4, bound) for bound in (None, 8000))
+        assert bounded[0] * bounded[1] <= 8000 < free[0] * free[1]
+        assert model.frame_size(400, 300, 4, 10**9) == free, "the model's own bound stays"
+        with pytest.raises(InvalidParameterError, match="max_pixels"):
+            model.frame_size(400, 300, 4, 700)
+        with pytest.raises(ImageTooLargeError, match="elongated"):
+            model.frame_size(5000, 10, 4, None)
+
+
+def test_settings_come_from_the_file_that_transformers_would_read(folder: Folder) -> None:
+    path = folder()
+    assert videos_of(path).settings.most_pixels == 90_000
+    (path / "video_preprocessor_config.json").unlink()
+    images = json.loads((path / "preprocessor_config.json").read_text())
+    # An old folder has one file for images and videos.
+    (path / "preprocessor_config.json").write_text(json.dumps({**images, "min_pixels": 3136, "max_pixels": 50_000}))
+    assert (videos_of(path).settings.least_pixels, videos_of(path).settings.most_pixels) == (3136, 50_000)
+    nested = {"image_processor": images, "video_processor": {"size": {"shortest_edge": 784, "longest_edge": 7840}}}
+    (path / "processor_config.json").write_text(json.dumps(nested))
+    assert videos_of(path).settings.most_pixels == 7840
+
+
+@pytest.mark.parametrize("wrong", [{"patch_size": 16}, {"temporal_patch_size": 4}, {"size": {"longest_edge": "many"}}])
+def test_a_video_processor_that_does_not_fit_is_refused(folder: Folder, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ModelFolderError):
+        model_of(folder("qwen2_5_vl", **wrong))
+
+
+def test_a_folder_that_names_no_video_token_takes_no_videos(folder: Folder) -> None:
+    path = folder("paddleocr_vl")
+    model = model_of(path)
+    assert model.video is None
+    with pytest.raises(UnsupportedError, match="takes no videos"):
+        model.frame_size(100, 100, 4, None)
+    with pytest.raises(InvalidParameterError, match="takes no videos"):
+        model.check_options(ProcessorOptions(frame_size=(28, 28)))
+
+
+def test_what_changes_a_frames_pixels_changes_the_fingerprint(folder: Folder) -> None:
+    def fingerprint(path: pathlib.Path) -> str:
+        opened = ModelFolder.open(path)
+        return vision_fingerprint(opened, load_vision_half(path, None), FamilyModel.load(opened))
+
+    path = folder()
+    before = fingerprint(path)
+    (path / "video_preprocessor_config.json").write_text(json.dumps({**SETTINGS, "image_mean": [0.1, 0.2, 0.3]}))
+    assert fingerprint(path) != before
+    other_size = {"size": {"shortest_edge": 4000, "longest_edge": 80_000}}
+    (path / "video_preprocessor_config.json").write_text(json.dumps(other_size))
+    assert fingerprint(path) == before, "sizes are part of each pair's key"
+
+
+@pytest.mark.parametrize(
+    ("fps", "times"),
+    [(0.5, [0, 8, 16]), (2.0, [0, 2, 4]), (8.0, [0, 0, 1]), (29.97, [0, 0, 0])],
+)
+def test_real_time_is_counted_in_whole_steps(folder: Folder, fps: float, times: list[int]) -> None:
+    """Two steps a second here, two frames a pair: a pair at 8 frames a second is half a step."""
+    path = folder()
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"]["tokens_per_second"] = 2
+    (path / "config.json").write_text(json.dumps(config))
+    shapes = videos_of(path).shapes((56, 56), 6, fps)
+    assert [shape.place.time for shape in shapes if shape.place is not None] == times
+
+
+def test_times_in_words_are_those_between_the_two_frames(folder: Folder) -> None:
+    shapes = videos_of(folder("qwen3_vl")).shapes((64, 32), 5, 2.0)
+    said = [str(shape.parts[0]).partition("<|")[0] for shape in shapes]
+    assert said == ["<0.2 seconds>", "<1.2 seconds>", "<2.0 seconds>"]
+    assert [shape.place for shape in shapes] == [None, None, None]
+
+
+def test_the_sdk_refuses_what_is_no_video() -> None:
+    one, known = ImageRef.from_bytes(b"file"), ImageRef.from_digest(bytes(32))
+    for frames, size in (([one], None), ([one, known], None), ([one, ImageRef.from_bytes(b"x", max_pixels=5)], None)):
+        with pytest.raises(InvalidParameterError):
+            Video.from_frames(frames, size=size)
+    assert Video.from_frames([one, known, known], size=(5, 5)).num_pairs == 2
+
+
+def test_an_encoder_tries_a_pair_of_frames_before_it_serves(folder: Folder) -> None:
+    VisionModel.load(encoder_settings(folder())).warm_up()
+    model = VisionModel.load(encoder_settings(folder(image_mean=[0.5, 0.5])))
+    with pytest.raises(ModelFolderError, match="does not fit"):
+        model.warm_up()
