@@ -3,9 +3,11 @@
 #   PYTHON=python3.12       another interpreter for the virtual environment
 #   PIP_EXTRA_INDEX_URL=…   where pip also looks; on x86-64 Linux PyTorch's own index of CPU builds saves gigabytes
 #   TESTS="tests/k8s -k x"  arguments of pytest
+#   JOBS=0                  test processes; 0 runs the tests in pytest's own, as `-s` and debuggers want it
 
 PYTHON ?= python3
 TESTS ?=
+JOBS ?= 2
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -29,7 +31,7 @@ demo: $(INSTALLED) ## start all services, draw three pictures, ask five question
 	@$(BIN)/python -m demo.run
 
 test: $(INSTALLED) ## all tests
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
 
 check: lint types imports contract ## format, lint, types, imports and the wire contract; changes nothing
 

@@ -1,6 +1,7 @@
 """How far are pixels of the PIL image processors from those of the torchvision ones? `--help` for the knobs.
 
-Both process the same pictures for every family; differences are in steps of an 8-bit channel. Needs torchvision, which
+Both process the same pictures for every family, and videos where it takes them, against transformers' video processors;
+differences are in steps of an 8-bit channel. Needs torchvision, which
 is no dependency: `pip install --target DIR --no-deps torchvision==0.28.0` beside torch 2.13, then `--torchvision DIR`.
 A CUDA build does beside CPU torch, since only resizing is used: its compiled operators are declared and never called.
 """
@@ -8,10 +9,12 @@ A CUDA build does beside CPU torch, since only resizing is used: its compiled op
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import pathlib
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -23,6 +26,12 @@ import torch
 from benchmarks import report
 
 _NAME = "pixel_parity"
+# Tiny model, its video processor, and settings of it: bounds of each frame, and of all frames together.
+VIDEO_PROCESSORS: tuple[tuple[str, tuple[str, dict[str, Any]]], ...] = (
+    ("qwen2_vl", ("Qwen2VLVideoProcessor", {"size": {"shortest_edge": 3136, "longest_edge": 200_000}})),
+    ("qwen2_5_vl", ("Qwen2VLVideoProcessor", {"size": {"shortest_edge": 3136, "longest_edge": 90_000}})),
+    ("qwen3_vl", ("Qwen3VLVideoProcessor", {"size": {"shortest_edge": 4096, "longest_edge": 400_000}})),
+)
 SIZES = ((80, 60), (640, 480), (1280, 720), (300, 400), (1000, 200))
 # torchvision describes these to the compiler when it is imported, so they must be declared.
 _DESCRIBED = (
@@ -68,6 +77,7 @@ def main() -> None:
     from tests.tiny_families import FAMILIES
 
     differences = [compare(FAMILIES[name]) for name in sorted(FAMILIES)]
+    differences += [compare_videos(FAMILIES[name], *settings) for name, settings in VIDEO_PROCESSORS]
     machine = report.this_machine()
     report.write_json(_NAME, {"machine": asdict(machine), "differences": [asdict(one) for one in differences]})
     report.write_section(_NAME, _section(differences, version), machine)
@@ -90,6 +100,36 @@ def compare(family: ModuleType) -> Difference:
     largest, mean = max(one.max().item() for one in found), float(np.mean([one.mean().item() for one in found]))
     print(f"{family.NAME}: largest {largest:.2f}, mean {mean:.3f}", flush=True)
     return Difference(family.NAME, type(pil).__name__, largest, mean)
+
+
+def compare_videos(family: ModuleType, processor_name: str, settings: Mapping[str, Any]) -> Difference:
+    """The family's video processor and our pairs, on the same frames. Raises ValueError for other shapes."""
+    import transformers
+
+    from encoder_svc.image_inputs import VisionAdapter
+    from lookonce.content_key import ProcessorOptions
+    from lookonce.model_folder import ModelFolder
+
+    with tempfile.TemporaryDirectory() as base:
+        folder = family.build(pathlib.Path(base) / family.NAME)
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+        processor = getattr(transformers, processor_name).from_pretrained(folder)
+        adapter = VisionAdapter.load(ModelFolder.open(folder))
+    found = []
+    for index, (size, num_frames) in enumerate(itertools.product(SIZES, (2, 5, 8))):
+        frames = [picture(100 * index + number, *size) for number in range(num_frames)]
+        theirs = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
+        frame_size = adapter.model.frame_size(*size, num_frames, None)
+        options = ProcessorOptions(frame_size=frame_size)
+        pairs = [frames[start : start + 2] for start in range(0, num_frames, 2)]
+        ours = torch.cat([adapter.pair_inputs(pair, options).pixel_values for pair in pairs])
+        if ours.shape != theirs["pixel_values_videos"].shape:
+            raise ValueError(f"{family.NAME}: {tuple(ours.shape)} and {tuple(theirs['pixel_values_videos'].shape)}")
+        scale = 255 * min(processor.image_std)
+        found.append((ours.double() - theirs["pixel_values_videos"].double()).abs() * scale)
+    largest, mean = max(one.max().item() for one in found), float(np.mean([one.mean().item() for one in found]))
+    print(f"{family.NAME} videos: largest {largest:.2f}, mean {mean:.3f}", flush=True)
+    return Difference(f"{family.NAME}, videos", processor_name, largest, mean)
 
 
 def picture(seed: int, width: int, height: int) -> PIL.Image.Image:
