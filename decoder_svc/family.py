@@ -13,7 +13,7 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ModelFolderError, UnsupportedError
 from lookonce.families.base import PositionAxes
 from lookonce.families.model import FamilyModel
-from lookonce.families.video import FRAMES_PER_PAIR
+from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.model_folder import ModelFolder
 
 # Layouts that are kept: a chat shows the same pictures again in every turn.

@@ -10,8 +10,7 @@ from decoder_svc.image_layout import ImageLayout
 from decoder_svc.prompt_spec import CachedImage, ImageSource, InlineImage, VideoFrame, VideoSource
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest, pair_digest
 from lookonce.errors import InvalidParameterError, located_in_image
-from lookonce.families.video import FRAMES_PER_PAIR
-from lookonce.image_file import FramePair
+from lookonce.image_file import FRAMES_PER_PAIR, FramePair
 from lookonce.image_header import ImageLimits, check_one_size, probe_image
 
 

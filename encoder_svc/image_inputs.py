@@ -15,7 +15,7 @@ import torch
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Family
 from lookonce.families.model import FamilyModel
-from lookonce.families.video import FRAMES_PER_PAIR
+from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.model_folder import ModelFolder
 
 # Of RGB.

@@ -7,10 +7,13 @@ from typing import TypeAlias
 
 from lookonce.content_key import ImageDigest, image_digest, pair_digest
 
+# The vision halves of Qwen-VL models see so many frames of a video as one (arXiv:2409.12191, section 2.1).
+FRAMES_PER_PAIR = 2
+
 
 @dataclass(frozen=True, slots=True)
 class FramePair:
-    """Two consecutive frames of a video, which the vision halves of Qwen-VL models see as one (arXiv:2409.12191)."""
+    """Two consecutive frames of a video."""
 
     # Image files of the same size in pixels.
     first: bytes = field(repr=False)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from lookonce.errors import InvalidParameterError
+from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.images import ImageLike, ImageRef, as_images
-
-# A model looks at so many frames at a time; each such pair is cached as an image is.
-FRAMES_PER_PAIR = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lookonce.families import qwen2_vl
-from lookonce.families.video import FRAMES_PER_PAIR
+from lookonce.image_file import FRAMES_PER_PAIR
 
 
 def _real_time(config: Any, fps: float) -> float:

@@ -6,7 +6,8 @@ from typing import Any
 
 from lookonce.families import sizing
 from lookonce.families.base import Family, FamilySource, ImageSizing, PositionAxes, VideoRule
-from lookonce.families.video import FRAMES_PER_PAIR, VideoSettings, even_share
+from lookonce.families.video import VideoSettings, even_share
+from lookonce.image_file import FRAMES_PER_PAIR
 
 
 def qwen_sizing(source: FamilySource) -> ImageSizing:

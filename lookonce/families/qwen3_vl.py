@@ -11,7 +11,8 @@ from typing import Any
 
 from lookonce.families import qwen2_vl
 from lookonce.families.base import VideoRule
-from lookonce.families.video import FRAMES_PER_PAIR, VideoSettings, even_share
+from lookonce.families.video import VideoSettings, even_share
+from lookonce.image_file import FRAMES_PER_PAIR
 
 
 def _num_levels(config: Any) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 from lookonce.families.base import FamilySource, FramePlace, ImageShape, VideoRule
 from lookonce.families.sizing import ELONGATED_PIXELS, MAX_ASPECT, grid_shape
+from lookonce.image_file import FRAMES_PER_PAIR
 
-FRAMES_PER_PAIR = 2
 # Where neither the request nor the family says: what Qwen's own tools sample at.
 DEFAULT_FPS = 2.0
 # What of a video processor changes pixels besides their number.
