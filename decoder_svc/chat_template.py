@@ -6,7 +6,6 @@ the template moves it about. Tokenizes nothing.
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 import secrets
@@ -18,6 +17,7 @@ import jinja2
 from decoder_svc.prompt_spec import ChatMessage, ImagePart, Role, TextPart, VideoPart
 from decoder_svc.text_tokenizer import TextPiece
 from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
+from lookonce.model_folder import chat_template_source
 
 # Marks consist of digits only: no case filter or escaping of a template changes them.
 _NONCE_DIGITS = 32
@@ -40,16 +40,14 @@ class ChatTemplate:
         self._source = source
         self._check_image_placement(image_token)
         # Whether the template knows videos.
-        self.takes_videos = video_text is not None and self._num_written("video", video_text) == 1
+        self.takes_videos = video_text is not None and self._writes_videos(video_text)
 
     @classmethod
     def load(
         cls, folder: pathlib.Path, pretrained: Any, image_token: str, video_text: str | None = None
     ) -> ChatTemplate | None:
         """The folder's template (chat_template.jinja, chat_template.json, tokenizer_config.json), None without one."""
-        source = _folder_source(folder, pretrained)
-        if isinstance(source, dict):
-            source = source.get("default")
+        source = chat_template_source(folder, pretrained.chat_template)
         return None if source is None else cls(pretrained, source, image_token, video_text)
 
     def render(self, messages: Sequence[ChatMessage]) -> list[TextPiece]:
@@ -99,6 +97,13 @@ class ChatTemplate:
             raise ModelFolderError(
                 f"the chat template writes {num_written} × {image_token} for one image; it must be one"
             )
+
+    def _writes_videos(self, text: str) -> bool:
+        """Whether it writes the text once for one video, rather than nothing or a refusal."""
+        try:
+            return self._num_written("video", text) == 1
+        except jinja2.TemplateError:
+            return False
 
     def _num_written(self, part_type: str, text: str) -> int:
         """How often the template writes this text for one part of this type. Raises Jinja's TemplateError."""
@@ -172,14 +177,3 @@ def _template_part(part: TextPart | ImagePart | VideoPart, mark: Callable[[str],
     if isinstance(part, TextPart):
         return {"type": "text", "text": mark(part.text)}
     return {"type": "image" if isinstance(part, ImagePart) else "video"}
-
-
-def _folder_source(folder: pathlib.Path, pretrained: Any) -> Any:
-    """Jinja text, or a mapping from name to Jinja text, or None; a file of its own beats one inside a configuration."""
-    legacy = folder / "chat_template.json"
-    if (folder / "chat_template.jinja").is_file() or not legacy.is_file():
-        return pretrained.chat_template
-    try:
-        return json.loads(legacy.read_text("utf-8"))["chat_template"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelFolderError("chat_template.json is not JSON with a chat_template") from error

@@ -13,6 +13,7 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ModelFolderError, UnsupportedError
 from lookonce.families.base import PositionAxes
 from lookonce.families.model import FamilyModel
+from lookonce.families.video import DEFAULT_FPS
 from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.model_folder import ModelFolder
 
@@ -48,6 +49,8 @@ class DecoderFamily:
         self.placeholder_id = placeholder_id
         self._video_token = video_token or ""
         self._video = model.video if video_token else None
+        # Says why, where videos are not taken.
+        self.no_video_reason = model.no_video_reason or ("" if video_token else "the tokenizer has no video token")
         # What stands for one video in a rendered prompt; None: videos are not taken.
         self.video_placeholder = None if self._video is None else self._video.rule.placeholder(self._video_token)
         self.num_position_axes = 3 if data.axes is PositionAxes.MROPE else 1
@@ -60,6 +63,8 @@ class DecoderFamily:
         self._layout = functools.lru_cache(_NUM_LAYOUTS)(self._new_layout)
         try:
             largest = layout_of(model.sizing.largest, image_token, image_token_id, encode)
+            if self._video is not None:
+                self.video_layouts((self._video.settings.factor,) * 2, FRAMES_PER_PAIR, DEFAULT_FPS)
         except ValueError as error:
             raise ModelFolderError(f"the tokenizer does not fit {data.title}: {error}") from error
         # Of the largest image (or pair of frames) that the processor can make: rows, and tokens from the first row's to
@@ -84,12 +89,15 @@ class DecoderFamily:
         Raises UnsupportedError, InvalidParameterError for `max_pixels` and ImageTooLargeError.
         """
         if self._video is None:
-            raise UnsupportedError(f"{self.title} takes no videos here; send single images")
+            raise UnsupportedError(f"{self.no_video_reason}; send single images")
         return self._model.frame_size(width, height, num_frames, max_pixels)
 
     def num_pairs(self, num_frames: int) -> int:
-        """What the cache holds of so many frames, at most one of them odd; 0 where videos are not taken."""
-        return 0 if self._video is None else -(-num_frames // FRAMES_PER_PAIR)
+        """The most pairs that videos of so many frames have together; 0 where videos are not taken.
+
+        Videos of three frames have the most, two each.
+        """
+        return 0 if self._video is None else -(-num_frames * 2 // 3)
 
     def video_layouts(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageLayout]:
         """Layout of each pair of frames of a video; together they take its placeholder's place."""

@@ -153,7 +153,8 @@ class PromptBuilder:
 
     def _check_videos(self, videos: Sequence[VideoSource]) -> None:
         if self._template is None or not self._template.takes_videos or not self._limits.max_video_frames_per_prompt:
-            raise UnsupportedError(f"videos are not taken with this model ({self._family.title}); send single images")
+            reason = self._family.no_video_reason or "the chat template or this server's limits leave none"
+            raise UnsupportedError(f"videos are not taken with this model: {reason}; send single images")
         num_frames = sum(len(video.frames) for video in videos)
         if num_frames > self._limits.max_video_frames_per_prompt:
             raise ImageCountError(
@@ -324,8 +325,7 @@ def _found_spans(token_ids: Sequence[int], layouts: Sequence[ImageLayout]) -> li
         try:
             offset = token_ids.index(layout.row_token_id, end)
         except ValueError:
-            # The template moved images and videos past each other.
-            offset = end
+            raise PlaceholderMismatchError("the chat template moves images and videos past each other") from None
         span = Span(offset, layout.span_length)
         if tuple(token_ids[span.offset : span.stop]) != layout.span_token_ids:
             raise PlaceholderMismatchError(

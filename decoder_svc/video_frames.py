@@ -9,7 +9,12 @@ from decoder_svc.family import DecoderFamily
 from decoder_svc.image_layout import ImageLayout
 from decoder_svc.prompt_spec import CachedImage, ImageSource, InlineImage, VideoFrame, VideoSource
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest, pair_digest
-from lookonce.errors import InvalidParameterError, located_in_image
+from lookonce.errors import (
+    DigestMismatchError,
+    FingerprintMismatchError,
+    InvalidParameterError,
+    located_in_image,
+)
 from lookonce.image_file import FRAMES_PER_PAIR, FramePair
 from lookonce.image_header import ImageLimits, check_one_size, probe_image
 
@@ -52,14 +57,15 @@ class VideoSplitter:
         cannot be kept, and ImageTooLargeError for frames that the model does not take.
         """
         width, height = self._size(video, first_index)
-        frame_size = self._family.frame_size(width, height, len(video.frames), video.max_pixels)
+        with located_in_image(first_index):
+            frame_size = self._family.frame_size(width, height, len(video.frames), video.max_pixels)
         layouts = self._family.video_layouts(frame_size, len(video.frames), video.fps)
         options = ProcessorOptions(frame_size=frame_size)
         sources = []
         for start in range(0, len(video.frames), FRAMES_PER_PAIR):
-            frames = video.frames[start : start + FRAMES_PER_PAIR]
+            first, *others = video.frames[start : start + FRAMES_PER_PAIR]
             with located_in_image(first_index + start // FRAMES_PER_PAIR):
-                sources.append(_pair(frames[0], frames[-1], options))
+                sources.append(_pair(first, others[0] if others else None, options))
         return SplitVideo(tuple(sources), tuple(layouts))
 
     def _size(self, video: VideoSource, first_index: int) -> tuple[int, int]:
@@ -69,7 +75,7 @@ class VideoSplitter:
             if frame.data is not None:
                 with located_in_image(first_index + number // FRAMES_PER_PAIR):
                     headers.append(probe_image(frame.data, self._limits))
-        check_one_size(headers)
+        check_one_size(headers, "frames")
         if video.size is None:
             if len(headers) < len(video.frames):
                 raise InvalidParameterError("size", "is needed where a frame is given by its key")
@@ -82,13 +88,36 @@ class VideoSplitter:
         return width, height
 
 
-def _pair(first: VideoFrame, second: VideoFrame, options: ProcessorOptions) -> ImageSource:
-    """Of two frames with their bytes, a file; otherwise what the cache must have."""
-    if first.data is not None and second.data is not None:
-        expected = None if first.digest is None and second.digest is None else _digest_of(first, second)
-        return InlineImage(FramePair(first.data, second.data), options, expected)
-    return CachedImage(_digest_of(first, second), options, first.fingerprint or second.fingerprint)
+def _pair(first: VideoFrame, second: VideoFrame | None, options: ProcessorOptions) -> ImageSource:
+    """Of frames with their bytes, a file; otherwise what the cache must have.
+
+    Raises DigestMismatchError, and FingerprintMismatchError for frames of two encoders.
+    """
+    frames = [first] if second is None else [first, second]
+    files = [frame.data for frame in frames if frame.data is not None]
+    if len(files) == len(frames):
+        return InlineImage(FramePair(files[0], files[1] if second else None), options, _stated(frames))
+    fingerprints = {frame.fingerprint for frame in frames if frame.fingerprint is not None}
+    if len(fingerprints) > 1:
+        raise FingerprintMismatchError("two frames name different encoder fingerprints; leave them empty")
+    digests = [_digest(frame) for frame in frames]
+    return CachedImage(pair_digest(digests[0], digests[-1]), options, next(iter(fingerprints), None))
 
 
-def _digest_of(first: VideoFrame, second: VideoFrame) -> ImageDigest:
-    return pair_digest(*(frame.digest or image_digest(frame.data or b"") for frame in (first, second)))
+def _stated(frames: Sequence[VideoFrame]) -> ImageDigest | None:
+    """What the pair's digest must be; its files are hashed, and compared with it, where images are."""
+    if all(frame.digest is None for frame in frames):
+        return None
+    digests = [frame.digest or _digest(frame) for frame in frames]
+    return pair_digest(digests[0], digests[-1])
+
+
+def _digest(frame: VideoFrame) -> ImageDigest:
+    """Raises DigestMismatchError for bytes that hash to something else than they should."""
+    if frame.data is None:
+        assert frame.digest is not None, "a frame has bytes or a digest"
+        return frame.digest
+    digest = image_digest(frame.data)
+    if frame.digest not in (None, digest):
+        raise DigestMismatchError("a frame's bytes do not hash to its expected_digest; send them again")
+    return digest

@@ -29,7 +29,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.errors import InvalidParameterError
-from lookonce.families.video import DEFAULT_FPS
+from lookonce.families.video import DEFAULT_FPS, MAX_FPS, MIN_FPS
 
 _ROLES = {
     decoder_service_pb2.ROLE_SYSTEM: Role.SYSTEM,
@@ -38,8 +38,6 @@ _ROLES = {
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2
-# Nothing is filmed faster, and times stay exact.
-_MAX_FPS = 1000
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
 
@@ -118,8 +116,8 @@ def _video(field: str, video: decoder_service_pb2.VideoSource) -> VideoSource:
     if len(video.frames) < _MIN_FRAMES:
         raise InvalidParameterError(f"{field}.frames", f"must be at least {_MIN_FRAMES}; a single one is an image")
     fps = video.fps if video.HasField("fps") else DEFAULT_FPS
-    if not 0 < fps <= _MAX_FPS:
-        raise InvalidParameterError(f"{field}.fps", f"must be above 0 and at most {_MAX_FPS}, got {fps:g}")
+    if not MIN_FPS <= fps <= MAX_FPS:
+        raise InvalidParameterError(f"{field}.fps", f"must be {MIN_FPS} … {MAX_FPS}, got {fps:g}")
     max_pixels = video.max_pixels if video.HasField("max_pixels") else None
     if max_pixels == 0:
         raise InvalidParameterError(f"{field}.max_pixels", "must be at least 1, got 0")
@@ -136,7 +134,8 @@ def _frame(field: str, frame: common_pb2.ImageSource) -> VideoFrame:
     source = _image(field, frame)
     if isinstance(source, CachedImage):
         return VideoFrame(None, source.digest, source.fingerprint)
-    return VideoFrame(frame.data, source.expected_digest)
+    assert isinstance(source.data, bytes), "a message's image is a file"
+    return VideoFrame(source.data, source.expected_digest)
 
 
 def _images(field: str, images: Sequence[common_pb2.ImageSource]) -> tuple[ImageSource, ...]:

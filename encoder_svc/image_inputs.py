@@ -5,7 +5,8 @@ What differs between families is data (`lookonce/families/`). Stateless after co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,18 +85,20 @@ class VisionAdapter:
         num_copies = self.family.num_copies(shape, options)
         return PixelInputs(self._processed([image] * num_copies, arguments), shape.num_rows, num_copies)
 
-    def pair_inputs(self, frames: Sequence[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
+    def pair_inputs(self, frames: Iterable[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
         """Pixels of a pair of video frames, upright and RGB; one frame stands for two equal ones.
 
-        `options` have been checked. The processor takes a frame for a pair of itself: patches [num_patches, channels,
-        2, side, side], of which the second half is then the second frame's.
+        `options` have been checked. No frame is kept in its own size while the next one is asked for. The processor
+        takes a frame for a pair of itself: patches [num_patches, channels, 2, side, side], of which the second half is
+        then the second frame's.
         """
         video = self.model.video
         assert video is not None, "check_options() comes first"
         assert options.frame_size is not None, "a pair has a size"
         pixels = dict(video.settings.pixels)
         resample = pixels.pop("resample", PIL.Image.Resampling.BICUBIC)
-        sized = [frame.resize(options.frame_size, resample) for frame in frames]
+        # A loop's variable would keep a frame while the next one is decoded.
+        sized = map(operator.methodcaller("resize", options.frame_size, resample), frames)
         first, *others = [self._processed([frame], {"do_resize": False, **pixels}) for frame in sized]
         side = self.processor.patch_size
         for other in others:

@@ -6,12 +6,14 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import PIL.Image
+
 from encoder_svc.decode_worker import DecodeWorker
 from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.quarantine import Quarantine
-from lookonce.content_key import ImageDigest, ProcessorOptions
+from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
 from lookonce.errors import ImagePoisonousError
-from lookonce.image_file import ImageFile, files_of
+from lookonce.image_file import FramePair, ImageFile, files_of
 from lookonce.image_header import ImageHeader, ImageLimits, probe_file
 
 
@@ -61,16 +63,22 @@ class Preprocessor:
         # What the header tells costs nothing here, and no process there.
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
+        if not isinstance(data, FramePair):
+            return self._adapter.pixel_inputs(self._decoded(data, digest), options), header
+        # One after the other, each made small before the next one.
+        frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
+        return self._adapter.pair_inputs(frames, options), header
+
+    def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
+        """Upright RGB pixels of a file that is not in quarantine."""
         self._quarantine.check(digest)
         try:
-            images = [self._decoder().decode(file)[0] for file in files_of(data)]
+            image, _ = self._decoder().decode(data)
         except ImagePoisonousError:
             self._quarantine.strike(digest)
             raise
         self._quarantine.absolve(digest)
-        if options.frame_size is not None:
-            return self._adapter.pair_inputs(images, options), header
-        return self._adapter.pixel_inputs(images[0], options), header
+        return image
 
     def _decoder(self) -> DecodeWorker:
         """This thread's."""

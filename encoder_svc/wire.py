@@ -80,7 +80,7 @@ def parse_image(image: common_pb2.ImageSource, field: str) -> ImageInput:
 def _file(image: common_pb2.ImageSource) -> ImageFile:
     if not image.HasField("frame_size"):
         return image.data
-    return FramePair(image.data, image.second_frame if image.HasField("second_frame") else image.data)
+    return FramePair(image.data, image.second_frame if image.HasField("second_frame") else None)
 
 
 def key_message(key: ContentKey) -> common_pb2.ContentKey:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jinja2
 import transformers
 from transformers.utils import logging as transformers_logging
 
@@ -21,7 +22,7 @@ from lookonce.families.model import FamilyModel
 from lookonce.families.video import DEFAULT_FPS
 from lookonce.half_check import HalfWeights, check_half
 from lookonce.half_model import Half, load_vision_half
-from lookonce.model_folder import ModelFolder
+from lookonce.model_folder import ModelFolder, chat_template_source
 from lookonce.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
@@ -44,7 +45,7 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             *_text(folder, model),
             Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES)),
             _largest_image(folder, model),
-            _videos(model),
+            *_prompts(folder, model),
         ]
     if all(finding.is_fine for finding in findings):
         findings.append(Finding("loading", True, "encoder and decoder can load this folder"))
@@ -108,9 +109,42 @@ def _largest_image(folder: ModelFolder, model: FamilyModel) -> Finding:
     return Finding("largest image", True, f"{largest.num_rows:,} rows, {num_tokens:,} tokens of the prompt")
 
 
-def _videos(model: FamilyModel) -> Finding:
+def _prompts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
+    """How images and videos come into a prompt."""
+    try:
+        tokenizer = _tokenizer(folder)
+        source = chat_template_source(folder.path, tokenizer.chat_template)
+    except LookonceError as error:
+        return [Finding("chat template", False, str(error))]
+    if source is None:
+        return [Finding("chat template", True, "none: text and token prompts only"), _videos(model, takes_videos=False)]
+    placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
+    num_written = _num_written(tokenizer, source, "image", placeholder)
+    if num_written != 1:
+        return [Finding("chat template", False, f"writes {num_written} × {placeholder} for one image; it must be one")]
+    takes_videos = False
+    if model.video is not None and (token := tokenizer.convert_ids_to_tokens(model.video.token_id)) is not None:
+        takes_videos = _num_written(tokenizer, source, "video", model.video.rule.placeholder(token)) == 1
+    return [Finding("chat template", True, f"writes {placeholder}"), _videos(model, takes_videos=takes_videos)]
+
+
+def _num_written(tokenizer: Any, source: str, part_type: str, text: str) -> int:
+    """How often a chat template writes this text for one part of this type; 0 when it refuses the part."""
+    conversation = [{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]
+    try:
+        rendered = tokenizer.apply_chat_template(
+            conversation, chat_template=source, add_generation_prompt=True, tokenize=False
+        )
+    except jinja2.TemplateError:
+        return 0
+    return str(rendered).count(text)
+
+
+def _videos(model: FamilyModel, *, takes_videos: bool) -> Finding:
     if model.video is None:
-        return Finding("videos", True, "not taken")
+        return Finding("videos", True, f"not taken: {model.no_video_reason}")
+    if not takes_videos:
+        return Finding("videos", True, "not taken: the chat template does not write them")
     width, height = _SAMPLE_SIZES[0]
     rows = []
     for num_frames in _SAMPLE_FRAMES:
@@ -122,9 +156,7 @@ def _videos(model: FamilyModel) -> Finding:
 
 def _num_tokens(folder: ModelFolder, shape: ImageShape) -> int:
     """Tokens that an image's placeholder becomes. Raises ModelFolderError when the tokenizer does not know it."""
-    token_id = folder.config.get("image_token_index", folder.config.get("image_token_id"))
-    if not isinstance(token_id, int):
-        raise ModelFolderError("config.json names no image token (image_token_index or image_token_id)")
+    token_id = _image_token_id(folder)
     tokenizer = _tokenizer(folder)
     token = tokenizer.convert_ids_to_tokens(token_id)
     if token is None:
@@ -138,6 +170,13 @@ def _num_tokens(folder: ModelFolder, shape: ImageShape) -> int:
             "use the tokenizer that belongs to the weights"
         )
     return len(ids) - len(runs) + sum(runs)
+
+
+def _image_token_id(folder: ModelFolder) -> int:
+    token_id = folder.config.get("image_token_index", folder.config.get("image_token_id"))
+    if not isinstance(token_id, int):
+        raise ModelFolderError("config.json names no image token (image_token_index or image_token_id)")
+    return token_id
 
 
 def _tokenizer(folder: ModelFolder) -> Any:

@@ -17,7 +17,8 @@ class FramePair:
 
     # Image files of the same size in pixels.
     first: bytes = field(repr=False)
-    second: bytes = field(repr=False)
+    # None: the first one once more.
+    second: bytes | None = field(repr=False)
 
 
 ImageFile: TypeAlias = bytes | FramePair
@@ -25,10 +26,10 @@ ImageFile: TypeAlias = bytes | FramePair
 
 
 def files_of(image: ImageFile) -> tuple[bytes, ...]:
-    """The files that differ: a pair of one frame with itself has one."""
+    """Its files; a pair of one frame with itself has one."""
     if not isinstance(image, FramePair):
         return (image,)
-    return (image.first,) if image.first == image.second else (image.first, image.second)
+    return (image.first,) if image.second is None else (image.first, image.second)
 
 
 def num_file_bytes(image: ImageFile) -> int:
@@ -41,4 +42,4 @@ def file_digest(image: ImageFile) -> ImageDigest:
     if not isinstance(image, FramePair):
         return image_digest(image)
     first = image_digest(image.first)
-    return pair_digest(first, first if image.second == image.first else image_digest(image.second))
+    return pair_digest(first, first if image.second is None else image_digest(image.second))

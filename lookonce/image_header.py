@@ -85,17 +85,17 @@ def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
 def probe_file(image: ImageFile, limits: ImageLimits) -> ImageHeader:
     """As `probe_image`; of a pair the first frame's. Raises InvalidParameterError for frames of different sizes."""
     header, *others = [probe_image(data, limits) for data in files_of(image)]
-    check_one_size([header, *others])
+    check_one_size([header, *others], "second_frame")
     return header
 
 
-def check_one_size(frames: Sequence[ImageHeader]) -> None:
-    """Raises InvalidParameterError unless all frames of a video are of the same size."""
+def check_one_size(frames: Sequence[ImageHeader], field: str) -> None:
+    """Raises InvalidParameterError naming `field` unless all frames of a video are of the same size."""
     sizes = list(dict.fromkeys((frame.width, frame.height) for frame in frames))
     if len(sizes) > 1:
         (width, height), (other_width, other_height) = sizes[:2]
         raise InvalidParameterError(
-            "frames", f"must all have one size, not {width}×{height} and {other_width}×{other_height} pixels"
+            field, f"must have one size with the others, not {width}×{height} and {other_width}×{other_height} pixels"
         )
 
 

@@ -156,3 +156,18 @@ def _text_hidden_size(path: pathlib.Path, config: Mapping[str, Any]) -> int | No
             f"{path}/config.json: the text model's hidden_size must be a positive number, not {size!r}"
         )
     return size
+
+
+def chat_template_source(folder: pathlib.Path, of_tokenizer: Any) -> str | None:
+    """The folder's chat template as Jinja text, None without one; a file of its own beats one inside a configuration.
+
+    `of_tokenizer` is what transformers found: text, or a mapping from name to text, or None. Raises ModelFolderError.
+    """
+    legacy = folder / "chat_template.json"
+    source = of_tokenizer
+    if legacy.is_file() and not (folder / "chat_template.jinja").is_file():
+        try:
+            source = json.loads(legacy.read_text("utf-8"))["chat_template"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelFolderError("chat_template.json is not JSON with a chat_template") from error
+    return source.get("default") if isinstance(source, dict) else source

@@ -13,11 +13,15 @@ from lookonce.images import ImageLike, ImageRef, as_images
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video for a chat with a model that takes them (`model_info().max_video_frames`)."""
+    """A video for a chat with a model that takes them (`model_info().max_video_frames`).
+
+    Where the server lacks a frame, all of the video's travel in one message: MessageTooLargeError when they do not fit
+    (`model_info().max_message_bytes`).
+    """
 
     # In order, of one size in pixels, sampled evenly.
     frames: tuple[ImageRef, ...]
-    # Frames per second of the video. None: the server's default, 2.
+    # Frames per second of the video, 0.001 to 1000. None: the server's default, 2.
     fps: float | None = None
     # Upper bound of a frame's pixels after resizing. None: the model's default.
     max_pixels: int | None = None

@@ -96,7 +96,7 @@ def _nothing_around(_seconds: float) -> tuple[str, str]:
     return "", ""
 
 
-def _no_tick(_config: Any, _fps: float) -> float | None:
+def _no_tick(_config: Any, _seconds: float) -> float | None:
     return None
 
 
@@ -115,8 +115,8 @@ class VideoRule:
     placeholder: Callable[[str], str] = _the_token
     # Text before and after the rows of the pair that is shown at this time, seconds.
     around: Callable[[float], tuple[str, str]] = _nothing_around
-    # (configuration, frames per second) → steps on the time axis from pair to pair of one video; None: each pair is
-    # placed as an image is.
+    # (configuration, seconds from pair to pair of one video) → steps on the time axis; None: each pair is placed as an
+    # image is.
     tick: Callable[[Any, float], float | None] = _no_tick
 
 

@@ -32,8 +32,9 @@ class FamilyModel:
     data: Family
     source: FamilySource
     sizing: ImageSizing
-    # None: it takes no videos.
+    # None: it takes no videos, for this reason.
     video: VideoModel | None
+    no_video_reason: str
 
     @classmethod
     def load(cls, folder: ModelFolder) -> FamilyModel:
@@ -49,14 +50,13 @@ class FamilyModel:
         try:
             refusal = text_refusal(source.config, data.mask) or data.refusal(source)
             sizing = None if refusal else data.sizing(source)
-            video = None if refusal or data.video is None else VideoModel.load(source, data.video)
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelFolderError(
                 f"{folder.path} does not have what {data.title} needs: {type(error).__name__} {error}"
             ) from error
         if sizing is None:
             raise ModelFolderError(f"{folder.path} cannot be served: {refusal}")
-        return cls(data, source, sizing, video)
+        return cls(data, source, sizing, *_video(source, data))
 
     @property
     def num_levels(self) -> int:
@@ -94,7 +94,7 @@ class FamilyModel:
         processor refuses.
         """
         if self.video is None:
-            raise UnsupportedError(f"{self.data.title} takes no videos; send single images")
+            raise UnsupportedError(f"{self.no_video_reason}; send single images")
         least = self.video.least_pixels(num_frames)
         if max_pixels is not None and max_pixels < least:
             raise InvalidParameterError("max_pixels", f"must be at least {least} for such a video, not {max_pixels}")
@@ -119,7 +119,7 @@ class FamilyModel:
     def _check_frames(self, options: ProcessorOptions) -> None:
         width, height = options.frame_size or (0, 0)
         if self.video is None:
-            raise InvalidParameterError("frame_size", f"{self.data.title} takes no videos; leave it unset")
+            raise InvalidParameterError("frame_size", f"{self.no_video_reason}; leave it unset")
         if options.max_pixels is not None:
             raise InvalidParameterError("max_pixels", "says nothing for frames, which have their frame_size")
         if not self.video.is_frame_size(width, height):
@@ -128,6 +128,17 @@ class FamilyModel:
                 f"must be multiples of {self.video.settings.factor} that make at most {self.video.most_rows} rows, "
                 f"not {width} × {height}",
             )
+
+
+def _video(source: FamilySource, data: Family) -> tuple[VideoModel | None, str]:
+    """A folder's videos, or None and why: its images are served all the same."""
+    if data.video is None:
+        return None, f"{data.title} takes no videos"
+    try:
+        model = VideoModel.load(source, data.video)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return None, f"the folder's video processor does not fit {data.title}: {type(error).__name__} {error}"
+    return model, "" if model else "the folder's config.json names no video token"
 
 
 def _config(folder: ModelFolder) -> Any:

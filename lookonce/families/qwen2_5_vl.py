@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from lookonce.families import qwen2_vl
-from lookonce.image_file import FRAMES_PER_PAIR
 
 
-def _real_time(config: Any, fps: float) -> float:
+def _real_time(config: Any, seconds: float) -> float:
     """Section 2.1.2: steps of the time axis are a fixed part of a second."""
-    return float(config.vision_config.tokens_per_second * FRAMES_PER_PAIR / fps)
+    return float(config.vision_config.tokens_per_second * seconds)
 
 
 FAMILY = replace(

@@ -32,7 +32,7 @@ def _frame_size(
     return resized_height, resized_width
 
 
-def _one_step(_config: Any, _fps: float) -> float:
+def _one_step(_config: Any, _seconds: float) -> float:
     return 1.0
 
 

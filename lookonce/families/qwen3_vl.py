@@ -29,7 +29,9 @@ def _frame_size(
     if settings.has_frame_cap:
         cap = settings.max_video_tokens * settings.factor**2
         most = num_frames * even_share(settings, min(cap, most // num_frames))
-    most = most if max_pixels is None else min(most, max_pixels * num_frames)
+    # The processor compares whole pairs with its bound, rounded to even: 5 frames as 4.
+    counted = min(num_frames, round(num_frames / FRAMES_PER_PAIR) * FRAMES_PER_PAIR)
+    most = most if max_pixels is None else min(most, max_pixels * counted)
     resized_height, resized_width = smart_resize(
         num_frames, height, width, FRAMES_PER_PAIR, settings.factor, settings.least_pixels, most
     )

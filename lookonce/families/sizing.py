@@ -32,10 +32,23 @@ def patch_grid(processor: Any, smart_resize: Callable[..., tuple[int, int]], fra
         resized_height, resized_width = smart_resize(height, width, factor, least, most)
         return grid_shape(resized_height // factor, resized_width // factor)
 
-    most_rows = max(1, processor.size.longest_edge // (frames * factor**2))
+    least, most = (edge // frames for edge in (processor.size.shortest_edge, processor.size.longest_edge))
+    most_rows = most_grid_rows(least, most, factor)
     # The most elongated images are at least one patch high, which may make them larger than the bound.
     elongated = [shape(ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, ProcessorOptions())]
     return ImageSizing(shape, max([grid_shape(1, most_rows), *elongated], key=lambda one: one.num_rows))
+
+
+def most_grid_rows(least: int, most: int, factor: int) -> int:
+    """Rows of the largest grid with so many pixels at least and at most, of which `factor` squared make a row.
+
+    An image below the least is enlarged with both sides rounded up, which may be more than the most where those are
+    near each other. The most elongated images, of which a side is one row at least, are not looked at.
+    """
+    rows = -(-least // factor**2)
+    longer = math.isqrt(rows * MAX_ASPECT) + 1
+    enlarged = rows + longer + rows // longer + 1
+    return max(1, most // factor**2, enlarged)
 
 
 def pixel_bounds(processor: Any, options: ProcessorOptions, frames: int = 1) -> tuple[int, int]:

@@ -7,18 +7,25 @@ transformers' own video processors need torchvision, so their settings are read 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lookonce.families.base import FamilySource, FramePlace, ImageShape, VideoRule
-from lookonce.families.sizing import ELONGATED_PIXELS, MAX_ASPECT, grid_shape
+from lookonce.families.sizing import ELONGATED_PIXELS, MAX_ASPECT, grid_shape, most_grid_rows
 from lookonce.image_file import FRAMES_PER_PAIR
 
-# Where neither the request nor the family says: what Qwen's own tools sample at.
+# Where the request does not say: what Qwen's own tools sample at.
 DEFAULT_FPS = 2.0
-# What of a video processor changes pixels besides their number.
+# A frame every quarter of an hour, and more than anybody films: times stay small integers.
+MIN_FPS, MAX_FPS = 0.001, 1000.0
+# Arguments of the image processor that frames may want otherwise than images.
 _PIXEL_SETTINGS = ("image_mean", "image_std", "rescale_factor", "resample")
+# What is always done.
+_STEPS = ("do_resize", "do_rescale", "do_normalize")
+# Positions beyond are no model's.
+_MAX_TICK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +58,23 @@ class VideoModel:
 
     @classmethod
     def load(cls, source: FamilySource, rule: VideoRule) -> VideoModel | None:
-        """None for a folder that knows no videos. Raises ValueError for one whose video processor does not fit."""
+        """None for a folder that knows no videos.
+
+        Raises ValueError, TypeError, KeyError or AttributeError for one whose video processor does not fit.
+        """
         token_id = getattr(source.config, "video_token_id", None)
         if token_id is None:
             return None
         settings = _settings(source, rule)
+        tick = rule.tick(source.config, FRAMES_PER_PAIR / MIN_FPS)
+        if tick is not None and not 0 < tick < _MAX_TICK:
+            raise ValueError(f"{tick:g} steps of time from pair to pair at {MIN_FPS} frames per second")
         elongated = rule.frame_size(settings, ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, FRAMES_PER_PAIR, None)
-        square = settings.most_pixels // rule.bounded_frames(FRAMES_PER_PAIR)
-        most_rows = max(elongated[0] * elongated[1], square) // settings.factor**2
-        return cls(rule, settings, int(token_id), max(1, most_rows), source.config)
+        least, most = (
+            pixels // rule.bounded_frames(FRAMES_PER_PAIR) for pixels in (settings.least_pixels, settings.most_pixels)
+        )
+        rows = (elongated[0] * elongated[1] // settings.factor**2, most_grid_rows(least, most, settings.factor))
+        return cls(rule, settings, int(token_id), max(rows), source.config)
 
     def least_pixels(self, num_frames: int) -> int:
         """What a frame among so many has at least after resizing, and so the least that `max_pixels` may be."""
@@ -88,16 +103,22 @@ class VideoModel:
     def shapes(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageShape]:
         """What each pair of a video becomes in its prompt; together they take the place of the video's placeholder."""
         alone = self.pair_shape(frame_size)
+        tick = self.rule.tick(self._config, _single(FRAMES_PER_PAIR / fps))
+        tick = None if tick is None else _single(tick)
         shapes = []
         for index in range(-(-num_frames // FRAMES_PER_PAIR)):
             first = FRAMES_PER_PAIR * index
             last = min(first + 1, num_frames - 1)
             before, after = self.rule.around((first + last) / 2 / fps)
             parts = [part for part in (before, *alone.parts, after) if part != ""]
-            tick = self.rule.tick(self._config, fps)
-            place = None if tick is None else FramePlace(index, int(index * tick))
+            place = None if tick is None else FramePlace(index, int(_single(index * tick)))
             shapes.append(ImageShape(tuple(parts), alone.grid, place))
         return shapes
+
+
+def _single(value: float) -> float:
+    """Rounded to single precision, in which transformers counts time: 1.9999999 must be 1 here, too."""
+    return array("f", [value])[0]
 
 
 def even_share(settings: VideoSettings, most_pixels: int) -> int:
@@ -106,19 +127,28 @@ def even_share(settings: VideoSettings, most_pixels: int) -> int:
 
 
 def _settings(source: FamilySource, rule: VideoRule) -> VideoSettings:
-    given = {**rule.defaults, **source.video}
+    given = {**rule.defaults, **{name: value for name, value in source.video.items() if value is not None}}
     processor = source.processor
+    for name in _STEPS:
+        if not given.get(name, True):
+            raise ValueError(f"{name} of videos is off")
     for name in ("patch_size", "merge_size", "temporal_patch_size"):
         if given.get(name, getattr(processor, name)) != getattr(processor, name):
             raise ValueError(f"{name} of videos is {given[name]}, of images {getattr(processor, name)}")
     if processor.temporal_patch_size != FRAMES_PER_PAIR:
         raise ValueError(f"temporal_patch_size is {processor.temporal_patch_size}, not {FRAMES_PER_PAIR}")
     size = given["size"]
+    least, most = (
+        int(given.get(name) or size[edge])
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+    )
+    if not 0 < least <= most:
+        raise ValueError(f"videos have {least} to {most} pixels")
     return VideoSettings(
-        least_pixels=int(given.get("min_pixels") or size["shortest_edge"]),
-        most_pixels=int(given.get("max_pixels") or size["longest_edge"]),
+        least_pixels=least,
+        most_pixels=most,
         factor=processor.patch_size * processor.merge_size,
         has_frame_cap=bool(given.get("cap_pixels_per_frame")),
         max_video_tokens=int(given["max_video_tokens"]),
-        pixels={name: given[name] for name in _PIXEL_SETTINGS if given.get(name) is not None},
+        pixels={name: given[name] for name in _PIXEL_SETTINGS if name in given},
     )

@@ -98,6 +98,24 @@ def test_spelled_control_tokens_stay_readable_to_the_model(llava_text: LoadedTex
     assert text == "USER: what does <image> or </s> mean ASSISTANT:"
 
 
+@pytest.mark.parametrize("refusal", ["{{ raise_exception('no films') }}", "{{ nothing.at.all }}", ""])
+def test_a_template_that_knows_no_videos_still_shows_images(
+    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path, refusal: str
+) -> None:
+    template = (
+        "{% for part in messages[0]['content'] %}{% if part['type'] == 'image' %}<image>"
+        "{% elif part['type'] == 'video' %}" + refusal + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    )
+    path = tmp_path / "model"
+    with_template(model_folder("llava_clip"), path, template)
+    loaded = ChatTemplate.load(path, load_pretrained(path), "<image>", "<video>")
+    assert loaded is not None
+    assert not loaded.takes_videos
+    known = ChatTemplate.load(path, load_pretrained(path), "<image>", "?")
+    assert known is not None
+    assert known.takes_videos is (refusal == "")
+
+
 def with_template(folder: pathlib.Path, target: pathlib.Path, template: str) -> ChatTemplate:
     shutil.copytree(folder, target)
     (target / "chat_template.jinja").write_text(template)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +20,12 @@ from lookonce.common.v1 import common_pb2
 from lookonce.content_key import image_digest
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
-from lookonce.errors import EmbeddingNotCachedError, InvalidInputError, UnsupportedError
+from lookonce.errors import EmbeddingNotCachedError, FingerprintMismatchError, InvalidInputError, UnsupportedError
 from lookonce.generation import Generation, Message, Part
 from lookonce.images import ImageRef
 from lookonce.local_stack import LocalStack
 from lookonce.videos import Video
-from tests.conftest import ONE_THREAD
+from tests.conftest import ONE_THREAD, REPOSITORY
 from tests.parity import offline, videos
 from tests.tiny_families import FAMILIES
 
@@ -134,12 +138,27 @@ def test_bytes_travel_when_the_server_lacks_a_pair(served: Served) -> None:
         assert missing.value.indexes == (2,), "the odd frame's pair with itself was never encoded"
 
 
+def test_the_example_of_the_first_page_runs(served: Served, tmp_path: pathlib.Path) -> None:
+    for number, frame in enumerate(videos.frames(41, 4, 640, 480)):
+        frame.save(tmp_path / f"{number}.png")
+    page = (REPOSITORY / "README.md").read_text()
+    (example,) = re.findall(r"<!-- run by tests/e2e/test_videos.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    code = example.replace("127.0.0.1:50051", served.stack.decoder_targets[0])
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert re.search(r"[1-9]\d* rows encoded\n$", process.stdout)
+
+
 def wrong_videos(square: int) -> dict[str, tuple[pb.VideoSource, str]]:
     """What is wrong → a video, and what the refusal says."""
     one, other = (common_pb2.ImageSource(data=videos.png(frame)) for frame in videos.frames(1, 2))
     larger = common_pb2.ImageSource(data=videos.png(videos.frames(1, 1, 100, 60)[0]))
     known = common_pb2.ImageSource(key=common_pb2.ContentKey(digest=bytes(32)))
-    size = common_pb2.PixelSize(width=80, height=61)
+    elsewhere = common_pb2.ImageSource(key=common_pb2.ContentKey(digest=bytes(32), encoder_fingerprint="0" * 64))
+    known.key.encoder_fingerprint = "1" * 64
+    size, right = common_pb2.PixelSize(width=80, height=61), common_pb2.PixelSize(width=80, height=60)
     mistaken = common_pb2.ImageSource(data=one.data, expected_digest=bytes(32))
     bounded = common_pb2.ImageSource(data=one.data, max_pixels=1000)
     paired = common_pb2.ImageSource(data=one.data, second_frame=one.data)
@@ -148,7 +167,11 @@ def wrong_videos(square: int) -> dict[str, tuple[pb.VideoSource, str]]:
         "one frame": (pb.VideoSource(frames=[one]), "at least 2"),
         "no speed": (pb.VideoSource(frames=[one, other], fps=0), "fps"),
         "no number": (pb.VideoSource(frames=[one, other], fps=float("nan")), "fps"),
-        "too fast": (pb.VideoSource(frames=[one, other], fps=1001), "at most 1000"),
+        "as good as none": (pb.VideoSource(frames=[one, other, one], fps=1e-30), "0.001"),
+        "too slow": (pb.VideoSource(frames=[one, other], fps=0.0009), "0.001"),
+        "another digest beside a key": (pb.VideoSource(frames=[mistaken, known], size=right), "expected_digest"),
+        "two encoders": (pb.VideoSource(frames=[known, elsewhere], size=right), "encoder fingerprints"),
+        "too fast": (pb.VideoSource(frames=[one, other], fps=1001), "0.001 … 1000"),
         "two sizes": (pb.VideoSource(frames=[one, other, larger]), "80×60 and 100×60"),
         "another size than stated": (pb.VideoSource(frames=[one, other], size=size), "is 80×61"),
         "no size": (pb.VideoSource(frames=[one, known]), "size"),
@@ -171,7 +194,7 @@ async def test_a_wrong_video_is_refused_and_says_why(served: Served, what: str) 
     params = pb.GenerateParams(sampling=pb.SamplingParams(max_tokens=1))
     params.chat.messages.add(role=pb.ROLE_USER).parts.add(video=video)
     async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
-        with pytest.raises(InvalidInputError, match=reason):
+        with pytest.raises((InvalidInputError, FingerprintMismatchError), match=reason):
             await client._call(
                 client._decoder.Generate, pb.GenerateRequest(params=params), client._deadline({"timeout_s": 30})
             )

@@ -219,6 +219,20 @@ def test_the_command_prints_one_line_per_finding(built: Callable[[str], pathlib.
     assert "Loading weights" not in finished.stderr
 
 
+def test_it_says_whether_videos_are_taken(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("qwen3_vl")
+    assert "16 frames of 640×480" in _examined(path)["videos"].detail
+    template = (path / "chat_template.jinja").read_text()
+    for without in (template.replace("'video'", "'film'"), "{{ raise_exception('no') }}"):
+        (path / "chat_template.jinja").write_text(without)
+        findings = _examined(path)
+        if without.startswith("{{"):
+            assert not findings["chat template"].is_fine
+        else:
+            assert findings["videos"].detail == "not taken: the chat template does not write them"
+    assert "takes no videos" in _examined(copied("gemma3"))["videos"].detail
+
+
 def test_the_command_fails_for_a_folder_that_does_not_load(copied: Callable[..., pathlib.Path]) -> None:
     finished = _run("doctor", "--model", str(copied("gemma3", text={"sliding_window": None})))
     assert finished.returncode == 1

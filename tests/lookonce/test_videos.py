@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_of_all
 
@@ -120,10 +121,54 @@ def test_settings_come_from_the_file_that_transformers_would_read(folder: Folder
     assert videos_of(path).settings.most_pixels == 7840
 
 
-@pytest.mark.parametrize("wrong", [{"patch_size": 16}, {"temporal_patch_size": 4}, {"size": {"longest_edge": "many"}}])
-def test_a_video_processor_that_does_not_fit_is_refused(folder: Folder, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ModelFolderError):
-        model_of(folder("qwen2_5_vl", **wrong))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"patch_size": 16},
+        {"temporal_patch_size": 4},
+        {"size": {"longest_edge": "many"}},
+        {"size": {"shortest_edge": 5000, "longest_edge": 4000}},
+        {"do_normalize": False},
+    ],
+)
+def test_with_a_video_processor_that_does_not_fit_images_are_served_and_videos_are_not(
+    folder: Folder, wrong: dict[str, Any]
+) -> None:
+    model = model_of(folder("qwen2_5_vl", **wrong))
+    assert model.video is None
+    with pytest.raises(UnsupportedError, match="video processor does not fit"):
+        model.frame_size(100, 100, 4, None)
+    assert model.image_shape(100, 100, ProcessorOptions()).num_rows
+
+
+def test_what_is_null_is_as_if_it_were_not_there(folder: Folder) -> None:
+    assert videos_of(folder(patch_size=None, max_video_tokens=None, image_mean=None)).settings.pixels["image_mean"]
+
+
+def test_frames_that_must_grow_are_no_larger_than_the_largest_pair(folder: Folder) -> None:
+    """With the least as high as the most, both sides are rounded up."""
+    video = videos_of(folder("qwen2_5_vl", size={"shortest_edge": 90_000, "longest_edge": 90_000}))
+    sizes = [video.frame_size(width, height, num_frames, None) for width, height, num_frames in SIZES]
+    assert all(video.is_frame_size(*size) for size in sizes)
+    assert max(width * height for width, height in sizes) > 90_000
+
+
+def test_a_bound_holds_for_odd_numbers_of_frames_too(folder: Folder) -> None:
+    """The processor compares 5 frames as 4 with its bound for all of them."""
+    video = videos_of(folder("qwen3_vl", size={"shortest_edge": 4096, "longest_edge": 25_000_000}))
+    for num_frames in range(2, 20):
+        width, height = video.frame_size(1270, 635, num_frames, 655_523)
+        assert width * height <= 655_523
+
+
+def test_times_are_those_that_transformers_computes_in_single_precision(folder: Folder) -> None:
+    video = videos_of(folder())
+    tokens_per_second = ModelFolder.open(folder()).config["vision_config"].get("tokens_per_second", 4)
+    for hundredths in range(1, 3001, 3):
+        seconds = torch.tensor(2 / (hundredths / 100), dtype=torch.float32)
+        expected = (torch.arange(40) * (tokens_per_second * seconds)).long().tolist()
+        shapes = video.shapes((28, 28), 80, hundredths / 100)
+        assert [shape.place.time for shape in shapes if shape.place is not None] == expected
 
 
 def test_a_folder_that_names_no_video_token_takes_no_videos(folder: Folder) -> None:
