@@ -220,8 +220,9 @@ def test_warm_up_passes_for_a_good_folder_and_tries_two_shapes(
 
     monkeypatch.setattr(model, "forward", recorded)
     model.warm_up()
-    assert len(shapes) == 1, "one pass with both images"
-    assert [width for _, width in shapes[0]] == [model.hidden_size] * 2
+    assert len(shapes) == 1, "one pass with both images, and a pair of frames where videos are taken"
+    num_tried = 2 if model.adapter.model.video is None else 3
+    assert [width for _, width in shapes[0]] == [model.hidden_size] * num_tried
 
 
 def test_warm_up_refuses_a_processor_that_does_not_fit_the_tower(tiny_folder: Folders, tmp_path: pathlib.Path) -> None:

@@ -57,7 +57,7 @@ def test_one_on_which_something_came_unasked_is_not_used(node: RedisNode, operat
         exchange.send(b"CLIENT", b"ID")
         first = exchange.read_integer()
         exchange.send(b"SUBSCRIBE", b"channel")
-        exchange.read_nested(3)
+        exchange.read_nested(4)
     operator.publish("channel", "unasked")
     assert connection_id(node) != first
 
