@@ -46,6 +46,9 @@ _MB = 1_000_000
 _BUDGET_S = 30.0
 _HIDDEN_SIZE = 3584
 _SMALL_BYTES = 1024
+_SMALL_GETS = 10_000
+_SMALL_ROUNDS = 5
+_COMPUTE = "while True: pass"
 
 # The sender of the bare socket: it answers each byte with the payload, from a process of its own as a server is.
 _SENDER = """
@@ -102,15 +105,15 @@ def main() -> None:
             megabytes = arguments.megabytes
             sizes[name] = [measure(server, int(size * _MB), arguments.rounds, use_tcp=use_tcp) for size in megabytes]
             if use_tcp:
-                alone, beside = small_reads(server)
+                small = [small_reads(server) for _ in range(_SMALL_ROUNDS)]
     machine = report.this_machine()
     figures = {
         "machine": asdict(machine),
         "sizes": {name: [asdict(size) for size in found] for name, found in sizes.items()},
-        "small_get_us": {"alone": alone, "beside": beside},
+        "small_get_us": small,
     }
     path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(sizes, alone, beside), machine)
+    report.write_section(_NAME, _section(sizes, small), machine)
     print(f"wrote {path} and {report.RESULTS}")
 
 
@@ -160,8 +163,8 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
     return size
 
 
-def small_reads(server: EmbeddedRedis) -> tuple[list[float], list[float]]:
-    """Microseconds of 1 KB GETs, alone and beside a process whose two threads read 24 MB entries."""
+def small_reads(server: EmbeddedRedis) -> dict[str, list[float]]:
+    """Microseconds of 1 KB GETs: alone, beside two readers of 24 MB entries, beside two processes that only compute."""
     meta = EmbeddingMeta(24 * _MB // (2 * _HIDDEN_SIZE), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
     with contextlib.closing(EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)) as store:
         assert store.write(_key("beside"), meta, memoryview(secrets.token_bytes(meta.size_bytes)))
@@ -176,7 +179,12 @@ def small_reads(server: EmbeddedRedis) -> tuple[list[float], list[float]]:
         beside = _latencies_us(client)
         ended.set()
         reader.join()
-    return alone, beside
+        with contextlib.ExitStack() as exits:
+            for _ in range(2):
+                process = exits.enter_context(subprocess.Popen([sys.executable, "-c", _COMPUTE]))
+                exits.callback(process.kill)
+            computing = _latencies_us(client)
+    return {"alone": alone, "readers": beside, "computing": computing}
 
 
 def _read_on(url: str, meta: EmbeddingMeta, begun: Any, ended: Any) -> None:
@@ -197,9 +205,9 @@ def _read_on(url: str, meta: EmbeddingMeta, begun: Any, ended: Any) -> None:
     store.close()
 
 
-def _latencies_us(client: Any, count: int = 10_000) -> list[float]:
+def _latencies_us(client: Any) -> list[float]:
     found = []
-    for _ in range(count):
+    for _ in range(_SMALL_GETS):
         started = time.perf_counter()
         client.get("small")
         found.append(1e6 * (time.perf_counter() - started))
@@ -250,7 +258,7 @@ def _ratio(side: Sequence[Speed], other: Sequence[Speed]) -> float:
     return statistics.median(one.gb_per_s / two.gb_per_s for one, two in zip(side, other, strict=True))
 
 
-def _section(sizes: Mapping[str, Sequence[Size]], alone: Sequence[float], beside: Sequence[float]) -> str:
+def _section(sizes: Mapping[str, Sequence[Size]], small: Sequence[Mapping[str, Sequence[float]]]) -> str:
     question = (
         "## fetch_speed\n\nHow fast do rows come from Redis into a buffer? Goals: at least 0.8 of a bare socket's "
         "speed\nand at most a third of redis-py's CPU time for 2 to 117 MB; p99.9 of small GETs beside 24 MB reads at "
@@ -261,8 +269,11 @@ def _section(sizes: Mapping[str, Sequence[Size]], alone: Sequence[float], beside
         f"{num_rounds} interleaved rounds; rows are verified, redis-py only receives. Rows: as decoders read an image\n"
         "of which they have nothing, from a Valkey since 9 by one command, over TCP up to 4 MiB; in pieces: as ranges\n"
         "are read, and all "
-        f"from other servers. A GET of 1 KB over TCP, median / p99 / p99.9: alone {_quantiles(alone)},\n"
-        f"beside a process with two threads that read 24 MB entries {_quantiles(beside)}."
+        f"from other servers. A GET of 1 KB over TCP, median / p99 / p99.9 (least … most of the last), "
+        f"{len(small)} × {_SMALL_GETS}:\nalone {_quantiles([one['alone'] for one in small])},\n"
+        f"beside a process with two threads that read 24 MB entries {_quantiles([one['readers'] for one in small])},\n"
+        "and, as what this machine's two cores do to it by themselves, beside two processes that only compute "
+        f"{_quantiles([one['computing'] for one in small])}."
     )
     tables = [f"{name}:\n\n{_table(found)}" for name, found in sizes.items()]
     return "\n\n".join([question, *tables, note])
@@ -295,9 +306,11 @@ def _table(sizes: Sequence[Size]) -> str:
     return report.table(head, rows)
 
 
-def _quantiles(sorted_us: Sequence[float]) -> str:
-    picked = [sorted_us[min(len(sorted_us) - 1, int(share * len(sorted_us)))] for share in (0.5, 0.99, 0.999)]
-    return " / ".join(f"{value / 1000:.2f}" for value in picked) + " ms"
+def _quantiles(rounds: Sequence[Sequence[float]]) -> str:
+    """Medians over the rounds, each of which is sorted."""
+    picked = [[one[min(len(one) - 1, int(share * len(one)))] / 1000 for one in rounds] for share in (0.5, 0.99, 0.999)]
+    medians = " / ".join(f"{statistics.median(values):.2f}" for values in picked)
+    return f"{medians} ms ({min(picked[-1]):.2f} … {max(picked[-1]):.2f})"
 
 
 if __name__ == "__main__":
