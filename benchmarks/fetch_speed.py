@@ -91,6 +91,8 @@ class Size:
     in_pieces: list[Speed]
     sealed: list[Speed]
     redis_py: list[Speed]
+    # The barest possible GET of the entry: nothing is looked at but its length.
+    bare_get: list[Speed]
 
 
 def main() -> None:
@@ -148,7 +150,8 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
         def redis_py() -> None:
             assert client.get(name) is not None
 
-        sides: list[Callable[[], None]] = [raw, ours, in_pieces, ours_sealed, redis_py]
+        bare_get = exits.enter_context(_bare_getter(client, name))
+        sides: list[Callable[[], None]] = [raw, ours, in_pieces, ours_sealed, redis_py, bare_get]
         speeds: list[list[Speed]] = [[] for _ in sides]
         repeats = max(1, 50 * _MB // meta.size_bytes)
         for side in sides:
@@ -235,6 +238,26 @@ def _raw_reader(out: memoryview, *, use_tcp: bool) -> Iterator[Callable[[], None
             connection.close()
 
 
+@contextlib.contextmanager
+def _bare_getter(client: Any, name: bytes) -> Iterator[Callable[[], None]]:
+    """What the server itself makes possible: one command, and a receive of as many bytes as its reply has."""
+    num_bytes = client.strlen(name)
+    command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name)
+    reply = memoryview(bytearray(len(b"$%d\r\n" % num_bytes) + num_bytes + 2))
+    connection = client.connection_pool.get_connection()
+    try:
+
+        def read() -> None:
+            connection._sock.sendall(command)
+            num_received = 0
+            while num_received < reply.nbytes:
+                num_received += connection._sock.recv_into(reply[num_received:])
+
+        yield read
+    finally:
+        client.connection_pool.release(connection)
+
+
 def _timed(read: Callable[[], None], repeats: int, num_bytes: int) -> Speed:
     cpu_s, started_s = _cpu_s(), time.perf_counter()
     for _ in range(repeats):
@@ -269,7 +292,8 @@ def _section(sizes: Mapping[str, Sequence[Size]], small: Sequence[Mapping[str, S
         f"{num_rounds} interleaved rounds; rows are verified, redis-py only receives. Rows: as decoders read an image\n"
         "of which they have nothing, from a Valkey since 9 by one command, over TCP up to 4 MiB; in pieces: as ranges\n"
         "are read, and all "
-        f"from other servers. A GET of 1 KB over TCP, median / p99 / p99.9 (least … most of the last), "
+        "from other servers. Bare GET: what the server makes possible, a receive of the reply's bytes by one command "
+        f"that\nnobody looks at. A GET of 1 KB over TCP, median / p99 / p99.9 (least … most of the last), "
         f"{len(small)} × {_SMALL_GETS}:\nalone {_quantiles([one['alone'] for one in small])},\n"
         f"beside a process with two threads that read 24 MB entries {_quantiles([one['readers'] for one in small])},\n"
         "and, as what this machine's two cores do to it by themselves, beside two processes that only compute "
@@ -282,7 +306,7 @@ def _section(sizes: Mapping[str, Sequence[Size]], small: Sequence[Mapping[str, S
 def _table(sizes: Sequence[Size]) -> str:
     head = [
         "entry", "bare socket", "rows", "rows ÷ socket", "least … most", "in pieces ÷ socket", "redis-py ÷ socket",
-        "AES-GCM ÷ socket", "CPU of rows ÷ redis-py",
+        "AES-GCM ÷ socket", "bare GET ÷ socket", "CPU of rows ÷ redis-py",
     ]  # fmt: skip
     rows = []
     for size in sizes:
@@ -300,6 +324,7 @@ def _table(sizes: Sequence[Size]) -> str:
                 f"{_ratio(size.in_pieces, size.raw):.2f}",
                 f"{_ratio(size.redis_py, size.raw):.2f}",
                 f"{_ratio(size.sealed, size.raw):.2f}",
+                f"{_ratio(size.bare_get, size.raw):.2f}",
                 f"{cpu:.2f}",
             ]
         )
