@@ -8,6 +8,8 @@
 PYTHON ?= python3
 TESTS ?=
 JOBS ?= 2
+# What pytest answers when nothing was to be run.
+NO_TESTS := 5
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -30,8 +32,9 @@ venv: $(INSTALLED) ## the virtual environment in .venv, with everything installe
 demo: $(INSTALLED) ## start all services, draw three pictures, ask five questions
 	@$(BIN)/python -m demo.run
 
-test: $(INSTALLED) ## all tests
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(TESTS)
+test: $(INSTALLED) ## all tests; those with running services one at a time, since these share the machine among themselves
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not services" $(TESTS) || test $$? -eq $(NO_TESTS)
+	@$(BIN)/python -m pytest -m services $(TESTS) || test $$? -eq $(NO_TESTS)
 
 check: lint types imports contract ## format, lint, types, imports and the wire contract; changes nothing
 

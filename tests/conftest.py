@@ -15,9 +15,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Folders of tests that start whole systems.
+_SERVICES = {"benchmarks", "contract", "demo", "e2e", "faults"}
+
 REPOSITORY = pathlib.Path(__file__).parents[1]
 DEMO_MODEL = REPOSITORY / "models" / "demo"
 ONE_THREAD = ("--num-threads", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what must not share the machine with other tests."""
+    tests = REPOSITORY / "tests"
+    for item in items:
+        if item.path.relative_to(tests).parts[0] in _SERVICES:
+            item.add_marker(pytest.mark.services)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ batch `[1, heads, num_tokens, head_dim]`; the step's metadata comes through `for
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -154,17 +154,38 @@ class SdpaBackend:
         group = self._group(layer, metadata, options)
         key_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, key)
         value_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, value)
+        return self.attend(layer, query, group, metadata, options)
+
+    def attend(
+        self, layer: int, query: Tensor, group: BlockMetadata, metadata: AttentionMetadata, options: LayerOptions
+    ) -> Tensor:
+        """The second half of `forward`: everything is in the pools, and `group` says where the layer's part is."""
         output = torch.empty_like(query)
-        start = 0
+        self._attend_by_sdpa(layer, query, group, metadata, options, range(len(metadata.query_lens)), output)
+        return output
+
+    def _attend_by_sdpa(
+        self,
+        layer: int,
+        query: Tensor,
+        group: BlockMetadata,
+        metadata: AttentionMetadata,
+        options: LayerOptions,
+        sequences: Collection[int],
+        output: Tensor,
+    ) -> None:
+        """Fills in the rows of these sequences."""
+        key_pool, value_pool = self._pools[layer]
+        stop = 0
         for index, blocks in enumerate(group.block_tables):
-            stop = start + metadata.query_lens[index]
+            start, stop = stop, stop + metadata.query_lens[index]
+            if index not in sequences:
+                continue
             num_keys = metadata.kv_lens[index] - group.first_keys[index]
             keys = key_pool[blocks].flatten(0, 1)[:num_keys]
             values = value_pool[blocks].flatten(0, 1)[:num_keys]
             mask = _mask(group.first_keys[index], options.window, metadata, index, query.device)
             output[start:stop] = _attend(query[start:stop], keys, values, mask, options)
-            start = stop
-        return output
 
     def _group(self, layer: int, metadata: AttentionMetadata, options: LayerOptions) -> BlockMetadata:
         if layer not in self._sliding_layers:

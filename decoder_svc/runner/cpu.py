@@ -7,8 +7,9 @@ import os
 
 import torch
 
-from decoder_svc.runner.attention import PAGED_ATTENTION, SdpaBackend
+from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.cpu_attention import cpu_attention
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.half_model import load_text_half
@@ -28,7 +29,7 @@ class CPUModelRunner(ModelRunnerBase):
     def load_model(self) -> None:
         """Loads the language half; weights stay mapped from the file where dtype allows."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
-        self.backend = SdpaBackend()
+        self.backend = cpu_attention()
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures by the resident memory of this process and what machine and container still have."""

@@ -63,12 +63,14 @@ def test_each_ingredient_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_pair_of_frames_is_named_by_both_files_and_their_order() -> None:
     first, second = image_digest(b"first"), image_digest(b"second")
     pair, turned = FramePair(b"first", b"second"), FramePair(b"second", b"first")
-    digests = [file_digest(one) for one in (pair, turned, FramePair(b"first", b"first"), b"first", b"firstsecond")]
+    twice = FramePair(b"first", None)
+    digests = [file_digest(one) for one in (pair, turned, twice, b"first", b"firstsecond")]
     assert len(set(digests)) == len(digests)
     # As the wire contract states it.
     said = b"".join(len(part).to_bytes(8, "little") + part for part in (b"lookonce/frame-pair/1", first, second))
     assert file_digest(pair) == pair_digest(first, second) == hashlib.sha256(said).digest()
-    assert (files_of(FramePair(b"first", b"first")), files_of(b"first")) == ((b"first",), (b"first",))
+    assert file_digest(twice) == file_digest(FramePair(b"first", b"first"))
+    assert (files_of(twice), files_of(b"first"), files_of(pair)) == ((b"first",), (b"first",), (b"first", b"second"))
 
 
 def test_the_same_ingredients_give_the_same_key() -> None:
