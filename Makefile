@@ -32,7 +32,8 @@ venv: $(INSTALLED) ## the virtual environment in .venv, with everything installe
 demo: $(INSTALLED) ## start all services, draw three pictures, ask five questions
 	@$(BIN)/python -m demo.run
 
-test: $(INSTALLED) ## all tests; those with running services one at a time, since these share the machine among themselves
+# Those with running services run one at a time: deadlines are part of them.
+test: $(INSTALLED) ## all tests
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not services" $(TESTS) || test $$? -eq $(NO_TESTS)
 	@$(BIN)/python -m pytest -m services $(TESTS) || test $$? -eq $(NO_TESTS)
 

@@ -146,6 +146,10 @@ class SdpaBackend:
         self._pools = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
         return self._pools
 
+    def share_pools(self, other: SdpaBackend) -> None:
+        """Takes the pools of a backend of the same kind, to compare the two."""
+        self._pools, self._sliding_layers, self._window = other._pools, other._sliding_layers, other._window
+
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
