@@ -97,8 +97,6 @@ class NativeBackend(SdpaBackend):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
-        library.lookonce_decodes.restype = ctypes.c_bool
-        library.lookonce_decodes.argtypes = [ctypes.c_int64, ctypes.c_int64]
         for name in _FUNCTIONS.values():
             function = getattr(library, name)
             function.restype = None
@@ -119,9 +117,8 @@ class NativeBackend(SdpaBackend):
         """See SdpaBackend."""
         keys, values = self._pools[layer]
         num_kv_heads, head_dim = keys.shape[2:]
-        num_groups = query.shape[1] // num_kv_heads
         function = _FUNCTIONS.get(query.dtype)
-        if function is None or query.stride(2) != 1 or not self._library.lookonce_decodes(num_groups, head_dim):
+        if function is None or query.stride(2) != 1:
             return super().attend(layer, query, group, metadata, options)
         plan = self._planned(metadata)
         output = torch.empty(query.shape, dtype=query.dtype)
@@ -132,7 +129,7 @@ class NativeBackend(SdpaBackend):
             assert decodes is not None, "layers with a window have blocks of their own"
             shape = _DecodeLayer(
                 num_kv_heads=num_kv_heads,
-                num_groups=num_groups,
+                num_groups=query.shape[1] // num_kv_heads,
                 head_dim=head_dim,
                 block_size=self._block_size,
                 query_row_stride=query.stride(0),

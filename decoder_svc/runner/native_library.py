@@ -21,7 +21,7 @@ import torch
 _SOURCE = pathlib.Path(__file__).with_name("paged_attention.cpp")
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
 # By what PyTorch says of the processor; levels of the x86-64 psABI.
-_LEVELS = {"AVX512": "-march=x86-64-v4", "AVX2": "-march=x86-64-v3"}
+_LEVELS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -54,8 +54,7 @@ def cache_folder() -> pathlib.Path:
 def _flags() -> tuple[str, ...]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return _FLAGS
-    level = _LEVELS.get(torch.backends.cpu.get_cpu_capability(), "")
-    return (*_FLAGS, level) if level else _FLAGS
+    return (*_FLAGS, *_LEVELS.get(torch.backends.cpu.get_cpu_capability(), ()))
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:

@@ -16,10 +16,6 @@ namespace {
 
 constexpr int64_t kPieceTokens = 256;
 constexpr int64_t kTileTokens = 32;
-constexpr int64_t kMaxHeadDim = 512;
-constexpr int64_t kMaxGroups = 64;
-// Of the query heads that share a key head, together.
-constexpr int64_t kMaxQueryElements = 8192;
 
 }  // namespace
 
@@ -47,11 +43,6 @@ struct DecodeLayer {
   float scale;
   float softcap;  // 0: none.
 };
-
-// Whether a layer of this shape fits what the functions below keep on the stack.
-bool lookonce_decodes(int64_t num_groups, int64_t head_dim) {
-  return num_groups <= kMaxGroups && head_dim <= kMaxHeadDim && num_groups * head_dim <= kMaxQueryElements;
-}
 
 }  // extern "C"
 
@@ -99,93 +90,106 @@ inline float exp_of_negative(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
-// What one piece of a sequence's keys gives for the heads that share a key head.
+// Consecutive keys of one sequence. All heads take them together: a token's keys lie side by side.
 struct Piece {
   int64_t sequence;
-  int64_t kv_head;
   int64_t first_key;
   int64_t stop_key;
 };
 
-// `sums` [num_groups, head_dim], `largest` and `weights` [num_groups]: weighted values, largest score, sum of weights.
-template <typename Element>
-inline void attend_piece(const DecodeStep& step, const DecodeLayer& layer, const Piece& piece, const Element* query,
-                         const Element* keys, const Element* values, float* sums, float* largest, float* weights) {
-  const int64_t dim = layer.head_dim, groups = layer.num_groups;
-  const int64_t token_stride = layer.num_kv_heads * dim;
+// What a thread works in.
+struct Workspace {
+  std::vector<float> queries;  // [heads, head_dim]
+  std::vector<float> row;      // [kv_heads, head_dim]
+  std::vector<float> scores;   // [heads, kTileTokens]
+};
+
+// `sums` [heads, head_dim], `largest` and `weights` [heads]: weighted values, largest score, sum of weights. `kDim` is the
+// head's dimension where the compiler shall know it, else 0.
+template <typename Element, int64_t kDim>
+void attend_piece(const DecodeStep& step, const DecodeLayer& layer, const Piece& piece, const Element* query,
+                  const Element* keys, const Element* values, float* sums, float* largest, float* weights) {
+  const int64_t dim = kDim > 0 ? kDim : layer.head_dim;
+  const int64_t groups = layer.num_groups, heads = layer.num_kv_heads * groups;
+  const int64_t row_elements = layer.num_kv_heads * dim;
   const int64_t* blocks = step.blocks + step.first_blocks[piece.sequence];
   const int64_t first_slot_key = step.first_keys[piece.sequence];
-  alignas(64) float queries[kMaxQueryElements];
-  alignas(64) float row[kMaxHeadDim];
-  alignas(64) float scores[kMaxGroups * kTileTokens];
+  static thread_local Workspace workspace;
+  workspace.queries.resize(heads * dim);
+  workspace.row.resize(row_elements);
+  workspace.scores.resize(heads * kTileTokens);
+  float* queries = workspace.queries.data();
+  float* row = workspace.row.data();
+  float* scores = workspace.scores.data();
   int64_t offsets[kTileTokens];
 
-  for (int64_t g = 0; g < groups; ++g) {
-    const Element* head = query + step.rows[piece.sequence] * layer.query_row_stride +
-                          (piece.kv_head * groups + g) * layer.query_head_stride;
-    for (int64_t d = 0; d < dim; ++d) queries[g * dim + d] = to_float(head[d]) * layer.scale;
-    largest[g] = -INFINITY;
-    weights[g] = 0.0f;
+  for (int64_t h = 0; h < heads; ++h) {
+    const Element* head = query + step.rows[piece.sequence] * layer.query_row_stride + h * layer.query_head_stride;
+    for (int64_t d = 0; d < dim; ++d) queries[h * dim + d] = to_float(head[d]) * layer.scale;
+    largest[h] = -INFINITY;
+    weights[h] = 0.0f;
   }
-  std::fill(sums, sums + groups * dim, 0.0f);
+  std::fill(sums, sums + heads * dim, 0.0f);
 
   for (int64_t first = piece.first_key; first < piece.stop_key; first += kTileTokens) {
     const int64_t count = std::min(kTileTokens, piece.stop_key - first);
     for (int64_t t = 0; t < count; ++t) {
       const int64_t slot = first + t - first_slot_key;
-      offsets[t] = (blocks[slot / layer.block_size] * layer.block_size + slot % layer.block_size) * token_stride +
-                   piece.kv_head * dim;
+      offsets[t] = (blocks[slot / layer.block_size] * layer.block_size + slot % layer.block_size) * row_elements;
     }
     for (int64_t t = 0; t < count; ++t) {
       const Element* key = keys + offsets[t];
 #pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) row[d] = to_float(key[d]);
-      for (int64_t g = 0; g < groups; ++g) {
-        const float* head = queries + g * dim;
+      for (int64_t e = 0; e < row_elements; ++e) row[e] = to_float(key[e]);
+      for (int64_t h = 0; h < heads; ++h) {
+        const float* head = queries + h * dim;
+        const float* own = row + h / groups * dim;
         float score = 0.0f;
 #pragma omp simd reduction(+ : score)
-        for (int64_t d = 0; d < dim; ++d) score += head[d] * row[d];
-        scores[g * kTileTokens + t] = score;
+        for (int64_t d = 0; d < dim; ++d) score += head[d] * own[d];
+        scores[h * kTileTokens + t] = score;
       }
     }
-    for (int64_t g = 0; g < groups; ++g) {
-      float* tile = scores + g * kTileTokens;
+    for (int64_t h = 0; h < heads; ++h) {
+      float* tile = scores + h * kTileTokens;
       if (layer.softcap > 0.0f) {
         for (int64_t t = 0; t < count; ++t) tile[t] = layer.softcap * std::tanh(tile[t] / layer.softcap);
       }
-      float top = largest[g];
-      for (int64_t t = 0; t < count; ++t) top = std::max(top, tile[t]);
-      const float kept = exp_of_negative(largest[g] - top);
+      float top = largest[h];
+#pragma omp simd reduction(max : top)
+      for (int64_t t = 0; t < count; ++t) top = tile[t] > top ? tile[t] : top;
+      const float kept = exp_of_negative(largest[h] - top);
       float total = 0.0f;
 #pragma omp simd reduction(+ : total)
       for (int64_t t = 0; t < count; ++t) {
         tile[t] = exp_of_negative(tile[t] - top);
         total += tile[t];
       }
-      weights[g] = weights[g] * kept + total;
-      largest[g] = top;
-      float* sum = sums + g * dim;
+      weights[h] = weights[h] * kept + total;
+      largest[h] = top;
+      float* sum = sums + h * dim;
 #pragma omp simd
       for (int64_t d = 0; d < dim; ++d) sum[d] *= kept;
     }
     for (int64_t t = 0; t < count; ++t) {
       const Element* value = values + offsets[t];
 #pragma omp simd
-      for (int64_t d = 0; d < dim; ++d) row[d] = to_float(value[d]);
-      for (int64_t g = 0; g < groups; ++g) {
-        const float weight = scores[g * kTileTokens + t];
-        float* sum = sums + g * dim;
+      for (int64_t e = 0; e < row_elements; ++e) row[e] = to_float(value[e]);
+      for (int64_t h = 0; h < heads; ++h) {
+        const float weight = scores[h * kTileTokens + t];
+        const float* own = row + h / groups * dim;
+        float* sum = sums + h * dim;
 #pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) sum[d] += weight * row[d];
+        for (int64_t d = 0; d < dim; ++d) sum[d] += weight * own[d];
       }
     }
   }
 }
 
-template <typename Element>
-inline void decode(const DecodeStep& step, const DecodeLayer& layer, const Element* query, const Element* keys,
-                   const Element* values, Element* output) {
-  const int64_t dim = layer.head_dim, groups = layer.num_groups;
+template <typename Element, int64_t kDim>
+void decode(const DecodeStep& step, const DecodeLayer& layer, const Element* query, const Element* keys,
+            const Element* values, Element* output) {
+  const int64_t dim = layer.head_dim, heads = layer.num_kv_heads * layer.num_groups;
   static thread_local std::vector<Piece> pieces;
   static thread_local std::vector<int64_t> firsts;
   static thread_local std::vector<float> partial;
@@ -194,55 +198,64 @@ inline void decode(const DecodeStep& step, const DecodeLayer& layer, const Eleme
   for (int64_t s = 0; s < step.num_sequences; ++s) {
     const int64_t stop = step.num_keys[s];
     const int64_t start = layer.window > 0 ? std::max(step.first_keys[s], stop - layer.window) : step.first_keys[s];
-    for (int64_t h = 0; h < layer.num_kv_heads; ++h) {
-      firsts.push_back(static_cast<int64_t>(pieces.size()));
-      for (int64_t first = start; first < stop; first += kPieceTokens) {
-        pieces.push_back({s, h, first, std::min(stop, first + kPieceTokens)});
-      }
+    firsts.push_back(static_cast<int64_t>(pieces.size()));
+    for (int64_t first = start; first < stop; first += kPieceTokens) {
+      pieces.push_back({s, first, std::min(stop, first + kPieceTokens)});
     }
   }
   firsts.push_back(static_cast<int64_t>(pieces.size()));
   const int64_t num_pieces = static_cast<int64_t>(pieces.size());
-  const int64_t stride = groups * (dim + 2);
+  const int64_t stride = heads * (dim + 2);
   partial.resize(static_cast<size_t>(num_pieces * stride));
   // Other threads have vectors of their own.
   const Piece* all = pieces.data();
   const int64_t* first_pieces = firsts.data();
   float* results = partial.data();
-  const int64_t num_outputs = step.num_sequences * layer.num_kv_heads;
 
 #pragma omp parallel
   {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t p = 0; p < num_pieces; ++p) {
       float* sums = results + p * stride;
-      attend_piece(step, layer, all[p], query, keys, values, sums, sums + groups * dim, sums + groups * dim + groups);
+      attend_piece<Element, kDim>(step, layer, all[p], query, keys, values, sums, sums + heads * dim,
+                                  sums + heads * (dim + 1));
     }
 #pragma omp for schedule(static)
-    for (int64_t o = 0; o < num_outputs; ++o) {
-      const int64_t sequence = o / layer.num_kv_heads, kv_head = o % layer.num_kv_heads;
-      for (int64_t g = 0; g < groups; ++g) {
-        float top = -INFINITY;
-        for (int64_t p = first_pieces[o]; p < first_pieces[o + 1]; ++p) {
-          top = std::max(top, results[p * stride + groups * dim + g]);
-        }
-        float* sum = results + first_pieces[o] * stride + g * dim;
-        float total = 0.0f;
-        for (int64_t p = first_pieces[o]; p < first_pieces[o + 1]; ++p) {
-          const float* piece = results + p * stride;
-          const float kept = exp_of_negative(piece[groups * dim + g] - top);
-          total += piece[groups * dim + groups + g] * kept;
-          const float* from = piece + g * dim;
-          if (p == first_pieces[o]) {
-            for (int64_t d = 0; d < dim; ++d) sum[d] *= kept;
-          } else {
-            for (int64_t d = 0; d < dim; ++d) sum[d] += from[d] * kept;
-          }
-        }
-        Element* out = output + ((step.rows[sequence] * layer.num_kv_heads + kv_head) * groups + g) * dim;
-        for (int64_t d = 0; d < dim; ++d) from_float(sum[d] / total, out + d);
+    for (int64_t o = 0; o < step.num_sequences * heads; ++o) {
+      const int64_t s = o / heads, h = o % heads;
+      float top = -INFINITY;
+      for (int64_t p = first_pieces[s]; p < first_pieces[s + 1]; ++p) {
+        top = std::max(top, results[p * stride + heads * dim + h]);
       }
+      float* sum = results + first_pieces[s] * stride + h * dim;
+      float total = 0.0f;
+      for (int64_t p = first_pieces[s]; p < first_pieces[s + 1]; ++p) {
+        const float* piece = results + p * stride;
+        const float kept = exp_of_negative(piece[heads * dim + h] - top);
+        total += piece[heads * (dim + 1) + h] * kept;
+        const float* from = piece + h * dim;
+        if (p == first_pieces[s]) {
+          for (int64_t d = 0; d < dim; ++d) sum[d] *= kept;
+        } else {
+          for (int64_t d = 0; d < dim; ++d) sum[d] += from[d] * kept;
+        }
+      }
+      Element* out = output + (step.rows[s] * heads + h) * dim;
+      for (int64_t d = 0; d < dim; ++d) from_float(sum[d] / total, out + d);
     }
+  }
+}
+
+template <typename Element>
+void decode_any(const DecodeStep& step, const DecodeLayer& layer, const Element* query, const Element* keys,
+                const Element* values, Element* output) {
+  switch (layer.head_dim) {
+    case 64:
+      return decode<Element, 64>(step, layer, query, keys, values, output);
+    case 128:
+      return decode<Element, 128>(step, layer, query, keys, values, output);
+    default:
+      return decode<Element, 0>(step, layer, query, keys, values, output);
   }
 }
 
@@ -254,12 +267,12 @@ extern "C" {
 // head_dim]; all of one element type.
 void lookonce_decode_float32(const DecodeStep* step, const DecodeLayer* layer, const float* query, const float* keys,
                              const float* values, float* output) {
-  decode(*step, *layer, query, keys, values, output);
+  decode_any(*step, *layer, query, keys, values, output);
 }
 
 void lookonce_decode_bfloat16(const DecodeStep* step, const DecodeLayer* layer, const uint16_t* query,
                               const uint16_t* keys, const uint16_t* values, uint16_t* output) {
-  decode(*step, *layer, query, keys, values, output);
+  decode_any(*step, *layer, query, keys, values, output);
 }
 
 }  // extern "C"

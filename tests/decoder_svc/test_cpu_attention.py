@@ -116,11 +116,15 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     torch.testing.assert_close(step.run(LayerOptions(1.0))[0], plain.run(LayerOptions(1.0))[0])
 
 
-def test_shapes_that_do_not_fit_the_kernel_go_to_pytorch() -> None:
-    chunk = Chunk(9, 8, 8, 9)
-    for sizes in (Sizes(4, 1, 65, 4), Sizes(4, 1, 1, 520), Sizes(4, 1, 33, 256)):
-        Step([chunk], sizes, 0, torch.float32, backend=native).check(LayerOptions(0.1))
-    Step([chunk], Sizes(), 0, torch.float64, backend=native).check(LayerOptions(1.0))
+@pytest.mark.parametrize("sizes", [Sizes(4, 1, 65, 4), Sizes(4, 1, 1, 520), Sizes(4, 3, 11, 256), Sizes(1, 1, 1, 1)])
+def test_any_shape_is_taken(sizes: Sizes) -> None:
+    Step([Chunk(9, 8, 8, 9)], sizes, 0, torch.float32, backend=native).check(LayerOptions(0.1))
+
+
+def test_other_dtypes_go_to_pytorch() -> None:
+    for dtype in (torch.float64, torch.float16):
+        step, plain = (Step([Chunk(9, 8, 8, 9)], Sizes(), 0, dtype, backend=kind) for kind in (native, SdpaBackend))
+        assert torch.equal(step.run(LayerOptions(1.0))[0], plain.run(LayerOptions(1.0))[0])
 
 
 def test_each_step_is_planned_anew() -> None:
