@@ -7,6 +7,7 @@ Backends take turns on one model and one KV pool, so that a busy machine hits al
 from __future__ import annotations
 
 import argparse
+import pathlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -71,10 +72,10 @@ def main() -> None:
 class DecodeBench:
     """One model with one KV pool, and every backend on it."""
 
-    def __init__(self, dtype: str, max_batch: int, max_tokens: int) -> None:
-        """`max_tokens` bounds a sequence's context and what is decoded."""
+    def __init__(self, dtype: str, max_batch: int, max_tokens: int, folder: pathlib.Path | None = None) -> None:
+        """`max_tokens` bounds a sequence's context and what is decoded. `folder` None: small-llava."""
         self._dtype = dtype
-        folder = models.small_llava(_DTYPES[dtype])
+        folder = folder or models.small_llava(_DTYPES[dtype])
         family = load_family(ModelFolder.open(folder), load_pretrained(folder))
         self._runner = CPUModelRunner(RunnerConfig(folder, _DTYPES[dtype], _BLOCK_SIZE, None), family)
         self._blocks_each = -(-max_tokens // _BLOCK_SIZE)

@@ -37,8 +37,13 @@ def load_library() -> ctypes.CDLL:
         raise NativeLibraryError("there is no C++ compiler (g++, or what CXX names)")
     flags = _flags()
     path = cache_folder() / f"lookonce-{_fingerprint(compiler, flags)}.so"
-    if not path.exists():
-        _compile(compiler, flags, path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(path.parent)
+        if not path.exists():
+            _compile(compiler, flags, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeLibraryError(f"it could not be compiled: {error}") from error
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -66,15 +71,18 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], path: pathlib.Path) -> None:
     """Beside its place first, so that processes that start together never load half a library."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = pathlib.Path(folder) / path.name
-            command = [compiler, *flags, "-o", str(built), str(_SOURCE)]
-            finished = subprocess.run(command, capture_output=True, check=False, timeout=_COMPILE_TIMEOUT_S)
-            if finished.returncode != 0:
-                said = finished.stderr.decode("utf-8", "replace").strip().splitlines()
-                raise NativeLibraryError(f"{compiler} failed: {said[0] if said else finished.returncode}")
-            built.replace(path)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeLibraryError(f"{compiler} could not be run: {error}") from error
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = pathlib.Path(folder) / path.name
+        command = [compiler, *flags, "-o", str(built), str(_SOURCE)]
+        finished = subprocess.run(command, capture_output=True, check=False, timeout=_COMPILE_TIMEOUT_S)
+        if finished.returncode != 0:
+            said = finished.stderr.decode("utf-8", "replace").strip().splitlines()
+            raise NativeLibraryError(f"{compiler} failed: {said[0] if said else finished.returncode}")
+        built.replace(path)
+
+
+def _check_owner(folder: pathlib.Path) -> None:
+    """Raises NativeLibraryError where somebody else could put a library."""
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NativeLibraryError(f"{folder} must belong to this user, and nobody else may write to it")

@@ -167,6 +167,30 @@ def test_a_compiler_that_fails_is_told_by_its_first_line(
         load_library.cache_clear()
 
 
+def test_a_library_that_somebody_else_could_have_put_there_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "lookonce").mkdir()
+    (tmp_path / "lookonce").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load_library.cache_clear()
+    try:
+        with pytest.raises(NativeLibraryError, match="nobody else may write"):
+            load_library()
+    finally:
+        load_library.cache_clear()
+
+
+def test_without_a_place_to_write_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    load_library.cache_clear()
+    try:
+        assert type(cpu_attention()) is SdpaBackend
+    finally:
+        load_library.cache_clear()
+
+
 def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> None:
     script = "from decoder_svc.runner.cpu_attention import cpu_attention; print(cpu_attention().name)"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
