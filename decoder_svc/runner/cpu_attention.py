@@ -103,12 +103,15 @@ class NativeBackend(SdpaBackend):
             function.argtypes = [ctypes.POINTER(_DecodeStep), ctypes.POINTER(_DecodeLayer), *[ctypes.c_void_p] * 4]
         self._plan: _Plan | None = None
         self._block_size = 0
+        # Blocks of the pools of each group.
+        self._num_blocks = self._num_sliding_blocks = 0
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
         """As SDPA's: `[blocks, block_size, kv_heads, head_dim]`."""
         self._block_size = spec.block_size
+        self._num_blocks, self._num_sliding_blocks = num_blocks, num_sliding_blocks
         return super().allocate(spec, num_blocks, num_sliding_blocks, device)
 
     def attend(
@@ -152,9 +155,25 @@ class NativeBackend(SdpaBackend):
             ]
             single = tuple(itertools.compress(range(len(is_single)), is_single))
             longer = frozenset(range(len(is_single))) - frozenset(single)
-            sliding = None if metadata.sliding is None else _decodes(metadata.sliding, metadata, single)
-            self._plan = _Plan(metadata, single, longer, _decodes(metadata.full, metadata, single), sliding)
+            full = self._decodes(metadata.full, metadata, single, self._num_blocks)
+            sliding = None
+            if metadata.sliding is not None:
+                sliding = self._decodes(metadata.sliding, metadata, single, self._num_sliding_blocks)
+            self._plan = _Plan(metadata, single, longer, full, sliding)
         return self._plan
+
+    def _decodes(
+        self, group: BlockMetadata, metadata: AttentionMetadata, single: Sequence[int], num_blocks: int
+    ) -> _Decodes:
+        """Raises IndexError for what lies outside of the pools: the kernel looks at no bounds."""
+        decodes = _decodes(group, metadata, single)
+        blocks, first_blocks, first_keys, num_keys, _ = decodes.arrays
+        num_slots = np.diff(first_blocks, append=len(blocks)) * self._block_size
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < num_blocks:
+            raise IndexError(f"blocks {blocks.min()} … {blocks.max()} of {num_blocks}")
+        if (first_keys < 0).any() or (num_keys <= first_keys).any() or (num_keys - first_keys > num_slots).any():
+            raise IndexError("a sequence has more keys than its blocks hold, or none")
+        return decodes
 
 
 def _decodes(group: BlockMetadata, metadata: AttentionMetadata, single: Sequence[int]) -> _Decodes:

@@ -121,8 +121,18 @@ void attend_piece(const DecodeStep& step, const DecodeLayer& layer, const Piece&
   float* queries = workspace.queries.data();
   float* row = workspace.row.data();
   float* scores = workspace.scores.data();
-  int64_t offsets[kTileTokens];
-
+  // Of each token of the piece in the pools.
+  int64_t offsets[kPieceTokens];
+  const int64_t num_tokens = piece.stop_key - piece.first_key;
+  int64_t block = (piece.first_key - first_slot_key) / layer.block_size;
+  int64_t slot = (piece.first_key - first_slot_key) % layer.block_size;
+  for (int64_t t = 0; t < num_tokens; ++t, ++slot) {
+    if (slot == layer.block_size) {
+      slot = 0;
+      ++block;
+    }
+    offsets[t] = (blocks[block] * layer.block_size + slot) * row_elements;
+  }
   for (int64_t h = 0; h < heads; ++h) {
     const Element* head = query + step.rows[piece.sequence] * layer.query_row_stride + h * layer.query_head_stride;
     for (int64_t d = 0; d < dim; ++d) queries[h * dim + d] = to_float(head[d]) * layer.scale;
@@ -131,23 +141,21 @@ void attend_piece(const DecodeStep& step, const DecodeLayer& layer, const Piece&
   }
   std::fill(sums, sums + heads * dim, 0.0f);
 
-  for (int64_t first = piece.first_key; first < piece.stop_key; first += kTileTokens) {
-    const int64_t count = std::min(kTileTokens, piece.stop_key - first);
+  for (int64_t first = 0; first < num_tokens; first += kTileTokens) {
+    const int64_t count = std::min(kTileTokens, num_tokens - first);
     for (int64_t t = 0; t < count; ++t) {
-      const int64_t slot = first + t - first_slot_key;
-      offsets[t] = (blocks[slot / layer.block_size] * layer.block_size + slot % layer.block_size) * row_elements;
-    }
-    for (int64_t t = 0; t < count; ++t) {
-      const Element* key = keys + offsets[t];
+      const Element* key = keys + offsets[first + t];
 #pragma omp simd
       for (int64_t e = 0; e < row_elements; ++e) row[e] = to_float(key[e]);
-      for (int64_t h = 0; h < heads; ++h) {
-        const float* head = queries + h * dim;
-        const float* own = row + h / groups * dim;
-        float score = 0.0f;
+      const float* head = queries;
+      float* score_of_head = scores + t;
+      for (const float* own = row; own < row + row_elements; own += dim) {
+        for (int64_t g = 0; g < groups; ++g, head += dim, score_of_head += kTileTokens) {
+          float score = 0.0f;
 #pragma omp simd reduction(+ : score)
-        for (int64_t d = 0; d < dim; ++d) score += head[d] * own[d];
-        scores[h * kTileTokens + t] = score;
+          for (int64_t d = 0; d < dim; ++d) score += head[d] * own[d];
+          *score_of_head = score;
+        }
       }
     }
     for (int64_t h = 0; h < heads; ++h) {
@@ -172,15 +180,17 @@ void attend_piece(const DecodeStep& step, const DecodeLayer& layer, const Piece&
       for (int64_t d = 0; d < dim; ++d) sum[d] *= kept;
     }
     for (int64_t t = 0; t < count; ++t) {
-      const Element* value = values + offsets[t];
+      const Element* value = values + offsets[first + t];
 #pragma omp simd
       for (int64_t e = 0; e < row_elements; ++e) row[e] = to_float(value[e]);
-      for (int64_t h = 0; h < heads; ++h) {
-        const float weight = scores[h * kTileTokens + t];
-        const float* own = row + h / groups * dim;
-        float* sum = sums + h * dim;
+      float* sum = sums;
+      const float* weight_of_head = scores + t;
+      for (const float* own = row; own < row + row_elements; own += dim) {
+        for (int64_t g = 0; g < groups; ++g, sum += dim, weight_of_head += kTileTokens) {
+          const float weight = *weight_of_head;
 #pragma omp simd
-        for (int64_t d = 0; d < dim; ++d) sum[d] += weight * own[d];
+          for (int64_t d = 0; d < dim; ++d) sum[d] += weight * own[d];
+        }
       }
     }
   }
@@ -212,7 +222,8 @@ void decode(const DecodeStep& step, const DecodeLayer& layer, const Element* que
   const int64_t* first_pieces = firsts.data();
   float* results = partial.data();
 
-#pragma omp parallel
+// Waking other threads takes longer than a short sequence.
+#pragma omp parallel if (num_pieces > 1)
   {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t p = 0; p < num_pieces; ++p) {

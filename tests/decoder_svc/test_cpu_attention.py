@@ -140,6 +140,24 @@ def test_each_step_is_planned_anew() -> None:
     assert backend._planned(dataclasses.replace(metadata)) is not backend._planned(metadata)
 
 
+def test_nothing_outside_of_the_pools_is_read() -> None:
+    """The kernel looks at no bounds, so this is looked at before."""
+    step = Step([Chunk(9, 8, 8, 9)], Sizes(), 0, torch.float32, backend=native)
+    metadata = step.metadata(is_mutual_beyond_window=False)
+    group = metadata.full
+    (table,) = group.block_tables
+    query = torch.zeros(1, 4, 4)
+    wrong = [
+        dataclasses.replace(metadata, full=dataclasses.replace(group, block_tables=(table + 1000,))),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, block_tables=(table - 1000,))),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, block_tables=(table[:-1],))),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, first_keys=(9,))),
+    ]
+    for one in wrong:
+        with pytest.raises(IndexError):
+            step.backend.attend(LAYER, query, one.full, one, LayerOptions(1.0))
+
+
 def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     load_library.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda _name: None)
