@@ -36,13 +36,14 @@ def load_library() -> ctypes.CDLL:
     if compiler is None:
         raise NativeLibraryError("there is no C++ compiler (g++, or what CXX names)")
     flags = _flags()
-    path = cache_folder() / f"lookonce-{_fingerprint(compiler, flags)}.so"
     try:
+        path = cache_folder() / f"lookonce-{_fingerprint(compiler, flags)}.so"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(path.parent)
         if not path.exists():
             _compile(compiler, flags, path)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        # RuntimeError: a user without a home.
         raise NativeLibraryError(f"it could not be compiled: {error}") from error
     try:
         return ctypes.CDLL(str(path))
