@@ -309,7 +309,9 @@ class Engine:
         except Exception:
             self._fail_step(output)
             return
-        self._num_failures = 0
+        if output.chunks:
+            # A step that only tells the runner who has left says nothing of its health.
+            self._num_failures = 0
         for update in self._scheduler.update(output, sampled):
             self._outbox.append((update.request.request_id, _output(update)))
 

@@ -155,6 +155,27 @@ async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer
     await engine.stop()
 
 
+async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_in_a_row(
+    runner: PoisonableRunner,
+) -> None:
+    """Requests that come one after the other: behind each failure a step tells the runner who has left."""
+    scheduler = Scheduler(
+        SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
+    )
+    engine = Engine(runner, scheduler, no_fetcher(), EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16), 8)
+    engine.start()
+    for index in range(3):
+        assert engine.is_healthy
+        with pytest.raises(InternalError):
+            await read(submit(engine, f"bad{index}", (POISON, 1)))
+        # Time for what comes behind.
+        await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        await asyncio.to_thread(engine._thread.join, 10)
+    assert not engine.is_healthy
+    await engine.stop()
+
+
 async def test_requests_that_can_never_fit_are_refused_with_value_and_limit(engine: Engine) -> None:
     with pytest.raises(ContextTooLongError, match=r"101 tokens, the limit is 100"):
         submit(engine, "long", tuple(range(20, 81)), max_tokens=40)

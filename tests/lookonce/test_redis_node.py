@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -102,18 +103,29 @@ def test_a_retired_node_keeps_none(server: EmbeddedRedis, operator: redis.Redis)
     assert str(first) not in {client["id"] for client in operator.client_list()}
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_child_does_not_use_its_parents(node: RedisNode) -> None:
-    first = connection_id(node)
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write_end, str(connection_id(node)).encode())
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as answer:
-        assert int(answer.read()) != first
-    os.waitpid(child, 0)
-    assert connection_id(node) == first
+_FORKING = """
+import os, sys, time
+from lookonce.redis_node import RedisNode
+
+def connection_id(node):
+    with node.exchange(time.monotonic() + 2) as exchange:
+        exchange.send(b"CLIENT", b"ID")
+        return exchange.read_integer()
+
+node = RedisNode(sys.argv[1], None, 2.0)
+print(connection_id(node), flush=True)
+if os.fork() == 0:
+    print(connection_id(node), flush=True)
+    os._exit(0)
+os.wait()
+print(connection_id(node), flush=True)
+"""
+
+
+def test_a_forked_child_does_not_use_its_parents(server: EmbeddedRedis) -> None:
+    """In a process of its own: this one has threads, and a fork of it might never end."""
+    command = [sys.executable, "-c", _FORKING, server.url]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    before, of_child, after = finished.stdout.split()
+    assert of_child != before
+    assert after == before
