@@ -112,7 +112,7 @@ def main() -> None:
     figures = {
         "machine": asdict(machine),
         "sizes": {name: [asdict(size) for size in found] for name, found in sizes.items()},
-        "small_get_us": small,
+        "small_get_us": [{beside: _percentiles(found) for beside, found in one.items()} for one in small],
     }
     path = report.write_json(_NAME, figures)
     report.write_section(_NAME, _section(sizes, small), machine)
@@ -331,9 +331,18 @@ def _table(sizes: Sequence[Size]) -> str:
     return report.table(head, rows)
 
 
+def _percentiles(sorted_us: Sequence[float]) -> dict[str, float]:
+    """Of so many figures, those that say how they are spread."""
+    return {f"p{100 * share:g}": _quantile(sorted_us, share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)}
+
+
+def _quantile(sorted_values: Sequence[float], share: float) -> float:
+    return sorted_values[min(len(sorted_values) - 1, int(share * len(sorted_values)))]
+
+
 def _quantiles(rounds: Sequence[Sequence[float]]) -> str:
     """Medians over the rounds, each of which is sorted."""
-    picked = [[one[min(len(one) - 1, int(share * len(one)))] / 1000 for one in rounds] for share in (0.5, 0.99, 0.999)]
+    picked = [[_quantile(one, share) / 1000 for one in rounds] for share in (0.5, 0.99, 0.999)]
     medians = " / ".join(f"{statistics.median(values):.2f}" for values in picked)
     return f"{medians} ms ({min(picked[-1]):.2f} … {max(picked[-1]):.2f})"
 
