@@ -44,9 +44,8 @@ _LLAVA_TEMPLATE = (
 )
 # The same, but the template itself writes the beginning-of-sequence token and the tokenizer adds none.
 _LLAVA_TEMPLATE_WITH_BOS = "{{ bos_token }}" + _LLAVA_TEMPLATE
-# ChatML with vision markers around each image: the shape of Qwen2-VL's template.
-_QWEN2_VL_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+# What of a message follows its role in the templates of Qwen's models; then the answer's beginning.
+QWEN_TURN = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
@@ -55,6 +54,8 @@ _QWEN2_VL_TEMPLATE = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# ChatML with vision markers around each image: the shape of Qwen2-VL's template.
+QWEN_TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}" + QWEN_TURN
 
 
 def build_llava_clip(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
@@ -91,7 +92,7 @@ def build_qwen2_vl(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     """Qwen2-VL: rows by size (one per 28 px square, 4 to 24 of them), three rotary axes, tied word embeddings off."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     special += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer = _tokenizer(special, bos=None, eos="<|im_end|>", pad="<|endoftext|>", template=_QWEN2_VL_TEMPLATE)
+    tokenizer = _tokenizer(special, bos=None, eos="<|im_end|>", pad="<|endoftext|>", template=QWEN_TEMPLATE)
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in special}
     config = transformers.Qwen2VLConfig(
         text_config=_text_config(tokenizer)

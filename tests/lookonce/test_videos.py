@@ -53,36 +53,34 @@ def videos_of(path: pathlib.Path) -> VideoModel:
     return video
 
 
-@pytest.mark.parametrize("has_cap", [False, True])
-def test_each_frame_is_bounded_where_the_family_bounds_frames(folder: Folder, has_cap: bool) -> None:
-    video = videos_of(folder("qwen2_5_vl", cap_pixels_per_frame=has_cap, max_video_tokens=500))
-    seen = set()
-    for width, height, num_frames in SIZES:
-        most = 90_000
-        if has_cap:
-            most = max(min(most, int(500 * 28 * 28 * 0.9) * 2 // num_frames), int(4000 * 1.05))
-        expected = smart_resize(height, width, 28, 4000, most)
-        found = video.frame_size(width, height, num_frames, None)
-        assert found == expected[::-1]
-        assert video.is_frame_size(*found)
-        seen.add(found)
-    assert len(seen) > 10
+def bounded_each(width: int, height: int, num_frames: int, max_tokens: int | None) -> tuple[int, int]:
+    """Height and width where the family bounds each frame, `max_tokens` those of a video."""
+    most = 90_000
+    if max_tokens is not None:
+        most = max(min(most, int(max_tokens * 28 * 28 * 0.9) * 2 // num_frames), int(4000 * 1.05))
+    return tuple(smart_resize(height, width, 28, 4000, most))
+
+
+def bounded_together(width: int, height: int, num_frames: int, max_tokens: int | None) -> tuple[int, int]:
+    """Where it bounds all frames of a video together, `max_tokens` those of a frame."""
+    most = 90_000
+    if max_tokens is not None:
+        most = num_frames * max(min(max_tokens * 32 * 32, 90_000 // num_frames), int(4000 * 1.05))
+    return tuple(smart_resize_of_all(num_frames, height, width, 2, 32, 4000, most))
 
 
 @pytest.mark.parametrize("has_cap", [False, True])
-def test_all_frames_together_are_bounded_where_the_family_bounds_videos(folder: Folder, has_cap: bool) -> None:
-    video = videos_of(folder("qwen3_vl", cap_pixels_per_frame=has_cap, max_video_tokens=6))
-    seen = set()
-    for width, height, num_frames in SIZES:
-        most = 90_000
-        if has_cap:
-            most = num_frames * max(min(6 * 32 * 32, 90_000 // num_frames), int(4000 * 1.05))
-        expected = smart_resize_of_all(num_frames, height, width, 2, 32, 4000, most)
-        found = video.frame_size(width, height, num_frames, None)
-        assert found == expected[::-1]
-        assert video.is_frame_size(*found)
-        seen.add(found)
-    assert len(seen) > 10
+@pytest.mark.parametrize(
+    ("name", "expected", "max_tokens"), [("qwen2_5_vl", bounded_each, 500), ("qwen3_vl", bounded_together, 6)]
+)
+def test_frames_are_sized_as_the_familys_video_processor_sizes_them(
+    folder: Folder, name: str, expected: Callable[..., tuple[int, int]], max_tokens: int, has_cap: bool
+) -> None:
+    video = videos_of(folder(name, cap_pixels_per_frame=has_cap, max_video_tokens=max_tokens))
+    found = [video.frame_size(*size, None) for size in SIZES]
+    assert found == [expected(*size, max_tokens if has_cap else None)[::-1] for size in SIZES]
+    assert all(video.is_frame_size(*size) for size in found)
+    assert len(set(found)) > 10
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])

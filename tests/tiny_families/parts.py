@@ -211,18 +211,6 @@ QWEN_SPECIAL = (
 )
 
 
-# What of a message follows its role in the templates of Qwen2.5-VL and later; then the answer's beginning.
-QWEN_TURN = (
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{% elif part['type'] == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}"
-    "{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
 def pixtral_vision(longest: int, patch: int) -> Any:
     """Pixtral's tower for images of at most `longest` pixels a side."""
     return transformers.PixtralVisionConfig(

@@ -20,7 +20,7 @@ _TEMPLATE = (
     "{% if loop.first and message['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
-) + parts.QWEN_TURN
+) + tiny_models.QWEN_TURN
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:

@@ -14,13 +14,11 @@ from tests.tiny_families import parts
 NAME = "qwen3_vl"
 
 _SQUARE = 32 * 32
-# ChatML without a system message of its own.
-TEMPLATE = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}") + parts.QWEN_TURN
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     """4 to 36 rows, three levels of features each."""
-    tokenizer = parts.qwen_tokenizer(TEMPLATE)
+    tokenizer = parts.qwen_tokenizer(tiny_models.QWEN_TEMPLATE)
     config = transformers.Qwen3VLConfig(
         text_config=text_config(tokenizer) | {"model_type": "qwen3_vl_text"},
         vision_config=vision_config(),

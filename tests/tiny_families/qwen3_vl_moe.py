@@ -15,7 +15,7 @@ NAME = "qwen3_vl_moe"
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     """Everything but the experts is Qwen3-VL's."""
-    tokenizer = parts.qwen_tokenizer(qwen3_vl.TEMPLATE)
+    tokenizer = parts.qwen_tokenizer(tiny_models.QWEN_TEMPLATE)
     config = transformers.Qwen3VLMoeConfig(
         text_config=qwen3_vl.text_config(tokenizer)
         | {
