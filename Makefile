@@ -21,11 +21,11 @@ export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format lint types imports contract bench docs families clean
+.PHONY: help venv demo test check format lint types imports contract bench bench-gpu bench-peer docs families clean
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 venv: $(INSTALLED) ## the virtual environment in .venv, with everything installed
 
@@ -62,10 +62,22 @@ contract: $(INSTALLED)
 bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.scheduler_cost
 	@$(BIN)/python -m benchmarks.encode_once
-	@$(BIN)/python -m benchmarks.hit_cost
+	@$(BIN)/python -m benchmarks.hit_cost --pictures 10
 	@$(BIN)/python -m benchmarks.rows_moved
-	@$(BIN)/python -m benchmarks.fetch_speed
-	@$(BIN)/python -m benchmarks.frozen_redis
+	@$(BIN)/python -m benchmarks.fetch_speed --rounds 5
+	@$(BIN)/python -m benchmarks.frozen_redis --rounds 5 --pictures 10
+	@$(BIN)/python -m benchmarks.overlap --images 4 --rounds 5
+	@$(BIN)/python -m benchmarks.image_light --rounds 5 --requests 10
+	@$(BIN)/python -m benchmarks.plot
+
+bench-peer: $(INSTALLED) ## against vLLM, whose interpreter LOOKONCE_PEER_PYTHON names; takes long
+	@$(BIN)/python -m benchmarks.prefix_reuse
+	@$(BIN)/python -m benchmarks.two_replicas
+	@$(BIN)/python -m benchmarks.startup
+	@$(BIN)/python -m benchmarks.plot
+
+bench-gpu: $(INSTALLED) ## correctness and speed on a GPU, where there is one
+	@$(BIN)/python -m benchmarks.gpu
 
 docs: $(INSTALLED) ## rewrite what the documentation takes from the code
 	@$(BIN)/python docs/generate_settings.py

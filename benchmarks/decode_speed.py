@@ -1,174 +1,236 @@
-"""How fast is a decode step, by attention backend and against what the memory allows? `--help` for the knobs.
+"""How fast are decoding and prefill, against vLLM, against transformers' own modules, and against the memory's speed?
 
-The runner alone, without scheduler and services: every sequence has a context of its own and gets one token a step.
-Backends take turns on one model and one KV pool, so that a busy machine hits all alike.
+Two measurements, `--help` for the knobs. Steps of the model runner alone: our kernels and transformers' modules take
+turns on the same weights. Requests through the engine, without services: ours and the peer's take turns on the same
+prompts, which both have in their prefix caches, so that all requests of a batch decode together.
 """
 
 from __future__ import annotations
 
 import argparse
-import pathlib
+import contextlib
+import random
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from benchmarks import models, report
-from decoder_svc.family import load_family
-from decoder_svc.request import RequestId, SamplingParams
-from decoder_svc.runner.attention import SdpaBackend
-from decoder_svc.runner.base import RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.runner.cpu_attention import NativeBackend
-from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
-from decoder_svc.text_tokenizer import load_pretrained
-from lookonce.model_folder import ModelFolder
+from benchmarks import models, peer, report
+from benchmarks.engine_thread import EngineThread
+from benchmarks.runner_steps import RunnerSteps, StepCell
 
 _NAME = "decode_speed"
-_BLOCK_SIZE = 16
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Large enough that no cache of the processor holds it.
-_COPIED_BYTES = 512 << 20
+_BLOCK_SIZE = 16
+# Ids that the tokenizer of small-llava has for plain text.
+_FIRST_ID, _STOP_ID = 300, 900
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One batch with one length of context."""
+class PeerCell:
+    """One batch with one length of context, through both engines."""
 
     dtype: str
     batch: int
     context: int
-    # Bytes that a step must read: the weights once, and each sequence's keys and values.
-    read_bytes: int
-    # Median step of each round by backend, seconds.
-    steps_s: dict[str, list[float]]
-    # How fast this machine read memory in each round, bytes per second.
-    bandwidth: list[float]
+    # Median time between tokens of each round, seconds.
+    ours_s: list[float]
+    peers_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCell:
+    """Prompts that nobody has seen, one at a time, through both engines."""
+
+    dtype: str
+    num_tokens: int
+    # Time to the first token of each prompt, seconds.
+    ours_s: list[float]
+    peers_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured."""
+
+    dtypes: list[str]
+    batches: list[int]
+    contexts: list[int]
+    rounds: int
+    # Tokens that each request gets after its first one.
+    steps: int
+    is_quick: bool
 
 
 def main() -> None:
     """Measures every cell, writes JSON and the section of RESULTS.md."""
+    arguments = _arguments()
+    plan = Plan(
+        arguments.dtypes, arguments.batches, arguments.contexts, arguments.rounds, arguments.steps, arguments.quick
+    )
+    install = peer.named_peer(arguments)
+    step_cells = measure_steps(plan)
+    peer_cells: list[PeerCell] = []
+    prefills: list[PrefillCell] = []
+    if install is not None:
+        for dtype in plan.dtypes:
+            decoded, prefilled = measure_beside_peer(plan, dtype, install)
+            peer_cells += decoded
+            prefills += prefilled
+    figures = {
+        "steps": [asdict(cell) for cell in step_cells],
+        "beside_peer": [asdict(cell) for cell in peer_cells],
+        "prefill": [asdict(cell) for cell in prefills],
+    }
+    report.publish(_NAME, figures, section(step_cells, peer_cells, prefills), is_quick=plan.is_quick)
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="per cell and backend (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="per cell (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=16, help="of a round (default: %(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--dtypes", nargs="+", default=list(_DTYPES), choices=list(_DTYPES))
+    peer.add_arguments(parser)
+    report.add_quick(parser)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps, arguments.batches, arguments.contexts = 2, 3, [1, 3], [40]
+        arguments.dtypes = ["float32"]
+    return arguments
+
+
+def measure_steps(plan: Plan) -> list[StepCell]:
+    """Of the runner alone."""
     cells = []
-    for dtype in arguments.dtypes:
-        bench = DecodeBench(dtype, max(arguments.batches), max(arguments.contexts) + arguments.steps + 2)
-        for context in arguments.contexts:
-            for batch in arguments.batches:
-                cells.append(bench.measure(batch, context, arguments.rounds, arguments.steps))
-                print(_row(cells[-1]), flush=True)
-    machine = report.this_machine()
-    report.write_json(_NAME, {"machine": asdict(machine), "cells": [asdict(cell) for cell in cells]})
-    report.write_section(_NAME, section(cells), machine)
+    for dtype in plan.dtypes:
+        folder = models.demo_model() if plan.is_quick else models.small_llava(_DTYPES[dtype])
+        bench = RunnerSteps(folder, _DTYPES[dtype], max(plan.batches), max(plan.contexts) + plan.steps + 2)
+        for context in plan.contexts:
+            for batch in plan.batches:
+                cells.append(bench.measure(batch, context, plan.rounds, plan.steps))
+                print(_step_row(cells[-1]), flush=True)
+    return cells
 
 
-class DecodeBench:
-    """One model with one KV pool, and every backend on it."""
-
-    def __init__(self, dtype: str, max_batch: int, max_tokens: int, folder: pathlib.Path | None = None) -> None:
-        """`max_tokens` bounds a sequence's context and what is decoded. `folder` None: small-llava."""
-        self._dtype = dtype
-        folder = folder or models.small_llava(_DTYPES[dtype])
-        family = load_family(ModelFolder.open(folder), load_pretrained(folder))
-        self._runner = CPUModelRunner(RunnerConfig(folder, _DTYPES[dtype], _BLOCK_SIZE, None), family)
-        self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
-        self._runner.initialize_kv_cache(max_batch * self._blocks_each)
-        native = self._runner.backend
-        if not isinstance(native, NativeBackend):
-            raise SystemExit("there is no native backend here, and so nothing to compare")
-        plain = SdpaBackend()
-        plain.share_pools(native)
-        self._backends: dict[str, SdpaBackend] = {plain.name: plain, native.name: native}
-        self._weight_bytes = sum(
-            parameter.nbytes
-            for name, parameter in self._runner.model.named_parameters()
-            # Of the table of embeddings a step reads a row per token, unless it is the head, too.
-            if "embed_tokens" not in name or self._runner.model.config.get_text_config().tie_word_embeddings
-        )
-        self._source = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32)
-
-    def measure(self, batch: int, context: int, num_rounds: int, num_steps: int) -> Cell:
-        """All backends in turns."""
-        spec = self._runner.get_kv_cache_spec()
-        kv_bytes = batch * context * spec.block_bytes // spec.block_size
-        steps_s: dict[str, list[float]] = {name: [] for name in self._backends}
-        bandwidth = []
-        for number in range(num_rounds + 1):
-            for name in sorted(self._backends, reverse=number % 2 == 1):
-                self._runner.backend = self._backends[name]
-                seconds = self._decode(batch, context, num_steps)
-                # The first round is for the caches.
-                if number:
-                    steps_s[name].append(statistics.median(seconds))
-            if number:
-                started_s = time.perf_counter()
-                self._source.sum()
-                bandwidth.append(_COPIED_BYTES / (time.perf_counter() - started_s))
-        return Cell(self._dtype, batch, context, self._weight_bytes + kv_bytes, steps_s, bandwidth)
-
-    def _decode(self, batch: int, context: int, num_steps: int) -> list[float]:
-        """Seconds of each step after the first."""
-        names = [RequestId(f"r{index}") for index in range(batch)]
-        params = SamplingParams(max_tokens=num_steps + 2)
-        admitted = tuple(AdmittedRequest(name, (5,) * context, context, (), None, (), params) for name in names)
-        found = []
-        for step in range(num_steps + 1):
-            chunks = tuple(
-                ScheduledChunk(
-                    name,
-                    context - 1 + step,
-                    1,
-                    0,
-                    0,
-                    self._blocks(index, context + num_steps) if step == 0 else (),
-                    True,
-                )
-                for index, name in enumerate(names)
-            )
-            output = SchedulerOutput(admitted if step == 0 else (), chunks, (), (), ())
-            started_s = time.perf_counter()
-            self._runner.execute_model(output)
-            found.append(time.perf_counter() - started_s)
-        self._runner.execute_model(SchedulerOutput((), (), tuple(names), (), ()))
-        return found[1:]
-
-    def _blocks(self, index: int, num_tokens: int) -> tuple[int, ...]:
-        first = index * self._blocks_each
-        return tuple(range(first, first + -(-num_tokens // _BLOCK_SIZE)))
+def measure_beside_peer(plan: Plan, dtype: str, install: peer.PeerInstall) -> tuple[list[PeerCell], list[PrefillCell]]:
+    """Through the engines. Contexts of a batch are the first ones of the largest batch's."""
+    rng = random.Random(dtype)
+    longest = max(plan.contexts) + plan.steps + 1
+    with _engines(plan, dtype, install, longest) as (ours, theirs):
+        prefills = [_prefill(dtype, max(plan.contexts), rng, plan.rounds, ours, theirs)]
+        cells = []
+        for context in plan.contexts:
+            prompts = [_prompt(rng, context) for _ in range(max(plan.batches))]
+            for batch in plan.batches:
+                cells.append(_decode(plan, dtype, prompts[:batch], ours, theirs))
+                print(_peer_row(cells[-1]), flush=True)
+    return cells, prefills
 
 
-def section(cells: Sequence[Cell]) -> str:
+@contextlib.contextmanager
+def _engines(
+    plan: Plan, dtype: str, install: peer.PeerInstall, longest: int
+) -> Iterator[tuple[EngineThread, peer.Peer]]:
+    """Both with room for the largest batch."""
+    folder = models.demo_model() if plan.is_quick else models.small_llava(_DTYPES[dtype])
+    num_blocks = (max(plan.batches) + 2) * -(-longest // _BLOCK_SIZE)
+    own = ["--num-kv-blocks", str(num_blocks), "--max-num-seqs", str(max(plan.batches)), "--dtype", dtype]
+    kv_bytes = models.kv_token_bytes(folder) * num_blocks * _BLOCK_SIZE
+    with (
+        peer.Peer(install, folder, kv_cache_bytes=kv_bytes * 5 // 4, dtype=dtype) as theirs,
+        EngineThread(["--model", str(folder), *own]) as ours,
+    ):
+        yield ours, theirs
+
+
+def _decode(
+    plan: Plan, dtype: str, prompts: Sequence[tuple[int, ...]], ours: EngineThread, theirs: peer.Peer
+) -> PeerCell:
+    cell = PeerCell(dtype, len(prompts), len(prompts[0]), [], [])
+    num_tokens = plan.steps + 1
+    requests = [peer.PeerRequest(prompt, (), num_tokens) for prompt in prompts]
+    for number in range(plan.rounds + 1):
+        own = [answer.decode_s for answer in ours.run(prompts, num_tokens)]
+        other = [answer.decode_s for answer in theirs.run(requests).answers]
+        # The first round fills both prefix caches.
+        if number:
+            cell.ours_s.append(statistics.median(own) / plan.steps)
+            cell.peers_s.append(statistics.median(other) / plan.steps)
+    return cell
+
+
+def _prefill(
+    dtype: str, num_tokens: int, rng: random.Random, num_rounds: int, ours: EngineThread, theirs: peer.Peer
+) -> PrefillCell:
+    cell = PrefillCell(dtype, num_tokens, [], [])
+    for number in range(num_rounds + 1):
+        prompt = _prompt(rng, num_tokens)
+        (own,) = ours.run([prompt], 1)
+        (other,) = theirs.run([peer.PeerRequest(prompt, (), 1)]).answers
+        if number:
+            cell.ours_s.append(own.first_token_s)
+            cell.peers_s.append(other.first_token_s)
+    return cell
+
+
+def _prompt(rng: random.Random, num_tokens: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(_FIRST_ID, _STOP_ID) for _ in range(num_tokens))
+
+
+def section(steps: Sequence[StepCell], beside: Sequence[PeerCell], prefills: Sequence[PrefillCell]) -> str:
     """The section of RESULTS.md."""
-    head = ["dtype", "batch", "context", "sdpa", "native", "sdpa ÷ native", "least … most", "of the memory's speed"]
-    question = (
-        "## decode_speed\n\nHow fast is a decode step (small-llava: a Llama of 135M parameters), by attention backend? "
-        "Last column: bytes\nthat the native step must read over what this machine reads in that time."
+    parts = [
+        "## decode_speed\n\nHow fast are decoding and prefill (small-llava: a Llama of 135M parameters)? Goals: at "
+        "least as fast as vLLM at every\nbatch, 1.2 × at batch 1, and 70 % of the memory's speed there.",
+        "Through the engines, the peer's (vLLM, offline) and ours in turns; time between tokens:"
+        if beside
+        else "The peer was not run.",
+    ]
+    if beside:
+        head = ["dtype", "batch", "context", "vLLM", "ours", "vLLM ÷ ours", "least … most"]
+        parts.append(report.table(head, [_peer_row(cell) for cell in beside]))
+        parts.append("Time to the first token of a prompt that nobody has seen:")
+        head = ["dtype", "tokens", "vLLM", "ours", "vLLM ÷ ours", "least … most"]
+        parts.append(report.table(head, [_prefill_row(cell) for cell in prefills]))
+    parts.append(
+        "Steps of the runner alone. Last column: bytes that a step must read (weights once, keys and values) over what "
+        "this\nmachine reads in that time."
     )
-    return "\n\n".join([question, report.table(head, [_row(cell) for cell in cells])])
+    head = [
+        "dtype", "batch", "context", "transformers' modules", "ours", "modules ÷ ours", "least … most",
+        "of the memory's speed",
+    ]  # fmt: skip
+    parts.append(report.table(head, [_step_row(cell) for cell in steps]))
+    return "\n\n".join(parts)
 
 
-def _row(cell: Cell) -> list[str]:
-    plain, native = cell.steps_s["sdpa"], cell.steps_s["native"]
-    ratios = [one / other for one, other in zip(plain, native, strict=True)]
+def _peer_row(cell: PeerCell) -> list[str]:
+    return [cell.dtype, str(cell.batch), str(cell.context), *_compared(cell.peers_s, cell.ours_s)]
+
+
+def _prefill_row(cell: PrefillCell) -> list[str]:
+    return [cell.dtype, str(cell.num_tokens), *_compared(cell.peers_s, cell.ours_s)]
+
+
+def _step_row(cell: StepCell) -> list[str]:
+    ours = cell.steps_s["ours"]
     share = statistics.median(
-        cell.read_bytes / seconds / speed for seconds, speed in zip(native, cell.bandwidth, strict=True)
+        cell.read_bytes / seconds / speed for seconds, speed in zip(ours, cell.bandwidth, strict=True)
     )
+    compared = _compared(cell.steps_s["modules"], ours)
+    return [cell.dtype, str(cell.batch), str(cell.context), *compared, f"{100 * share:.0f} %"]
+
+
+def _compared(others: Sequence[float], ours: Sequence[float]) -> list[str]:
+    ratios = [other / own for other, own in zip(others, ours, strict=True)]
     return [
-        cell.dtype,
-        str(cell.batch),
-        str(cell.context),
-        f"{1000 * statistics.median(plain):.1f} ms",
-        f"{1000 * statistics.median(native):.1f} ms",
+        f"{1000 * statistics.median(others):.1f} ms",
+        f"{1000 * statistics.median(ours):.1f} ms",
         f"{statistics.median(ratios):.2f}",
         f"{min(ratios):.2f} … {max(ratios):.2f}",
-        f"{100 * share:.0f} %",
     ]
 
 

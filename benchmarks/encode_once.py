@@ -62,26 +62,24 @@ class Round:
     duration_s: float
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measures every setup, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--model", type=pathlib.Path, default=_MODEL, help="model folder (default: the demo's)")
     parser.add_argument("--pictures", type=int, default=4, help="K, distinct pictures (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=16, help="M, requests per decoder (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="bursts per setup (default: %(default)s)")
-    arguments = parser.parse_args()
-    load = Load(arguments.pictures, arguments.requests, arguments.rounds)
-    rounds = {setup: measure(arguments.model, setup, load) for setup in SETUPS}
-    machine = report.this_machine()
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
+    setups = SETUPS[1:2] if arguments.quick else SETUPS
+    load = Load(2, 4, 2) if arguments.quick else Load(arguments.pictures, arguments.requests, arguments.rounds)
+    rounds = {setup: measure(arguments.model, setup, load) for setup in setups}
     figures = {
         "model": arguments.model.name,
-        "machine": asdict(machine),
         "load": asdict(load),
-        "setups": [{**asdict(setup), "rounds": [asdict(one) for one in rounds[setup]]} for setup in SETUPS],
+        "setups": [{**asdict(setup), "rounds": [asdict(one) for one in found]} for setup, found in rounds.items()],
     }
-    path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(arguments.model.name, load, rounds), machine)
-    print(f"wrote {path} and {report.RESULTS}")
+    report.publish(_NAME, figures, _section(arguments.model.name, load, rounds), is_quick=arguments.quick)
 
 
 def measure(model: pathlib.Path, setup: Setup, load: Load) -> list[Round]:

@@ -95,28 +95,28 @@ class Size:
     bare_get: list[Speed]
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measures every size, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="per size and side (default: %(default)s)")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.5, 2, 8, 24, 64, 117])
-    arguments = parser.parse_args()
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
+    num_small_rounds, num_gets = _SMALL_ROUNDS, _SMALL_GETS
+    if arguments.quick:
+        arguments.rounds, arguments.megabytes, num_small_rounds, num_gets = 1, [0.5, 2], 1, 100
     sizes = {}
     for name, use_tcp in (("TCP loopback", True), ("Unix socket", False)):
         with EmbeddedRedis(2 << 30, use_tcp=use_tcp) as server:
             megabytes = arguments.megabytes
             sizes[name] = [measure(server, int(size * _MB), arguments.rounds, use_tcp=use_tcp) for size in megabytes]
             if use_tcp:
-                small = [small_reads(server) for _ in range(_SMALL_ROUNDS)]
-    machine = report.this_machine()
+                small = [small_reads(server, num_gets) for _ in range(num_small_rounds)]
     figures = {
-        "machine": asdict(machine),
         "sizes": {name: [asdict(size) for size in found] for name, found in sizes.items()},
         "small_get_us": [{beside: _percentiles(found) for beside, found in one.items()} for one in small],
     }
-    path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(sizes, small), machine)
-    print(f"wrote {path} and {report.RESULTS}")
+    report.publish(_NAME, figures, _section(sizes, small), is_quick=arguments.quick)
 
 
 def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: bool) -> Size:
@@ -166,7 +166,7 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
     return size
 
 
-def small_reads(server: EmbeddedRedis) -> dict[str, list[float]]:
+def small_reads(server: EmbeddedRedis, num_gets: int = _SMALL_GETS) -> dict[str, list[float]]:
     """Microseconds of 1 KB GETs: alone, beside two readers of 24 MB entries, beside two processes that only compute."""
     meta = EmbeddingMeta(24 * _MB // (2 * _HIDDEN_SIZE), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
     with contextlib.closing(EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)) as store:
@@ -176,17 +176,17 @@ def small_reads(server: EmbeddedRedis) -> dict[str, list[float]]:
     reader = context.Process(target=_read_on, args=(server.url, meta, begun, ended), daemon=True)
     with redis.Redis.from_url(server.url) as client:
         client.set("small", random.Random(1).randbytes(_SMALL_BYTES))
-        alone = _latencies_us(client)
+        alone = _latencies_us(client, num_gets)
         reader.start()
         begun.wait()
-        beside = _latencies_us(client)
+        beside = _latencies_us(client, num_gets)
         ended.set()
         reader.join()
         with contextlib.ExitStack() as exits:
             for _ in range(2):
                 process = exits.enter_context(subprocess.Popen([sys.executable, "-c", _COMPUTE]))
                 exits.callback(process.kill)
-            computing = _latencies_us(client)
+            computing = _latencies_us(client, num_gets)
     return {"alone": alone, "readers": beside, "computing": computing}
 
 
@@ -208,9 +208,9 @@ def _read_on(url: str, meta: EmbeddingMeta, begun: Any, ended: Any) -> None:
     store.close()
 
 
-def _latencies_us(client: Any) -> list[float]:
+def _latencies_us(client: Any, num_gets: int) -> list[float]:
     found = []
-    for _ in range(_SMALL_GETS):
+    for _ in range(num_gets):
         started = time.perf_counter()
         client.get("small")
         found.append(1e6 * (time.perf_counter() - started))
@@ -294,7 +294,7 @@ def _section(sizes: Mapping[str, Sequence[Size]], small: Sequence[Mapping[str, S
         "are read, and all "
         "from other servers. Bare GET: what the server makes possible, a receive of the reply's bytes by one command "
         f"that\nnobody looks at. A GET of 1 KB over TCP, median / p99 / p99.9 (least … most of the last), "
-        f"{len(small)} × {_SMALL_GETS}:\nalone {_quantiles([one['alone'] for one in small])},\n"
+        f"{len(small)} × {len(small[0]['alone'])}:\nalone {_quantiles([one['alone'] for one in small])},\n"
         f"beside a process with two threads that read 24 MB entries {_quantiles([one['readers'] for one in small])},\n"
         "and, as what this machine's two cores do to it by themselves, beside two processes that only compute "
         f"{_quantiles([one['computing'] for one in small])}."

@@ -91,25 +91,22 @@ class Round:
         return self.frozen.p99_s / self.normal.p99_s
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measures, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--pictures", type=int, default=20, help="per phase (default: %(default)s)")
     parser.add_argument("--interval", type=float, default=0.5, help="seconds between pictures (default: %(default)s)")
-    arguments = parser.parse_args()
-    load = Load(arguments.pictures, arguments.interval, arguments.rounds)
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
+    load = Load(4, 0.1, 1) if arguments.quick else Load(arguments.pictures, arguments.interval, arguments.rounds)
     rounds = measure(load)
-    machine = report.this_machine()
     figures = {
         "model": _MODEL.name,
-        "machine": asdict(machine),
         "load": asdict(load),
         "rounds": [asdict(one) for one in rounds],
     }
-    path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, section(load, rounds), machine)
-    print(f"wrote {path} and {report.RESULTS}")
+    report.publish(_NAME, figures, section(load, rounds), is_quick=arguments.quick)
 
 
 def measure(load: Load) -> list[Round]:

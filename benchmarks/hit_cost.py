@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from tokenizers import Tokenizer
 
 from benchmarks import report
-from benchmarks.models import small_llava
-from benchmarks.prefix_reuse import Ask, u40
+from benchmarks.models import demo_model, small_llava
+from benchmarks.workloads import Ask, u40
 from lookonce.client import Client
 from lookonce.local_stack import LocalStack
 
@@ -38,18 +38,16 @@ class Pair:
     cold_s: float
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measures, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--pictures", type=int, default=25, help="default: %(default)s")
-    arguments = parser.parse_args()
-    model = small_llava()
-    pairs = measure(model, arguments.pictures)
-    machine = report.this_machine()
-    figures = {"model": model.name, "machine": asdict(machine), "pairs": [asdict(pair) for pair in pairs]}
-    path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(model.name, pairs), machine)
-    print(f"wrote {path} and {report.RESULTS}")
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
+    model = demo_model() if arguments.quick else small_llava()
+    pairs = measure(model, 2 if arguments.quick else arguments.pictures)
+    figures = {"model": model.name, "pairs": [asdict(pair) for pair in pairs]}
+    report.publish(_NAME, figures, _section(model.name, pairs), is_quick=arguments.quick)
 
 
 def measure(model: pathlib.Path, num_pictures: int) -> list[Pair]:
@@ -85,7 +83,7 @@ def measure(model: pathlib.Path, num_pictures: int) -> list[Pair]:
 
 def _first_token_s(client: Client, prompt: str, ask: Ask | None) -> tuple[float, int]:
     """(seconds to the first token, prompt tokens)."""
-    images = [] if ask is None else [ask.picture]
+    images = () if ask is None else ask.pictures
     started_s = time.perf_counter()
     with client.stream(prompt, images, max_tokens=2, temperature=0.0, ignore_eos=True) as stream:
         next(stream)

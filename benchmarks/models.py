@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+import safetensors.torch
 import tokenizers
 import torch
 import transformers
@@ -21,7 +22,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-_FOLDER = pathlib.Path(__file__).parents[1] / "build/benchmark-models"
+# The number counts changes to what is built: a folder of an older form is not taken for the newer one.
+_FOLDER = pathlib.Path(__file__).parents[1] / "build/benchmark-models/2"
 _SEED = 20261121
 _TOKENIZER_SIZE = 1024
 
@@ -47,15 +49,30 @@ _QWEN_TEMPLATE = (
 def small_llava(dtype: torch.dtype = torch.bfloat16) -> pathlib.Path:
     """The model for speed: SigLIP-base tower (12 layers of 768, 384 px: 576 rows) and a Llama of 135M parameters.
 
-    The Llama has 30 layers of 576, 9 heads on 3 and a vocabulary of 49152.
+    The Llama has 30 layers of 576, 9 heads on 3 and a vocabulary of 49152. As in LLaVA-1.5, rows are those
+    before the tower's last layer; keys of the weights are as published models have them, so that other engines read
+    the folder, too.
     """
     name = str(dtype).removeprefix("torch.")
     return _built(f"small-llava-{name}", functools.partial(_build_small_llava, dtype))
 
 
-def large_image_qwen2_vl() -> pathlib.Path:
-    """Qwen2-VL that takes images of up to 8687 rows of 2 KiB: two narrow layers on each side, so that it is quick."""
-    return _built("large-image-qwen2-vl", _build_large_image_qwen2_vl)
+def large_image_qwen2_vl(max_rows: int = 8687) -> pathlib.Path:
+    """Qwen2-VL that takes images of up to `max_rows` rows of 2 KiB: two narrow layers, so that it is quick."""
+    return _built(f"large-image-qwen2-vl-{max_rows}", functools.partial(_build_large_image_qwen2_vl, max_rows))
+
+
+def demo_model() -> pathlib.Path:
+    """The demo's model, which the repository has: for runs that only show that a script works."""
+    return pathlib.Path(__file__).parents[1] / "models/demo"
+
+
+def kv_token_bytes(folder: pathlib.Path) -> int:
+    """Bytes of one token's keys and values in all layers of a folder's language model, as its checkpoint says."""
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(text.num_hidden_layers * 2 * text.num_key_value_heads * head_dim * config.dtype.itemsize)
 
 
 def _built(name: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
@@ -84,7 +101,7 @@ def _build_small_llava(dtype: torch.dtype, folder: pathlib.Path) -> None:
             **_token_ids(tokenizer),
         ),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=576,
-        vision_feature_layer=-1, vision_feature_select_strategy="full", tie_word_embeddings=True,
+        vision_feature_layer=-2, vision_feature_select_strategy="full", tie_word_embeddings=True,
     )  # fmt: skip
     model = _random_model(transformers.LlavaForConditionalGeneration, config, tokenizer)
     processor = SiglipImageProcessorPil(size={"height": 384, "width": 384})
@@ -93,9 +110,10 @@ def _build_small_llava(dtype: torch.dtype, folder: pathlib.Path) -> None:
         "image_token": "<image>", "num_additional_image_tokens": 0,
     }  # fmt: skip
     _save(folder, model.to(dtype), tokenizer, processor, settings)
+    _use_published_keys(folder / "model.safetensors")
 
 
-def _build_large_image_qwen2_vl(folder: pathlib.Path) -> None:
+def _build_large_image_qwen2_vl(max_rows: int, folder: pathlib.Path) -> None:
     tokenizer = _tokenizer(_QWEN_SPECIAL, _QWEN_TEMPLATE, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     text_config = {
         "model_type": "qwen2_vl_text", "vocab_size": len(tokenizer), "hidden_size": 512, "intermediate_size": 512,
@@ -115,7 +133,7 @@ def _build_large_image_qwen2_vl(folder: pathlib.Path) -> None:
         vision_end_token_id=ids["<|vision_end|>"],
     )  # fmt: skip
     model = _random_model(transformers.Qwen2VLForConditionalGeneration, config, tokenizer)
-    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * 28 * 28, "longest_edge": 8687 * 28 * 28})
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * 28 * 28, "longest_edge": max_rows * 28 * 28})
     _save(folder, model, tokenizer, processor, {"processor_class": "Qwen2VLProcessor"})
 
 
@@ -156,7 +174,7 @@ def _random_model(model_class: Any, config: Any, tokenizer: Any) -> Any:
                 parameter.fill_(1.0 if ("norm" in name or "ln_q" in name) and name.endswith("weight") else 0.0)
             else:
                 fan_in = parameter.shape[1] if "embed" in name else parameter[0].numel()
-                parameter.normal_(0.0, 1.0 / math.sqrt(fan_in))
+                parameter.normal_(0.0, _gain(name) / math.sqrt(fan_in))
         head = model.get_output_embeddings().weight
         head[len(tokenizer) :] = 0.0
         head[tokenizer.all_special_ids] = 0.0
@@ -165,8 +183,26 @@ def _random_model(model_class: Any, config: Any, tokenizer: Any) -> Any:
     return model
 
 
+def _gain(name: str) -> float:
+    """Attention that looks somewhere and does not drown its token: without, 30 layers make all tokens the same."""
+    if "q_proj" in name or "k_proj" in name:
+        return 1.6
+    return 0.5 if "o_proj" in name else 1.0
+
+
 def _save(folder: pathlib.Path, model: Any, tokenizer: Any, processor: Any, settings: dict[str, Any]) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
     (folder / "processor_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _use_published_keys(file: pathlib.Path) -> None:
+    """transformers reads both, but since 5.0 leaves out the tower's `vision_model`, and vLLM 0.32 insists on it."""
+    prefix = "vision_tower."
+    weights = safetensors.torch.load_file(file)
+    published = {
+        f"{prefix}vision_model.{key.removeprefix(prefix)}" if key.startswith(prefix) else key: weight
+        for key, weight in weights.items()
+    }
+    safetensors.torch.save_file(published, file, metadata={"format": "pt"})

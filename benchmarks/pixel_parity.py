@@ -67,20 +67,23 @@ class Difference:
     mean: float
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Compares every family, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--torchvision", type=pathlib.Path, help="folder that torchvision was installed into")
-    arguments = parser.parse_args()
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
     version = _import_torchvision(arguments.torchvision)
     # Not before: transformers looks for torchvision once, when it is imported.
     from tests.tiny_families import FAMILIES
 
-    differences = [compare(FAMILIES[name]) for name in sorted(FAMILIES)]
-    differences += [compare_videos(FAMILIES[name], *settings) for name, settings in VIDEO_PROCESSORS]
-    machine = report.this_machine()
-    report.write_json(_NAME, {"machine": asdict(machine), "differences": [asdict(one) for one in differences]})
-    report.write_section(_NAME, _section(differences, version), machine)
+    names, videos = sorted(FAMILIES), VIDEO_PROCESSORS
+    if arguments.quick:
+        names, videos = ["llava_siglip"], videos[:1]
+    differences = [compare(FAMILIES[name]) for name in names]
+    differences += [compare_videos(FAMILIES[name], *settings) for name, settings in videos]
+    figures = {"differences": [asdict(one) for one in differences]}
+    report.publish(_NAME, figures, _section(differences, version), is_quick=arguments.quick)
 
 
 def compare(family: ModuleType) -> Difference:

@@ -1,79 +1,35 @@
 """What does the prefix cache gain where prompts repeat, and what does it cost where none does? `--help` for the knobs.
 
-Two stacks of real services, one with the prefix cache and one without, asked in turns through the SDK; every round has
-pictures and questions that nobody has seen before it. All requests of a round are sent at once.
+Two stacks of real services, one with the prefix cache and one without, asked in turns through the SDK, and the peer's
+engine with its own prefix cache, asked the same in its own process. Every round has pictures and questions that nobody
+has seen before it. All requests of a round are sent at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import pathlib
 import random
 import statistics
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-import PIL.Image
-import psutil
+import torch
 
 from benchmarks import report
-from benchmarks.models import small_llava
-from lookonce.client import Client
+from benchmarks.burst import Burst, run_burst
+from benchmarks.models import demo_model, kv_token_bytes, small_llava
+from benchmarks.peer import Peer, PeerInstall, PeerPrompts, PeerRun, add_arguments, named_peer
+from benchmarks.workloads import WORKLOADS, Ask, Workload, u40
 from lookonce.local_stack import LocalStack
 
 _NAME = "prefix_reuse"
-_TIMEOUT_S = 600.0
 _MAX_TOKENS = 16
-_PICTURE_SIDE = 448
 # All requests of a round fit, and both stacks go through the same memory again and again. In a larger pool new blocks
 # are cold memory with the cache and warm without (docs/log.md).
 _NUM_KV_BLOCKS = 2200
-_WORDS = "what colour is the small cat near that red boat and why do you see it under a tree".split()
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: a question about one picture."""
-
-    picture: bytes
-    question: str
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """A set of requests, new for every round."""
-
-    name: str
-    description: str
-    draw: Callable[[random.Random], list[Ask]]
-
-
-def _p40(rng: random.Random) -> list[Ask]:
-    """28 requests, 12 of them twice in a row."""
-    asks = [_ask(_picture(rng), rng) for _ in range(28)]
-    return [ask for index, ask in enumerate(asks) for _ in range(2 if index < 12 else 1)]
-
-
-def _s50(rng: random.Random) -> list[Ask]:
-    pictures = [_picture(rng) for _ in range(5)]
-    return [_ask(pictures[index % 5], rng) for index in range(50)]
-
-
-def u40(rng: random.Random) -> list[Ask]:
-    """40 requests, each about a picture of its own."""
-    return [_ask(_picture(rng), rng) for _ in range(40)]
-
-
-WORKLOADS = (
-    Workload("P40", "40 requests, 30 % of them repeated, one after the other", _p40),
-    Workload("S50", "50 questions over 5 pictures, picture first", _s50),
-    Workload("U40", "40 pictures, no reuse", u40),
-)
+_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +47,23 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerRound:
+    """The same requests on the peer, with its prefix cache."""
+
+    duration_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    # Requests whose answer was ours, token for token. In bfloat16 near ties fall either way.
+    num_same_answers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
-    """The same requests with and without the prefix cache."""
+    """The same requests with and without the prefix cache, and on the peer where there is one."""
 
     on: Round
     off: Round
+    peer: PeerRound | None
 
     @property
     def speed_ratio(self) -> float:
@@ -107,104 +75,109 @@ class Pair:
         """CPU time of the decoder with the cache over without."""
         return self.on.decoder_cpu_s / self.off.decoder_cpu_s
 
+    @property
+    def peer_ratio(self) -> float | None:
+        """Requests per second with the cache over the peer's."""
+        return None if self.peer is None else self.peer.duration_s / self.on.duration_s
 
-def main() -> None:
+
+def main(given: Sequence[str] | None = None) -> None:
     """Measures every workload, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="per workload and stack (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=[one.name for one in WORKLOADS], help="names of workloads")
-    arguments = parser.parse_args()
-    model = small_llava()
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add_arguments(parser)
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
     workloads = [one for one in WORKLOADS if one.name in arguments.only]
-    pairs = measure(model, workloads, arguments.rounds)
-    machine = report.this_machine()
+    if arguments.quick:
+        model, arguments.rounds = demo_model(), 1
+        workloads = [replace(one, num_requests=10) for one in workloads]
+    else:
+        model = small_llava(getattr(torch, arguments.dtype))
+    install = named_peer(arguments)
+    pairs = measure(model, workloads, arguments.rounds, install)
     figures = {
         "model": model.name,
-        "machine": asdict(machine),
+        "peer": "not run" if install is None else "vLLM",
         "workloads": {one.name: [asdict(pair) for pair in pairs[one.name]] for one in workloads},
     }
-    path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(model.name, workloads, pairs), machine)
-    print(f"wrote {path} and {report.RESULTS}")
+    report.publish(_NAME, figures, _section(model.name, workloads, pairs), is_quick=arguments.quick)
 
 
-def measure(model: pathlib.Path, workloads: Sequence[Workload], num_rounds: int) -> dict[str, list[Pair]]:
-    """Interleaved rounds; which stack begins changes from one to the next."""
+def measure(
+    model: pathlib.Path, workloads: Sequence[Workload], num_rounds: int, install: PeerInstall | None
+) -> dict[str, list[Pair]]:
+    """Interleaved rounds; which side begins changes from one to the next."""
     pairs: dict[str, list[Pair]] = {one.name: [] for one in workloads}
+    prompts = PeerPrompts(model)
     with contextlib.ExitStack() as stacks:
-        pool = ["--num-kv-blocks", str(_NUM_KV_BLOCKS)]
+        peer = None
+        if install is not None:
+            kv_cache_bytes = _NUM_KV_BLOCKS * _BLOCK_SIZE * kv_token_bytes(model)
+            peer = stacks.enter_context(Peer(install, model, kv_cache_bytes=kv_cache_bytes))
+        pool = ["--num-kv-blocks", str(_NUM_KV_BLOCKS), "--block-size", str(_BLOCK_SIZE)]
         on = stacks.enter_context(LocalStack(model, decoder_arguments=["--prefix-cache", *pool]))
         off = stacks.enter_context(LocalStack(model, decoder_arguments=["--no-prefix-cache", *pool]))
         warm_up = u40(random.Random("warm-up"))[:4]
-        for stack in (on, off):
-            _run(stack, warm_up)
+        # The numbers of requests matter, too: the peer's kernels are made ready for each.
+        for asks in [
+            warm_up,
+            *(workload.draw(random.Random("warm-up"), workload.num_requests) for workload in workloads),
+        ]:
+            _measure_all(on, off, peer, prompts, asks, turn=0)
         for number in range(num_rounds):
             for workload in workloads:
-                asks = workload.draw(random.Random(f"{workload.name}:{number}"))
-                order = (on, off) if number % 2 == 0 else (off, on)
-                rounds = {id(stack): _run(stack, asks) for stack in order}
-                pair = Pair(rounds[id(on)], rounds[id(off)])
+                asks = workload.draw(random.Random(f"{workload.name}:{number}"), workload.num_requests)
+                pair = _measure_all(on, off, peer, prompts, asks, turn=number)
                 pairs[workload.name].append(pair)
-                print(f"{workload.name} {number}: {pair.speed_ratio:.3f}, CPU {pair.cpu_ratio:.3f}, {pair}", flush=True)
+                ratios = f"with ÷ without {pair.speed_ratio:.3f}, CPU {pair.cpu_ratio:.3f}, ÷ peer {pair.peer_ratio}"
+                print(f"{workload.name} {number}: {ratios}, {pair}", flush=True)
     return pairs
 
 
-def _run(stack: LocalStack, asks: Sequence[Ask]) -> Round:
-    decoder = psutil.Process(stack.decoders[0].pid)
-    encodes = _num_encodes(stack)
-    together = threading.Barrier(len(asks) + 1)
-    with (
-        Client.connect(stack.decoder_targets[0], timeout_s=_TIMEOUT_S) as client,
-        ThreadPoolExecutor(len(asks)) as pool,
-    ):
+def _measure_all(
+    on: LocalStack, off: LocalStack, peer: Peer | None, prompts: PeerPrompts, asks: Sequence[Ask], turn: int
+) -> Pair:
+    """The same requests on all sides, one after the other; `turn` decides who begins."""
+    with_cache: list[Burst] = []
+    without: list[Burst] = []
+    of_peer: list[PeerRun] = []
+    sides: list[Callable[[], None]] = [
+        lambda: with_cache.append(run_burst(on, asks, _MAX_TOKENS)),
+        lambda: without.append(run_burst(off, asks, _MAX_TOKENS)),
+    ]
+    if peer is not None:
+        requests = [prompts.request(ask.question, ask.pictures, _MAX_TOKENS) for ask in asks]
+        sides.append(lambda: of_peer.append(peer.run(requests)))
+    for index in range(len(sides)):
+        sides[(index + turn) % len(sides)]()
+    ours = with_cache[0]
+    return Pair(_round(ours), _round(without[0]), _peer_round(of_peer[0], ours) if of_peer else None)
 
-        def one(ask: Ask) -> tuple[int, int]:
-            together.wait(_TIMEOUT_S)
-            usage = client.generate(
-                ask.question, [ask.picture], max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True
-            ).usage
-            return usage.prompt_tokens, usage.cached_prompt_tokens
 
-        answers = [pool.submit(one, ask) for ask in asks]
-        cpu_s = _cpu_s(decoder)
-        together.wait(_TIMEOUT_S)
-        started_s = time.monotonic()
-        tokens = [answer.result() for answer in answers]
-        duration_s = time.monotonic() - started_s
+def _round(burst: Burst) -> Round:
     return Round(
-        num_requests=len(asks),
-        duration_s=duration_s,
-        decoder_cpu_s=_cpu_s(decoder) - cpu_s,
-        num_prompt_tokens=sum(prompt for prompt, _ in tokens),
-        num_cached_tokens=sum(cached for _, cached in tokens),
-        num_encodes=_num_encodes(stack) - encodes,
+        len(burst.answers),
+        burst.duration_s,
+        burst.decoder_cpu_s,
+        burst.num_prompt_tokens,
+        burst.num_cached_tokens,
+        burst.num_encodes,
     )
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _num_encodes(stack: LocalStack) -> int:
-    return int(stack.metric(stack.encoders, "lookonce_encoder_encodes_total"))
-
-
-def _ask(picture: bytes, rng: random.Random) -> Ask:
-    return Ask(picture, " ".join(rng.choices(_WORDS, k=16)) + "?")
-
-
-def _picture(rng: random.Random) -> bytes:
-    """A JPEG of a smooth field of colours with a few boxes, as large as a photo of that size."""
-    field = PIL.Image.frombytes("RGB", (8, 8), rng.randbytes(3 * 8 * 8))
-    picture = field.resize((_PICTURE_SIDE, _PICTURE_SIDE), PIL.Image.Resampling.BICUBIC)
-    for _ in range(6):
-        left, top = rng.randrange(_PICTURE_SIDE - 32), rng.randrange(_PICTURE_SIDE - 32)
-        right, bottom = left + rng.randrange(16, _PICTURE_SIDE // 2), top + rng.randrange(16, _PICTURE_SIDE // 2)
-        picture.paste(tuple(rng.randbytes(3)), (left, top, right, bottom))
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=90)
-    return file.getvalue()
+def _peer_round(run: PeerRun, ours: Burst) -> PeerRound:
+    num_prompt_tokens = sum(one.num_prompt_tokens for one in run.answers)
+    if num_prompt_tokens != ours.num_prompt_tokens:
+        raise AssertionError(f"the peer had {num_prompt_tokens} prompt tokens, we {ours.num_prompt_tokens}")
+    return PeerRound(
+        run.duration_s,
+        num_prompt_tokens,
+        sum(one.num_cached_tokens for one in run.answers),
+        sum(one.token_ids == own.token_ids for one, own in zip(run.answers, ours.answers, strict=True)),
+    )
 
 
 def _section(model: str, workloads: Sequence[Workload], pairs: dict[str, list[Pair]]) -> str:
@@ -216,15 +189,16 @@ def _section(model: str, workloads: Sequence[Workload], pairs: dict[str, list[Pa
     lines = [f"* {one.name}: {one.description}." for one in workloads]
     question = (
         "## prefix_reuse\n\nWhat does the prefix cache gain where prompts repeat, and what does it cost where none "
-        "does?\nGoal: at most 1 % where nothing repeats."
+        "does?\nGoals: at most 1 % where nothing repeats; 1.2 × the peer's requests per second for P40 and S50, 1.0 × "
+        "for U40."
     )
     rounds = len(next(iter(pairs.values())))
     note = (
-        f"Model `{model}` (576 rows per picture), {_MAX_TOKENS} tokens out, all requests of a round at once, a pool "
-        f"of {_NUM_KV_BLOCKS} blocks;\n{rounds} interleaved rounds, medians.\n"
+        f"Model `{model}`, {_MAX_TOKENS} tokens out, all requests of a round at once, a pool "
+        f"of {_NUM_KV_BLOCKS} blocks of {_BLOCK_SIZE} tokens;\n{rounds} interleaved rounds, medians.\n"
         "Encodes: images that went through the encoder in a round, with the cache."
     )
-    return "\n\n".join([question, "\n".join(lines), report.table(head, rows), note])
+    return "\n\n".join([question, "\n".join(lines), report.table(head, rows), note, _peer_part(workloads, pairs)])
 
 
 def _cells(pairs: Sequence[Pair]) -> list[str]:
@@ -240,6 +214,37 @@ def _cells(pairs: Sequence[Pair]) -> list[str]:
         f"{cached:.0%}",
         f"{statistics.median(pair.on.num_encodes for pair in pairs):g}",
     ]
+
+
+def _peer_part(workloads: Sequence[Workload], pairs: dict[str, list[Pair]]) -> str:
+    """The table against the peer, or the word that it was not run."""
+    rows = []
+    for workload in workloads:
+        beside = [(pair.on, pair.peer) for pair in pairs[workload.name] if pair.peer is not None]
+        if not beside:
+            return "Peer: not run."
+        ratios = [peer.duration_s / ours.duration_s for ours, peer in beside]
+        rows.append(
+            [
+                workload.name,
+                f"{statistics.median(ours.num_requests / ours.duration_s for ours, _ in beside):.2f}",
+                f"{statistics.median(ours.num_requests / peer.duration_s for ours, peer in beside):.2f}",
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f} … {max(ratios):.2f}",
+                f"{workload.goal:g}",
+                f"{statistics.median(peer.num_cached_tokens / peer.num_prompt_tokens for _, peer in beside):.0%}",
+                f"{sum(peer.num_same_answers for _, peer in beside)} of {sum(ours.num_requests for ours, _ in beside)}",
+            ]
+        )
+    head = [
+        "workload", "requests/s", "peer", "÷ peer", "least … most", "goal", "peer's prompt tokens cached",
+        "same answers",
+    ]  # fmt: skip
+    note = (
+        "Peer: vLLM's engine with its prefix cache in a process of its own, without HTTP, in the same rounds, with as "
+        "much memory\nfor keys and values. Same answers: token for token; in bfloat16 near ties fall either way."
+    )
+    return f"{report.table(head, rows)}\n\n{note}"
 
 
 if __name__ == "__main__":

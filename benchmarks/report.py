@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import pathlib
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 _FOLDER = pathlib.Path(__file__).parent
 RESULTS = _FOLDER / "RESULTS.md"
-_JSON_FOLDER = _FOLDER / "results"
+JSON_FOLDER = _FOLDER / "results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,29 @@ def this_machine() -> Machine:
     return Machine(_cpu_name(), num_cpus, f"{platform.system()} {platform.machine()}", platform.python_version())
 
 
+def add_quick(parser: argparse.ArgumentParser) -> None:
+    """The flag of the smallest form that still runs everything."""
+    parser.add_argument(
+        "--quick", action="store_true", help="few repeats with a tiny model: shows that it runs; writes no results"
+    )
+
+
+def publish(script: str, figures: Mapping[str, object], section: str, *, is_quick: bool) -> None:
+    """Writes the script's JSON and its section of RESULTS.md. A quick run prints them: its figures claim nothing."""
+    machine = this_machine()
+    figures = {"machine": asdict(machine), **figures}
+    if is_quick:
+        print(f"{section}\n\n{json.dumps(figures)}", flush=True)
+        return
+    path = write_json(script, figures)
+    write_section(script, section, machine)
+    print(f"wrote {path} and {RESULTS}", flush=True)
+
+
 def write_json(script: str, figures: Mapping[str, object]) -> pathlib.Path:
     """Replaces the script's JSON file and returns its path."""
-    _JSON_FOLDER.mkdir(exist_ok=True)
-    path = _JSON_FOLDER / f"{script}.json"
+    JSON_FOLDER.mkdir(exist_ok=True)
+    path = JSON_FOLDER / f"{script}.json"
     path.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
     return path
 

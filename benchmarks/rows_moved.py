@@ -33,15 +33,38 @@ _NAME = "rows_moved"
 _TIMEOUT_S = 300.0
 _BLOCK_SIZE = 16
 _ROW_BYTES = 512 * 4
-# 73 × 119 squares of 28 px.
-_IMAGE_SIZE = (73 * 28, 119 * 28)
-_NUM_ROWS = 73 * 119
-_IMAGE_OFFSET = 7333
-_PROMPT_TOKENS = 16032
-_PROMPT_BLOCKS = _PROMPT_TOKENS // _BLOCK_SIZE
-# Special tokens that the template writes before the text, around the image, and at the end.
-_NUM_TEXT_BEFORE = _IMAGE_OFFSET - 2
-_NUM_TEXT_AFTER = _PROMPT_TOKENS - _IMAGE_OFFSET - _NUM_ROWS - 2
+# Pixels of an image under one row, on each side.
+_ROW_SIDE = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a prompt with one image, whose last four rows are in the prompt's last block."""
+
+    # Rows of the image, across and down.
+    columns: int
+    lines: int
+    # Tokens before the image, and all.
+    image_offset: int
+    prompt_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.columns * self.lines
+
+    @property
+    def num_blocks(self) -> int:
+        return self.prompt_tokens // _BLOCK_SIZE
+
+    @property
+    def num_words(self) -> tuple[int, int]:
+        """Before and behind the image, beside the template's special tokens: two before, one around and at the end."""
+        return self.image_offset - 2, self.prompt_tokens - self.image_offset - self.num_rows - 2
+
+
+CRASH = Shape(73, 119, 7333, 16032)
+# The same at a sixteenth of its size.
+QUICK = Shape(20, 30, 396, 1008)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +81,9 @@ class Case:
 CASES = (
     Case("nobody has seen the image", None, is_encoded=False),
     Case("another decoder has", None),
-    Case("KV covers half of the image", (_PROMPT_TOKENS - _IMAGE_OFFSET - _NUM_ROWS // 2) // _BLOCK_SIZE),
+    Case(
+        "KV covers half of the image", (CRASH.prompt_tokens - CRASH.image_offset - CRASH.num_rows // 2) // _BLOCK_SIZE
+    ),
     Case("KV lacks the last block (4 rows)", 1),
     Case("KV covers the image", 0),
 )
@@ -84,39 +109,39 @@ class Moved:
         return self.num_bytes - self.num_bytes_needed
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measures every case, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="stacks per case (default: %(default)s)")
-    arguments = parser.parse_args()
-    model = large_image_qwen2_vl()
-    moved = {case: [measure(model, case) for _ in range(arguments.rounds)] for case in CASES}
-    machine = report.this_machine()
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
+    shape, cases = (QUICK, CASES[3:4]) if arguments.quick else (CRASH, CASES)
+    # Of no larger images, or the decoder would hold two of them.
+    model = large_image_qwen2_vl(shape.num_rows)
+    moved = {case: [measure(model, case, shape) for _ in range(arguments.rounds)] for case in cases}
     figures = {
-        "machine": asdict(machine),
         "row_bytes": _ROW_BYTES,
-        "cases": [{**asdict(case), "rounds": [asdict(one) for one in moved[case]]} for case in CASES],
+        "cases": [{**asdict(case), "rounds": [asdict(one) for one in found]} for case, found in moved.items()],
     }
-    path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(moved), machine)
-    print(f"wrote {path} and {report.RESULTS}")
+    report.publish(_NAME, figures, _section(moved, shape), is_quick=arguments.quick)
 
 
-def measure(model: pathlib.Path, case: Case) -> Moved:
+def measure(model: pathlib.Path, case: Case, shape: Shape) -> Moved:
     """Brings a stack of its own into the case's state, asks the prompt, and checks the answer."""
-    filler_blocks = _PROMPT_BLOCKS
-    num_blocks = _PROMPT_BLOCKS + filler_blocks - (case.num_lost_blocks or 0)
-    pools = ["--num-kv-blocks", str(num_blocks), "--max-num-batched-tokens", "8192", "--encoder-cache-rows", "8687"]
+    # The prompt and the one in between.
+    num_blocks = 2 * shape.num_blocks - (case.num_lost_blocks or 0)
+    pools = ["--num-kv-blocks", str(num_blocks), "--max-num-batched-tokens", "8192"]
+    pools += ["--encoder-cache-rows", str(shape.num_rows)]
     num_decoders = 2 if case.num_lost_blocks is None else 1
     with LocalStack(model, num_decoders=num_decoders, decoder_arguments=pools) as stack:
         first = Client.connect(stack.decoder_targets[0], timeout_s=_TIMEOUT_S)
         last = Client.connect(stack.decoder_targets[-1], timeout_s=_TIMEOUT_S)
         with first, last:
-            expected = _ask(first, model, 1) if case.is_encoded else None
+            expected = _ask(first, model, shape, 1) if case.is_encoded else None
             if case.num_lost_blocks is not None:
-                _ask(first, model, 2)
+                _ask(first, model, shape, 2)
             with _counted(stack) as counted:
-                answer = _ask(last, model, 1)
+                answer = _ask(last, model, shape, 1)
         if expected is not None and answer.text != expected.text:
             raise AssertionError(f"{case.name}: another answer than at first")
     needed = answer.usage.image_tokens - answer.usage.skipped_image_tokens
@@ -161,16 +186,14 @@ def _num_encodes(stack: LocalStack) -> int:
     return int(stack.metric(stack.encoders, "lookonce_encoder_encodes_total"))
 
 
-def _ask(client: Client, model: pathlib.Path, seed: int) -> Generation:
+def _ask(client: Client, model: pathlib.Path, shape: Shape, seed: int) -> Generation:
     """The prompt with this seed's picture; a text of the same length for every seed, but not the same one."""
     word = _word(model, seed)
-    picture = _picture(seed)
-    message = Message("user", [word * _NUM_TEXT_BEFORE, picture, word * _NUM_TEXT_AFTER])
+    before, behind = shape.num_words
+    message = Message("user", [word * before, _picture(shape, seed), word * behind])
     answer = client.generate([message], max_tokens=1, temperature=0.0)
-    if answer.usage.prompt_tokens != _PROMPT_TOKENS or answer.usage.image_tokens != _NUM_ROWS:
-        raise AssertionError(
-            f"the prompt should have {_PROMPT_TOKENS} tokens, {_NUM_ROWS} of its image: {answer.usage}"
-        )
+    if (answer.usage.prompt_tokens, answer.usage.image_tokens) != (shape.prompt_tokens, shape.num_rows):
+        raise AssertionError(f"the prompt should have the tokens of {shape}: {answer.usage}")
     return answer
 
 
@@ -181,15 +204,16 @@ def _word(model: pathlib.Path, seed: int) -> str:
     return words[seed].replace("Ġ", " ")
 
 
-def _picture(seed: int) -> bytes:
+def _picture(shape: Shape, seed: int) -> bytes:
     """A PNG of coarse noise: quick to compress at this size."""
     noise = random.Random(seed).randbytes(3 * 8 * 8)
     file = io.BytesIO()
-    PIL.Image.frombytes("RGB", (8, 8), noise).resize(_IMAGE_SIZE, PIL.Image.Resampling.NEAREST).save(file, "PNG")
+    size = (shape.columns * _ROW_SIDE, shape.lines * _ROW_SIDE)
+    PIL.Image.frombytes("RGB", (8, 8), noise).resize(size, PIL.Image.Resampling.NEAREST).save(file, "PNG")
     return file.getvalue()
 
 
-def _section(moved: dict[Case, list[Moved]]) -> str:
+def _section(moved: dict[Case, list[Moved]], shape: Shape) -> str:
     head = [
         "the prompt comes again, and …",
         "rows needed",
@@ -217,10 +241,10 @@ def _section(moved: dict[Case, list[Moved]]) -> str:
         "one sealed block per range; nothing at all, and no encode, where the KV cache covers the image."
     )
     note = (
-        f"A prompt of {_PROMPT_TOKENS} tokens with an image of {_NUM_ROWS} rows of {_ROW_BYTES} bytes at token "
-        f"{_IMAGE_OFFSET}; blocks of\n{_BLOCK_SIZE} tokens. Between the first time and this one another such prompt "
-        "took the rows' place on the decoder.\nRedis counts protocol and headers, too, and its own report, give "
-        f"or take some bytes. The most beyond what is needed:\n{excess} bytes; a sealed block is at most "
+        f"A prompt of {shape.prompt_tokens} tokens with an image of {shape.num_rows} rows of {_ROW_BYTES} bytes at "
+        f"token {shape.image_offset}; blocks of\n{_BLOCK_SIZE} tokens. Between the first time and this one "
+        "another such prompt took the rows' place on the decoder.\nRedis counts protocol and headers, too, and its own "
+        f"report, give or take some bytes. The most beyond what is needed:\n{excess} bytes; a sealed block is at most "
         f"{BLOCK_TARGET_BYTES} bytes. Every answer was that of the first time."
     )
     return f"{question}\n\n{report.table(head, rows)}\n\n{note}"

@@ -9,6 +9,7 @@ import argparse
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks import report
@@ -69,31 +70,38 @@ class Hashing:
     later_call_us: float
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measures, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="steps per round (default: %(default)s)")
-    arguments = parser.parse_args()
-    costs = [cost for running in _NUM_RUNNING for cost in measure(running, arguments.rounds, arguments.steps)]
+    report.add_quick(parser)
+    arguments = parser.parse_args(given)
+    num_running: tuple[int, ...] = _NUM_RUNNING
+    num_waiting: tuple[int, ...] = _NUM_WAITING
+    if arguments.quick:
+        arguments.rounds, arguments.steps, num_running, num_waiting = 2, 2, (1, 4), (0, 100)
+    costs = [
+        cost
+        for running in num_running
+        for cost in measure(running, arguments.rounds, arguments.steps, num_waiting=num_waiting)
+    ]
     hashing = measure_hashing()
     bookkeeping = measure_bookkeeping(arguments.rounds)
-    machine = report.this_machine()
     figures = {
-        "machine": asdict(machine),
         "costs": [asdict(cost) for cost in costs],
         "hashing": asdict(hashing),
         "bookkeeping": asdict(bookkeeping),
     }
-    path = report.write_json(_NAME, figures)
-    report.write_section(_NAME, _section(costs, hashing, bookkeeping), machine)
-    print(f"wrote {path} and {report.RESULTS}")
+    report.publish(_NAME, figures, _section(costs, hashing, bookkeeping), is_quick=arguments.quick)
 
 
-def measure(num_running: int, num_rounds: int, num_steps: int) -> list[Cost]:
+def measure(
+    num_running: int, num_rounds: int, num_steps: int, *, num_waiting: Sequence[int] = _NUM_WAITING
+) -> list[Cost]:
     """All queue lengths in turn, round after round, so that they share the machine's moods."""
-    schedulers = {waiting: _loaded(num_running, waiting) for waiting in _NUM_WAITING}
-    medians: dict[int, list[float]] = {waiting: [] for waiting in _NUM_WAITING}
+    schedulers = {waiting: _loaded(num_running, waiting) for waiting in num_waiting}
+    medians: dict[int, list[float]] = {waiting: [] for waiting in num_waiting}
     for _ in range(num_rounds):
         for waiting, scheduler in schedulers.items():
             medians[waiting].append(statistics.median(_step_us(scheduler) for _ in range(num_steps)))

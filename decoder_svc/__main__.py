@@ -7,6 +7,7 @@ import sys
 from decoder_svc.settings import DecoderSettings
 from lookonce import serving
 from lookonce.cache_health import watched_cache
+from lookonce.garbage import long_lived_objects
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
 
@@ -15,9 +16,10 @@ async def serve(arguments: list[str]) -> None:
     """Runs the service. Raises StartupError when it must not start."""
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry.from_settings(settings)
-    _quieten_loading(settings)
     # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
-    from decoder_svc.service import open_service
+    with long_lived_objects():
+        _quieten_loading(settings)
+        from decoder_svc.service import open_service
 
     async with open_service(settings, telemetry.registry) as service, watched_cache(service.store) as parts:
         server = serving.GrpcService(

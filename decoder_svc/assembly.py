@@ -23,6 +23,8 @@ from decoder_svc.runner.row_cache import ROW_DTYPES
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduler import Scheduler, SchedulerLimits
 from decoder_svc.settings import DecoderSettings
+from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
+from lookonce.device import chosen_device
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
@@ -41,17 +43,21 @@ def build_engine(
 ) -> Engine:
     """Loads the language half and sizes its pools; blocks for as long as loading takes.
 
-    Raises ModelFolderError for weights that do not fit, ConfigurationError for a KV pool that holds no request.
+    Raises ModelFolderError for weights that do not fit, ConfigurationError for a KV pool that holds no request
+    and for settings that exclude each other.
     """
     _check_mask(settings, family)
+    speculation = _speculation(settings)
     config = RunnerConfig(
         folder=settings.model,
         dtype=_TORCH_DTYPES.get(settings.dtype),
         block_size=settings.block_size,
         num_threads=settings.num_threads,
         deterministic=settings.deterministic,
+        max_num_seqs=settings.max_num_seqs,
+        use_graphs=settings.graphs,
     )
-    runner = CPUModelRunner(config, family)
+    runner = _runner_class(settings)(config, family)
     limits = _limits(settings, runner, family)
     logger.info("engine limits: %s", limits)
     runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks)
@@ -64,6 +70,8 @@ def build_engine(
             limits.encoder_compute_budget_rows,
             deterministic=settings.deterministic,
             min_tokens_before_missing_row=limits.block_size,
+            overlap_encode=settings.overlap_encode,
+            speculation=speculation,
         ),
         KVCacheManager(
             limits.num_kv_blocks,
@@ -82,7 +90,18 @@ def build_engine(
         ttl_s=settings.ttl_s,
         metrics=fetch_metrics,
     )
-    return Engine(runner, scheduler, fetcher, limits, settings.max_num_seqs + settings.max_waiting_requests)
+    max_live_requests = settings.max_num_seqs + settings.max_waiting_requests
+    return Engine(runner, scheduler, fetcher, limits, max_live_requests, settings.max_stream_delay_s)
+
+
+def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:
+    """Of the device. Raises ConfigurationError for one that is not there."""
+    if chosen_device(settings.device).type == "cpu":
+        return CPUModelRunner
+    # Late: nobody else needs what runs on CUDA.
+    from decoder_svc.runner.gpu import GPUModelRunner
+
+    return GPUModelRunner
 
 
 def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
@@ -98,6 +117,24 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
             f"{family.max_tokens_per_image} tokens of an image are computed together, beside one token of each other "
             f"running request (max_num_seqs is {settings.max_num_seqs})"
         )
+
+
+def _speculation(settings: DecoderSettings) -> SpeculationLimits:
+    """Raises ConfigurationError where guesses would change answers, or where nothing could be looked up."""
+    if settings.speculative_tokens == 0:
+        return NO_SPECULATION
+    if settings.deterministic:
+        raise ConfigurationError(
+            "deterministic and speculative_tokens exclude each other: tokens would be computed beside guesses"
+        )
+    if settings.speculative_ngram_min > settings.speculative_ngram_max:
+        raise ConfigurationError(
+            f"speculative_ngram_min is {settings.speculative_ngram_min}, which is more than speculative_ngram_max "
+            f"({settings.speculative_ngram_max})"
+        )
+    return SpeculationLimits(
+        settings.speculative_tokens, settings.speculative_ngram_min, settings.speculative_ngram_max
+    )
 
 
 def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderFamily) -> EngineLimits:
@@ -124,6 +161,7 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
         rows_per_image=family.max_rows_per_image,
         row_elements=(1 + family.num_levels) * text.hidden_size,
         row_dtype=ROW_DTYPES[runner.model.dtype],
+        num_draft_tokens=settings.speculative_tokens,
     )
     max_useful_blocks = settings.max_num_seqs * -(-context // settings.block_size)
     sliding = _sliding_group(settings, runner, max_useful_blocks)

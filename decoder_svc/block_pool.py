@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice, takewhile
 
 from decoder_svc.request import BlockHash
 
@@ -66,6 +67,11 @@ class BlockPool:
         """A block of this name, None if there is none."""
         blocks = self._blocks_by_hash.get(block_hash)
         return next(iter(blocks)) if blocks else None
+
+    def num_unnamed_free_blocks(self, at_most: int) -> int:
+        """Of the blocks that would be handed out next, those before the first with a name, counted up to `at_most`."""
+        next_blocks = islice(self._free, at_most)
+        return sum(1 for _ in takewhile(lambda block: self._hashes[block] is None, next_blocks))
 
     def is_free(self, block: int) -> bool:
         """Whether nobody holds the block."""

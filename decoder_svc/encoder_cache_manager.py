@@ -87,6 +87,11 @@ class EncoderCacheManager:
             return [rows]
         return [part for gap in entry.resident.missing(rows) for part in entry.arriving.missing(gap)]
 
+    def is_any_arriving(self, key: ContentKey, rows: RowRange) -> bool:
+        """Whether some of these rows are on their way."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.arriving.missing(rows) != [rows]
+
     def source(self, key: ContentKey) -> RowSource | None:
         """Where resident rows came from; None when there are none."""
         entry = self._entries.get(key)

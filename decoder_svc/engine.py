@@ -13,9 +13,11 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
+from decoder_svc.delivery import Answer, Delivery
 from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.engine_interface import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.fetched_rows import FetchedRows
@@ -48,6 +50,8 @@ from lookonce.forgotten import Forgotten
 
 logger = logging.getLogger(__name__)
 
+# Of a new step in the mean of steps' durations: the last ten or so count.
+_STEP_WEIGHT = 0.1
 # A step that fails takes its requests with it; so many in a row and the engine is taken to be broken.
 _MAX_CONSECUTIVE_FAILURES = 3
 
@@ -70,7 +74,6 @@ class _Forget:
 
 
 _Message = Request | FetchedRows | _FailedRows | _Abort | _Forget | None
-_Answer = RequestOutput | LookonceError
 
 
 class Engine:
@@ -83,7 +86,9 @@ class Engine:
         fetcher: EmbeddingFetcher,
         limits: EngineLimits,
         max_live_requests: int,
+        longest_hold_s: float = 0.0,
     ) -> None:
+        """More than `max_live_requests` are refused; `longest_hold_s` is what `Delivery` says."""
         self.limits = limits
         self._runner = runner
         self._scheduler = scheduler
@@ -96,11 +101,13 @@ class Engine:
         self._to_forget: Forgotten | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Event loop only.
-        self._streams: dict[RequestId, OutputStream] = {}
+        self._delivery = Delivery(longest_hold_s)
         # Engine thread only: answers of the step in hand.
-        self._outbox: list[tuple[RequestId, _Answer]] = []
+        self._outbox: list[tuple[RequestId, Answer]] = []
         self._num_failures = 0
         self._made_progress = False
+        # Mean duration of the latest steps, seconds.
+        self._step_s = 0.0
         self._is_running = False
 
     # Event loop side.
@@ -116,9 +123,7 @@ class Engine:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)
-        for stream in self._streams.values():
-            stream.fail(UnavailableError("the server is shutting down"))
-        self._streams.clear()
+        self._delivery.close(UnavailableError("the server is shutting down"))
         await self._fetcher.close()
 
     @property
@@ -144,11 +149,11 @@ class Engine:
         if not self.is_healthy:
             raise UnavailableError("the engine is not running")
         self._check_fits(prompt, params)
-        if request_id in self._streams:
+        if request_id in self._delivery:
             raise InvalidParameterError("request_id", "another request with this id is running")
-        if len(self._streams) >= self._max_live_requests:
-            raise OverloadedError(f"{len(self._streams)} requests are running or waiting, the limit")
-        if params.seed is None:
+        if len(self._delivery) >= self._max_live_requests:
+            raise OverloadedError(f"{len(self._delivery)} requests are running or waiting, the limit")
+        if params.seed is None and not params.is_greedy:
             params = replace(params, seed=secrets.randbits(64))
         request = Request(
             request_id,
@@ -159,7 +164,7 @@ class Engine:
             deadline_s=deadline_s,
             cache_scope=cache_scope,
         )
-        stream = self._streams[request_id] = OutputStream()
+        stream = self._delivery.open(request_id)
         self._inbox.put(request)
         return stream
 
@@ -178,11 +183,17 @@ class Engine:
         """Figures of this moment for routers and autoscalers."""
         return EngineLoad(
             running_requests=self._scheduler.num_running,
-            waiting_requests=max(0, len(self._streams) - self._scheduler.num_running),
+            waiting_requests=max(0, len(self._delivery) - self._scheduler.num_running),
             waiting_for_embeddings=self._scheduler.num_waiting_for_rows,
             kv_cache_usage=self._scheduler.kv_cache.usage,
             encoder_cache_rows=self._scheduler.encoder_cache.num_reserved_rows,
+            step_s=self._step_s,
         )
+
+    @property
+    def attention_backend(self) -> str:
+        """What computes attention, chosen when the model was loaded."""
+        return self._runner.backend.name
 
     def counters(self) -> EngineCounters:
         """Sums since the start for monitoring."""
@@ -191,6 +202,8 @@ class Engine:
             preemptions=self._scheduler.num_preemptions,
             prefix_query_tokens=prefix_cache.num_query_tokens,
             prefix_hit_tokens=prefix_cache.num_hit_tokens,
+            draft_tokens=self._scheduler.speculation.num_drafted,
+            accepted_draft_tokens=self._scheduler.speculation.num_accepted,
         )
 
     def _check_fits(self, prompt: Prompt, params: SamplingParams) -> None:
@@ -219,18 +232,6 @@ class Engine:
                 f"the prompt's images have {prompt.num_image_tokens} embedding rows, needed at the same time; "
                 f"this decoder holds {self.limits.encoder_cache_size_rows}"
             )
-
-    def _deliver(self, answers: list[tuple[RequestId, _Answer]]) -> None:
-        for request_id, answer in answers:
-            stream = self._streams.get(request_id)
-            if stream is None:
-                continue
-            if isinstance(answer, LookonceError):
-                stream.fail(answer)
-            else:
-                stream.push(answer)
-            if stream.is_closed:
-                del self._streams[request_id]
 
     # Engine thread.
 
@@ -295,6 +296,7 @@ class Engine:
             self._outbox.append((request.request_id, error))
 
     def _step(self) -> None:
+        began_s = time.monotonic()
         output = self._scheduler.schedule()
         self._made_progress = bool(output.chunks or output.fetches or output.released or output.expired)
         self._outbox.extend((request_id, _too_late()) for request_id in output.expired)
@@ -312,8 +314,10 @@ class Engine:
         if output.chunks:
             # A step that only tells the runner who has left says nothing of its health.
             self._num_failures = 0
-        for update in self._scheduler.update(output, sampled):
-            self._outbox.append((update.request.request_id, _output(update)))
+        self._outbox.extend(_outputs(self._scheduler.update(output, sampled)))
+        if output.chunks:
+            took_s = time.monotonic() - began_s
+            self._step_s += _STEP_WEIGHT * (took_s - self._step_s) if self._step_s else took_s
 
     def _admission(self, request_id: RequestId) -> RequestOutput:
         return RequestOutput((), (), None, replace(self._scheduler.request(request_id).usage))
@@ -338,7 +342,7 @@ class Engine:
     def _flush(self) -> None:
         if self._outbox:
             answers, self._outbox = self._outbox, []
-            self._call_on_loop(self._deliver, answers)
+            self._call_on_loop(self._delivery.deliver, answers)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "start() comes first"
@@ -350,6 +354,19 @@ def _too_late() -> DeadlineError:
     return DeadlineError("the deadline comes before the first token could")
 
 
-def _output(update: TokenUpdate) -> RequestOutput:
-    logprobs = () if update.token.logprobs is None else (update.token.logprobs,)
-    return RequestOutput((update.token.token_id,), logprobs, update.finish_reason, replace(update.request.usage))
+def _outputs(updates: Sequence[TokenUpdate]) -> Iterator[tuple[RequestId, RequestOutput]]:
+    """One for each request of a step, however many tokens it got."""
+    for request_id, group in groupby(updates, key=lambda update: update.request.request_id):
+        of_request = tuple(group)
+        tokens = [update.token for update in of_request]
+        last = of_request[-1]
+        yield (
+            request_id,
+            RequestOutput(
+                token_ids=tuple(token.token_id for token in tokens),
+                logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
+                finish_reason=last.finish_reason,
+                usage=replace(last.request.usage),
+                was_draft=tuple(update.was_draft for update in of_request),
+            ),
+        )

@@ -23,6 +23,8 @@ class EngineLoad:
     kv_cache_usage: float
     # Embedding rows resident on the device.
     encoder_cache_rows: int
+    # Of the latest steps, seconds; 0 before the first.
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,9 @@ class EngineCounters:
     # Tokens of admitted requests, and how many of them the prefix cache had; admissions after a preemption apart.
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    # Tokens that were guessed and computed, and how many of them were right.
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,11 @@ class Engine(Protocol):
     @property
     def limits(self) -> EngineLimits:
         """What fits."""
+        ...
+
+    @property
+    def attention_backend(self) -> str:
+        """What computes attention, one of a few names."""
         ...
 
     def submit(

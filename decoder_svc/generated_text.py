@@ -33,8 +33,9 @@ class GeneratedText:
         self._stop_token_ids = sampling.params.stop_token_ids
         # Stop strings count for nothing before, as the end of sequence does.
         self._min_tokens = sampling.params.min_tokens
-        # Tokens taken over so far.
+        # Tokens taken over so far, and how many of them had been guessed.
         self.num_tokens = 0
+        self.num_accepted_drafts = 0
 
     def push(self, output: RequestOutput) -> TextIncrement:
         """Takes over the next output; after an increment with a finish reason there is none."""
@@ -44,6 +45,7 @@ class GeneratedText:
             is_stop_token = is_last and output.finish_reason is FinishReason.STOP and token_id in self._stop_token_ids
             text = "" if is_stop_token else self._decoder.push(token_id)
             self.num_tokens += 1
+            self.num_accepted_drafts += index < len(output.was_draft) and output.was_draft[index]
             if self.num_tokens < self._min_tokens:
                 pieces.append(text)
                 continue

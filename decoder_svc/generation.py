@@ -33,19 +33,36 @@ class GenerationOptions:
 class Generation:
     """A request that the engine has admitted."""
 
-    def __init__(self, outputs: AsyncIterator[RequestOutput], text: GeneratedText, prepared_s: float) -> None:
-        """`prepared_s` is the time before submission, seconds; it counts as waiting."""
+    def __init__(self, outputs: AsyncIterator[RequestOutput], text: GeneratedText, arrival_s: float) -> None:
+        """`arrival_s` is before submission, monotonic clock; the time between counts as waiting."""
         self._outputs = outputs
         self._text = text
-        self._prepared_s = prepared_s
+        self._arrival_s = arrival_s
+        self._prepared_s = time.monotonic() - arrival_s
         # What the engine said last.
-        self.usage = RequestUsage()
+        self._latest = RequestUsage()
         # Set with the last increment.
         self.finish_reason: FinishReason | None = None
+        # Seconds from the first step that computed a token of it to the last increment; None: it was aborted.
+        self.served_s: float | None = None
+
+    @property
+    def usage(self) -> RequestUsage:
+        """The engine's latest figures; tokens after a stop string do not count."""
+        usage = self._latest
+        is_begun = usage.queue_time_s > 0
+        has_token = self._text.num_tokens > 0
+        return replace(
+            usage,
+            completion_tokens=self._text.num_tokens,
+            accepted_draft_tokens=self._text.num_accepted_drafts,
+            queue_time_s=usage.queue_time_s + (self._prepared_s if is_begun else 0.0),
+            time_to_first_token_s=usage.time_to_first_token_s + (self._prepared_s if has_token else 0.0),
+        )
 
     async def admission(self) -> RequestUsage:
         """Waits until the scheduler has admitted the request; returns prompt-side usage."""
-        self._note(await self._next())
+        self._latest = (await self._next()).usage
         return self.usage
 
     async def increments(self) -> AsyncIterator[TextIncrement]:
@@ -53,8 +70,10 @@ class Generation:
         while True:
             output = await self._next()
             increment = self._text.push(output)
-            self._note(output)
+            self._latest = output.usage
             self.finish_reason = increment.finish_reason
+            if increment.finish_reason not in (None, FinishReason.ABORT):
+                self.served_s = time.monotonic() - self._arrival_s - self.usage.queue_time_s
             yield increment
             if increment.finish_reason is not None:
                 return
@@ -64,18 +83,6 @@ class Generation:
             return await anext(self._outputs)
         except StopAsyncIteration:
             raise InternalError("a request ended without an answer") from None
-
-    def _note(self, output: RequestOutput) -> None:
-        """Takes over the engine's figures; tokens after a stop string do not count."""
-        usage = output.usage
-        is_begun = usage.queue_time_s > 0
-        has_token = self._text.num_tokens > 0
-        self.usage = replace(
-            usage,
-            completion_tokens=self._text.num_tokens,
-            queue_time_s=usage.queue_time_s + (self._prepared_s if is_begun else 0.0),
-            time_to_first_token_s=usage.time_to_first_token_s + (self._prepared_s if has_token else 0.0),
-        )
 
 
 @asynccontextmanager
@@ -100,7 +107,7 @@ async def generating(
         cache_scope=options.cache_scope,
     )
     text = GeneratedText(tokenizer, prepared.sampling)
-    generation = Generation(aiter(stream), text, time.monotonic() - options.arrival_s)
+    generation = Generation(aiter(stream), text, options.arrival_s)
     try:
         yield generation
     finally:

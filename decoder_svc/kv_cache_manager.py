@@ -178,6 +178,21 @@ class KVCacheManager:
             for group in self._groups:
                 group.extend(request.request_id, num_missing)
 
+    def num_spare_tokens(self, request: Request, start: int, num_tokens: int) -> int:
+        """Of `num_tokens` tokens from `start` on, how many get a slot without a cached block being given up for it."""
+        num_blocks = len(self._full.tables[request.request_id].blocks)
+        num_missing = -(-(start + num_tokens) // self.block_size) - num_blocks
+        if num_missing <= 0:
+            return num_tokens
+        num_spare = min(group.pool.num_unnamed_free_blocks(num_missing) for group in self._groups)
+        return min(num_tokens, max(0, (num_blocks + num_spare) * self.block_size - start))
+
+    def cut(self, request: Request) -> None:
+        """Gives back the blocks behind the request's computed tokens; what was computed into them does not count."""
+        num_blocks = -(-request.num_computed_tokens // self.block_size)
+        for group in self._groups:
+            group.cut(request.request_id, num_blocks)
+
     def release_unseen(self, request: Request) -> None:
         """Lets go of what no token of the request will look at any more, now that its computed tokens have advanced."""
         if self._sliding is not None:

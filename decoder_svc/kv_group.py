@@ -141,6 +141,15 @@ class KVGroup:
             table.first = index
             self.pool.release(unseen)
 
+    def cut(self, request_id: RequestId, stop: int) -> None:
+        """Gives back the blocks from index `stop` on; none of them has a name."""
+        table = self.tables[request_id]
+        if table.stop > stop:
+            unused = table.blocks[stop - table.first :]
+            del table.blocks[stop - table.first :]
+            table.num_told = min(table.num_told, stop)
+            self.pool.release(unused)
+
     def publish(self, request_id: RequestId, hashes: Sequence[BlockHash], start: int, stop: int) -> None:
         """Names the blocks [start, stop) of a table."""
         table = self.tables[request_id]

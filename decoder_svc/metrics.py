@@ -71,6 +71,13 @@ class DecoderMetrics:
             registry=self._registry,
         )
         blocked.set_function(lambda: engine.load().waiting_for_embeddings)
+        backend = Gauge(
+            "lookonce_decoder_attention_backend_info",
+            "1 for what computes attention; the log says why not something faster.",
+            labelnames=("backend",),
+            registry=self._registry,
+        )
+        backend.labels(engine.attention_backend).set(1)
 
     def observe(self, usage: RequestUsage) -> None:
         """Counts one request that ended, with an answer or without."""
@@ -108,4 +115,14 @@ class _EngineCollector(Collector):
             "lookonce_decoder_prefix_cache_hit_tokens_total",
             "Of these, tokens whose keys and values the prefix cache had.",
             value=counters.prefix_hit_tokens,
+        )
+        yield CounterMetricFamily(
+            "lookonce_decoder_draft_tokens_total",
+            "Tokens that prompt lookup proposed and a step computed.",
+            value=counters.draft_tokens,
+        )
+        yield CounterMetricFamily(
+            "lookonce_decoder_accepted_draft_tokens_total",
+            "Of these, tokens that were sampled: steps that were saved.",
+            value=counters.accepted_draft_tokens,
         )

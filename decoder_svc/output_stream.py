@@ -14,13 +14,15 @@ class OutputStream:
     """An async iterator of RequestOutput. All methods belong to the event loop.
 
     The first output is the admission, the last one has a finish reason; a failure raises its error instead. A reader
-    that is behind finds the steps between coalesced, so the backlog never grows beyond two outputs.
+    that is behind, or was not told of what came, finds the steps between coalesced, so the backlog never grows beyond
+    two outputs.
     """
 
     def __init__(self) -> None:
         self._outputs: deque[RequestOutput] = deque()
         self._error: LookonceError | None = None
         self._is_closed = False
+        self._has_tokens = False
         self._changed = asyncio.Event()
 
     @property
@@ -28,15 +30,24 @@ class OutputStream:
         """Whether the terminal answer has been given."""
         return self._is_closed
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an output with tokens has come."""
+        return self._has_tokens
+
     def push(self, output: RequestOutput) -> None:
-        """Appends an output; after the terminal one it is ignored."""
+        """Appends an output; after the terminal one it is ignored. A reader who waits hears of it by `wake`."""
         if self._is_closed:
             return
+        self._has_tokens = self._has_tokens or bool(output.token_ids)
         if self._outputs and self._outputs[-1].token_ids:
             self._outputs.append(_merged(self._outputs.pop(), output))
         else:
             self._outputs.append(output)
         self._is_closed = output.finish_reason is not None
+
+    def wake(self) -> None:
+        """Tells the reader to look."""
         self._changed.set()
 
     def fail(self, error: LookonceError) -> None:
@@ -66,4 +77,10 @@ def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
         logprobs=first.logprobs + second.logprobs,
         finish_reason=second.finish_reason,
         usage=second.usage,
+        was_draft=_flags(first) + _flags(second),
     )
+
+
+def _flags(output: RequestOutput) -> tuple[bool, ...]:
+    """One per token."""
+    return output.was_draft or (False,) * len(output.token_ids)

@@ -218,6 +218,7 @@ class RequestUsage:
     encoded_image_tokens: int = 0
     skipped_image_tokens: int = 0
     completion_tokens: int = 0
+    accepted_draft_tokens: int = 0
     queue_time_s: float = 0.0
     time_to_first_token_s: float = 0.0
 
@@ -241,6 +242,8 @@ class RequestOutput:
     finish_reason: FinishReason | None
     # A snapshot.
     usage: RequestUsage
+    # Of each new token whether it was guessed before it was sampled; empty: none was.
+    was_draft: tuple[bool, ...] = ()
 
 
 class Request:

@@ -18,9 +18,15 @@ from lookonce.content_key import ContentKey
 class RowDemand:
     """Keeps every request's claims on rows true as its computed tokens advance. One step at a time."""
 
-    def __init__(self, encoder_cache: EncoderCacheManager, max_num_rows_asked: int) -> None:
-        """`max_num_rows_asked` bounds the rows asked for in one step; a single larger image still is asked for."""
+    def __init__(
+        self, encoder_cache: EncoderCacheManager, max_num_rows_asked: int, *, overlap_encode: bool = True
+    ) -> None:
+        """`max_num_rows_asked` bounds the rows asked for in one step; a single larger image still is asked for.
+
+        `overlap_encode` False: a request computes nothing while rows that it has asked for are on their way.
+        """
         self._cache = encoder_cache
+        self._overlap_encode = overlap_encode
         self._max_num_rows_asked = max_num_rows_asked
         # Of the step in hand.
         self._row_budget = max_num_rows_asked
@@ -66,6 +72,8 @@ class RowDemand:
 
     def runnable_stop(self, request: Request, start: int) -> int:
         """One past the last token from `start` on before the first row that is not on the device."""
+        if not self._overlap_encode and self._is_any_arriving(request, start):
+            return start
         for _, item, rows in _images_from(request, start):
             missing = self._cache.first_missing_row(item.key, rows)
             if missing is not None:
@@ -116,6 +124,9 @@ class RowDemand:
             and rows.start < needed.stop
             for _, item, needed in _images_from(request, request.num_computed_tokens)
         )
+
+    def _is_any_arriving(self, request: Request, start: int) -> bool:
+        return any(self._cache.is_any_arriving(item.key, rows) for _, item, rows in _images_from(request, start))
 
     def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None) -> bool:
         """Asks for rows that nobody has asked for; False when budget or room are short."""

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.kv_cache_manager import KVCacheManager, PrefixHit
+from decoder_svc.least_chunk import LeastChunk
 from decoder_svc.request import FinishReason, Request, RequestId, RequestState, RowSource
 from decoder_svc.row_demand import RowDemand
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput, TokenUpdate
+from decoder_svc.speculation import NO_SPECULATION, Speculation, SpeculationLimits
 from decoder_svc.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
@@ -48,6 +50,10 @@ class SchedulerLimits:
     deterministic: bool = False
     # Fewer tokens than this are not computed alone before a row that has not arrived; at most a block.
     min_tokens_before_missing_row: int = 1
+    # A prompt is computed up to its first missing row; without, only once none of its rows is on its way.
+    overlap_encode: bool = True
+    # Tokens that are guessed beside decoding requests' last ones.
+    speculation: SpeculationLimits = NO_SPECULATION
 
 
 @dataclass(slots=True)
@@ -77,13 +83,17 @@ class Scheduler:
         self.limits = limits
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
-        self._row_demand = RowDemand(encoder_cache, limits.max_num_rows_asked)
+        self._row_demand = RowDemand(encoder_cache, limits.max_num_rows_asked, overlap_encode=limits.overlap_encode)
+        self._least_chunk = LeastChunk(
+            kv_cache.block_size, limits.min_tokens_before_missing_row, deterministic=limits.deterministic
+        )
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         # In serving order.
         self._running: list[Request] = []
         self._waiting = WaitingQueue(kv_cache, clock)
         self._released: list[RequestId] = []
+        self.speculation = Speculation(limits.speculation, kv_cache, limits.max_context_tokens)
         # When those who wait were last looked at without a seat in the batch; None: look again.
         self._seen_queue: tuple[int, list[RequestId]] | None = None
         self._num_looked_at_without_rows = 0
@@ -129,6 +139,7 @@ class Scheduler:
         self._schedule_running(step)
         if not step.has_preempted:
             self._schedule_waiting(step)
+        self.speculation.add_drafts(step.chunks, self._requests, step.token_budget)
         self.num_waiting_for_rows = step.num_without_rows
         released, self._released = tuple(self._released), []
         return SchedulerOutput(
@@ -143,12 +154,14 @@ class Scheduler:
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
         """Takes a step's result: computed tokens advance, new tokens are appended, ended requests leave."""
         self._waiting.end_step(output.num_scheduled_tokens)
-        for chunk in output.chunks:
-            request = self._requests[chunk.request_id]
-            request.num_computed_tokens += chunk.num_tokens
-            self.kv_cache.release_unseen(request)
-            self._row_demand.pass_computed(request)
-        return [self._append(token) for token in sampled]
+        sampled_by_request: dict[RequestId, list[SampledToken]] = {}
+        for token in sampled:
+            sampled_by_request.setdefault(token.request_id, []).append(token)
+        return [
+            update
+            for chunk in output.chunks
+            for update in self._advance(chunk, sampled_by_request.get(chunk.request_id, []))
+        ]
 
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
         """The step's results will not come: its requests end, and nobody keeps what it should have computed.
@@ -284,7 +297,7 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
         """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
-        least = self._least_chunk(request, start)
+        least = self._least_chunk.num_tokens(request, start)
         is_first = request.state is RequestState.RUNNING or self._waiting.is_head(request)
         may_displace = request.state is RequestState.RUNNING or (is_first and not self._running)
         self._row_demand.ask(request, start, least, is_first=is_first, may_displace=may_displace)
@@ -297,25 +310,6 @@ class Scheduler:
         if not self.limits.deterministic:
             return num_tokens
         return least if least <= num_tokens else 0
-
-    def _least_chunk(self, request: Request, start: int) -> int:
-        """Tokens without whose rows the request does not go on.
-
-        A step reads all weights for however few tokens: before a row that has not arrived, a few are better computed
-        with what follows. No more than the rows of a block, or a request could hold more rows than are kept beside the
-        largest image, and wait for itself.
-        """
-        if self.limits.deterministic:
-            return self._fixed_chunk(request, start)
-        least = min(self.limits.min_tokens_before_missing_row, request.num_tokens - start)
-        return request.prompt.first_cut(start, start + least) - start
-
-    def _fixed_chunk(self, request: Request, start: int) -> int:
-        """Tokens of the only chunk that may begin at `start` in deterministic mode."""
-        block_size = self.kv_cache.block_size
-        if start >= request.num_prompt_tokens:
-            return 1
-        return min((start // block_size + 1) * block_size, request.num_prompt_tokens) - start
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
         """Preempts from the end of the running batch until the blocks are there; False if the request itself went."""
@@ -349,17 +343,7 @@ class Scheduler:
             request.usage.queue_time_s = self._clock() - request.arrival_s
         self._take_over(request, hit.num_tokens)
         self._row_demand.renew(request)
-        step.admitted.append(
-            AdmittedRequest(
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                images=request.prompt.images,
-                positions=request.prompt.positions,
-                mutual_spans=request.prompt.mutual_spans,
-                params=request.params,
-            )
-        )
+        step.admitted.append(AdmittedRequest.of(request))
 
     def _preempt(self, request: Request) -> None:
         """Back to the front of its place in the queue; everything is recomputed later."""
@@ -375,22 +359,37 @@ class Scheduler:
 
     # After a step.
 
-    def _append(self, token: SampledToken) -> TokenUpdate:
-        request = self._requests[token.request_id]
+    def _advance(self, chunk: ScheduledChunk, sampled: list[SampledToken]) -> list[TokenUpdate]:
+        """A chunk is computed: of its drafts those count that were sampled, up to the token that ends the request."""
+        request = self._requests[chunk.request_id]
+        request.num_computed_tokens += chunk.num_tokens - len(chunk.draft_ids)
+        updates: list[TokenUpdate] = []
+        for index, token in enumerate(sampled):
+            updates.append(self._append(request, token, was_draft=index < len(sampled) - 1))
+            if updates[-1].finish_reason is not None:
+                break
+        if chunk.draft_ids:
+            self.speculation.settle(request, chunk, sampled, len(updates))
+        self.kv_cache.release_unseen(request)
+        self._row_demand.pass_computed(request)
+        if updates and updates[-1].finish_reason is not None:
+            self._finish(request, updates[-1].finish_reason)
+        return updates
+
+    def _append(self, request: Request, token: SampledToken, *, was_draft: bool) -> TokenUpdate:
         if request.num_output_tokens == 0:
             request.usage.time_to_first_token_s = self._clock() - request.arrival_s
         request.token_ids.append(token.token_id)
         request.usage.completion_tokens = request.num_output_tokens
-        reason = request.finish_reason_now(self.limits.max_context_tokens)
-        if reason is not None:
-            self._finish(request, reason)
-        return TokenUpdate(request, token, reason)
+        request.usage.accepted_draft_tokens += was_draft
+        return TokenUpdate(request, token, request.finish_reason_now(self.limits.max_context_tokens), was_draft)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
         self._free(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        self.speculation.forget(request.request_id)
         del self._requests[request.request_id]
 
     def _free(self, request: Request) -> None:

@@ -33,6 +33,19 @@ class AdmittedRequest:
     mutual_spans: tuple[Span, ...]
     params: SamplingParams
 
+    @classmethod
+    def of(cls, request: Request) -> AdmittedRequest:
+        """What the runner must know of a request."""
+        return cls(
+            request_id=request.request_id,
+            token_ids=tuple(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            images=request.prompt.images,
+            positions=request.prompt.positions,
+            mutual_spans=request.prompt.mutual_spans,
+            params=request.params,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SlidingTable:
@@ -63,6 +76,9 @@ class ScheduledChunk:
     samples: bool
     # None: all layers share one block table.
     sliding: SlidingTable | None = None
+    # The chunk's last tokens are guessed to be these: sample behind the last known one and behind each of them, as far
+    # as what is sampled is what was guessed.
+    draft_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +119,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The next token of one request."""
+    """The next token of one request; where drafts were right, some in a row."""
 
     request_id: RequestId
     token_id: int
@@ -117,3 +133,5 @@ class TokenUpdate:
     request: Request
     token: SampledToken
     finish_reason: FinishReason | None
+    # It had been guessed and was computed before it was sampled.
+    was_draft: bool = False

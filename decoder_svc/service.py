@@ -96,16 +96,19 @@ def load_text(settings: DecoderSettings) -> LoadedText:
 
 
 @asynccontextmanager
-async def open_service(settings: DecoderSettings, registry: CollectorRegistry) -> AsyncIterator[DecoderService]:
+async def open_service(
+    settings: DecoderSettings, registry: CollectorRegistry, encoder: EncoderClient | None = None
+) -> AsyncIterator[DecoderService]:
     """A running decoder; loading blocks for as long as it takes.
 
+    `encoder`: used in place of the one that the settings name, and closed by who made it.
     Raises ModelFolderError and ConfigurationError when it must not start.
     """
     text = load_text(settings)
     async with AsyncExitStack() as stack:
         store = _open_store(settings, stack)
         tenants = load_tenants(settings.tenant_secret_file)
-        encoder = _open_encoder(settings, text, tenants, stack)
+        encoder = encoder or _open_encoder(settings, text, tenants, stack)
         if store is not None:
             registry.register(StoreCollector(store, "decoder"))
         engine = build_engine(settings, text.family, store, encoder, FetchMetrics(registry))

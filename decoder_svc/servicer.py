@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from decoder_svc import wire_request, wire_response
+from decoder_svc.admission import Admission
 from decoder_svc.encoder_client import EncoderClient
 from decoder_svc.engine_interface import Engine
 from decoder_svc.generation import Generation, GenerationOptions, generating
@@ -81,6 +82,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._metrics = metrics
         self._threads = threads
         self._live = LiveRequests(max_live_requests)
+        self._admission = Admission(engine.load, engine.limits.max_running_requests)
 
     async def Generate(
         self, request: decoder_service_pb2.GenerateRequest, context: Context
@@ -194,7 +196,11 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         remaining_s = context.time_remaining()
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
         self._check_params(params)
-        with self._live.claimed(params.request_id) as live:
+        max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
+        with (
+            self._live.claimed(params.request_id) as live,
+            self._admission.entered(params.priority, max_tokens, remaining_s),
+        ):
             prepared = await self._preparer.prepare(
                 wire_request.parse_prompt(params),
                 wire_request.parse_sampling(params.sampling),
@@ -208,6 +214,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                 self._engine, live.engine_id, prepared, options, self._tokenizer, self._metrics
             ) as generation:
                 yield live, generation
+            if generation.served_s is not None:
+                self._admission.note_served(generation.served_s, generation.usage.completion_tokens)
 
     def _check_params(self, params: decoder_service_pb2.GenerateParams) -> None:
         if params.model not in ("", self._model.name):

@@ -51,10 +51,39 @@ class DecoderSettings(ServiceSettings):
         ge=1,
         description="Embedding rows held by the decoder. Default: computed from the batch and the largest image.",
     )
+    overlap_encode: bool = Field(
+        True,
+        description="Compute a prompt up to its first image that is not encoded yet. Off: wait until all that were "
+        "asked for have arrived; for measurements.",
+    )
+    graphs: bool = Field(
+        True,
+        description="Record steps of single tokens as graphs at start-up, on devices that have graphs (CUDA). Off: "
+        "slower steps, less memory, a faster start.",
+    )
     prefix_cache: bool = Field(True, description="Share the KV blocks of equal prompt beginnings between requests.")
+
+    speculative_tokens: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Tokens guessed per request and step where its last ones occurred in its prompt or answer before "
+        "(prompt lookup); the answer stays the same. 0: off. Pays where answers repeat and few requests run.",
+    )
+    speculative_ngram_max: int = Field(4, ge=1, le=32, description="Most last tokens that are looked up for a guess.")
+    speculative_ngram_min: int = Field(
+        2, ge=1, le=32, description="Fewest last tokens that must have occurred before for a guess."
+    )
 
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not say.")
     max_stop_strings: int = Field(16, ge=0, description="Most stop strings of a request.")
     max_logprobs: int = Field(20, ge=0, description="Most alternatives per token that a request may ask for.")
+    max_stream_delay_s: float = Field(
+        0.15,
+        ge=0,
+        le=5,
+        description="Longest time a token waits for others to share a message with, seconds; tokens wait only where "
+        "many requests run, and never the first or last one. 0: every token is sent at once.",
+    )
     prompt_workers: int = Field(2, ge=1, description="Threads that hash, template and tokenize prompts.")
     fetch_workers: int = Field(2, ge=1, description="Threads that read embedding rows from the shared cache.")

@@ -34,6 +34,7 @@ def usage(record: RequestUsage) -> decoder_service_pb2.Usage:
         skipped_image_tokens=record.skipped_image_tokens,
         encoded_image_tokens=record.encoded_image_tokens,
         completion_tokens=record.completion_tokens,
+        accepted_draft_tokens=record.accepted_draft_tokens,
         queue_time=_duration(record.queue_time_s),
         time_to_first_token=_duration(record.time_to_first_token_s),
     )

@@ -7,6 +7,7 @@ import sys
 from encoder_svc.settings import EncoderSettings
 from lookonce import serving
 from lookonce.cache_health import watched_cache
+from lookonce.garbage import long_lived_objects
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
 from lookonce.tenants import load_tenants
@@ -18,11 +19,12 @@ async def serve(arguments: list[str]) -> None:
     tenants = load_tenants(settings.tenant_secret_file)
     telemetry = Telemetry.from_settings(settings)
     # Late, so that a wrong flag is refused at once: these take seconds to import.
-    import torch
-    import transformers
+    with long_lived_objects():
+        import torch
+        import transformers
 
-    from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry
-    from encoder_svc.vision_model import VisionModel
+        from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry
+        from encoder_svc.vision_model import VisionModel
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)

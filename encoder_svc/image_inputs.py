@@ -124,7 +124,8 @@ class VisionAdapter:
         names = batch[0].tensors
         joined = {name: torch.cat([inputs.tensors[name] for inputs in batch]) for name in names}
         arguments = {
-            name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in joined.items()
+            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
+            for name, tensor in joined.items()
         }
         # Of the model inside: not every class around it passes this on.
         output = model.model.get_image_features(**arguments, return_dict=True)

@@ -24,8 +24,11 @@ class EncoderSettings(ServiceSettings):
     )
     max_batch_items: int = Field(64, ge=1, description="Most images in one Encode call.")
     max_forward_images: int = Field(8, ge=1, description="Most images in one forward pass.")
-    max_forward_bytes: int = Field(
-        256 * MIB, ge=1, description="Most pixel bytes in one forward pass; a single larger image still gets one."
+    max_forward_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Most pixel bytes in one forward pass; a single larger image still gets one. Default: 256 MiB, and "
+        "2 MiB on CPUs, where larger passes are not faster and every image of a pass waits for its end.",
     )
     max_forward_s: float = Field(
         300.0, gt=0, description="A forward pass that takes longer makes health say NOT_SERVING, seconds."

@@ -9,9 +9,11 @@ import PIL.Image
 import structlog
 import torch
 
+from encoder_svc.cpu_tower import make_fast
 from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.settings import EncoderSettings
 from lookonce.content_key import ProcessorOptions
+from lookonce.device import chosen_device
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
 from lookonce.half_model import load_vision_half
@@ -48,19 +50,35 @@ class VisionModel:
 
     @classmethod
     def load(cls, settings: EncoderSettings) -> VisionModel:
-        """Checks the folder and loads its vision half. Raises ModelFolderError for a folder that cannot be served."""
+        """Checks the folder and loads its vision half onto its device.
+
+        Raises ModelFolderError for a folder that cannot be served, ConfigurationError for a device that is not there.
+        """
+        device = chosen_device(settings.device)
         folder = ModelFolder.open(settings.model)
         adapter = VisionAdapter.load(folder)
         model = load_vision_half(folder.path, _DTYPES[settings.dtype])
         loaded = cls(folder, model, adapter, _ROW_DTYPES[settings.row_format])
+        # Not before: the fingerprint is made of the weights as they were read.
+        if device.type == "cpu":
+            make_fast(model)
+        else:
+            model.to(device)
         _log.info(
             "vision model loaded",
             model_type=loaded.model_type,
+            device=str(loaded.device),
             dtype=loaded.dtype.value,
             row_dtype=loaded.row_dtype.value,
             encoder_fingerprint=loaded.fingerprint,
         )
         return loaded
+
+    @property
+    def device(self) -> torch.device:
+        """Where forward passes run."""
+        device: torch.device = self._model.device
+        return device
 
     def warm_up(self) -> None:
         """Encodes two grey images of different shapes, and a pair of frames where the model takes videos.
@@ -84,13 +102,13 @@ class VisionModel:
         self._is_warm = True
 
     def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
-        """Rows [num_rows, (1 + num_levels) * hidden_size] of each image, each contiguous in memory of its own.
+        """Rows [num_rows, (1 + num_levels) * hidden_size] of each image, each contiguous in main memory of its own.
 
         Raises ValueError when the model gives another shape or dtype, or values that are not finite: such rows must
         never be stored.
         """
         with torch.inference_mode():
-            outputs = [rows.clone() for rows in self.adapter.image_rows(self._model, batch)]
+            outputs = [rows.to("cpu", copy=True) for rows in self.adapter.image_rows(self._model, batch)]
         if len(outputs) != len(batch):
             raise ValueError(f"{len(batch)} images gave {len(outputs)} outputs")
         for rows in outputs:

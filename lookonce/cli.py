@@ -204,6 +204,8 @@ def usage_line(usage: Usage) -> str:
     if usage.image_tokens:
         rows = f"{usage.encoded_image_tokens} encoded, {usage.cached_image_tokens} from the shared cache"
         parts.append(f"image rows: {rows}, {usage.skipped_image_tokens} skipped")
+    if usage.accepted_draft_tokens:
+        parts.append(f"{usage.accepted_draft_tokens} of {usage.completion_tokens} tokens guessed")
     parts.append(f"first token after {usage.time_to_first_token_s * 1000:.0f} ms")
     return " · ".join(parts)
 

@@ -82,6 +82,8 @@ class Usage:
     queue_time_s: float
     # From arrival to the first generated token.
     time_to_first_token_s: float
+    # Of the generated tokens, those that were guessed from the prompt and the answer, and were right.
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -285,6 +285,7 @@ def usage_of(usage: decoder_pb2.Usage) -> Usage:
         cached_image_tokens=usage.cached_image_tokens,
         skipped_image_tokens=usage.skipped_image_tokens,
         completion_tokens=usage.completion_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
         queue_time_s=_seconds(usage.queue_time),
         time_to_first_token_s=_seconds(usage.time_to_first_token),
     )

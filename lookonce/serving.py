@@ -7,6 +7,7 @@ SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILA
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -122,6 +123,11 @@ class GrpcService:
         """Starts if need be, serves until SIGTERM or SIGINT, drains, returns."""
         if self._server is None:
             await self.start()
+        # What was loaded lives as long as the process; the collector need not look at it again and again. While it
+        # looked at imports and model, 64 streams of the demo model got a tenth fewer tokens per second (2 × AMD EPYC,
+        # 2026-11-22).
+        gc.collect()
+        gc.freeze()
         signalled = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:

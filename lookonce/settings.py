@@ -40,6 +40,9 @@ class ServiceSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Element type of weights and activations. auto: what the checkpoint says."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs. auto: on a CUDA device where PyTorch sees one, else on the CPUs."
+    )
     num_threads: int | None = Field(
         None, ge=1, description="Threads for tensor work. Default: the CPUs of this process."
     )

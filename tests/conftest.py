@@ -14,6 +14,9 @@ from lookonce.local_stack import LocalStack
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
+# Triton, where it is installed, asks for its interpreter when it is imported, which other libraries do for us.
+if not pathlib.Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Folders of tests that start whole systems.
 _SERVICES = {"benchmarks", "contract", "demo", "e2e", "faults"}

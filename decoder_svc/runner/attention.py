@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from decoder_svc.request import Span
+from decoder_svc.runner.paged_step import PagedStep
 
 PAGED_ATTENTION = "lookonce_paged"
 
@@ -35,6 +36,8 @@ class KVCacheSpec:
     sliding_layers: frozenset[int] = frozenset()
     # Tokens that those see, the token itself included; None where there are none.
     window: int | None = None
+    # Slots that a block takes in a pool; None: one for each token.
+    block_slots: int | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -48,7 +51,7 @@ class KVCacheSpec:
 
     @property
     def _layer_block_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * int(self.dtype.itemsize)
+        return 2 * (self.block_slots or self.block_size) * self.num_kv_heads * self.head_dim * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class BlockMetadata:
 
     # Slot (block · block_size + offset) of every token's key and value, [num_tokens].
     slot_mapping: Tensor
-    # Blocks of each sequence in token order, [num_blocks of it].
+    # Blocks of each sequence in token order, [num_blocks of it]; none for a backend that reads tensors alone.
     block_tables: tuple[Tensor, ...]
     # The token in the first slot of each sequence's first block. Nobody looks at those before it.
     first_keys: tuple[int, ...]
@@ -79,6 +82,8 @@ class AttentionMetadata:
     mutual_spans: tuple[tuple[Span, ...], ...]
     # Whether they do in layers with a window, too, however far apart they are.
     is_mutual_beyond_window: bool
+    # The same as tensors, for a backend that reads those alone.
+    paged: PagedStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,13 @@ class AttentionBackend(Protocol):
 
     # Shown in the log and in metrics.
     name: str
+    # Whether of a step's metadata only `paged` is read, and from layer to layer no number of it on the host: then a
+    # step of single tokens can be recorded as a graph.
+    reads_tensors: bool
+
+    def block_slots(self, block_size: int) -> int:
+        """Slots that a block of so many tokens takes in a pool."""
+        ...
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
@@ -126,6 +138,11 @@ class SdpaBackend:
     """The plain reference for any device: gather a sequence's keys and values, then PyTorch's SDPA."""
 
     name = "sdpa"
+    reads_tensors = False
+
+    def block_slots(self, block_size: int) -> int:
+        """No more than tokens."""
+        return block_size
 
     def __init__(self) -> None:
         self._pools: list[tuple[Tensor, Tensor]] = []
@@ -145,10 +162,6 @@ class SdpaBackend:
 
         self._pools = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
         return self._pools
-
-    def share_pools(self, other: SdpaBackend) -> None:
-        """Takes the pools of a backend of the same kind, to compare the two."""
-        self._pools, self._sliding_layers, self._window = other._pools, other._sliding_layers, other._window
 
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
@@ -284,6 +297,12 @@ def forward_context(backend: AttentionBackend, metadata: AttentionMetadata) -> I
         del _context.step
 
 
+def current_step() -> tuple[AttentionBackend, AttentionMetadata]:
+    """Of the forward pass that this thread is in."""
+    step: tuple[AttentionBackend, AttentionMetadata] = _context.step
+    return step
+
+
 def _paged_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
@@ -291,7 +310,7 @@ def _paged_attention(
     """The function that transformers calls: `[1, heads, T, D]` in, `[1, T, heads, D]` out."""
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not served")
-    backend, metadata = _context.step
+    backend, metadata = current_step()
     output = backend.forward(
         module.layer_idx,
         query[0].transpose(0, 1),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 import torch
 
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.cpu_attention import cpu_attention
+from decoder_svc.runner.cpu_attention import NativeBackend, cpu_attention
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
+from decoder_svc.runner.native_model import use_kernels
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.half_model import load_text_half
 
@@ -27,12 +29,19 @@ class CPUModelRunner(ModelRunnerBase):
         logger.info("tensor work on %d CPU threads", num_threads)
 
     def load_model(self) -> None:
-        """Loads the language half; weights stay mapped from the file where dtype allows."""
+        """Loads the language half; where there are kernels for it, copies its weights into their order."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
-        self.backend = cpu_attention()
+        num_threads = torch.get_num_threads()
+        self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
+        if isinstance(self.backend, NativeBackend):
+            spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
+            self.is_batch_invariant = use_kernels(self.model, self.backend, spec, num_axes)
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures by the resident memory of this process and what machine and container still have."""
+        if isinstance(self.backend, NativeBackend):
+            # It reads keys where they lie: a longer context takes time in its step, and at start-up, but no memory.
+            worst = replace(worst, context_tokens=min(worst.context_tokens, worst.num_tokens))
         free = free_bytes()
         with measured_peak() as peak:
             self._dummy_run(worst)

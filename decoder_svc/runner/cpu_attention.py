@@ -1,189 +1,127 @@
-"""Attention on the CPU: single tokens, which are all of a decode step, by our own kernel; longer chunks by PyTorch.
+"""Attention on the CPU: our own kernel, which reads keys and values where they lie (native/attention.h), or PyTorch's.
 
-PyTorch's SDPA wants a sequence's keys gathered and, in bfloat16, leaves most of the memory's speed unused; the kernel
-reads them where they lie (paged_attention.cpp).
+PyTorch's SDPA wants a sequence's keys gathered and, in bfloat16, leaves most of the memory's speed unused.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import pathlib
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    BlockMetadata,
-    KVCacheSpec,
-    LayerOptions,
-    SdpaBackend,
-)
-from decoder_svc.runner.native_library import NativeLibraryError, load_library
+from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
+from decoder_svc.runner.native_step import NativeStep, PoolSizes, native_step
+from decoder_svc.runner.native_structures import Heads, Options, Pools
+from lookonce.native_library import NativeLibrary, NativeLibraryError, load_library
 
 logger = logging.getLogger(__name__)
 
-IntArray = npt.NDArray[np.int64]
-_FUNCTIONS = {torch.float32: "lookonce_decode_float32", torch.bfloat16: "lookonce_decode_bfloat16"}
+SOURCES = pathlib.Path(__file__).with_name("native")
+# Of the functions in the library.
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_LANES = 16
+_MAX_HEAD_DIM = 512
 
 
-def cpu_attention() -> AttentionBackend:
-    """The fastest that this machine has."""
-    try:
-        library = load_library()
-    except NativeLibraryError as error:
-        logger.warning("attention backend sdpa, slower at decoding: %s", error)
-        return SdpaBackend()
-    return NativeBackend(library)
+def cpu_attention(dtype: torch.dtype, head_dim: int, block_size: int, num_threads: int) -> AttentionBackend:
+    """The fastest that this machine has for such a model."""
+    reason = unsupported(dtype, head_dim, block_size)
+    if reason is None:
+        try:
+            return NativeBackend(load_library(SOURCES), num_threads)
+        except NativeLibraryError as error:
+            reason = str(error)
+    logger.warning("attention backend sdpa, which is slower: %s", reason)
+    return SdpaBackend()
 
 
-class _DecodeStep(ctypes.Structure):
-    _fields_ = (
-        ("blocks", ctypes.c_void_p),
-        ("first_blocks", ctypes.c_void_p),
-        ("first_keys", ctypes.c_void_p),
-        ("num_keys", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("num_sequences", ctypes.c_int64),
-    )
+def unsupported(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why the kernel cannot serve such a model; None when it can."""
+    if dtype not in DTYPE_NAMES:
+        return f"the kernel knows float32 and bfloat16, not {dtype}"
+    if head_dim % _LANES or head_dim > _MAX_HEAD_DIM:
+        return f"the kernel wants heads of a multiple of {_LANES} elements up to {_MAX_HEAD_DIM}, not {head_dim}"
+    if block_size % 2:
+        return f"the kernel wants an even number of tokens in a block, not {block_size}"
+    return None
 
 
-class _DecodeLayer(ctypes.Structure):
-    _fields_ = (
-        ("num_kv_heads", ctypes.c_int64),
-        ("num_groups", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("query_row_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """The sequences of a step with one new token each, in one group of layers."""
-
-    step: _DecodeStep
-    # What `step` points into.
-    arrays: tuple[IntArray, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How one step is divided; the same for all layers of a group."""
-
-    metadata: AttentionMetadata
-    # Indexes of the sequences for the kernel, and for PyTorch.
-    single: tuple[int, ...]
-    longer: frozenset[int]
-    full: _Decodes
-    sliding: _Decodes | None
-
-
-class NativeBackend(SdpaBackend):
-    """SDPA, but for single tokens in float32 and bfloat16."""
+class NativeBackend:
+    """The kernel, for float32 and bfloat16. Its pools are not laid out as SDPA's: see native/step.h."""
 
     name = "native"
+    reads_tensors = False
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__()
-        self._library = library
-        for name in _FUNCTIONS.values():
-            function = getattr(library, name)
-            function.restype = None
-            function.argtypes = [ctypes.POINTER(_DecodeStep), ctypes.POINTER(_DecodeLayer), *[ctypes.c_void_p] * 4]
-        self._plan: _Plan | None = None
-        self._block_size = 0
-        # Blocks of the pools of each group.
-        self._num_blocks = self._num_sliding_blocks = 0
+    def __init__(self, library: NativeLibrary, num_threads: int) -> None:
+        """Raises nothing: `unsupported` has been asked."""
+        self.library = library
+        self.num_threads = num_threads
+        # Replaced whenever the pools are.
+        self.pools: list[Pools] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._sliding_layers: frozenset[int] = frozenset()
+        self._window: int | None = None
+        self._sizes = PoolSizes(1, 0, 0)
+        self._heads = Heads()
+        self._step: NativeStep | None = None
+
+    def block_slots(self, block_size: int) -> int:
+        """Whole vectors of 16 keys."""
+        return -(-block_size // _LANES) * _LANES
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """As SDPA's: `[blocks, block_size, kv_heads, head_dim]`."""
-        self._block_size = spec.block_size
-        self._num_blocks, self._num_sliding_blocks = num_blocks, num_sliding_blocks
-        return super().allocate(spec, num_blocks, num_sliding_blocks, device)
+        """Pools of `[blocks, kv_heads, block_slots, head_dim]` elements, in the order of native/step.h."""
+        self._sliding_layers, self._window = spec.sliding_layers, spec.window
+        self._sizes = PoolSizes(spec.block_size, num_blocks, num_sliding_blocks)
+        slots = self.block_slots(spec.block_size)
+        self._heads = Heads(
+            num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, block_size=spec.block_size, block_slots=slots
+        )
 
-    def attend(
-        self, layer: int, query: Tensor, group: BlockMetadata, metadata: AttentionMetadata, options: LayerOptions
+        def pool(layer: int) -> Tensor:
+            blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
+            return torch.zeros((blocks, spec.num_kv_heads, slots, spec.head_dim), dtype=spec.dtype, device=device)
+
+        self._tensors = []
+        self._tensors = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
+        self.pools = [Pools(keys.data_ptr(), values.data_ptr()) for keys, values in self._tensors]
+        self._step = None
+        return self._tensors
+
+    def forward(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
-        """See SdpaBackend."""
-        keys, values = self._pools[layer]
-        num_kv_heads, head_dim = keys.shape[2:]
-        function = _FUNCTIONS.get(query.dtype)
-        if function is None or query.stride(2) != 1:
-            return super().attend(layer, query, group, metadata, options)
-        plan = self._planned(metadata)
+        """See AttentionBackend."""
         output = torch.empty(query.shape, dtype=query.dtype)
-        if plan.longer:
-            self._attend_by_sdpa(layer, query, group, metadata, options, plan.longer, output)
-        if plan.single:
-            decodes = plan.full if group is metadata.full else plan.sliding
-            assert decodes is not None, "layers with a window have blocks of their own"
-            shape = _DecodeLayer(
-                num_kv_heads=num_kv_heads,
-                num_groups=query.shape[1] // num_kv_heads,
-                head_dim=head_dim,
-                block_size=self._block_size,
-                query_row_stride=query.stride(0),
-                query_head_stride=query.stride(1),
-                window=options.window or 0,
-                scale=options.scale,
-                softcap=options.softcap or 0.0,
-            )
-            getattr(self._library, function)(
-                decodes.step, shape, query.data_ptr(), keys.data_ptr(), values.data_ptr(), output.data_ptr()
-            )
+        tensors = (query.contiguous(), key.contiguous(), value.contiguous(), output)
+        function = self.library.function(f"lookonce_attend_{DTYPE_NAMES[query.dtype]}")
+        function(
+            ctypes.byref(self.step(metadata).struct),
+            ctypes.byref(self.heads(query.shape[1])),
+            ctypes.byref(self.pools[layer]),
+            ctypes.byref(self.options(layer, options)),
+            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors),
+        )
         return output
 
-    def _planned(self, metadata: AttentionMetadata) -> _Plan:
-        """Made for the first layer of a step."""
-        if self._plan is None or self._plan.metadata is not metadata:
-            is_single = [
-                length == 1 and not spans
-                for length, spans in zip(metadata.query_lens, metadata.mutual_spans, strict=True)
-            ]
-            single = tuple(itertools.compress(range(len(is_single)), is_single))
-            longer = frozenset(range(len(is_single))) - frozenset(single)
-            full = self._decodes(metadata.full, metadata, single, self._num_blocks)
-            sliding = None
-            if metadata.sliding is not None:
-                sliding = self._decodes(metadata.sliding, metadata, single, self._num_sliding_blocks)
-            self._plan = _Plan(metadata, single, longer, full, sliding)
-        return self._plan
+    def step(self, metadata: AttentionMetadata) -> NativeStep:
+        """Made for the first layer of a step. Raises IndexError for what lies outside of the pools."""
+        if self._step is None or self._step.metadata is not metadata:
+            self._step = native_step(metadata, self._sizes, self.num_threads)
+        return self._step
 
-    def _decodes(
-        self, group: BlockMetadata, metadata: AttentionMetadata, single: Sequence[int], num_blocks: int
-    ) -> _Decodes:
-        """Raises IndexError for what lies outside of the pools: the kernel looks at no bounds."""
-        decodes = _decodes(group, metadata, single)
-        blocks, first_blocks, first_keys, num_keys, _ = decodes.arrays
-        num_slots = np.diff(first_blocks, append=len(blocks)) * self._block_size
-        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < num_blocks:
-            raise IndexError(f"blocks {blocks.min()} … {blocks.max()} of {num_blocks}")
-        if (first_keys < 0).any() or (num_keys <= first_keys).any() or (num_keys - first_keys > num_slots).any():
-            raise IndexError("a sequence has more keys than its blocks hold, or none")
-        return decodes
+    def heads(self, num_heads: int) -> Heads:
+        """The pools' shapes, and as many heads of queries."""
+        self._heads.num_heads = num_heads
+        return self._heads
 
-
-def _decodes(group: BlockMetadata, metadata: AttentionMetadata, single: Sequence[int]) -> _Decodes:
-    tables = [group.block_tables[index].numpy() for index in single]
-    rows = np.cumsum((0, *metadata.query_lens))[:-1]
-    arrays: tuple[IntArray, ...] = (
-        np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64),
-        np.cumsum([0, *(len(table) for table in tables)], dtype=np.int64)[:-1],
-        np.array([group.first_keys[index] for index in single], dtype=np.int64),
-        np.array([metadata.kv_lens[index] for index in single], dtype=np.int64),
-        np.ascontiguousarray(rows[list(single)], dtype=np.int64),
-    )
-    return _Decodes(_DecodeStep(*(array.ctypes.data for array in arrays), len(single)), arrays)
+    def options(self, layer: int, options: LayerOptions) -> Options:
+        """With the group that the layer's blocks are in."""
+        is_sliding = layer in self._sliding_layers
+        assert not is_sliding or options.window == self._window, "a layer sees further than its blocks are kept"
+        return Options(int(is_sliding), options.window or 0, options.scale, options.softcap or 0.0)

@@ -56,6 +56,8 @@ class RequestRow:
         self.mutual_spans: tuple[Span, ...] = admitted.mutual_spans
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self.num_tokens = num_tokens
+        # What is guessed to follow, in the step in hand.
+        self.draft_ids: tuple[int, ...] = ()
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
         self._token_ids[:num_tokens] = admitted.token_ids
         self.full = BlockTable(capacity, block_size)
@@ -70,10 +72,34 @@ class RequestRow:
         """Prompt and generated ids, `[num_tokens]`."""
         return self._token_ids[: self.num_tokens]
 
-    def append_token(self, token_id: int) -> None:
-        """Notes a sampled token."""
-        self._token_ids[self.num_tokens] = token_id
-        self.num_tokens += 1
+    def set_drafts(self, draft_ids: tuple[int, ...]) -> None:
+        """Puts guesses behind the known tokens, in the place of earlier ones."""
+        self.draft_ids = draft_ids
+        self._token_ids[self.num_tokens : self.num_tokens + len(draft_ids)] = draft_ids
+
+    def ids_between(self, start: int, stop: int) -> IntArray:
+        """Ids of tokens [start, stop), guesses included."""
+        return self._token_ids[start:stop]
+
+    def contexts(self) -> list[IntArray]:
+        """What comes before each token to be sampled: the known tokens, then each time a guess more."""
+        return [self._token_ids[: self.num_tokens + index] for index in range(len(self.draft_ids) + 1)]
+
+    def accept(self, sampled: Sequence[int]) -> int:
+        """Takes over one sampled token per context, up to and with the first that is not what was guessed.
+
+        What follows that one was sampled behind a wrong token. Returns how many are taken, at least one.
+        """
+        wrong = (
+            index
+            for index, (token_id, guess) in enumerate(zip(sampled, self.draft_ids, strict=False))
+            if token_id != guess
+        )
+        num_taken = next(wrong, len(self.draft_ids)) + 1
+        self._token_ids[self.num_tokens : self.num_tokens + num_taken] = sampled[:num_taken]
+        self.num_tokens += num_taken
+        self.draft_ids = ()
+        return num_taken
 
     def set_blocks(self, chunk: ScheduledChunk) -> None:
         """Brings the block tables up to date with a chunk of this request."""
@@ -125,7 +151,8 @@ class FlatInputs:
     kv_lens: tuple[int, ...]
     # Per request: the stretches of its tokens that see each other and reach into the new ones.
     mutual_spans: tuple[tuple[Span, ...], ...]
-    # Requests whose next token is sampled, and the flat index of the token that predicts it.
+    # Requests whose next token is sampled, and the flat index of the token that predicts it; where tokens are guessed,
+    # of the last known one and of each guess.
     sampled_ids: tuple[RequestId, ...]
     sampled_indexes: IntArray
 
@@ -134,7 +161,9 @@ class InputBatch:
     """The requests that the runner knows."""
 
     def __init__(self, block_size: int, num_position_axes: int, *, has_sliding_group: bool) -> None:
-        # Slots of the block after each pool's last; set when the pools' sizes are known.
+        # Blocks that requests may have of each group, and slots of the block after each pool's last; set when the
+        # pools' sizes are known.
+        self.num_blocks = self.num_sliding_blocks = 0
         self._unread_slot = 0
         self._sliding_unread_slot = 0
         self._has_sliding_group = has_sliding_group
@@ -150,6 +179,7 @@ class InputBatch:
 
     def set_num_blocks(self, num_blocks: int, num_sliding_blocks: int) -> None:
         """How many blocks requests may have of each group; each pool has one more, which nobody reads."""
+        self.num_blocks, self.num_sliding_blocks = num_blocks, num_sliding_blocks
         self._unread_slot = num_blocks * self._block_size
         self._sliding_unread_slot = num_sliding_blocks * self._block_size
 
@@ -166,10 +196,11 @@ class InputBatch:
         """Arrays of one step; block tables must have been extended before."""
         parts = [(chunk, self._rows[chunk.request_id], chunk.start + chunk.num_tokens) for chunk in chunks]
         ends = np.cumsum([chunk.num_tokens for chunk, _, _ in parts])
-        sampled = [index for index, (chunk, _, _) in enumerate(parts) if chunk.samples]
+        sampled = [(chunk, int(end)) for (chunk, _, _), end in zip(parts, ends, strict=True) if chunk.samples]
+        sampled_indexes = [index for chunk, end in sampled for index in range(end - 1 - len(chunk.draft_ids), end)]
         axes = self._num_position_axes
         return FlatInputs(
-            token_ids=np.concatenate([row.token_ids[chunk.start : stop] for chunk, row, stop in parts]),
+            token_ids=np.concatenate([row.ids_between(chunk.start, stop) for chunk, row, stop in parts]),
             positions=np.concatenate([row.positions(chunk.start, stop, axes) for chunk, row, stop in parts], axis=1),
             full=_block_inputs([(chunk, row.full) for chunk, row, _ in parts], self._unread_slot),
             sliding=_block_inputs(
@@ -180,8 +211,8 @@ class InputBatch:
             query_lens=tuple(chunk.num_tokens for chunk, _, _ in parts),
             kv_lens=tuple(stop for _, _, stop in parts),
             mutual_spans=tuple(row.mutual_spans_between(chunk.start, stop) for chunk, row, stop in parts),
-            sampled_ids=tuple(parts[index][0].request_id for index in sampled),
-            sampled_indexes=ends[sampled] - 1 if sampled else np.zeros(0, dtype=np.int64),
+            sampled_ids=tuple(chunk.request_id for chunk, _ in sampled),
+            sampled_indexes=np.array(sampled_indexes, dtype=np.int64),
         )
 
 

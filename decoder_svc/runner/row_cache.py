@@ -8,6 +8,7 @@ from torch import Tensor
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import ImageItem
 from decoder_svc.row_range import RowRange, RowRangeSet
+from decoder_svc.runner.host_transfer import HostTransfer
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 from lookonce.int8_rows import dequantise
@@ -24,8 +25,8 @@ ROW_DTYPES = {torch_dtype: row_dtype for row_dtype, torch_dtype in TORCH_DTYPES.
 class RowCache:
     """Row ranges by content key. What may stay and what must go is the EncoderCacheManager's decision."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
+    def __init__(self, transfer: HostTransfer, dtype: torch.dtype) -> None:
+        self._transfer = transfer
         self._dtype = dtype
         # Disjoint ranges of each image, as they came.
         self._parts: dict[ContentKey, dict[RowRange, Tensor]] = {}
@@ -36,16 +37,18 @@ class RowCache:
 
     def put(self, fetched: FetchedRows) -> None:
         """Takes rows from host memory; `[len(rows), row_elements]` in the model's dtype."""
-        if fetched.dtype is RowDtype.INT8_SCALED:
-            data = torch.frombuffer(fetched.data, dtype=torch.uint8).view(len(fetched.rows), -1)
-            values = dequantise(data.to(self._device), fetched.num_levels, self._dtype)
-        else:
-            values = torch.frombuffer(fetched.data, dtype=TORCH_DTYPES[fetched.dtype]).view(len(fetched.rows), -1)
-            values = values.to(self._device, self._dtype)
+        is_int8 = fetched.dtype is RowDtype.INT8_SCALED
+        host_dtype = torch.uint8 if is_int8 else TORCH_DTYPES[fetched.dtype]
+        host = torch.frombuffer(fetched.data, dtype=host_dtype).view(len(fetched.rows), -1)
+        with self._transfer.beside_steps():
+            moved = self._transfer.move(host)
+            values = dequantise(moved, fetched.num_levels, self._dtype) if is_int8 else moved.to(self._dtype)
+            self._transfer.keep_for_steps(values)
         self._parts.setdefault(fetched.key, {})[fetched.rows] = values
 
     def drop(self, key: ContentKey, dropped: RowRange) -> None:
         """Frees rows of a key."""
+        self._transfer.settle()
         kept: dict[RowRange, Tensor] = {}
         for rows, values in self._parts.pop(key, {}).items():
             outside = RowRangeSet([rows])
@@ -68,6 +71,7 @@ class RowCache:
         if row_start == row_stop:
             return []
         tokens = [first + token - start for token in item.tokens_with_row(start, stop)]
+        self._transfer.settle()
         num_placed = 0
         for rows, values in self._parts[item.key].items():
             begin, end = max(rows.start, row_start), min(rows.stop, row_stop)

@@ -33,14 +33,19 @@ class SampleRow:
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """One token per row of `logits` `[num_rows, vocab]`, with log probabilities of the raw logits where asked."""
+    """One token per row of `logits` `[num_rows, vocab]`, with log probabilities of the raw logits where asked.
+
+    All is computed where the logits are, and the host waits once for the ids of all rows.
+    """
     logits = logits.float()
     adjusted = _adjusted(logits, rows)
-    token_ids: list[int] = adjusted.argmax(dim=-1).tolist()
+    chosen = adjusted.argmax(dim=-1)
     for index, row in enumerate(rows):
         if not row.params.is_greedy:
-            token_ids[index] = _draw(adjusted[index], row)
-    return token_ids, [_logprobs(logits[i], token_ids[i], row.params.logprobs) for i, row in enumerate(rows)]
+            chosen[index] = _draw(adjusted[index], row)
+    logprobs = _logprobs(logits, chosen, rows)
+    token_ids: list[int] = chosen.tolist()
+    return token_ids, logprobs
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -77,8 +82,11 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
         logits[list(params.stop_token_ids)] = -torch.inf
 
 
-def _draw(logits: Tensor, row: SampleRow) -> int:
-    """Temperature, then top-k, top-p and min-p, in this order, then one draw by the inverse distribution function."""
+def _draw(logits: Tensor, row: SampleRow) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, in this order, then one draw by the inverse distribution function.
+
+    A single id, left on the device.
+    """
     params = row.params
     values, ids = (logits / params.temperature).sort(descending=True)
     if params.top_k is not None:
@@ -92,8 +100,9 @@ def _draw(logits: Tensor, row: SampleRow) -> int:
         keep &= probabilities >= params.min_p * probabilities[0]
     mass = torch.where(keep, probabilities, 0.0).cumsum(dim=-1)
     point = _uniform(params.seed or 0, row.num_output_tokens) * mass[-1]
-    index = torch.searchsorted(mass, point, right=True).clamp_(max=int(keep.sum()) - 1)
-    return int(ids[index])
+    index = torch.minimum(torch.searchsorted(mass, point, right=True), keep.sum() - 1)
+    # A tensor without dimensions as an index would be brought to the host.
+    return ids.gather(0, index[None])[0]
 
 
 def _uniform(seed: int, index: int) -> float:
@@ -101,12 +110,19 @@ def _uniform(seed: int, index: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
 
 
-def _logprobs(logits: Tensor, token_id: int, num_alternatives: int | None) -> TokenLogprobs | None:
-    if num_alternatives is None:
-        return None
-    logprobs = logits.log_softmax(dim=-1)
-    top = [(token_id, float(logprobs[token_id]))]
-    if num_alternatives > 0:
-        values, ids = logprobs.topk(min(num_alternatives, len(logprobs)))
-        top += list(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(tuple(top))
+def _logprobs(logits: Tensor, chosen: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprobs | None]:
+    """Per row the chosen token and as many of the likeliest as were asked for; None where nothing was."""
+    wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
+    if not wanted:
+        return [None] * len(rows)
+    asking = torch.tensor(list(wanted), device=logits.device)
+    logprobs = logits[asking].log_softmax(dim=-1)
+    ids = chosen[asking][:, None]
+    likeliest = logprobs.topk(min(max(wanted.values()), logprobs.shape[1]))
+    values = torch.cat([logprobs.gather(1, ids), likeliest.values], dim=1).tolist()
+    ids = torch.cat([ids, likeliest.indices], dim=1).tolist()
+    found = {
+        index: TokenLogprobs(tuple(zip(of_row[: 1 + number], values_of_row[: 1 + number], strict=True)))
+        for (index, number), of_row, values_of_row in zip(wanted.items(), ids, values, strict=True)
+    }
+    return [found.get(index) for index in range(len(rows))]

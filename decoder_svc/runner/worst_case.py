@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import ImageItem, RequestId, RowSource, SamplingParams, Span
@@ -33,6 +33,8 @@ class WorstCase:
     rows_per_image: int
     row_elements: int
     row_dtype: RowDtype
+    # Guessed beside each request's token, as far as the step's tokens allow; may be 0.
+    num_draft_tokens: int = 0
 
 
 def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
@@ -52,11 +54,12 @@ def worst_case_step(worst: WorstCase, block_size: int, window: int | None = None
     `window` is that of the model's sliding group, None where it has none.
     """
     num_others = min(worst.num_requests, worst.num_tokens) - 1
-    num_tokens = min(worst.num_tokens - num_others, worst.context_tokens)
+    num_drafts = min(worst.num_draft_tokens, (worst.num_tokens - 1) // num_others - 1) if num_others else 0
+    num_tokens = min(worst.num_tokens - num_others * (1 + num_drafts), worst.context_tokens)
     start = worst.context_tokens - num_tokens
-    longest = _admitted("longest", worst.context_tokens, _images(worst, start))
-    others = [_admitted(f"other-{index}", 1, ()) for index in range(num_others)]
-    parts = [(longest, start, num_tokens), *((other, 0, 1) for other in others)]
+    longest = _admitted("longest", worst.context_tokens, _images(worst, start), 0)
+    others = [_admitted(f"other-{index}", 1, (), num_drafts) for index in range(num_others)]
+    parts = [(longest, start, num_tokens, 0), *((other, 0, 1 + num_drafts, num_drafts) for other in others)]
     chunks = tuple(_chunk(*part, block_size, window) for part in parts)
     return SchedulerOutput((longest, *others), chunks, (), (), ())
 
@@ -73,12 +76,13 @@ def _images(worst: WorstCase, start: int) -> tuple[ImageItem, ...]:
     return tuple(items)
 
 
-def _admitted(name: str, num_tokens: int, images: tuple[ImageItem, ...]) -> AdmittedRequest:
-    return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, (), _SAMPLING)
+def _admitted(name: str, num_tokens: int, images: tuple[ImageItem, ...], num_drafts: int) -> AdmittedRequest:
+    params = replace(_SAMPLING, max_tokens=1 + num_drafts)
+    return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, (), params)
 
 
 def _chunk(
-    request: AdmittedRequest, start: int, num_tokens: int, block_size: int, window: int | None
+    request: AdmittedRequest, start: int, num_tokens: int, num_drafts: int, block_size: int, window: int | None
 ) -> ScheduledChunk:
     num_blocks = -(-(start + num_tokens) // block_size)
     sliding = None
@@ -86,5 +90,13 @@ def _chunk(
         first = max(0, start - window + 1) // block_size
         sliding = SlidingTable(first, first, (0,) * (num_blocks - first))
     return ScheduledChunk(
-        request.request_id, start, num_tokens, start, 0, (0,) * num_blocks, samples=True, sliding=sliding
+        request.request_id,
+        start,
+        num_tokens,
+        start,
+        0,
+        (0,) * num_blocks,
+        samples=True,
+        sliding=sliding,
+        draft_ids=(0,) * num_drafts,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decoder_svc.request import RequestId, SamplingParams, Span
 from decoder_svc.runner.attention import (
+    AttentionBackend,
     AttentionMetadata,
     BlockMetadata,
     KVCacheSpec,
@@ -18,12 +19,13 @@ from decoder_svc.runner.attention import (
     SdpaBackend,
 )
 from decoder_svc.runner.input_batch import BlockInputs, InputBatch
+from decoder_svc.runner.paged_step import paged_step
 from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SlidingTable
 from tests.decoder_svc.attention_reference import Chunk, Contents, expected, sees
 
 LAYER, NUM_LAYERS = 1, 2
 # A few roundings of the dtype in which scores are added up; bent scores always go through fp32.
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Step:
         seed: int,
         dtype: torch.dtype = torch.float64,
         window: int | None = None,
-        backend: Callable[[], SdpaBackend] = SdpaBackend,
+        backend: Callable[[], AttentionBackend] = SdpaBackend,
     ) -> None:
         """`window`: the layer is in the sliding group, which has let go of blocks that no token of a chunk sees."""
         self.chunks = chunks
@@ -117,6 +119,7 @@ class Step:
             kv_lens=flat.kv_lens,
             mutual_spans=flat.mutual_spans,
             is_mutual_beyond_window=is_mutual_beyond_window,
+            paged=paged_step(flat, lambda host: host),
         )
 
     def _sliding_table(

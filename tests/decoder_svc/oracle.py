@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from decoder_svc.block_pool import BlockPool
 from decoder_svc.request import Request, RequestId, RowSource
@@ -11,6 +11,8 @@ from decoder_svc.scheduler import Scheduler
 from decoder_svc.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey
 from lookonce.families.base import Mask
+
+REJECTED = "rejected"
 
 
 class Layers:
@@ -46,20 +48,24 @@ class Layers:
         self._tables[request_id] = kept | dict(enumerate(block_ids, start))
 
     def write(self, request: Request, token: int, value: Hashable) -> None:
-        """A slot gets its content, once."""
+        """A slot gets its content, once, or again after that was rejected."""
         slot = self._slot(request, token)
-        assert slot not in self._slots, "a slot is written twice"
+        assert self._slots.get(slot, REJECTED) == REJECTED, "a slot is written twice"
         self._slots[slot] = value
+
+    def reject(self, request: Request, token: int) -> None:
+        """What was written belongs to a token that is none."""
+        self._slots[self._slot(request, token)] = REJECTED
 
     def spoil(self, request: Request, token: int) -> None:
         """What was written is garbage."""
         self._slots[self._slot(request, token)] = "garbage"
 
-    def read(self, request: Request, tokens: set[int]) -> None:
-        """Raises AssertionError unless the slots hold what these tokens depend on."""
+    def read(self, request: Request, token_ids: Sequence[int], tokens: set[int]) -> None:
+        """Raises AssertionError unless the slots hold what these tokens of `token_ids` depend on."""
         for token in tokens:
             held = self._slots.get(self._slot(request, token))
-            assert held == truth(request, token), f"{request} reads another context at token {token}"
+            assert held == truth(request, token_ids, token), f"{request} reads another context at token {token}"
 
     def _slot(self, request: Request, token: int) -> tuple[int, int]:
         index, offset = divmod(token, self._block_size)
@@ -99,20 +105,41 @@ class Oracle:
         assert num_rows <= self._target.encoder_cache.capacity_rows, "more rows on the device than there is room for"
         for chunk in output.chunks:
             self._set_blocks(chunk)
-            assert chunk.num_tokens >= 1, "a scheduled request computes something"
-            assert chunk.start >= self._computed[chunk.request_id], "tokens are computed once"
-            stop = self._computed[chunk.request_id] = chunk.start + chunk.num_tokens
-            for span in self._target.request(chunk.request_id).prompt.mutual_spans:
-                assert not span.offset < stop < span.stop, "tokens that see each other are computed in one chunk"
+            self._check(chunk)
         self._write(output)
         for chunk in output.chunks:
-            self._read(self._target.request(chunk.request_id), chunk.start, chunk.start + chunk.num_tokens)
-        # What is generated depends on what was read, so that equal contexts go on alike.
-        return [
-            SampledToken(chunk.request_id, 7 + self._target.request(chunk.request_id).num_tokens % 3, None)
-            for chunk in output.chunks
-            if chunk.samples
-        ]
+            self._read(chunk)
+        return [token for chunk in output.chunks for token in self._sample(chunk)]
+
+    def _check(self, chunk: ScheduledChunk) -> None:
+        request = self._target.request(chunk.request_id)
+        assert chunk.num_tokens >= 1, "a scheduled request computes something"
+        assert chunk.start >= self._computed[chunk.request_id], "tokens are computed once"
+        stop = chunk.start + chunk.num_tokens
+        for span in request.prompt.mutual_spans:
+            assert not span.offset < stop < span.stop, "tokens that see each other are computed in one chunk"
+        if chunk.draft_ids:
+            assert (chunk.start, stop) == (request.num_tokens - 1, request.num_tokens + len(chunk.draft_ids))
+            assert stop < request.num_prompt_tokens + request.params.max_tokens, "a guess behind the end of the answer"
+
+    def _sample(self, chunk: ScheduledChunk) -> list[SampledToken]:
+        """The tokens that the chunk leads to; what was guessed wrongly is marked in its slots."""
+        request = self._target.request(chunk.request_id)
+        self._computed[chunk.request_id] = stop = chunk.start + chunk.num_tokens
+        if not chunk.samples:
+            return []
+        token_ids = list(request.token_ids)
+        for draft_id in chunk.draft_ids:
+            token_ids.append(next_token(token_ids))
+            if token_ids[-1] != draft_id:
+                break
+        else:
+            token_ids.append(next_token(token_ids))
+        self._computed[chunk.request_id] = len(token_ids) - 1
+        for token in range(len(token_ids) - 1, stop):
+            for layers in self._layers:
+                layers.reject(request, token)
+        return [SampledToken(chunk.request_id, token_id, None) for token_id in token_ids[request.num_tokens :]]
 
     def spoil(self, chunk: ScheduledChunk) -> None:
         """What a chunk wrote is garbage."""
@@ -136,19 +163,31 @@ class Oracle:
     def _write(self, output: SchedulerOutput) -> None:
         for chunk in output.chunks:
             request = self._target.request(chunk.request_id)
+            token_ids = [*request.token_ids, *chunk.draft_ids]
             for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
                 for layers in self._layers:
-                    layers.write(request, token, truth(request, token))
+                    layers.write(request, token, truth(request, token_ids, token))
 
-    def _read(self, request: Request, start: int, stop: int) -> None:
-        self._full.read(request, set(range(stop)))
+    def _read(self, chunk: ScheduledChunk) -> None:
+        request = self._target.request(chunk.request_id)
+        token_ids = [*request.token_ids, *chunk.draft_ids]
+        start, stop = chunk.start, chunk.start + chunk.num_tokens
+        self._full.read(request, token_ids, set(range(stop)))
         if self._sliding is not None and self._window is not None:
-            self._sliding.read(request, seen_in_window(request, start, stop, self._window))
+            self._sliding.read(request, token_ids, seen_in_window(request, start, stop, self._window))
         for item in request.prompt.images:
             first, last = item.rows_between(start, stop)
             if first < last:
                 here = self._rows.get(item.key, RowRangeSet())
                 assert not here.missing(RowRange(first, last)), "a chunk crosses a row that is not there"
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """What the oracle's model says behind these: loops, each of which goes on for a few tokens.
+
+    A function of what was read, so that equal contexts go on alike.
+    """
+    return 7 + (token_ids[-1] + len(token_ids) // 5) % 3
 
 
 def seen_in_window(request: Request, start: int, stop: int, window: int) -> set[int]:
@@ -167,8 +206,11 @@ def seen_in_window(request: Request, start: int, stop: int, window: int) -> set[
     return seen
 
 
-def truth(request: Request, token: int) -> Hashable:
-    """Everything that the keys and values of a token depend on: what is before it, and what it sees behind it."""
+def truth(request: Request, token_ids: Sequence[int], token: int) -> Hashable:
+    """Everything that the keys and values of a token depend on: what is before it, and what it sees behind it.
+
+    `token_ids` are the request's, and what was guessed to follow.
+    """
     stop = token + 1
     for span in request.prompt.mutual_spans:
         if span.offset <= token < span.stop:
@@ -176,6 +218,6 @@ def truth(request: Request, token: int) -> Hashable:
     return (
         request.cache_scope.salt,
         request.cache_scope.adapter,
-        tuple(request.token_ids[:stop]),
+        tuple(token_ids[:stop]),
         tuple((item.key.value, item.span.offset) for item in request.prompt.images if item.span.offset < stop),
     )

@@ -22,6 +22,7 @@ from decoder_svc.request import (
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler import Scheduler, SchedulerLimits
 from decoder_svc.scheduler_output import SampledToken, SchedulerOutput, TokenUpdate
+from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -93,12 +94,23 @@ def scheduler(
     block_size: int = BLOCK_SIZE,
     deterministic: bool = False,
     min_tokens_before_missing_row: int = 1,
+    overlap_encode: bool = True,
     sliding: SlidingGroupSize | None = None,
+    speculation: SpeculationLimits = NO_SPECULATION,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Scheduler:
     """A scheduler with blocks of four tokens and a clock that stands still."""
     return Scheduler(
-        SchedulerLimits(token_budget, max_num_seqs, context, rows_asked, deterministic, min_tokens_before_missing_row),
+        SchedulerLimits(
+            token_budget,
+            max_num_seqs,
+            context,
+            rows_asked,
+            deterministic,
+            min_tokens_before_missing_row,
+            overlap_encode,
+            speculation=speculation,
+        ),
         KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding),
         EncoderCacheManager(cache_rows),
         clock=clock,

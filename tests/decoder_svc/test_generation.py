@@ -59,6 +59,10 @@ class ScriptedEngine:
     def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         self.aborted.append((request_id, reason))
 
+    @property
+    def attention_backend(self) -> str:
+        return "none"
+
     def load(self) -> EngineLoad:
         return EngineLoad(2, 1, 1, 0.25, 32)
 

@@ -12,6 +12,7 @@ import torch
 from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import ImageItem, RowSource, Span
 from decoder_svc.row_range import RowRange
+from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.row_cache import RowCache
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, content_key, image_digest
@@ -49,7 +50,7 @@ def int8_part(data: torch.Tensor, rows: RowRange, num_levels: int = 0) -> Fetche
 
 def on_device(*parts: FetchedRows, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> torch.Tensor:
     """The rows [NUM_ROWS, width] that a prompt of nothing but the image would see."""
-    cache = RowCache(torch.device("cpu"), dtype)
+    cache = RowCache(HostTransfer(torch.device("cpu")), dtype)
     for part in parts:
         cache.put(part)
     key: ContentKey = parts[0].key

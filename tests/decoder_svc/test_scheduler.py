@@ -305,6 +305,27 @@ def test_a_few_tokens_before_a_missing_row_wait_for_it_and_many_do_not() -> None
     assert set(chunks(step(target))) == {("few", 0, 12), ("many", 4, 8), ("text", 3, 1)}
 
 
+def test_without_overlap_a_prompt_waits_for_all_rows_that_it_asked_for() -> None:
+    target = scheduler(overlap_encode=False)
+    target.add(request("a", 12, (image("first", 2, 3), image("second", 6, 3))))
+    output = step(target, rows_arrive=False)
+    assert chunks(output) == []
+    first, second = output.fetches
+    target.rows_arrived(first.key, first.rows, RowSource.ENCODED)
+    assert chunks(step(target)) == []
+    target.rows_arrived(second.key, second.rows, RowSource.ENCODED)
+    assert chunks(step(target)) == [("a", 0, 12)]
+
+
+def test_without_overlap_a_prompt_whose_images_do_not_fit_together_goes_on_with_those_that_do() -> None:
+    target = scheduler(overlap_encode=False, cache_rows=4)
+    target.add(request("a", 12, (image("first", 2, 3), image("second", 6, 3))))
+    assert chunks(step(target)) == []
+    assert chunks(step(target)) == [("a", 0, 6)]
+    assert chunks(step(target)) == []
+    assert chunks(step(target)) == [("a", 6, 6)]
+
+
 def test_the_budget_cuts_shorter_than_that() -> None:
     target = scheduler(token_budget=2, min_tokens_before_missing_row=4)
     target.add(request("a", 12, (image("x", 5, 5),)))

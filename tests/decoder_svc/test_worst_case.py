@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,37 @@ def runner(folder: pathlib.Path) -> WatchedRunner:
     family = load_family(ModelFolder.open(folder), tiny_models.load_processor(folder).tokenizer)
     WatchedRunner.steps = []
     return WatchedRunner(RunnerConfig(folder, torch.float32, BLOCK_SIZE, num_threads=1), family)
+
+
+def test_each_other_request_has_its_drafts() -> None:
+    worst = replace(worst_case(num_tokens=64, num_requests=5), num_draft_tokens=6)
+    step = worst_case_step(worst, BLOCK_SIZE, window=3)
+    assert [(chunk.num_tokens, len(chunk.draft_ids)) for chunk in step.chunks] == [(36, 0), *[(7, 6)] * 4]
+    # Where the budget is short, all have fewer, and the longest one has a token.
+    step = worst_case_step(replace(worst, num_tokens=14), BLOCK_SIZE)
+    assert [(chunk.num_tokens, len(chunk.draft_ids)) for chunk in step.chunks] == [(2, 0), *[(3, 2)] * 4]
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    num_requests=st.integers(1, 20),
+    context_tokens=st.integers(2, 300),
+    num_drafts=st.integers(0, 9),
+)
+def test_with_drafts_the_step_keeps_to_the_budget(
+    num_tokens: int, num_requests: int, context_tokens: int, num_drafts: int
+) -> None:
+    worst = replace(worst_case(num_tokens, num_requests, context_tokens, 0), num_draft_tokens=num_drafts)
+    step = worst_case_step(worst, BLOCK_SIZE)
+    assert len(step.chunks) == min(num_requests, num_tokens)
+    assert step.num_scheduled_tokens <= num_tokens
+    assert all(len(chunk.draft_ids) <= num_drafts and chunk.num_tokens > 0 for chunk in step.chunks)
+
+
+def test_the_runner_runs_a_step_with_drafts(runner: WatchedRunner) -> None:
+    assert runner.profile_run(replace(worst_case(), num_draft_tokens=4)) > 0
+    # Of the chunks with drafts, which are all zeros, some token each; of the longest one its next.
+    assert any(chunk.draft_ids for step in runner.steps for chunk in step.chunks)
 
 
 @given(

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from decoder_svc.kv_group import SlidingGroupSize
-from decoder_svc.request import CacheScope, ImageItem, Request, RequestId, RequestState
+from decoder_svc.request import CacheScope, FinishReason, ImageItem, Request, RequestId, RequestState
 from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
+from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.families.base import Mask
 from lookonce.forgotten import EVERYTHING, Forgotten
-from tests.decoder_svc.oracle import Oracle
-from tests.decoder_svc.scheduling import image, request, scheduler, step
+from tests.decoder_svc.oracle import Oracle, next_token
+from tests.decoder_svc.scheduling import BLOCK_SIZE, image, request, scheduler, step
 
 CACHE_ROWS = 12
 # KV blocks and the tokens of a step; where a whole prompt is one chunk, most prompts shall fit into one.
@@ -52,9 +53,18 @@ class Traffic:
     """Requests come, mostly as earlier ones slightly changed; rows come late or never; steps run, or fail."""
 
     def __init__(
-        self, seed: int, *, deterministic: bool = False, window: int | None = None, mask: Mask = Mask.CAUSAL
+        self,
+        seed: int,
+        *,
+        deterministic: bool = False,
+        window: int | None = None,
+        mask: Mask = Mask.CAUSAL,
+        speculation: SpeculationLimits = NO_SPECULATION,
     ) -> None:
-        """`window`: of the layers that have one, at most 6; None: there are none."""
+        """`window`: of the layers that have one, at most 6; None: there are none.
+
+        With `speculation` answers are longer, and some end at a stop id.
+        """
         # Where every choice comes from; may be replaced between actions.
         self.rng = random.Random(seed)
         self._mask = mask
@@ -67,9 +77,11 @@ class Traffic:
             rows_asked=CACHE_ROWS,
             deterministic=deterministic,
             min_tokens_before_missing_row=4 if seed % 4 == 3 else 1,
+            overlap_encode=seed % 5 != 4,
             sliding=None if window is None else SlidingGroupSize(window, *SLIDING_SIZES[mask]),
+            speculation=speculation,
         )
-        self._mask = mask
+        self._speculates = speculation.max_draft_tokens > 0
         self.oracle = Oracle(self.target, window)
         self.requests: list[Request] = []
         self._texts: dict[RequestId, str] = {}
@@ -113,7 +125,20 @@ class Traffic:
         sliding_pool = self.target.kv_cache.sliding_pool
         assert sliding_pool is None or sliding_pool.num_free_blocks == SLIDING_SIZES[self._mask][0]
         for one in self.requests:
+            self._check_answer(one)
             self._check_usage(one)
+
+    def _check_answer(self, one: Request) -> None:
+        """Every token is the model's, and the last one is where an answer ends."""
+        for index in range(one.num_prompt_tokens, one.num_tokens):
+            assert one.token_ids[index] == next_token(one.token_ids[:index]), f"{one} was answered wrongly"
+        ends = [token in one.params.stop_token_ids for token in one.output_token_ids]
+        assert not any(ends[:-1]), f"{one} goes on behind its end"
+        if one.finish_reason is FinishReason.STOP:
+            assert ends[-1]
+        elif one.finish_reason is FinishReason.LENGTH:
+            assert one.num_output_tokens == one.params.max_tokens
+            assert not ends[-1]
 
     def _check_usage(self, one: Request) -> None:
         usage = one.usage
@@ -172,7 +197,22 @@ class Traffic:
             images = (self._image(name, first, half), self._image(name, first + half, rest), *images[1:])
         elif change == 5:
             text = "u"
+        elif change >= 6 and self._speculates:
+            return self._continued(self.rng.choice(self.requests[-4:]))
         return self._request(num_tokens, images, text, scope)
+
+    def _continued(self, earlier: Request) -> Request:
+        """The next turn: an earlier prompt, its answer as far as it is there, and perhaps something new."""
+        num_new_tokens = self.rng.choice((0, 0, 1, 3))
+        new = self._request(
+            earlier.num_tokens + num_new_tokens,
+            earlier.prompt.images,
+            self._texts[earlier.request_id],
+            earlier.cache_scope,
+        )
+        new.token_ids[: earlier.num_tokens] = earlier.token_ids
+        new.prompt = replace(new.prompt, token_ids=tuple(new.token_ids))
+        return new
 
     def _request(self, num_tokens: int, images: tuple[ImageItem, ...], text: str, scope: CacheScope) -> Request:
         new = request(
@@ -180,7 +220,8 @@ class Traffic:
             num_tokens,
             images,
             text=text,
-            max_tokens=self.rng.randint(1, 5),
+            max_tokens=self.rng.randint(1, 20 if self._speculates else 5),
+            stop_token_ids=frozenset({self.rng.choice((0, 0, 8))}) if self._speculates else frozenset(),
             priority=self.rng.choice((0, 0, 0, 1)),
             arrival_s=len(self.requests),
             cache_scope=scope,
@@ -204,6 +245,9 @@ class Traffic:
         self.num_short_of_sliding_blocks += pool is not None and pool.num_free_blocks == 0
         self.target.update(output, self.oracle.run(output))
         self.travelling += output.fetches
+        for one in self.target.live_requests():
+            num_blocks = len(self.target.kv_cache.block_table(one.request_id))
+            assert num_blocks <= -(-one.num_computed_tokens // BLOCK_SIZE), f"{one} keeps blocks that it has no use for"
 
     def fail_step(self) -> None:
         """A step whose results never come."""

@@ -46,6 +46,8 @@ def test_exactly_the_exported_metrics_are_described() -> None:
 class _EngineAtRest:
     """As much of an engine as the gauges ask for; a real one needs a model to have the same names."""
 
+    attention_backend = "none"
+
     def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 0, 0.0, 0)
 

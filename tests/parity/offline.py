@@ -16,11 +16,12 @@ from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.kv_cache_manager import KVCacheManager
 from decoder_svc.kv_pool_size import sliding_group_size
 from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span, TokenLogprobs
-from decoder_svc.runner.base import RunnerConfig
+from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduler import Scheduler, SchedulerLimits
 from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
+from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -50,7 +51,7 @@ class Question:
 class OfflineModel:
     """One tiny model: our runner, and the rows of every picture that its questions use."""
 
-    runner: CPUModelRunner
+    runner: ModelRunnerBase
     questions: list[Question]
     rows: dict[ContentKey, torch.Tensor]
     end_token_ids: frozenset[int]
@@ -58,7 +59,7 @@ class OfflineModel:
     def with_block_size(self, block_size: int) -> OfflineModel:
         """The same model and questions with KV blocks of another size."""
         runner = self.runner
-        return replace(self, runner=CPUModelRunner(replace(runner.config, block_size=block_size), runner.family))
+        return replace(self, runner=type(runner)(replace(runner.config, block_size=block_size), runner.family))
 
 
 def build(
@@ -150,6 +151,7 @@ class Session:
         max_num_seqs: int = 32,
         deterministic: bool = False,
         store: EmbeddingStore | None = None,
+        speculation: SpeculationLimits = NO_SPECULATION,
     ) -> None:
         """With a `store` every row comes from there, and must be there."""
         self.model = model
@@ -170,9 +172,11 @@ class Session:
         )
         model.runner.initialize_kv_cache(num_blocks, 0 if sliding is None else sliding.num_blocks)
         # The runner is shared by sessions; their rows are not.
-        model.runner.row_cache = RowCache(model.runner.device, model.runner.model.dtype)
+        model.runner.row_cache = RowCache(model.runner.transfer, model.runner.model.dtype)
         self.scheduler = Scheduler(
-            SchedulerLimits(max_num_batched_tokens, max_num_seqs, 4000, cache_rows, deterministic),
+            SchedulerLimits(
+                max_num_batched_tokens, max_num_seqs, 4000, cache_rows, deterministic, speculation=speculation
+            ),
             KVCacheManager(num_blocks, block_size, deterministic=deterministic, sliding=sliding),
             EncoderCacheManager(cache_rows),
         )
@@ -181,15 +185,20 @@ class Session:
         self._num_requests = 0
 
     def ask(
-        self, prompts: Sequence[Prompt], *, max_tokens: int = MAX_NEW_TOKENS, logprobs: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = MAX_NEW_TOKENS,
+        logprobs: int | None = None,
+        params: SamplingParams | None = None,
     ) -> Answers:
-        """All prompts at once; returns when all are answered."""
+        """All prompts at once; returns when all are answered. `params` None: greedily, `max_tokens` each."""
+        # As the reference does: no end before the last token.
+        params = params or SamplingParams(
+            max_tokens=max_tokens, min_tokens=max_tokens, stop_token_ids=self.model.end_token_ids, logprobs=logprobs
+        )
         requests = []
         for prompt in prompts:
-            # As the reference does: no end before the last token.
-            params = SamplingParams(
-                max_tokens=max_tokens, min_tokens=max_tokens, stop_token_ids=self.model.end_token_ids, logprobs=logprobs
-            )
             name = RequestId(f"r{self._num_requests}")
             requests.append(Request(name, prompt, params, arrival_s=float(self._num_requests)))
             self._num_requests += 1

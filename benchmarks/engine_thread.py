@@ -1,0 +1,83 @@
+"""The decoder's engine in this process, without a service around it: sets of requests as token ids, and their times."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from prometheus_client import CollectorRegistry
+
+from decoder_svc.assembly import build_engine
+from decoder_svc.fetch_metrics import FetchMetrics
+from decoder_svc.request import Prompt, RequestId, SamplingParams
+from decoder_svc.service import load_text
+from decoder_svc.settings import DecoderSettings
+from lookonce.settings import parse_settings
+
+_STOP_TIMEOUT_S = 60.0
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """One request's times, seconds."""
+
+    # From the set's beginning.
+    first_token_s: float
+    # From the first token to the last.
+    decode_s: float
+
+
+class EngineThread:
+    """An engine and the event loop that submits to it, on a thread of its own."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """`arguments` are the decoder's flags."""
+        settings = parse_settings(DecoderSettings, arguments, "engine_thread")
+        self._engine = build_engine(settings, load_text(settings).family, None, None, FetchMetrics(CollectorRegistry()))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
+        self._num_sets = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._call(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._call(self._engine.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_TIMEOUT_S)
+        self._loop.close()
+
+    def run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[EngineAnswer]:
+        """All prompts at once, greedy, each with exactly `num_tokens` tokens out."""
+        self._num_sets += 1
+        return self._call(self._run(prompts, num_tokens))
+
+    async def _start(self) -> None:
+        self._engine.start()
+
+    async def _run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[EngineAnswer]:
+        started_s = time.monotonic()
+        return await asyncio.gather(
+            *(self._ask(index, prompt, num_tokens, started_s) for index, prompt in enumerate(prompts))
+        )
+
+    async def _ask(self, index: int, prompt: tuple[int, ...], num_tokens: int, started_s: float) -> EngineAnswer:
+        request_id = RequestId(f"{self._num_sets}-{index}")
+        stream = self._engine.submit(request_id, Prompt(prompt), SamplingParams(max_tokens=num_tokens))
+        first_s, found = 0.0, 0
+        async for output in stream:
+            if output.token_ids and not found:
+                first_s = time.monotonic()
+            found += len(output.token_ids)
+        assert found == num_tokens, "nothing ends a request early"
+        return EngineAnswer(first_s - started_s, time.monotonic() - first_s)
+
+    def _call(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

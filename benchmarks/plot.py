@@ -1,0 +1,196 @@
+"""Draws results as bar charts: `python -m benchmarks.plot` makes docs/plots/*.svg from benchmarks/results/*.json.
+
+SVG is written by hand: a dozen rectangles need no library. Bars are medians, thin lines go from the least to the most.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.sax.saxutils import escape
+
+from benchmarks.report import JSON_FOLDER
+
+FOLDER = pathlib.Path(__file__).parents[1] / "docs/plots"
+_COLOURS = ("#2a6f97", "#a9d6e5", "#e07a5f", "#b5b5b5")
+_WIDTH, _LABEL_WIDTH, _VALUE_WIDTH = 720, 170, 90
+_BAR_HEIGHT, _GROUP_GAP, _HEAD_HEIGHT, _LEGEND_HEIGHT = 18, 12, 34, 26
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Groups of bars, one per series in each."""
+
+    title: str
+    # Behind every value, for example " req/s".
+    unit: str
+    series: tuple[str, ...]
+    # By group and series the repeats' figures; none: not run.
+    groups: Mapping[str, Sequence[Sequence[float]]]
+
+
+def draw(chart: Chart) -> str:
+    """The chart as SVG."""
+    most = max((max(values) for bars in chart.groups.values() for values in bars if values), default=1.0)
+    scale = (_WIDTH - _LABEL_WIDTH - _VALUE_WIDTH) / most
+    parts, top = [], _HEAD_HEIGHT
+    for label, bars in chart.groups.items():
+        middle = top + len(bars) * _BAR_HEIGHT / 2 + 4
+        parts.append(f'<text x="{_LABEL_WIDTH - 10}" y="{middle:.1f}" text-anchor="end">{escape(label)}</text>')
+        for index, values in enumerate(bars):
+            parts += _bar(values, top + index * _BAR_HEIGHT, scale, _COLOURS[index % len(_COLOURS)], chart.unit)
+        top += len(bars) * _BAR_HEIGHT + _GROUP_GAP
+    parts += _legend(chart.series, top)
+    height = top + _LEGEND_HEIGHT
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+            f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
+            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+            f'<text x="10" y="20" font-size="14" font-weight="bold">{escape(chart.title)}</text>',
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _bar(values: Sequence[float], top: float, scale: float, colour: str, unit: str) -> list[str]:
+    middle = top + _BAR_HEIGHT / 2
+    if not values:
+        return [f'<text x="{_LABEL_WIDTH + 4}" y="{middle + 4:.1f}" fill="#777">not run</text>']
+    median = statistics.median(values)
+    least, most = (_LABEL_WIDTH + value * scale for value in (min(values), max(values)))
+    return [
+        f'<rect class="bar" x="{_LABEL_WIDTH}" y="{top + 1:.1f}" width="{median * scale:.1f}" '
+        f'height="{_BAR_HEIGHT - 2}" fill="{colour}"/>',
+        f'<line x1="{least:.1f}" x2="{most:.1f}" y1="{middle:.1f}" y2="{middle:.1f}" stroke="#333"/>',
+        f'<text x="{most + 6:.1f}" y="{middle + 4:.1f}">{escape(f"{median:.3g}{unit}")}</text>',
+    ]
+
+
+def _legend(series: Sequence[str], top: float) -> list[str]:
+    step = (_WIDTH - _LABEL_WIDTH) / max(1, len(series))
+    parts = []
+    for index, name in enumerate(series):
+        left = _LABEL_WIDTH + index * step
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top}" width="12" height="12" fill="{_COLOURS[index % len(_COLOURS)]}"/>'
+            f'<text x="{left + 18:.1f}" y="{top + 11}">{escape(name)}</text>'
+        )
+    return parts
+
+
+def prefix_reuse(figures: Mapping[str, Any]) -> Chart:
+    """Requests per second, by workload."""
+    return Chart(
+        "prefix_reuse: requests per second, one replica",
+        " req/s",
+        ("prefix cache", "without", "vLLM, prefix cache"),
+        {
+            name: [_speeds(pairs, side, "on") for side in ("on", "off", "peer")]
+            for name, pairs in figures["workloads"].items()
+        },
+    )
+
+
+def two_replicas(figures: Mapping[str, Any]) -> Chart:
+    """Requests per second, by workload."""
+    return Chart(
+        "two_replicas: requests per second on the same CPUs",
+        " req/s",
+        ("two decoders, one encoder", "two vLLM engines"),
+        {
+            name: [_speeds(rounds, side, "ours") for side in ("ours", "peer")]
+            for name, rounds in figures["workloads"].items()
+        },
+    )
+
+
+def _speeds(rounds: Sequence[Mapping[str, Any]], side: str, asked: str) -> list[float]:
+    """`asked`: the side that says how many requests there were."""
+    return [one[asked]["num_requests"] / one[side]["duration_s"] for one in rounds if one.get(side)]
+
+
+def overlap(figures: Mapping[str, Any]) -> Chart:
+    """Milliseconds to the first token, by number of images."""
+    return Chart(
+        "overlap: time to the first token of a prompt with unseen images",
+        " ms",
+        ("encoding beside the prompt", "one after the other", "the prompt alone"),
+        {
+            f"{number} images": [
+                [1000 * one[name] for one in rounds] for name in ("overlapped_s", "waiting_s", "prompt_s")
+            ]
+            for number, rounds in figures["images"].items()
+        },
+    )
+
+
+def startup(figures: Mapping[str, Any]) -> Chart:
+    """Seconds to the first token, by arrangement."""
+    names = {"stack": "Redis, encoder, decoder", "decoder": "decoder alone", "peer": "vLLM"}
+    return Chart(
+        "startup: from process start to the first token",
+        " s",
+        ("seconds",),
+        {
+            label: [[one["first_token_s"] for one in figures["sides"].get(name, {"starts": []})["starts"]]]
+            for name, label in names.items()
+        },
+    )
+
+
+def image_light(figures: Mapping[str, Any]) -> Chart:
+    """Requests per second of both arrangements."""
+    num_requests = figures["load"]["num_requests"]
+    return Chart(
+        "image_light: one request in five has an image, none is seen twice",
+        " req/s",
+        ("decoder, encoder and Redis", "encoder in the decoder's process"),
+        {
+            f"{num_requests} requests": [
+                [num_requests / one[side]["duration_s"] for one in figures["rounds"]] for side in ("split", "single")
+            ]
+        },
+    )
+
+
+def hit_cost(figures: Mapping[str, Any]) -> Chart:
+    """Milliseconds to the first token, by what is asked."""
+    names = {"text_s": "text of as many tokens", "image_s": "cached image", "cold_s": "unseen image"}
+    return Chart(
+        "hit_cost: time to the first token",
+        " ms",
+        ("milliseconds",),
+        {label: [[1000 * pair[name] for pair in figures["pairs"]]] for name, label in names.items()},
+    )
+
+
+# By script.
+CHARTS: dict[str, Callable[[Mapping[str, Any]], Chart]] = {
+    "prefix_reuse": prefix_reuse,
+    "two_replicas": two_replicas,
+    "overlap": overlap,
+    "startup": startup,
+    "image_light": image_light,
+    "hit_cost": hit_cost,
+}
+
+
+def main() -> None:
+    """Draws every chart whose figures are there."""
+    FOLDER.mkdir(exist_ok=True)
+    for script, chart in CHARTS.items():
+        results = JSON_FOLDER / f"{script}.json"
+        if results.exists():
+            path = FOLDER / f"{script}.svg"
+            path.write_text(draw(chart(json.loads(results.read_text("utf-8")))), "utf-8")
+            print(f"drew {path}")
+
+
+if __name__ == "__main__":
+    main()

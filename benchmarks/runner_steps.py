@@ -1,0 +1,121 @@
+"""Decode steps of the CPU runner alone, by our kernels and by transformers' modules, on the same weights in turns."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from decoder_svc.family import load_family
+from decoder_svc.request import RequestId, SamplingParams
+from decoder_svc.runner.attention import PAGED_ATTENTION, SdpaBackend
+from decoder_svc.runner.base import RunnerConfig
+from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
+from decoder_svc.text_tokenizer import load_pretrained
+from lookonce.half_model import load_text_half
+from lookonce.model_folder import ModelFolder
+
+_BLOCK_SIZE = 16
+# Large enough that no cache of the processor holds it.
+_COPIED_BYTES = 512 << 20
+
+
+class ModulesRunner(CPUModelRunner):
+    """transformers' modules, and PyTorch's attention."""
+
+    def load_model(self) -> None:
+        """As it is where there are no kernels."""
+        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
+        self.backend = SdpaBackend()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCell:
+    """One batch with one length of context."""
+
+    dtype: str
+    batch: int
+    context: int
+    # Bytes that a step must read: the weights once, and each sequence's keys and values.
+    read_bytes: int
+    # Median step of each round by runner, seconds.
+    steps_s: dict[str, list[float]]
+    # How fast this machine read memory in each round, bytes per second.
+    bandwidth: list[float]
+
+
+class RunnerSteps:
+    """Two runners of one model."""
+
+    def __init__(self, folder: pathlib.Path, dtype: torch.dtype, max_batch: int, max_tokens: int) -> None:
+        """`max_tokens` bounds a sequence's context and what is decoded."""
+        self._dtype = dtype
+        family = load_family(ModelFolder.open(folder), load_pretrained(folder))
+        config = RunnerConfig(folder, dtype, _BLOCK_SIZE, None)
+        modules = ModulesRunner(config, family)
+        self._weight_bytes = sum(
+            parameter.nbytes
+            for name, parameter in modules.model.named_parameters()
+            # Of the table of embeddings a step reads a row per token, unless it is the head, too.
+            if "embed_tokens" not in name or modules.model.config.get_text_config().tie_word_embeddings
+        )
+        self.ours = CPUModelRunner(config, family)
+        self._runners = {"modules": modules, "ours": self.ours}
+        self._blocks_each = -(-max_tokens // _BLOCK_SIZE)
+        for runner in self._runners.values():
+            runner.initialize_kv_cache(max_batch * self._blocks_each)
+        self._source = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32)
+
+    def measure(self, batch: int, context: int, num_rounds: int, num_steps: int) -> StepCell:
+        """Both in turns."""
+        spec = self._runners["modules"].get_kv_cache_spec()
+        kv_bytes = batch * context * spec.block_bytes // spec.block_size
+        steps_s: dict[str, list[float]] = {name: [] for name in self._runners}
+        bandwidth = []
+        for number in range(num_rounds + 1):
+            for name in sorted(self._runners, reverse=number % 2 == 1):
+                seconds = self.decode(self._runners[name], batch, context, num_steps)
+                # The first round is for the caches.
+                if number:
+                    steps_s[name].append(statistics.median(seconds))
+            if number:
+                started_s = time.perf_counter()
+                self._source.sum()
+                bandwidth.append(_COPIED_BYTES / (time.perf_counter() - started_s))
+        dtype = str(self._dtype).removeprefix("torch.")
+        return StepCell(dtype, batch, context, self._weight_bytes + kv_bytes, steps_s, bandwidth)
+
+    def decode(self, runner: CPUModelRunner, batch: int, context: int, num_steps: int) -> list[float]:
+        """Seconds of each step after the first."""
+        names = [RequestId(f"r{index}") for index in range(batch)]
+        params = SamplingParams(max_tokens=num_steps + 2)
+        admitted = tuple(AdmittedRequest(name, (5,) * context, context, (), None, (), params) for name in names)
+        found = []
+        for step in range(num_steps + 1):
+            chunks = tuple(
+                ScheduledChunk(
+                    name,
+                    context - 1 + step,
+                    1,
+                    0,
+                    0,
+                    self.blocks(index, context + num_steps) if step == 0 else (),
+                    True,
+                )
+                for index, name in enumerate(names)
+            )
+            output = SchedulerOutput(admitted if step == 0 else (), chunks, (), (), ())
+            started_s = time.perf_counter()
+            runner.execute_model(output)
+            found.append(time.perf_counter() - started_s)
+        runner.execute_model(SchedulerOutput((), (), tuple(names), (), ()))
+        return found[1:]
+
+    def blocks(self, index: int, num_tokens: int) -> tuple[int, ...]:
+        """Of the sequence with this index."""
+        first = index * self._blocks_each
+        return tuple(range(first, first + -(-num_tokens // _BLOCK_SIZE)))

@@ -1,0 +1,111 @@
+"""`python -m benchmarks.single_process`: decoder and encoder in one process, served as a decoder; for comparisons.
+
+The parts are the services' own: the encoder's pipeline and the decoder's engine on one event loop. Between them there
+is neither gRPC nor Redis: rows are handed over in memory. The flags are the decoder's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from decoder_svc.encoder_client import EncodedImage, EncoderClient, EncoderInfo
+from decoder_svc.service import open_service
+from decoder_svc.settings import DecoderSettings
+from encoder_svc.forward_queue import CallerId
+from encoder_svc.pipeline import CacheUse, EncodePipeline, ImageInput, Origin
+from encoder_svc.service import open_pipeline
+from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision_model import VisionModel
+from lookonce import serving
+from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.image_file import ImageFile
+from lookonce.settings import parse_settings
+from lookonce.telemetry import Telemetry
+from lookonce.tenants import load_tenants
+
+_CALLER = CallerId("this process")
+
+
+class InProcessEncoder(EncoderClient):
+    """What the decoder asks an encoder service, answered by a pipeline on the same event loop."""
+
+    def __init__(self, pipeline: EncodePipeline, settings: EncoderSettings) -> None:
+        """The pipeline's owner closes it."""
+        self._pipeline = pipeline
+        self._settings = settings
+        self._tenant = load_tenants(settings.tenant_secret_file).default
+
+    async def close(self) -> None:
+        """There is no channel to close."""
+
+    async def info(self) -> EncoderInfo:
+        """What the pipeline's model makes."""
+        model = self._pipeline.model
+        return EncoderInfo(
+            fingerprint=model.fingerprint,
+            model_type=model.model_type,
+            hidden_size=model.hidden_size,
+            num_levels=model.num_levels,
+            dtype=model.row_dtype,
+            max_image_bytes=self._settings.max_image_bytes,
+            max_image_pixels=self._settings.max_image_pixels,
+        )
+
+    async def encode(
+        self,
+        key: ContentKey,
+        data: ImageFile | None,
+        options: ProcessorOptions,
+        timeout_s: float,
+        *,
+        refresh: bool = False,
+    ) -> EncodedImage:
+        """All rows come with the answer."""
+        use = CacheUse.REFRESH if refresh else CacheUse.READ_AND_WRITE
+        outcome = await self._pipeline.encode(ImageInput(data, key.digest, options), use, self._tenant, _CALLER)
+        found = await self._pipeline.read(outcome.key, 0, 0)
+        was_computed = outcome.origin in (Origin.COMPUTED, Origin.COALESCED)
+        return EncodedImage(outcome.meta, outcome.stored, was_computed, bytes(found.rows))
+
+    async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
+        """Shape of the rows that the pipeline still has."""
+        (found,) = await self._pipeline.lookup([key], touch=False)
+        return found
+
+    async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
+        """Nothing here has a life to prolong."""
+
+    async def read_rows(
+        self, key: ContentKey, start: int, stop: int, out: memoryview, timeout_s: float, *, options: ProcessorOptions
+    ) -> None:
+        """Rows [start, stop) of what the pipeline still has."""
+        out[:] = (await self._pipeline.read(key, start, stop - start)).rows
+
+
+async def serve(arguments: Sequence[str]) -> None:
+    """Runs both until SIGTERM."""
+    settings = parse_settings(DecoderSettings, arguments, "single_process")
+    telemetry = Telemetry.from_settings(settings)
+    shared = ["--model", str(settings.model), "--dtype", settings.dtype]
+    if settings.num_threads is not None:
+        shared += ["--num-threads", str(settings.num_threads)]
+    encoder_settings = parse_settings(EncoderSettings, shared, "single_process")
+    model = VisionModel.load(encoder_settings)
+    model.warm_up()
+    # A registry of its own: both halves have metrics of the cache, which would be named twice.
+    async with (
+        open_pipeline(encoder_settings, model, CollectorRegistry()) as pipeline,
+        open_service(settings, telemetry.registry, InProcessEncoder(pipeline, encoder_settings)) as service,
+    ):
+        server = serving.GrpcService(
+            settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy and pipeline.is_healthy
+        )
+        await server.serve_until_stopped()
+
+
+if __name__ == "__main__":
+    serving.run(serve(sys.argv[1:]))

@@ -1,0 +1,59 @@
+// Attention by itself, for models whose other layers are PyTorch's.
+
+#include "attention.h"
+
+namespace lookonce {
+namespace {
+
+template <typename Type>
+void write(const Step& step, const Heads& heads, const Pools& pools, const int64_t* slots, const char* is_last,
+           const typename Type::Element* keys, const typename Type::Element* values) {
+#pragma omp for schedule(static)
+  for (int64_t token = 0; token < step.num_tokens; ++token) {
+    for (int64_t head = 0; head < heads.num_kv_heads; ++head) {
+      const int64_t at = (token * heads.num_kv_heads + head) * heads.head_dim;
+      write_token<Type>(heads, pools, slots[token], head, keys + at, values + at, is_last[token]);
+    }
+  }
+}
+
+template <typename Type>
+void attend(const Step& step, const Heads& heads, const Pools& pools, const LayerOptions& options, const void* queries,
+            const void* keys, const void* values, void* output) {
+  using Element = typename Type::Element;
+  const AttentionPlan plan(step, heads, options);
+  static thread_local std::vector<float> partials;
+  partials.resize(Attention<Type>::partial_floats(plan, heads));
+  const Attention<Type> attention(step, heads, plan, pools, options, static_cast<const Element*>(queries),
+                                  static_cast<Element*>(output), partials.data());
+  const std::vector<char> is_last = last_tokens(step);
+  // Waking other threads takes longer than a short sequence.
+#pragma omp parallel num_threads(step.num_threads) if (plan.items.size() > static_cast<size_t>(heads.num_kv_heads))
+  {
+    write<Type>(step, heads, pools, step.groups[options.group].slots, is_last.data(),
+                static_cast<const Element*>(keys), static_cast<const Element*>(values));
+    attention.run();
+  }
+}
+
+}  // namespace
+}  // namespace lookonce
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Writes `keys` and `values` [num_tokens, num_kv_heads, head_dim] to their slots, then attends: `queries` and `output`
+// are [num_tokens, num_heads, head_dim].
+void lookonce_attend_float32(const lookonce::Step* step, const lookonce::Heads* heads, const lookonce::Pools* pools,
+                             const lookonce::LayerOptions* options, const void* queries, const void* keys,
+                             const void* values, void* output) {
+  lookonce::attend<lookonce::Float32>(*step, *heads, *pools, *options, queries, keys, values, output);
+}
+
+void lookonce_attend_bfloat16(const lookonce::Step* step, const lookonce::Heads* heads, const lookonce::Pools* pools,
+                              const lookonce::LayerOptions* options, const void* queries, const void* keys,
+                              const void* values, void* output) {
+  lookonce::attend<lookonce::BFloat16>(*step, *heads, *pools, *options, queries, keys, values, output);
+}
+}
+#pragma GCC visibility pop

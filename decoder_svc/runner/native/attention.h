@@ -1,0 +1,411 @@
+// Attention of a step's new tokens over keys and values that lie in blocks of a pool, read where they lie.
+//
+// Each key and value is read once for all query heads that share it, and for a few tokens of a prompt at once. Softmax is
+// computed online (arXiv:1805.02867) over pieces of 256 keys, whose results are put together in their order whether one
+// thread takes them or several: a token's numbers depend neither on the batch, nor on how a prompt is cut into chunks,
+// nor on the number of threads. Scores, sums and softmax are float32; weights have the elements' type.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "pools.h"
+#include "tile.h"
+
+namespace lookonce {
+
+constexpr int64_t kPieceKeys = 256;
+// Keys whose scores are computed before their values are read.
+constexpr int64_t kTileKeys = 64;
+constexpr int64_t kTileGroups = kTileKeys / kLanes;
+// Rows (tokens × the query heads that share a key head) that pass over the keys together.
+constexpr int64_t kMaxRows = 36;
+
+// A part of a sequence's attention for one key head.
+struct AttentionItem {
+  int64_t sequence;
+  int64_t head;
+  int64_t first_token;  // Of the step.
+  int64_t num_tokens;
+  int64_t first_key;
+  int64_t stop_key;
+  int64_t partial;  // Index of the results, to be put together with others; -1: everything is in this item.
+};
+
+// What several items give together.
+struct AttentionSum {
+  int64_t first_token;
+  int64_t head;
+  int64_t first_partial;
+  int64_t num_partials;
+};
+
+// Keys [first, stop) that a token of the step sees.
+struct Sight {
+  int64_t first;
+  int64_t stop;
+};
+
+inline Sight sight(const Step& step, const LayerOptions& options, int64_t sequence, int64_t token) {
+  const int64_t position = step.num_keys[sequence] - (step.first_tokens[sequence + 1] - token);
+  const int64_t behind_window = options.window > 0 ? std::max<int64_t>(0, position - options.window + 1) : 0;
+  Sight seen{behind_window, position + 1};
+  if (step.span_starts != nullptr && step.span_starts[token] < step.span_stops[token]) {
+    seen.stop = std::max(seen.stop, step.span_stops[token]);
+    if (step.is_mutual_beyond_window) seen.first = std::min(seen.first, step.span_starts[token]);
+  }
+  return seen;
+}
+
+// How a step's attention is divided; the same for all layers with the same group and window.
+struct AttentionPlan {
+  int64_t group;
+  int64_t window;
+  std::vector<AttentionItem> items;
+  std::vector<AttentionSum> sums;
+  int64_t num_partials = 0;
+
+  AttentionPlan(const Step& step, const Heads& heads, const LayerOptions& options)
+      : group(options.group), window(options.window) {
+    const int64_t rows_per_token = heads.num_heads / heads.num_kv_heads;
+    const int64_t tokens_each = std::max<int64_t>(1, kMaxRows / rows_per_token);
+    // With fewer items than this, threads wait for the longest sequence.
+    const bool is_short = step.num_sequences * heads.num_kv_heads < 8 * step.num_threads;
+    for (int64_t s = 0; s < step.num_sequences; ++s) {
+      const int64_t begin = step.first_tokens[s], end = step.first_tokens[s + 1];
+      // The last tokens see most keys: first, so that the end is made of small items.
+      for (int64_t stop = end; stop > begin; stop -= std::min(tokens_each, stop - begin)) {
+        const int64_t first = std::max(begin, stop - tokens_each);
+        Sight all = sight(step, options, s, first);
+        for (int64_t token = first + 1; token < stop; ++token) {
+          const Sight one = sight(step, options, s, token);
+          all = {std::min(all.first, one.first), std::max(all.stop, one.stop)};
+        }
+        for (int64_t head = 0; head < heads.num_kv_heads; ++head) {
+          add(s, head, first, stop - first, all, is_short && end - begin == 1);
+        }
+      }
+    }
+  }
+
+ private:
+  void add(int64_t sequence, int64_t head, int64_t first_token, int64_t num_tokens, Sight keys, bool is_divided) {
+    if (!is_divided || keys.first / kPieceKeys == (keys.stop - 1) / kPieceKeys) {
+      items.push_back({sequence, head, first_token, num_tokens, keys.first, keys.stop, -1});
+      return;
+    }
+    AttentionSum sum{first_token, head, num_partials, 0};
+    for (int64_t key = keys.first; key < keys.stop; ++sum.num_partials) {
+      const int64_t stop = std::min(keys.stop, (key / kPieceKeys + 1) * kPieceKeys);
+      items.push_back({sequence, head, first_token, num_tokens, key, stop, num_partials++});
+      key = stop;
+    }
+    sums.push_back(sum);
+  }
+};
+
+// Weighted values of some rows, not yet divided by the weights' sums.
+struct Sums {
+  float* values;   // [rows, head_dim]
+  float* largest;  // [rows] Largest score, as a power of 2 has it.
+  float* weights;  // [rows]
+};
+
+// Adds what a later piece gave.
+inline void fold(const Sums& total, const Sums& piece, int64_t row, int64_t dim, bool is_first) {
+  float* to = total.values + row * dim;
+  const float* from = piece.values + row * dim;
+  if (is_first) {
+    std::copy(from, from + dim, to);
+    total.largest[row] = piece.largest[row];
+    total.weights[row] = piece.weights[row];
+    return;
+  }
+  const float top = std::max(total.largest[row], piece.largest[row]);
+  // A row that has seen nothing yet counts nothing.
+  const float kept = total.largest[row] == -INFINITY ? 0.0f : exp2_of_negative(total.largest[row] - top);
+  const float added = piece.largest[row] == -INFINITY ? 0.0f : exp2_of_negative(piece.largest[row] - top);
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    store_floats(to + d, load_floats(to + d) * kept + load_floats(from + d) * added);
+  }
+  total.weights[row] = total.weights[row] * kept + piece.weights[row] * added;
+  total.largest[row] = top;
+}
+
+template <typename Type>
+class Attention {
+ public:
+  using Element = typename Type::Element;
+
+  // `queries` and `output` [num_tokens, num_heads, head_dim].
+  Attention(const Step& step, const Heads& heads, const AttentionPlan& plan, const Pools& pools,
+            const LayerOptions& options, const Element* queries, Element* output, float* partials)
+      : step_(step), heads_(heads), plan_(plan), pools_(pools), options_(options), queries_(queries), output_(output),
+        partials_(partials), group_(step.groups[options.group]), dim_(heads.head_dim),
+        rows_per_token_(heads.num_heads / heads.num_kv_heads), scale_(options.scale * kLog2OfE) {}
+
+  // Floats that a plan's partial results take.
+  static int64_t partial_floats(const AttentionPlan& plan, const Heads& heads) {
+    return plan.num_partials * heads.num_heads / heads.num_kv_heads * (heads.head_dim + 2);
+  }
+
+  // From all threads of a parallel region; ends with a barrier.
+  void run() const {
+    const int64_t num_items = static_cast<int64_t>(plan_.items.size());
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_items; ++i) attend(plan_.items[i]);
+    if (plan_.sums.empty()) return;
+    const int64_t num_sums = static_cast<int64_t>(plan_.sums.size());
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_sums; ++i) put_together(plan_.sums[i]);
+  }
+
+ private:
+  // What a thread works in; sized once per step's largest item.
+  struct Workspace {
+    std::vector<Element> queries;  // [rows, head_dim]
+    std::vector<float> scores;     // [rows, kTileKeys]
+    std::vector<Element> weights;  // [rows, kTileKeys]
+    std::vector<float> total;      // As Sums, of everything and of the piece in hand.
+    std::vector<float> piece;
+    std::vector<Sight> sights;  // [tokens]
+  };
+
+  Sums sums_in(float* memory, int64_t num_rows) const {
+    return {memory, memory + num_rows * dim_, memory + num_rows * (dim_ + 1)};
+  }
+
+  Sums partial(int64_t index) const {
+    return sums_in(partials_ + index * rows_per_token_ * (dim_ + 2), rows_per_token_);
+  }
+
+  Element* output_row(int64_t token, int64_t head, int64_t of_token) const {
+    return output_ + (token * heads_.num_heads + head * rows_per_token_ + of_token) * dim_;
+  }
+
+  void attend(const AttentionItem& item) const {
+    static thread_local Workspace space;
+    const int64_t num_rows = item.num_tokens * rows_per_token_;
+    space.queries.resize(num_rows * dim_);
+    space.scores.resize(num_rows * kTileKeys);
+    space.weights.resize(num_rows * kTileKeys);
+    space.total.resize(num_rows * (dim_ + 2));
+    space.piece.resize(num_rows * (dim_ + 2));
+    space.sights.resize(item.num_tokens);
+    for (int64_t t = 0; t < item.num_tokens; ++t) {
+      const int64_t token = item.first_token + t;
+      space.sights[t] = sight(step_, options_, item.sequence, token);
+      const Element* from = queries_ + (token * heads_.num_heads + item.head * rows_per_token_) * dim_;
+      std::copy(from, from + rows_per_token_ * dim_, space.queries.data() + t * rows_per_token_ * dim_);
+    }
+    const bool is_whole = item.partial < 0;
+    const Sums total = is_whole ? sums_in(space.total.data(), num_rows) : partial(item.partial);
+    const Sums piece = sums_in(space.piece.data(), num_rows);
+    for (int64_t key = item.first_key; key < item.stop_key;) {
+      const int64_t stop = std::min(item.stop_key, (key / kPieceKeys + 1) * kPieceKeys);
+      attend_piece(item, num_rows, key, stop, space, piece);
+      for (int64_t row = 0; row < num_rows; ++row) fold(total, piece, row, dim_, key == item.first_key);
+      key = stop;
+    }
+    if (!is_whole) return;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      finish(total, row, output_row(item.first_token + row / rows_per_token_, item.head, row % rows_per_token_));
+    }
+  }
+
+  void put_together(const AttentionSum& sum) const {
+    const Sums total = partial(sum.first_partial);
+    for (int64_t row = 0; row < rows_per_token_; ++row) {
+      for (int64_t p = 1; p < sum.num_partials; ++p) fold(total, partial(sum.first_partial + p), row, dim_, false);
+      finish(total, row, output_row(sum.first_token, sum.head, row));
+    }
+  }
+
+  void finish(const Sums& total, int64_t row, Element* to) const {
+    const float weight = total.weights[row];
+    for (int64_t d = 0; d < dim_; d += kLanes) Type::store(to + d, load_floats(total.values + row * dim_ + d) / weight);
+  }
+
+  // Keys [first_key, stop_key) of one piece. Tiles begin at multiples of their size, whatever is seen of them.
+  void attend_piece(const AttentionItem& item, int64_t num_rows, int64_t first_key, int64_t stop_key, Workspace& space,
+                    const Sums& piece) const {
+    std::fill(piece.values, piece.values + num_rows * dim_, 0.0f);
+    std::fill(piece.largest, piece.largest + num_rows, -INFINITY);
+    std::fill(piece.weights, piece.weights + num_rows, 0.0f);
+    for (int64_t tile = first_key / kTileKeys * kTileKeys; tile < stop_key; tile += kTileKeys) {
+      const KeyTile keys(*this, item, tile, std::max(first_key, tile), std::min(stop_key, tile + kTileKeys));
+      if (tile + kTileKeys < item.stop_key) {
+        KeyTile(*this, item, tile + kTileKeys, tile + kTileKeys, std::min(item.stop_key, tile + 2 * kTileKeys)).ask();
+      }
+      score(keys, num_rows, space);
+      for (int64_t row = 0; row < num_rows; ++row) {
+        weigh(space.sights[row / rows_per_token_], tile, row, space, piece);
+      }
+      add_values(keys, num_rows, space, piece);
+    }
+  }
+
+  // 64 keys that follow each other, in groups of at most 16 that lie in one block.
+  struct KeyTile {
+    KeyTile(const Attention& of, const AttentionItem& item, int64_t tile, int64_t first, int64_t stop)
+        : group_words(of.dim_ * kLanes / Type::kPerWord) {
+      const int64_t block_size = of.heads_.block_size;
+      // A word's neighbour comes along, unseen.
+      int64_t key = first / Type::kPerWord * Type::kPerWord;
+      const int64_t slot = key - of.group_.first_keys[item.sequence];
+      const int64_t* block = of.group_.blocks + of.group_.first_blocks[item.sequence] + slot / block_size;
+      for (int64_t in_block = slot % block_size; key < stop; ++block, in_block = 0) {
+        const HeadBlock<Type> own(of.heads_, of.pools_, *block, item.head);
+        while (in_block < block_size && key < stop) {
+          const int64_t count = std::min({kLanes - in_block % kLanes, block_size - in_block, stop - key});
+          keys[num_groups] = own.keys_at(in_block);
+          values[num_groups] = own.values_at(in_block);
+          lane[num_groups] = in_block % kLanes;
+          column[num_groups] = key - tile;
+          counts[num_groups++] = count;
+          in_block += count;
+          key += count;
+        }
+      }
+    }
+
+    // Asks for everything ahead of its use: blocks lie anywhere, so that no processor guesses the next one.
+    void ask() const {
+      for (int64_t group = 0; group < num_groups; ++group) {
+        for (int64_t word = 0; word < group_words; word += kLanes) {
+          __builtin_prefetch(keys[group] + word, 0, 2);
+          __builtin_prefetch(values[group] + word, 0, 2);
+        }
+      }
+    }
+
+    const int64_t group_words;
+    // Whether the scores of these groups are a row's part without gaps.
+    bool is_full(int64_t first, int64_t count) const {
+      return counts[first] == kLanes && counts[first + count - 1] == kLanes &&
+             column[first + count - 1] == column[first] + (count - 1) * kLanes;
+    }
+
+    int64_t num_groups = 0;
+    const uint32_t* keys[kTileKeys];
+    const uint32_t* values[kTileKeys];
+    // Of each group: its first key's lane there, that key's column in the tile, and how many keys.
+    int64_t lane[kTileKeys];
+    int64_t column[kTileKeys];
+    int64_t counts[kTileKeys];
+  };
+
+  void score(const KeyTile& keys, int64_t num_rows, Workspace& space) const {
+    const int64_t num_words = dim_ / Type::kPerWord;
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(space.queries.data());
+    for (int64_t group = 0; group < keys.num_groups; group += kTileVectors) {
+      const int64_t num_vectors = std::min<int64_t>(kTileVectors, keys.num_groups - group);
+      const Segment all{{keys.keys[group], keys.keys[group + num_vectors - 1]}, num_words};
+      const bool is_full = keys.is_full(group, num_vectors);
+      for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
+        const Operands of{queries + first * num_words, num_words, &all, 1, kLanes};
+        float* to = space.scores.data() + first * kTileKeys;
+        if (is_full) {
+          multiply<Type>(count, num_vectors, to + keys.column[group], kTileKeys, of, false);
+          return;
+        }
+        alignas(64) float scores[kTileRows * kTileColumns];
+        multiply<Type>(count, num_vectors, scores, kTileColumns, of, false);
+        for (int64_t row = 0; row < count; ++row) {
+          for (int64_t v = 0; v < num_vectors; ++v) {
+            const float* from = scores + row * kTileColumns + v * kLanes + keys.lane[group + v];
+            std::copy(from, from + keys.counts[group + v], to + row * kTileKeys + keys.column[group + v]);
+          }
+        }
+      });
+    }
+  }
+
+  // Scores to weights, and what was summed up before to the same scale.
+  void weigh(Sight seen, int64_t tile, int64_t row, Workspace& space, const Sums& piece) const {
+    float* scores = space.scores.data() + row * kTileKeys;
+    Floats scaled[kTileGroups];
+    Floats tops = all_lanes(-INFINITY);
+    for (int64_t group = 0; group < kTileGroups; ++group) {
+      scaled[group] = load_floats(scores + group * kLanes) * scale_;
+      if (options_.softcap > 0.0f) scaled[group] = capped(scaled[group]);
+    }
+    if (seen.first > tile || seen.stop < tile + kTileKeys) hide(seen, tile, scaled);
+    for (int64_t group = 0; group < kTileGroups; ++group) tops = larger(scaled[group], tops);
+    const float top = std::max(piece.largest[row], largest_lane(tops));
+    Element* weights = space.weights.data() + row * kTileKeys;
+    if (top == -INFINITY) {
+      std::fill(weights, weights + kTileKeys, Element{0});
+      return;
+    }
+    Floats total{};
+    for (int64_t group = 0; group < kTileGroups; ++group) {
+      const Floats weight = exp2_of_negative<Type::kIsRough>(scaled[group] - top);
+      total += weight;
+      Type::store(weights + group * kLanes, weight);
+    }
+    if (piece.largest[row] != top) {
+      const float kept = exp2_of_negative(piece.largest[row] - top);
+      float* values = piece.values + row * dim_;
+      for (int64_t d = 0; d < dim_; d += kLanes) store_floats(values + d, load_floats(values + d) * kept);
+      piece.weights[row] *= kept;
+      piece.largest[row] = top;
+    }
+    piece.weights[row] += sum_of_lanes(total);
+  }
+
+  static void hide(Sight seen, int64_t tile, Floats* scores) {
+    const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int32_t first = static_cast<int32_t>(std::clamp<int64_t>(seen.first - tile, 0, kTileKeys));
+    const int32_t stop = static_cast<int32_t>(std::clamp<int64_t>(seen.stop - tile, 0, kTileKeys));
+    for (int32_t group = 0; group < kTileGroups; ++group) {
+      const Integers column = lanes + group * static_cast<int32_t>(kLanes);
+      scores[group] = (column >= first) & (column < stop) ? scores[group] : all_lanes(-INFINITY);
+    }
+  }
+
+  // Bent to ±softcap, in powers of 2 on both sides.
+  Floats capped(Floats scores) const {
+    const float cap = options_.softcap * kLog2OfE;
+    for (int64_t i = 0; i < kLanes; ++i) scores[i] = cap * std::tanh(scores[i] / cap);
+    return scores;
+  }
+
+  void add_values(const KeyTile& keys, int64_t num_rows, Workspace& space, const Sums& piece) const {
+    const uint32_t* weights = reinterpret_cast<const uint32_t*>(space.weights.data());
+    const int64_t stride = kTileKeys / Type::kPerWord;
+    for (int64_t d = 0; d < dim_; d += kTileColumns) {
+      const int64_t num_vectors = std::min(kTileVectors * kLanes, dim_ - d) / kLanes;
+      Segment segments[kTileKeys];
+      for (int64_t group = 0; group < keys.num_groups; ++group) {
+        const uint32_t* values = keys.values[group] + keys.lane[group] / Type::kPerWord * dim_ + d;
+        const int64_t num_steps = (keys.counts[group] + Type::kPerWord - 1) / Type::kPerWord;
+        segments[group] = {{values, values + (num_vectors - 1) * kLanes}, num_steps};
+      }
+      for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
+        const Operands of{weights + first * stride + keys.column[0] / Type::kPerWord, stride, segments, keys.num_groups,
+                          dim_};
+        multiply<Type>(count, num_vectors, piece.values + first * dim_ + d, dim_, of, true);
+      });
+    }
+  }
+
+  const Step& step_;
+  const Heads& heads_;
+  const AttentionPlan& plan_;
+  const Pools& pools_;
+  const LayerOptions& options_;
+  const Element* queries_;
+  Element* output_;
+  float* partials_;
+  const BlockGroup& group_;
+  int64_t dim_;
+  int64_t rows_per_token_;
+  // Weights are powers of 2.
+  float scale_;
+};
+
+}  // namespace lookonce

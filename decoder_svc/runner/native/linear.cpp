@@ -1,0 +1,55 @@
+// One linear layer by itself, for what is not part of a stack: heads, and the layers of models that have no stack here.
+
+#include "linear.h"
+
+#include <cstdint>
+
+namespace lookonce {
+namespace {
+
+// Full vectors, and what is left of them element by element.
+template <typename Out>
+void store_row(typename Out::Element* to, const float* sums, int64_t count) {
+  if (count >= kTileColumns) {
+    for (int64_t c = 0; c < kTileColumns; c += kLanes) Out::store(to + c, load_floats(sums + c));
+    return;
+  }
+  alignas(64) typename Out::Element rounded[kTileColumns];
+  for (int64_t c = 0; c < kTileColumns; c += kLanes) Out::store(rounded + c, load_floats(sums + c));
+  std::copy(rounded, rounded + count, to);
+}
+
+template <typename Type, typename Out>
+void run(const Linear& layer, const typename Type::Element* input, int64_t num_rows, typename Out::Element* output,
+         int64_t num_threads) {
+  // Waking other threads takes longer than a small layer.
+  const bool is_large = num_rows * layer.num_inputs * layer.num_outputs > (1 << 16);
+#pragma omp parallel num_threads(num_threads) if (is_large)
+  linear<Type>(layer, input, num_rows, [&](int64_t row, int64_t column, const float* sums) {
+    store_row<Out>(output + row * layer.num_outputs + column, sums, layer.num_outputs - column);
+  });
+}
+
+}  // namespace
+}  // namespace lookonce
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// `input` [num_rows, inputs], `output` [num_rows, outputs], both without gaps. The last letters: output's type.
+void lookonce_linear_float32(const lookonce::Linear* layer, const float* input, int64_t num_rows, float* output,
+                             int64_t num_threads) {
+  lookonce::run<lookonce::Float32, lookonce::Float32>(*layer, input, num_rows, output, num_threads);
+}
+
+void lookonce_linear_bfloat16(const lookonce::Linear* layer, const uint16_t* input, int64_t num_rows, uint16_t* output,
+                              int64_t num_threads) {
+  lookonce::run<lookonce::BFloat16, lookonce::BFloat16>(*layer, input, num_rows, output, num_threads);
+}
+
+void lookonce_linear_bfloat16_float32(const lookonce::Linear* layer, const uint16_t* input, int64_t num_rows,
+                                      float* output, int64_t num_threads) {
+  lookonce::run<lookonce::BFloat16, lookonce::Float32>(*layer, input, num_rows, output, num_threads);
+}
+}
+#pragma GCC visibility pop

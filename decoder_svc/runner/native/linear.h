@@ -1,0 +1,62 @@
+// Linear layers over packed weights: y = x Wᵀ + b, with what follows done while the sums are at hand.
+//
+// Weights lie in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (packed_weights.py), so that a token reads
+// each panel from front to back: at small batches memory decides the speed. Call `linear` from all threads of a parallel
+// region; it ends with a barrier.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+
+#include "tile.h"
+
+namespace lookonce {
+
+struct Linear {
+  const uint32_t* panels;
+  const float* bias;  // [outputs rounded up to 32], or null.
+  int64_t num_inputs;
+  int64_t num_outputs;
+};
+
+// Inputs that one thread takes through a panel at once: they stay in its second cache.
+constexpr int64_t kChunkWords = 1 << 16;
+
+// `input` [num_rows, num_inputs]. finish(row, first column, sums [32]) takes each row of each panel, bias added.
+template <typename Type, typename Finish>
+void linear(const Linear& layer, const typename Type::Element* input, int64_t num_rows, Finish finish) {
+  const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
+  const int64_t num_words = layer.num_inputs / Type::kPerWord;
+  const int64_t chunk_rows = std::max<int64_t>(1, kChunkWords / num_words / kTileRows) * kTileRows;
+  const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(input);
+  // Panels beside each other where there are enough for all threads to end at about the same time.
+  const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
+#pragma omp for schedule(dynamic, side_by_side)
+  for (int64_t item = 0; item < num_chunks * num_panels; ++item) {
+    const int64_t chunk = item / num_panels * chunk_rows, panel = item % num_panels;
+    const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
+    alignas(64) float sums[kTileRows * kTileColumns];
+    for_row_tiles(std::min(chunk_rows, num_rows - chunk), [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
+      const Segment all{{right, right + kLanes}, num_words};
+      Operands of{words + (chunk + first) * num_words, num_words, &all, 1, kTileColumns};
+      if (num_tiles > 1 && panel + 1 < num_panels) {
+        // Each tile asks for its part of the next panel.
+        of.next_stride = (kTileColumns + num_tiles - 1) / num_tiles;
+        of.next = right + num_words * kTileColumns + tile * num_words * of.next_stride;
+      }
+      multiply<Type>(count, kTileVectors, sums, kTileColumns, of, false);
+      for (int64_t row = 0; row < count; ++row) {
+        float* of_row = sums + row * kTileColumns;
+        if (layer.bias != nullptr) {
+          for (int64_t c = 0; c < kTileColumns; ++c) of_row[c] += layer.bias[panel * kTileColumns + c];
+        }
+        finish(chunk + first + row, panel * kTileColumns, of_row);
+      }
+    });
+  }
+}
+
+}  // namespace lookonce

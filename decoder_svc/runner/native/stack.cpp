@@ -1,0 +1,220 @@
+// The layers of a Llama-like language model in one call: RMS norm, attention with rotary positions, gated MLP.
+//
+// One parallel region for all layers, so that threads are woken once a step; the caller's lock of the Python interpreter is
+// free all the while. Hidden states stay in float32 between layers, what is multiplied has the weights' type.
+
+#include "attention.h"
+#include "linear.h"
+
+namespace lookonce {
+
+// Mirrored in native_structures.py.
+struct StackLayer {
+  const float* input_norm;      // [hidden_size] Weights of the norm before attention,
+  const float* attended_norm;   // and of that before the MLP.
+  const float* query_norm;      // [head_dim] Of each head's queries and keys before rotation; null: none.
+  const float* key_norm;
+  Linear query_key_value;       // Outputs: heads of queries, then of keys, then of values.
+  Linear attended;
+  Linear gate_up;               // In turns of 16: gates, and what they gate.
+  Linear down;
+  Pools pools;
+  LayerOptions options;
+};
+
+struct Stack {
+  const StackLayer* layers;
+  const float* last_norm;  // [hidden_size]
+  Heads heads;
+  int64_t hidden_size;
+  int64_t mlp_size;  // A multiple of 16.
+  float norm_epsilon;
+};
+
+struct StackStep {
+  float* hidden;        // [num_tokens, hidden_size], changed in place.
+  const float* cosines;  // [num_tokens, rotary_dim]
+  const float* sines;
+  void* output;  // [num_tokens, hidden_size] The last layer's after the last norm, in the weights' type; null: not wanted.
+  int64_t rotary_dim;
+  int64_t first_layer;
+  int64_t stop_layer;
+};
+
+namespace {
+
+inline float squares(const float* values, int64_t count) {
+  Floats total{};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) total += load_floats(values + i) * load_floats(values + i);
+  float sum = sum_of_lanes(total);
+  for (; i < count; ++i) sum += values[i] * values[i];
+  return sum;
+}
+
+template <typename Type>
+class StackRun {
+ public:
+  using Element = typename Type::Element;
+
+  StackRun(const Stack& stack, const Step& step, const StackStep& io)
+      : stack_(stack), step_(step), io_(io), is_last_(last_tokens(step)) {
+    const Heads& heads = stack.heads;
+    const int64_t tokens = step.num_tokens, query_size = heads.num_heads * heads.head_dim;
+    int64_t num_partials = 0;
+    for (int64_t l = io.first_layer; l < io.stop_layer; ++l) {
+      const AttentionPlan& plan = plan_of(stack.layers[l].options);
+      num_partials = std::max(num_partials, Attention<Type>::partial_floats(plan, heads));
+    }
+    Buffers& buffers = memory();
+    buffers.normed.resize(tokens * stack.hidden_size);
+    buffers.projected.resize(tokens * (query_size + 2 * heads.num_kv_heads * heads.head_dim));
+    buffers.queries.resize(tokens * query_size);
+    buffers.attended.resize(tokens * query_size);
+    buffers.gated.resize(tokens * stack.mlp_size);
+    buffers.partials.resize(num_partials);
+    normed_ = buffers.normed.data();
+    projected_ = buffers.projected.data();
+    queries_ = buffers.queries.data();
+    attended_ = buffers.attended.data();
+    gated_ = buffers.gated.data();
+    partials_ = buffers.partials.data();
+  }
+
+  void run() {
+#pragma omp parallel num_threads(step_.num_threads)
+    {
+      for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(stack_.layers[l]);
+      if (io_.output != nullptr) normalise(stack_.last_norm, static_cast<Element*>(io_.output));
+    }
+  }
+
+ private:
+  // Kept by the calling thread from step to step.
+  struct Buffers {
+    std::vector<Element> normed, queries, attended, gated;
+    std::vector<float> projected, partials;
+  };
+
+  static Buffers& memory() {
+    static thread_local Buffers buffers;
+    return buffers;
+  }
+
+  const AttentionPlan& plan_of(const LayerOptions& options) {
+    for (const AttentionPlan& plan : plans_) {
+      if (plan.group == options.group && plan.window == options.window) return plan;
+    }
+    return plans_.emplace_back(step_, stack_.heads, options);
+  }
+
+  const AttentionPlan& known_plan(const LayerOptions& options) const {
+    size_t i = 0;
+    while (plans_[i].group != options.group || plans_[i].window != options.window) ++i;
+    return plans_[i];
+  }
+
+  // From all threads, as everything below.
+  void layer(const StackLayer& layer) const {
+    const int64_t size = stack_.hidden_size, tokens = step_.num_tokens;
+    float* hidden = io_.hidden;
+    const auto add_to_hidden = [hidden, size](int64_t row, int64_t column, const float* sums) {
+      float* to = hidden + row * size + column;
+      const int64_t count = std::min(kTileColumns, size - column);
+      for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
+    };
+    normalise(layer.input_norm, normed_);
+    const int64_t projected_size = layer.query_key_value.num_outputs;
+    linear<Type>(layer.query_key_value, normed_, tokens, [&](int64_t row, int64_t column, const float* sums) {
+      const int64_t count = std::min(kTileColumns, projected_size - column);
+      std::copy(sums, sums + count, projected_ + row * projected_size + column);
+    });
+    rotate_and_write(layer);
+    const AttentionPlan& plan = known_plan(layer.options);
+    Attention<Type>(step_, stack_.heads, plan, layer.pools, layer.options, queries_, attended_, partials_).run();
+    linear<Type>(layer.attended, attended_, tokens, add_to_hidden);
+    normalise(layer.attended_norm, normed_);
+    linear<Type>(layer.gate_up, normed_, tokens, [&](int64_t row, int64_t column, const float* sums) {
+      const Floats gate = load_floats(sums);
+      // Of the smaller of e^x and e^-x, so that nothing overflows.
+      const Floats e = exp2_of_negative<Type::kIsRough>((gate < 0.0f ? gate : -gate) * kLog2OfE);
+      const Floats sigmoid = (gate < 0.0f ? e : all_lanes(1.0f)) / (e + 1.0f);
+      Type::store(gated_ + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
+    });
+    linear<Type>(layer.down, gated_, tokens, add_to_hidden);
+  }
+
+  void normalise(const float* weights, Element* to) const {
+    const int64_t size = stack_.hidden_size;
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < step_.num_tokens; ++token) {
+      const float* from = io_.hidden + token * size;
+      const float factor = 1.0f / std::sqrt(squares(from, size) / size + stack_.norm_epsilon);
+      for (int64_t i = 0; i < size; i += kLanes) {
+        Type::store(to + token * size + i, load_floats(from + i) * factor * load_floats(weights + i));
+      }
+    }
+  }
+
+  // Queries to their buffer, keys and values to the pools.
+  void rotate_and_write(const StackLayer& layer) const {
+    const Heads& heads = stack_.heads;
+    const int64_t dim = heads.head_dim, width = layer.query_key_value.num_outputs;
+    const int64_t* slots = step_.groups[layer.options.group].slots;
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < step_.num_tokens; ++token) {
+      const float* from = projected_ + token * width;
+      for (int64_t head = 0; head < heads.num_heads; ++head, from += dim) {
+        rotate(from, layer.query_norm, token, queries_ + (token * heads.num_heads + head) * dim);
+      }
+      const float* values = from + heads.num_kv_heads * dim;
+      alignas(64) Element key[kMaxHeadDim], value[kMaxHeadDim];
+      for (int64_t head = 0; head < heads.num_kv_heads; ++head, from += dim, values += dim) {
+        rotate(from, layer.key_norm, token, key);
+        for (int64_t d = 0; d < dim; d += kLanes) Type::store(value + d, load_floats(values + d));
+        write_token<Type>(heads, layer.pools, slots[token], head, key, value, is_last_[token]);
+      }
+    }
+  }
+
+  // The first `rotary_dim` elements of a head, as two halves (arXiv:2104.09864 in the order of Llama's checkpoints).
+  void rotate(const float* head, const float* norm, int64_t token, Element* to) const {
+    const int64_t dim = stack_.heads.head_dim, half = io_.rotary_dim / 2;
+    const float* cosines = io_.cosines + token * io_.rotary_dim;
+    const float* sines = io_.sines + token * io_.rotary_dim;
+    alignas(64) float own[kMaxHeadDim], rotated[kMaxHeadDim];
+    const float factor = norm == nullptr ? 1.0f : 1.0f / std::sqrt(squares(head, dim) / dim + stack_.norm_epsilon);
+    for (int64_t d = 0; d < dim; ++d) rotated[d] = own[d] = norm == nullptr ? head[d] : head[d] * factor * norm[d];
+    for (int64_t d = 0; d < half; ++d) {
+      rotated[d] = own[d] * cosines[d] - own[d + half] * sines[d];
+      rotated[d + half] = own[d + half] * cosines[d + half] + own[d] * sines[d + half];
+    }
+    for (int64_t d = 0; d < dim; d += kLanes) Type::store(to + d, load_floats(rotated + d));
+  }
+
+  static constexpr int64_t kMaxHeadDim = 512;
+
+  const Stack& stack_;
+  const Step& step_;
+  const StackStep& io_;
+  const std::vector<char> is_last_;
+  std::vector<AttentionPlan> plans_;
+  Element *normed_, *queries_, *attended_, *gated_;
+  float *projected_, *partials_;
+};
+
+}  // namespace
+}  // namespace lookonce
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void lookonce_stack_float32(const lookonce::Stack* stack, const lookonce::Step* step, const lookonce::StackStep* io) {
+  lookonce::StackRun<lookonce::Float32>(*stack, *step, *io).run();
+}
+
+void lookonce_stack_bfloat16(const lookonce::Stack* stack, const lookonce::Step* step, const lookonce::StackStep* io) {
+  lookonce::StackRun<lookonce::BFloat16>(*stack, *step, *io).run();
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,46 @@
+"""What attention is told of a step: from flattened inputs, or from the tensors of a graph."""
+
+from __future__ import annotations
+
+import torch
+
+from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata
+from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
+from decoder_svc.runner.paged_step import Move, PagedStep, paged_step
+
+
+def step_metadata(
+    flat: FlatInputs, move: Move, *, reads_tensors: bool, is_mutual_beyond_window: bool
+) -> AttentionMetadata:
+    """Of any step; `reads_tensors` as the backend has it."""
+    return AttentionMetadata(
+        full=_block_metadata(flat.full, move, reads_tensors=reads_tensors),
+        sliding=None if flat.sliding is None else _block_metadata(flat.sliding, move, reads_tensors=reads_tensors),
+        query_lens=flat.query_lens,
+        kv_lens=flat.kv_lens,
+        mutual_spans=flat.mutual_spans,
+        is_mutual_beyond_window=is_mutual_beyond_window,
+        paged=paged_step(flat, move) if reads_tensors else None,
+    )
+
+
+def decode_metadata(step: PagedStep, num_tokens: int, *, is_mutual_beyond_window: bool) -> AttentionMetadata:
+    """Of a step of single tokens that is known by its tensors alone: what it was recorded with says nothing of it."""
+    sliding = None if step.sliding is None else BlockMetadata(step.sliding.slot_mapping, (), ())
+    return AttentionMetadata(
+        full=BlockMetadata(step.full.slot_mapping, (), ()),
+        sliding=sliding,
+        query_lens=(1,) * num_tokens,
+        kv_lens=(1,) * num_tokens,
+        mutual_spans=((),) * num_tokens,
+        is_mutual_beyond_window=is_mutual_beyond_window,
+        paged=step,
+    )
+
+
+def _block_metadata(inputs: BlockInputs, move: Move, *, reads_tensors: bool) -> BlockMetadata:
+    return BlockMetadata(
+        slot_mapping=move(torch.from_numpy(inputs.slot_mapping)),
+        block_tables=() if reads_tensors else tuple(move(torch.from_numpy(table)) for table in inputs.block_tables),
+        first_keys=inputs.first_tokens,
+    )

@@ -1,0 +1,211 @@
+// Attention of all tokens of an image to all others, as vision towers compute it: no mask, no cache.
+//
+// Keys and values of a head are first laid out for tile.h's product; then a few rows of queries at a time pass over all
+// keys, so that their scores stay in the nearest cache and each row's largest score is known before its weights are made.
+// Scores, sums and softmax are float32; weights have the elements' type. A row's numbers depend on its own image alone.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "tile.h"
+
+namespace lookonce {
+namespace {
+
+// Distances are in elements; elements of one head lie beside each other.
+struct Strides {
+  int64_t image;
+  int64_t head;
+  int64_t token;
+
+  int64_t at(int64_t of_image, int64_t of_head, int64_t of_token) const {
+    return of_image * image + of_head * head + of_token * token;
+  }
+};
+
+struct Shape {
+  int64_t num_images;
+  int64_t num_heads;
+  int64_t num_tokens;
+  int64_t head_dim;
+  float scale;
+  Strides queries;
+  Strides keys;
+  Strides values;
+};
+
+int64_t rounded_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+template <typename Type>
+class DenseAttention {
+ public:
+  using Element = typename Type::Element;
+
+  DenseAttention(const Shape& shape, const Element* queries, const Element* keys, const Element* values,
+                 Element* output, uint32_t* packed)
+      : shape_(shape), queries_(queries), keys_(keys), values_(values), output_(output), packed_(packed),
+        num_columns_(columns(shape)), num_key_words_(shape.head_dim / Type::kPerWord),
+        num_value_vectors_(rounded_up(shape.head_dim, kLanes) / kLanes) {}
+
+  // Tokens and some that are not there, so that every product is a whole one.
+  static int64_t columns(const Shape& shape) { return rounded_up(shape.num_tokens, kTileColumns); }
+
+  // What one image takes, which is all that is in work at a time.
+  static int64_t packed_words(const Shape& shape) { return shape.num_heads * words_per_head(shape); }
+
+  // From all threads of a parallel region.
+  void run() const {
+    const int64_t num_tiles = (shape_.num_tokens + kTileRows - 1) / kTileRows;
+    for (int64_t image = 0; image < shape_.num_images; ++image) {
+#pragma omp for schedule(static)
+      for (int64_t head = 0; head < shape_.num_heads; ++head) pack(image, head);
+#pragma omp for schedule(static)
+      for (int64_t item = 0; item < shape_.num_heads * num_tiles; ++item) {
+        const int64_t first = item % num_tiles * kTileRows;
+        attend(image, item / num_tiles, first, std::min<int64_t>(kTileRows, shape_.num_tokens - first));
+      }
+    }
+  }
+
+ private:
+  static int64_t words_per_head(const Shape& shape) {
+    const int64_t key_words = shape.head_dim / Type::kPerWord;
+    return columns(shape) * (key_words + rounded_up(shape.head_dim, kLanes) / Type::kPerWord);
+  }
+
+  // Of one head: [columns / 16, key words, 16], then [value vectors, columns / elements per word, 16].
+  uint32_t* packed_keys(int64_t head) const { return packed_ + head * words_per_head(shape_); }
+  uint32_t* packed_values(int64_t head) const { return packed_keys(head) + num_columns_ * num_key_words_; }
+
+  void pack(int64_t image, int64_t head) const {
+    uint32_t* keys = packed_keys(head);
+    uint32_t* values = packed_values(head);
+    std::fill(keys, keys + words_per_head(shape_), 0u);
+    const int64_t num_steps = num_columns_ / Type::kPerWord;
+    for (int64_t token = 0; token < shape_.num_tokens; ++token) {
+      const Element* key = keys_ + shape_.keys.at(image, head, token);
+      uint32_t* to = keys + token / kLanes * num_key_words_ * kLanes + token % kLanes;
+      for (int64_t word = 0; word < num_key_words_; ++word) {
+        std::memcpy(to + word * kLanes, key + word * Type::kPerWord, sizeof(uint32_t));
+      }
+      const Element* value = values_ + shape_.values.at(image, head, token);
+      Element* column = reinterpret_cast<Element*>(values + token / Type::kPerWord * kLanes) + token % Type::kPerWord;
+      for (int64_t d = 0; d < shape_.head_dim; ++d) {
+        column[(d / kLanes * num_steps * kLanes + d % kLanes) * Type::kPerWord] = value[d];
+      }
+    }
+  }
+
+  void attend(int64_t image, int64_t head, int64_t first, int64_t num_rows) const {
+    static thread_local std::vector<float> scores;
+    static thread_local std::vector<Element> weights;
+    scores.resize(kTileRows * num_columns_);
+    weights.resize(kTileRows * num_columns_);
+    const uint32_t* keys = packed_keys(head);
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(queries_ + shape_.queries.at(image, head, first));
+    const int64_t stride = shape_.queries.token / Type::kPerWord;
+    for (int64_t column = 0; column < num_columns_; column += kTileColumns) {
+      const uint32_t* group = keys + column * num_key_words_;
+      const Segment all{{group, group + kLanes * num_key_words_}, num_key_words_};
+      multiply<Type>(num_rows, kTileVectors, scores.data() + column, num_columns_, {queries, stride, &all, 1, kLanes},
+                     false);
+    }
+    float sums[kTileRows];
+    for (int64_t r = 0; r < num_rows; ++r) {
+      sums[r] = weigh(scores.data() + r * num_columns_, weights.data() + r * num_columns_);
+    }
+    const int64_t num_steps = num_columns_ / Type::kPerWord;
+    const uint32_t* left = reinterpret_cast<const uint32_t*>(weights.data());
+    for (int64_t vector = 0; vector < num_value_vectors_; vector += kTileVectors) {
+      const int64_t num_vectors = std::min<int64_t>(kTileVectors, num_value_vectors_ - vector);
+      const uint32_t* values = packed_values(head) + vector * num_steps * kLanes;
+      const Segment all{{values, values + (num_vectors - 1) * num_steps * kLanes}, num_steps};
+      alignas(64) float results[kTileRows * kTileColumns];
+      multiply<Type>(num_rows, num_vectors, results, kTileColumns, {left, num_steps, &all, 1, kLanes}, false);
+      for (int64_t r = 0; r < num_rows; ++r) {
+        for (int64_t v = 0; v < num_vectors; ++v) {
+          const int64_t d = (vector + v) * kLanes;
+          store(results + r * kTileColumns + v * kLanes, sums[r], output_row(image, head, first + r), d);
+        }
+      }
+    }
+  }
+
+  // A row's scores to weights; returns their sum.
+  float weigh(float* scores, Element* weights) const {
+    const int64_t num_tokens = shape_.num_tokens;
+    std::fill(scores + num_tokens, scores + num_columns_, -INFINITY);
+    Floats tops = load_floats(scores);
+    for (int64_t c = kLanes; c < num_columns_; c += kLanes) tops = larger(load_floats(scores + c), tops);
+    const float scale = shape_.scale * kLog2OfE;
+    const float top = largest_lane(tops) * scale;
+    Floats total{};
+    for (int64_t c = 0; c < num_columns_; c += kLanes) {
+      const Floats weight = exp2_of_negative<Type::kIsRough>(load_floats(scores + c) * scale - top);
+      total += weight;
+      Type::store(weights + c, weight);
+    }
+    return sum_of_lanes(total);
+  }
+
+  Element* output_row(int64_t image, int64_t head, int64_t token) const {
+    return output_ + ((image * shape_.num_tokens + token) * shape_.num_heads + head) * shape_.head_dim;
+  }
+
+  // Elements [d, d + 16) of a row, as far as it goes.
+  void store(const float* results, float sum, Element* row, int64_t d) const {
+    const Floats value = load_floats(results) / sum;
+    if (d + kLanes <= shape_.head_dim) {
+      Type::store(row + d, value);
+      return;
+    }
+    Element whole[kLanes];
+    Type::store(whole, value);
+    std::copy(whole, whole + shape_.head_dim - d, row + d);
+  }
+
+  const Shape& shape_;
+  const Element* queries_;
+  const Element* keys_;
+  const Element* values_;
+  Element* output_;
+  uint32_t* packed_;
+  const int64_t num_columns_;
+  const int64_t num_key_words_;
+  const int64_t num_value_vectors_;
+};
+
+template <typename Type>
+void attend(const Shape& shape, int64_t num_threads, const void* queries, const void* keys, const void* values,
+            void* output) {
+  using Element = typename Type::Element;
+  static thread_local std::vector<uint32_t> packed;
+  packed.resize(DenseAttention<Type>::packed_words(shape));
+  const DenseAttention<Type> attention(shape, static_cast<const Element*>(queries), static_cast<const Element*>(keys),
+                                       static_cast<const Element*>(values), static_cast<Element*>(output),
+                                       packed.data());
+#pragma omp parallel num_threads(num_threads)
+  attention.run();
+}
+
+}  // namespace
+}  // namespace lookonce
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// `output` [num_images, num_tokens, num_heads, head_dim], without gaps. Tokens of queries, keys and values begin at
+// multiples of a word.
+void lookonce_attend_densely_float32(const lookonce::Shape* shape, int64_t num_threads, const void* queries,
+                                     const void* keys, const void* values, void* output) {
+  lookonce::attend<lookonce::Float32>(*shape, num_threads, queries, keys, values, output);
+}
+
+void lookonce_attend_densely_bfloat16(const lookonce::Shape* shape, int64_t num_threads, const void* queries,
+                                      const void* keys, const void* values, void* output) {
+  lookonce::attend<lookonce::BFloat16>(*shape, num_threads, queries, keys, values, output);
+}
+}
+#pragma GCC visibility pop

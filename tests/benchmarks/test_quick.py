@@ -1,0 +1,122 @@
+"""Every script's `--quick` form runs against really started services and says what is sane. Nothing here is timed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+
+
+@pytest.fixture
+def quick(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a script's quick form and returns its figures; results must stay as they are."""
+    monkeypatch.delenv("LOOKONCE_PEER_PYTHON", raising=False)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "RESULTS.md")
+    monkeypatch.setattr(report, "JSON_FOLDER", tmp_path / "results")
+
+    def run(name: str) -> Any:
+        importlib.import_module(f"benchmarks.{name}").main(["--quick"])
+        printed = capsys.readouterr().out
+        assert f"## {name}\n" in printed
+        assert not list(tmp_path.iterdir()), "a quick run wrote results"
+        figures = json.loads(printed.splitlines()[-1])
+        assert figures["machine"]["num_cpus"] > 0
+        return figures
+
+    return run
+
+
+def test_encode_once(quick: Any) -> None:
+    (setup,) = quick("encode_once")["setups"]
+    assert [(one["num_requests"], one["num_encodes"]) for one in setup["rounds"]] == [(8, 2), (8, 2)]
+
+
+def test_hit_cost(quick: Any) -> None:
+    first, second = quick("hit_cost")["pairs"]
+    for pair in (first, second):
+        assert pair["num_image_prompt_tokens"] == pair["num_text_prompt_tokens"] > 36
+        assert min(pair["image_s"], pair["text_s"], pair["cold_s"]) > 0
+
+
+def test_rows_moved(quick: Any) -> None:
+    figures = quick("rows_moved")
+    (case,) = figures["cases"]
+    (moved,) = case["rounds"]
+    assert (moved["num_rows_needed"], moved["num_encodes"]) == (4, 0)
+    assert moved["num_bytes"] >= moved["num_bytes_read"] >= 4 * figures["row_bytes"]
+
+
+def test_fetch_speed(quick: Any) -> None:
+    figures = quick("fetch_speed")
+    for sizes in figures["sizes"].values():
+        assert [round(size["num_bytes"] / 1e6) for size in sizes] == [0, 2]
+        for size in sizes:
+            assert all(size[side][0]["gb_per_s"] > 0 for side in ("raw", "ours", "in_pieces", "sealed", "redis_py"))
+    assert set(figures["small_get_us"][0]) == {"alone", "readers", "computing"}
+
+
+def test_frozen_redis(quick: Any) -> None:
+    (both,) = quick("frozen_redis")["rounds"]
+    for phase in (both["normal"], both["frozen"]):
+        assert phase["num_right_pictures"] == phase["num_pictures"] == phase["num_encodes"] == 4
+        assert phase["num_texts"] > 0
+
+
+def test_scheduler_cost(quick: Any) -> None:
+    figures = quick("scheduler_cost")
+    assert [(cost["num_running"], cost["num_waiting"]) for cost in figures["costs"]] == [
+        (1, 0), (1, 100), (4, 0), (4, 100),
+    ]  # fmt: skip
+    assert figures["hashing"]["num_hashed"] == figures["hashing"]["num_blocks"]
+
+
+def test_prefix_reuse(quick: Any) -> None:
+    figures = quick("prefix_reuse")
+    assert figures["peer"] == "not run"
+    found = {name: pairs[0] for name, pairs in figures["workloads"].items()}
+    assert {name: pair["on"]["num_encodes"] for name, pair in found.items()} == {"P40": 7, "S50": 1, "U40": 10}
+    for name, pair in found.items():
+        assert pair["on"]["num_requests"] == pair["off"]["num_requests"] == 10
+        assert pair["off"]["num_cached_tokens"] == 0
+        assert (pair["on"]["num_cached_tokens"] > 0) == (name != "U40")
+        assert pair["peer"] is None
+
+
+def test_two_replicas(quick: Any) -> None:
+    figures = quick("two_replicas")
+    assert figures["peer"] == "not run"
+    assert figures["memory_bytes"]["ours"] > 1e8
+    found = {name: rounds[0] for name, rounds in figures["workloads"].items()}
+    assert {name: one["num_encodes"] for name, one in found.items()} == {"P40": 7, "S50": 1}
+    assert all(one["ours"]["num_requests"] == 10 and one["peer"] is None for one in found.values())
+
+
+def test_overlap(quick: Any) -> None:
+    (only,) = quick("overlap")["images"]["4"]
+    assert min(only.values()) > 0
+
+
+def test_startup(quick: Any) -> None:
+    figures = quick("startup")
+    assert set(figures["sides"]) == {"stack", "decoder"}
+    for side in figures["sides"].values():
+        assert 0 < side["starts"][0]["ready_s"] < side["starts"][0]["first_token_s"]
+    assert figures["sides"]["stack"]["memory_bytes"] > figures["kv_cache_bytes"]
+
+
+def test_image_light(quick: Any) -> None:
+    (only,) = quick("image_light")["rounds"]
+    # Two of ten requests have an image of 36 rows.
+    assert only["split"]["num_encoded_rows"] == only["single"]["num_encoded_rows"] == 72
+
+
+def test_pixel_parity(quick: Any) -> None:
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision, with which this compares, is no dependency and not here")
+    assert all(one["largest"] < 10 for one in quick("pixel_parity")["differences"])

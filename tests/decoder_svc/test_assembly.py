@@ -1,0 +1,43 @@
+"""Which runner a device gets, and what the metrics say of it."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+from decoder_svc import assembly
+from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.runner.gpu import GPUModelRunner
+from decoder_svc.settings import DecoderSettings
+from lookonce.errors import ConfigurationError
+from lookonce.settings import parse_settings
+from tests import tiny_models
+from tests.decoder_svc.decoders import running_decoder
+
+
+def test_the_device_decides_about_the_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    settings = parse_settings(DecoderSettings, ["--model", str(tmp_path), "--device", "cpu"], "decoder_svc")
+    assert assembly._runner_class(settings) is CPUModelRunner
+    monkeypatch.setattr(assembly, "chosen_device", lambda _name: torch.device("cuda", 0))
+    assert assembly._runner_class(settings) is GPUModelRunner
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+async def test_a_device_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> None:
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    with pytest.raises(ConfigurationError, match="no CUDA device"):
+        async with running_decoder(folder, device="cuda"):
+            pass
+
+
+async def test_a_metric_names_the_attention_backend(tmp_path: pathlib.Path) -> None:
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    async with running_decoder(folder) as decoder:
+        (metric,) = [
+            metric for metric in decoder.registry.collect() if metric.name == "lookonce_decoder_attention_backend_info"
+        ]
+        backend = decoder.service.engine.attention_backend
+    assert [(sample.labels, sample.value) for sample in metric.samples] == [({"backend": backend}, 1.0)]
+    assert backend in {"native", "sdpa", "triton", "flash-attn"}

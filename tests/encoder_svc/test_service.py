@@ -1,0 +1,30 @@
+"""How settings and device bound forward passes."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+from encoder_svc.service import batch_limits
+from lookonce.settings import MIB
+from tests.encoder_svc.conftest import encoder_settings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "expected"), [(CPU, None, 2 * MIB), (CUDA, None, 256 * MIB), (CPU, 5, 5), (CUDA, 5, 5)]
+)
+def test_what_fits_into_a_pass_follows_from_the_device_unless_it_is_set(
+    device: torch.device, wanted: int | None, expected: int
+) -> None:
+    settings = encoder_settings(pathlib.Path("model"), max_forward_bytes=wanted)
+    assert batch_limits(settings, device).max_bytes == expected
+    assert batch_limits(settings, device).max_images == settings.max_forward_images > 1
+
+
+def test_in_deterministic_mode_every_image_has_a_pass_of_its_own() -> None:
+    settings = encoder_settings(pathlib.Path("model"), deterministic=True)
+    assert batch_limits(settings, CPU).max_images == batch_limits(settings, CUDA).max_images == 1

@@ -1,0 +1,244 @@
+"""With prompt lookup every answer is what it is without: the tokens of `generate`, and whatever is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decoder_svc.request import FinishReason, Prompt, SamplingParams
+from decoder_svc.runner.input_batch import IntArray, RequestRow
+from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
+from tests.decoder_svc.mutation import Mutations, Patch
+from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
+
+# With no, one and three images in turn.
+NUM_PROMPTS = 9
+# Plain; M-RoPE; windows and images that see themselves; windows and prompts that see themselves.
+NAMES = ("llava_clip", "qwen2_vl", "gemma3", "paligemma2")
+LIMITS = SpeculationLimits(5, ngram_min=1, ngram_max=3)
+NUM_TOKENS = 48
+# Tiny models with random weights seldom repeat themselves; with so few words they do, and break off as often.
+FEW_WORDS = ((20, 50.0), (30, 50.0), (40, 50.0))
+# Of every kind of choosing something. What a row may not see shows in its token.
+SAMPLINGS = {
+    "free": SamplingParams(),
+    "greedy": SamplingParams(logit_bias=FEW_WORDS),
+    "seeded": SamplingParams(logit_bias=FEW_WORDS, temperature=0.7, top_p=0.9, seed=11),
+    "cold": SamplingParams(logit_bias=FEW_WORDS, temperature=0.3, top_k=2, min_p=0.05, seed=5),
+    "repetition": SamplingParams(logit_bias=FEW_WORDS, repetition_penalty=1.05),
+    "frequency": SamplingParams(logit_bias=FEW_WORDS, presence_penalty=0.3, frequency_penalty=0.1),
+    "put off": SamplingParams(logit_bias=FEW_WORDS, min_tokens=30, stop_token_ids=frozenset({20})),
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> families.Conformance:
+    return families.build(FAMILIES[request.param], tmp_path_factory.mktemp("families") / request.param)
+
+
+@pytest.fixture
+def model(family: families.Conformance) -> offline.OfflineModel:
+    return family.offline
+
+
+@pytest.fixture
+def prompts(model: offline.OfflineModel) -> list[Prompt]:
+    return [question.prompt for question in model.questions[:NUM_PROMPTS]]
+
+
+def num_accepted(answers: offline.Answers) -> int:
+    return sum(request.usage.accepted_draft_tokens for request in answers.requests)
+
+
+def assert_same(answers: offline.Answers, plain: offline.Answers) -> None:
+    """Tokens, ends and log probabilities."""
+    assert answers.token_ids == plain.token_ids
+    assert [one.finish_reason for one in answers.requests] == [one.finish_reason for one in plain.requests]
+    for found, expected in zip(answers.logprobs, plain.logprobs, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
+                assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-3)
+
+
+def test_tokens_are_those_of_generate(family: families.Conformance, model: offline.OfflineModel) -> None:
+    questions = [*model.questions, *([family.long_question] if family.long_question else [])]
+    session = offline.Session(model, speculation=LIMITS)
+    for question in questions:
+        num_tokens = len(question.expected)
+        assert session.ask([question.prompt], max_tokens=num_tokens).token_ids == [question.expected]
+    assert session.scheduler.speculation.num_drafted > 0
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_whatever_is_sampled_is_the_same(model: offline.OfflineModel, prompts: list[Prompt], name: str) -> None:
+    params = replace(SAMPLINGS[name], max_tokens=NUM_TOKENS, logprobs=2)
+    plain = offline.Session(model).ask(prompts, params=params)
+    session = offline.Session(model, speculation=LIMITS)
+    assert_same(session.ask(prompts, params=params), plain)
+    speculation = session.scheduler.speculation
+    assert speculation.num_drafted > speculation.num_accepted
+    assert name == "free" or speculation.num_accepted > 20
+
+
+def test_a_loop_takes_fewer_steps(model: offline.OfflineModel, prompts: list[Prompt]) -> None:
+    plain, session = offline.Session(model), offline.Session(model, speculation=LIMITS)
+    params = replace(SAMPLINGS["greedy"], max_tokens=150)
+    expected = plain.ask(prompts[:1], params=params)
+    answers = session.ask(prompts[:1], params=params)
+    assert answers.token_ids == expected.token_ids
+    # Every step gives one token, and those that were guessed.
+    assert len(plain.steps) - len(session.steps) == num_accepted(answers) > 0
+
+
+@pytest.mark.parametrize("session", ["chunked", "preempted", "late rows"])
+def test_nor_do_chunks_preemptions_and_late_rows_change_it(
+    model: offline.OfflineModel, prompts: list[Prompt], session: str
+) -> None:
+    longest_span = max([16, *(span.length for prompt in prompts for span in prompt.mutual_spans)])
+    longest = max(len(prompt.token_ids) for prompt in prompts) + NUM_TOKENS
+    rows = max(sum(item.num_rows for item in prompt.images) for prompt in prompts)
+    few_blocks = -(-longest // model.runner.config.block_size) + 6
+    kinds: dict[str, dict[str, Any]] = {
+        "chunked": {"max_num_batched_tokens": longest_span + 5},
+        "preempted": {"max_num_batched_tokens": max(64, longest_span + 32), "num_blocks": few_blocks},
+        "late rows": {"cache_rows": rows, "rows_arrive_after": 3},
+    }
+    params = replace(SAMPLINGS["greedy"], max_tokens=NUM_TOKENS)
+    expected = offline.Session(model).ask(prompts, params=params)
+    target = offline.Session(model, speculation=LIMITS, **kinds[session])
+    answers = target.ask(prompts, params=params)
+    assert_same(answers, expected)
+    assert num_accepted(answers) > 0
+    assert target.scheduler.kv_cache.usage == 0
+    if session == "preempted":
+        assert sum(one.num_preemptions for one in answers.requests) > 0
+
+
+def test_what_was_guessed_rightly_is_found_and_what_was_not_is_not(
+    model: offline.OfflineModel, prompts: list[Prompt]
+) -> None:
+    """The next turn: a prompt that goes on where an answer ended, and one that ends it otherwise."""
+    params = replace(SAMPLINGS["greedy"], max_tokens=NUM_TOKENS)
+    session = offline.Session(model, speculation=LIMITS)
+    answers = session.ask(prompts, params=params)
+    following = [
+        turn
+        for prompt, answer in zip(prompts, answers.token_ids, strict=True)
+        for turn in (continued(prompt, answer), continued(prompt, [*answer[:-9], 7, 5]))
+    ]
+    again = session.ask(following, params=params)
+    # Sessions share the runner: a new one ends those before.
+    expected = offline.Session(model).ask(following, params=params)
+    assert again.token_ids == expected.token_ids
+    if not prompts[0].mutual_spans or prompts[0].mutual_spans[0].length < len(prompts[0].token_ids):
+        # Where whole prompts see themselves, a longer one has nothing in common with it.
+        size = model.runner.config.block_size
+        for request, prompt, answer in zip(again.requests[::2], prompts, answers.token_ids, strict=True):
+            assert request.usage.cached_prompt_tokens == (len(prompt.token_ids) + len(answer) - 1) // size * size
+
+
+def continued(prompt: Prompt, answer: Sequence[int]) -> Prompt:
+    """A prompt and what was answered; its rotary positions go on one by one."""
+    positions = prompt.positions
+    if positions is not None:
+        stop = len(prompt.token_ids) + len(answer)
+        following = tuple(range(len(prompt.token_ids) + positions.delta, stop + positions.delta))
+        positions = replace(positions, axes=tuple(axis + following for axis in positions.axes))
+    return replace(prompt, token_ids=(*prompt.token_ids, *answer), positions=positions)
+
+
+def test_answers_end_at_the_same_token(model: offline.OfflineModel, prompts: list[Prompt]) -> None:
+    """At a stop id, which min_tokens may put off, or at the last token that may come."""
+    endings = [
+        replace(
+            SAMPLINGS["greedy"],
+            max_tokens=NUM_TOKENS - 3,
+            min_tokens=min_tokens,
+            stop_token_ids=frozenset({stop_id}),
+            logprobs=0,
+        )
+        for stop_id, _ in FEW_WORDS
+        for min_tokens in (0, NUM_TOKENS // 3)
+    ]
+    plain = offline.Session(model)
+    expected = [plain.ask(prompts, params=params) for params in endings]
+    session = offline.Session(model, speculation=LIMITS)
+    for params, answers in zip(endings, expected, strict=True):
+        assert_same(session.ask(prompts, params=params), answers)
+    ends = {(one.finish_reason, one.num_output_tokens > 12) for answers in expected for one in answers.requests}
+    assert {(FinishReason.STOP, False), (FinishReason.STOP, True), (FinishReason.LENGTH, True)} <= ends
+
+
+mutation = Mutations()
+
+
+@mutation
+def the_runner_accepts_one_too_many(patch: Patch) -> None:
+    original = RequestRow.accept
+
+    def accept(self: RequestRow, sampled: Sequence[int]) -> int:
+        draft_ids = self.draft_ids
+        num_taken = original(self, sampled)
+        if num_taken <= len(draft_ids):
+            self._token_ids[self.num_tokens - 1] = draft_ids[num_taken - 1]
+        return num_taken
+
+    patch.setattr(RequestRow, "accept", accept)
+
+
+@mutation
+def a_row_is_sampled_without_the_guesses_before_it(patch: Patch) -> None:
+    patch.setattr(RequestRow, "contexts", lambda self: [self.token_ids] * (len(self.draft_ids) + 1))
+
+
+@mutation
+def a_guess_has_the_position_of_the_token_before_it(patch: Patch) -> None:
+    original = RequestRow.positions
+
+    def positions(self: RequestRow, start: int, stop: int, num_axes: int) -> IntArray:
+        found = original(self, start, stop, num_axes).copy()
+        if self.draft_ids:
+            found[:, 1:] -= 1
+        return found
+
+    patch.setattr(RequestRow, "positions", positions)
+
+
+@mutation
+def guesses_are_other_tokens_than_those_computed(patch: Patch) -> None:
+    original = RequestRow.ids_between
+
+    def ids_between(self: RequestRow, start: int, stop: int) -> IntArray:
+        found = original(self, start, stop)
+        return (
+            found if not self.draft_ids else original(self, stop - len(found), stop - len(found) + 1).repeat(len(found))
+        )
+
+    patch.setattr(RequestRow, "ids_between", ids_between)
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
+    return families.build(FAMILIES["llava_clip"], tmp_path_factory.mktemp("families") / "small").offline
+
+
+def answers_of(model: offline.OfflineModel, speculation: SpeculationLimits) -> list[list[int]]:
+    prompts = [question.prompt for question in model.questions[:NUM_PROMPTS]]
+    found = []
+    for name in ("greedy", "seeded", "frequency"):
+        params = replace(SAMPLINGS[name], max_tokens=NUM_TOKENS)
+        found += offline.Session(model, speculation=speculation).ask(prompts, params=params).token_ids
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(mutation))
+def test_a_fault_would_show(small_model: offline.OfflineModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers_of(small_model, NO_SPECULATION)
+    mutation[name](monkeypatch)
+    assert answers_of(small_model, LIMITS) != expected
