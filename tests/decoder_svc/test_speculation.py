@@ -189,10 +189,10 @@ def test_tokens_of_right_drafts_can_be_found_even_if_the_answer_ended_with_them(
 
 
 def test_more_is_guessed_as_long_as_all_of_it_is_right() -> None:
-    target = scheduler(speculation=SpeculationLimits(16), context=2000, num_blocks=500)
+    target = scheduler(speculation=SpeculationLimits(12), context=2000, num_blocks=500)
     target.add(loop("a", num_tokens=12, max_tokens=900))
     step_with(target, None)
-    assert [len(step_with(target, None).draft_ids) for _ in range(5)] == [2, 4, 8, 16, 16]
+    assert [len(step_with(target, None).draft_ids) for _ in range(5)] == [2, 4, 8, 12, 12]
 
 
 def test_after_wrong_drafts_a_request_sits_out_longer_and_longer_until_one_is_right() -> None:
