@@ -153,7 +153,8 @@ def _decode(
     num_tokens = plan.steps + 1
     requests = [peer.PeerRequest(prompt, (), num_tokens) for prompt in prompts]
     for number in range(plan.rounds + 1):
-        own = [answer.decode_s for answer in ours.run(prompts, num_tokens)]
+        with theirs.paused():
+            own = [answer.decode_s for answer in ours.run(prompts, num_tokens)]
         other = [answer.decode_s for answer in theirs.run(requests).answers]
         # The first round fills both prefix caches.
         if number:
@@ -168,7 +169,8 @@ def _prefill(
     cell = PrefillCell(dtype, num_tokens, [], [])
     for number in range(num_rounds + 1):
         prompt = _prompt(rng, num_tokens)
-        (own,) = ours.run([prompt], 1)
+        with theirs.paused():
+            (own,) = ours.run([prompt], 1)
         (other,) = theirs.run([peer.PeerRequest(prompt, (), 1)]).answers
         if number:
             cell.ours_s.append(own.first_token_s)

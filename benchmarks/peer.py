@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -221,6 +222,17 @@ class Peer:
         """Forgets all prompts and images."""
         self._send({"command": "reset"})
         self._receive(_RUN_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Its processes stand still meanwhile: it polls for work, which others on these processors would feel."""
+        assert self._popen is not None, "start() comes first"
+        # It has a session, and so a group, of its own.
+        os.killpg(self._popen.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._popen.pid, signal.SIGCONT)
 
     def memory_bytes(self) -> int:
         """Memory of its processes now, pages that several of them share counted once."""
