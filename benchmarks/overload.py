@@ -135,9 +135,13 @@ async def measure(folder: pathlib.Path, load: Load) -> Figures:
             asker = _Asker(client, await told_prompts(client, _NUM_PROMPTS, rng), load.num_tokens)
             gc.collect()
             gc.freeze()
-            full_batch = await _phase(service, _closed_loop(asker, load.num_running, load.duration_s), None, 0.0)
+            # All begin together; half of the load's duration more, until they no longer end together.
+            settling_s = load.duration_s / 2
+            asks = _closed_loop(asker, load.num_running, load.duration_s + settling_s)
+            full_batch = await _phase(service, asks, None, settling_s)
             print(f"full batch: {full_batch.goodput:.1f} answers/s", flush=True)
-            closed = await _phase(service, _closed_loop(asker, load.num_concurrent, load.duration_s), None, 0.0)
+            asks = _closed_loop(asker, load.num_concurrent, load.duration_s + settling_s)
+            closed = await _phase(service, asks, None, settling_s)
             print(f"{load.num_concurrent} at a time: {closed.goodput:.1f} answers/s", flush=True)
             assert full_batch.answer_s is not None, "nobody was refused"
             deadline_s = load.patience * full_batch.answer_s

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 
 import pytest
 import torch
 
-from benchmarks import decode_speed
+from benchmarks import decode_speed, step_profile
 from benchmarks.decode_speed import PeerCell, PrefillCell, section
 from benchmarks.engine_thread import EngineThread
 from benchmarks.models import demo_model
 from benchmarks.runner_steps import RunnerSteps
+from decoder_svc.runner.cpu_attention import SOURCES
+from lookonce.native_library import NativeLibraryError, load_library
 from tests.tiny_models import HIDDEN_SIZE, NUM_LAYERS, build_llava_clip
+
+
+@pytest.fixture
+def library() -> None:
+    try:
+        load_library(SOURCES)
+    except NativeLibraryError as error:
+        pytest.skip(f"there is no native library here: {error}")
 
 
 def test_both_runners_decode_in_turns(tmp_path: pathlib.Path) -> None:
@@ -44,3 +55,17 @@ def test_the_quick_form_prints_its_figures(monkeypatch: pytest.MonkeyPatch, caps
     printed = capsys.readouterr().out
     assert "peer: not run" in printed
     assert "The peer was not run." in printed
+
+
+def test_the_profile_takes_every_part_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library: None
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["step_profile", "--quick"])
+    step_profile.main()
+    printed = capsys.readouterr().out
+    (profile,) = json.loads(printed.splitlines()[-1])["profiles"]
+    seconds = {part["name"]: part["seconds"] for part in profile["parts"]}
+    assert len(seconds) == 8
+    # What is left of the stack beside its parts, which are timed apart, may be anything.
+    assert all(value > 0 for name, value in seconds.items() if "the rest" not in name)
+    assert profile["limit_s"] > 0

@@ -3,6 +3,8 @@
 // One parallel region for all layers, so that threads are woken once a step; the caller's lock of the Python interpreter is
 // free all the while. Hidden states stay in float32 between layers, what is multiplied has the weights' type.
 
+#include <memory>
+
 #include "attention.h"
 #include "linear.h"
 
@@ -66,19 +68,12 @@ class StackRun {
       const AttentionPlan& plan = plan_of(stack.layers[l].options);
       num_partials = std::max(num_partials, Attention<Type>::partial_floats(plan, heads));
     }
-    Buffers& buffers = memory();
-    buffers.normed.resize(tokens * stack.hidden_size);
-    buffers.projected.resize(tokens * (query_size + 2 * heads.num_kv_heads * heads.head_dim));
-    buffers.queries.resize(tokens * query_size);
-    buffers.attended.resize(tokens * query_size);
-    buffers.gated.resize(tokens * stack.mlp_size);
-    buffers.partials.resize(num_partials);
-    normed_ = buffers.normed.data();
-    projected_ = buffers.projected.data();
-    queries_ = buffers.queries.data();
-    attended_ = buffers.attended.data();
-    gated_ = buffers.gated.data();
-    partials_ = buffers.partials.data();
+    normed_.reset(new Element[tokens * stack.hidden_size]);
+    projected_.reset(new float[tokens * (query_size + 2 * heads.num_kv_heads * heads.head_dim)]);
+    queries_.reset(new Element[tokens * query_size]);
+    attended_.reset(new Element[tokens * query_size]);
+    gated_.reset(new Element[tokens * stack.mlp_size]);
+    partials_.reset(new float[num_partials]);
   }
 
   void run() {
@@ -90,17 +85,6 @@ class StackRun {
   }
 
  private:
-  // Kept by the calling thread from step to step.
-  struct Buffers {
-    std::vector<Element> normed, queries, attended, gated;
-    std::vector<float> projected, partials;
-  };
-
-  static Buffers& memory() {
-    static thread_local Buffers buffers;
-    return buffers;
-  }
-
   const AttentionPlan& plan_of(const LayerOptions& options) {
     for (const AttentionPlan& plan : plans_) {
       if (plan.group == options.group && plan.window == options.window) return plan;
@@ -123,25 +107,27 @@ class StackRun {
       const int64_t count = std::min(kTileColumns, size - column);
       for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
     };
-    normalise(layer.input_norm, normed_);
+    normalise(layer.input_norm, normed_.get());
     const int64_t projected_size = layer.query_key_value.num_outputs;
-    linear<Type>(layer.query_key_value, normed_, tokens, [&](int64_t row, int64_t column, const float* sums) {
+    linear<Type>(layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const int64_t count = std::min(kTileColumns, projected_size - column);
-      std::copy(sums, sums + count, projected_ + row * projected_size + column);
+      std::copy(sums, sums + count, projected_.get() + row * projected_size + column);
     });
     rotate_and_write(layer);
     const AttentionPlan& plan = known_plan(layer.options);
-    Attention<Type>(step_, stack_.heads, plan, layer.pools, layer.options, queries_, attended_, partials_).run();
-    linear<Type>(layer.attended, attended_, tokens, add_to_hidden);
-    normalise(layer.attended_norm, normed_);
-    linear<Type>(layer.gate_up, normed_, tokens, [&](int64_t row, int64_t column, const float* sums) {
+    Attention<Type>(step_, stack_.heads, plan, layer.pools, layer.options, queries_.get(), attended_.get(),
+                    partials_.get())
+        .run();
+    linear<Type>(layer.attended, attended_.get(), tokens, add_to_hidden);
+    normalise(layer.attended_norm, normed_.get());
+    linear<Type>(layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const Floats gate = load_floats(sums);
       // Of the smaller of e^x and e^-x, so that nothing overflows.
       const Floats e = exp2_of_negative<Type::kIsRough>((gate < 0.0f ? gate : -gate) * kLog2OfE);
       const Floats sigmoid = (gate < 0.0f ? e : all_lanes(1.0f)) / (e + 1.0f);
-      Type::store(gated_ + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
+      Type::store(gated_.get() + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
     });
-    linear<Type>(layer.down, gated_, tokens, add_to_hidden);
+    linear<Type>(layer.down, gated_.get(), tokens, add_to_hidden);
   }
 
   void normalise(const float* weights, Element* to) const {
@@ -163,9 +149,9 @@ class StackRun {
     const int64_t* slots = step_.groups[layer.options.group].slots;
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < step_.num_tokens; ++token) {
-      const float* from = projected_ + token * width;
+      const float* from = projected_.get() + token * width;
       for (int64_t head = 0; head < heads.num_heads; ++head, from += dim) {
-        rotate(from, layer.query_norm, token, queries_ + (token * heads.num_heads + head) * dim);
+        rotate(from, layer.query_norm, token, queries_.get() + (token * heads.num_heads + head) * dim);
       }
       const float* values = from + heads.num_kv_heads * dim;
       alignas(64) Element key[kMaxHeadDim], value[kMaxHeadDim];
@@ -199,8 +185,9 @@ class StackRun {
   const StackStep& io_;
   const std::vector<char> is_last_;
   std::vector<AttentionPlan> plans_;
-  Element *normed_, *queries_, *attended_, *gated_;
-  float *projected_, *partials_;
+  // Of each token; nothing is in them at first.
+  std::unique_ptr<Element[]> normed_, queries_, attended_, gated_;
+  std::unique_ptr<float[]> projected_, partials_;
 };
 
 }  // namespace
