@@ -145,7 +145,13 @@ def test_an_entry_cut_short_between_header_and_rows_is_noticed(
     store, key = make_store(fault_proxy.url), fresh_key()
     entry = make_entry(key, LARGE, make_rows(LARGE))
     shared_admin.set(data_key(key), entry)
-    fault_proxy.faults.before_rows = lambda: shared_admin.set(data_key(key), entry[:5000])
+
+    def cut_once() -> None:
+        # Further pieces of the same read are on their way: they must not bring back what the reader deletes.
+        fault_proxy.faults.before_rows = None
+        shared_admin.set(data_key(key), entry[:5000])
+
+    fault_proxy.faults.before_rows = cut_once
     assert read_all(store, key) is MissReason.LENGTH
     assert not shared_admin.exists(data_key(key))
 
