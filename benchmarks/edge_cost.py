@@ -30,6 +30,7 @@ from lookonce.aio import AsyncClient
 _NAME = "edge_cost"
 _MODELS = {"small-llava": models.small_llava, "demo": models.demo_model}
 _TIMEOUT_S = 600.0
+_KV_CACHE_BYTES = 1 << 30
 _END_TIMEOUT_S = 60.0
 
 
@@ -98,6 +99,7 @@ async def measure(
 ) -> dict[int, list[Pair]]:
     """Interleaved rounds for each number of streams. Who begins changes."""
     flags = ["--max-num-seqs", str(max(streams)), "--num-threads", str(num_threads)]
+    flags += ["--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)]
     pairs: dict[int, list[Pair]] = {number: [] for number in streams}
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(TextService(folder, flags))

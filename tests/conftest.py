@@ -39,3 +39,16 @@ def stack() -> Iterator[LocalStack]:
     """Redis, one encoder and two decoders with the demo model."""
     with LocalStack(DEMO_MODEL, num_decoders=2, encoder_arguments=ONE_THREAD, decoder_arguments=ONE_THREAD) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def library() -> None:
+    """Skips where the decoder's compiled library cannot be had."""
+    # They import torch, which reads the settings above.
+    from decoder_svc.runner.cpu_attention import SOURCES
+    from lookonce.native_library import NativeLibraryError, load_library
+
+    try:
+        load_library(SOURCES)
+    except NativeLibraryError as error:
+        pytest.skip(f"there is no native library here: {error}")

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from decoder_svc.request import Span
 from decoder_svc.runner.paged_step import PagedStep
+from decoder_svc.runner.pool_memory import pool_zeros
 
 PAGED_ATTENTION = "lookonce_paged"
 
@@ -157,8 +158,7 @@ class SdpaBackend:
 
         def pool(layer: int) -> Tensor:
             blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
-            shape = (blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-            return torch.zeros(shape, dtype=spec.dtype, device=device)
+            return pool_zeros((blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
 
         self._pools = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
         return self._pools

@@ -15,6 +15,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
 from decoder_svc.runner.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.native_structures import Heads, Options, Pools
+from decoder_svc.runner.pool_memory import pool_zeros
 from lookonce.native_library import NativeLibrary, NativeLibraryError, load_library
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class NativeBackend:
 
         def pool(layer: int) -> Tensor:
             blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
-            return torch.zeros((blocks, spec.num_kv_heads, slots, spec.head_dim), dtype=spec.dtype, device=device)
+            return pool_zeros((blocks, spec.num_kv_heads, slots, spec.head_dim), spec.dtype, device)
 
         self._tensors = []
         self._tensors = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]

@@ -50,6 +50,15 @@ def _seen_keys(
 
 
 @triton.jit
+def _part(begin, end, split, NUM_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr):
+    """Of the keys [begin, end): those of one split, whole tiles but for the last one."""
+    num_tiles = (end - begin + NUM_KEYS - 1) // NUM_KEYS
+    split_len = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * NUM_KEYS
+    begin = begin + split * split_len
+    return begin, tl.minimum(end, begin + split_len)
+
+
+@triton.jit
 def _walk(
     queries, start, stop, begin, end, first_key, keys, values, table, block_stride, slot_stride, scale, softcap,
     NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
@@ -123,11 +132,7 @@ def _attend(
     )  # fmt: skip
     begin = tl.min(tl.where(is_row, start, kv_len), 0)
     end = tl.max(tl.where(is_row, stop, 0), 0)
-    # This program's part of them.
-    num_tiles = (end - begin + NUM_KEYS - 1) // NUM_KEYS
-    split_len = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * NUM_KEYS
-    begin = begin + split * split_len
-    end = tl.minimum(end, begin + split_len)
+    begin, end = _part(begin, end, split, NUM_KEYS, NUM_SPLITS)
 
     dims = tl.arange(0, PADDED_DIM)
     is_stored = is_row[:, None] & (dims < HEAD_DIM)[None, :]

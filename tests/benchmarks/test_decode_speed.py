@@ -14,17 +14,7 @@ from benchmarks.decode_speed import PeerCell, PrefillCell, section
 from benchmarks.engine_thread import EngineThread
 from benchmarks.models import demo_model
 from benchmarks.runner_steps import RunnerSteps
-from decoder_svc.runner.cpu_attention import SOURCES
-from lookonce.native_library import NativeLibraryError, load_library
 from tests.tiny_models import HIDDEN_SIZE, NUM_LAYERS, build_llava_clip
-
-
-@pytest.fixture
-def library() -> None:
-    try:
-        load_library(SOURCES)
-    except NativeLibraryError as error:
-        pytest.skip(f"there is no native library here: {error}")
 
 
 def test_both_runners_decode_in_turns(tmp_path: pathlib.Path) -> None:

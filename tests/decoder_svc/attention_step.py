@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -109,7 +110,9 @@ class Step:
             batch.add(AdmittedRequest(name, token_ids, chunk.num_tokens, (), None, chunk.spans, params))
             length = chunk.stop - chunk.start
             sliding = self._sliding_table(chunk, table, is_mutual_beyond_window=is_mutual_beyond_window)
-            scheduled.append(ScheduledChunk(name, chunk.start, length, chunk.write_start, 0, table, False, sliding))
+            # Where the layer is in the sliding group, the other group's table leads elsewhere.
+            full = table if sliding is None else table[::-1]
+            scheduled.append(ScheduledChunk(name, chunk.start, length, chunk.write_start, 0, full, False, sliding))
             batch[name].set_blocks(scheduled[-1])
         flat = batch.flatten(scheduled)
         return AttentionMetadata(
@@ -195,3 +198,64 @@ OPTIONS = st.builds(
     softcap=st.none() | st.sampled_from((0.5, 3.0)),
 )
 SEEDS = st.integers(0, 1 << 30)
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """All that a test of any step is given."""
+
+    chunks: list[Chunk]
+    sizes: Sizes
+    options: LayerOptions
+    is_mutual_beyond_window: bool
+    has_sliding_group: bool
+    dtype: torch.dtype
+    seed: int
+
+    def check(self, backend: Callable[[], AttentionBackend]) -> None:
+        """The backend's result is the reference's."""
+        window = self.options.window if self.has_sliding_group else None
+        step = Step(self.chunks, self.sizes, self.seed, self.dtype, window, backend)
+        step.check(self.options, is_mutual_beyond_window=self.is_mutual_beyond_window)
+
+
+# A span that the chunk begins inside of, with a window shorter than the span; a whole prompt and what followed; and a
+# chunk that needs only the last blocks of its context, and not all of the very last one.
+_EXAMPLES = (
+    (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), False),
+    (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), True),
+    (Chunk(9, 0, 0, 11, (Span(0, 9),), 2), LayerOptions(1.0, window=2, softcap=3.0), True),
+    (Chunk(22, 17, 17, 22), LayerOptions(1.0, window=3), False),
+)
+
+
+def any_step(
+    *dtypes: torch.dtype,
+    max_chunks: int = 4,
+    chunk: st.SearchStrategy[Chunk] | None = None,
+    sizes: st.SearchStrategy[Sizes] = SIZES,
+    example_sizes: Sizes = Sizes(),
+) -> Callable[[Callable[[StepCase], None]], Callable[..., None]]:
+    """Decorates a test with random steps of these dtypes, and with some that are the same for every backend.
+
+    `chunk`: another strategy than `chunk_of_a_prompt`. `example_sizes`: of the steps that are not random.
+    """
+    cases = st.builds(
+        StepCase,
+        chunks=st.lists(chunk_of_a_prompt() if chunk is None else chunk, min_size=1, max_size=max_chunks),
+        sizes=sizes,
+        options=OPTIONS,
+        is_mutual_beyond_window=st.booleans(),
+        has_sliding_group=st.booleans(),
+        dtype=st.sampled_from(dtypes),
+        seed=SEEDS,
+    )
+
+    def decorate(test: Callable[[StepCase], None]) -> Callable[..., None]:
+        for dtype in dtypes:
+            for chunk_of_example, options, is_mutual_beyond_window in _EXAMPLES:
+                case = StepCase([chunk_of_example], example_sizes, options, is_mutual_beyond_window, True, dtype, 0)
+                test = example(case)(test)
+        return given(cases)(test)
+
+    return decorate

@@ -45,7 +45,10 @@ def service() -> Service:
 
 
 def test_while_there_are_places_nobody_is_refused(service: Service) -> None:
-    service.enter(NUM_PLACES, has_s=0.001)
+    for _ in range(NUM_PLACES):
+        assert service.admission.expected_s(0, None) == 0
+        service.enter(has_s=0.001)
+    assert service.admission.expected_s(0, None) > 0, "each of them has a place"
 
 
 def test_a_request_that_would_end_too_late_is_refused_with_advice(service: Service) -> None:
@@ -60,6 +63,8 @@ def test_a_request_that_would_end_too_late_is_refused_with_advice(service: Servi
 
 def test_who_has_no_deadline_waits_however_long(service: Service) -> None:
     service.enter(1000)
+    wait_s = (1000 + 1 - NUM_PLACES) * SERVED_S / NUM_PLACES
+    assert service.admission.expected_s(0, None) == pytest.approx(wait_s + SERVED_S), "all of them wait"
 
 
 def test_a_short_answer_is_expected_earlier(service: Service) -> None:
@@ -77,7 +82,12 @@ def test_who_goes_first_does_not_wait_for_those_behind(service: Service) -> None
 
 
 def test_before_anybody_has_ended_nobody_is_refused() -> None:
-    Service().enter(1000, has_s=0.001)
+    service = Service()
+    service.enter(1000, has_s=0.001)
+    assert service.admission.expected_s(0, None) == 0
+    service.admission.note_served(SERVED_S, NUM_TOKENS)
+    with pytest.raises(OverloadedError):
+        service.enter(has_s=0.001)
 
 
 def test_a_full_pool_has_fewer_places(service: Service) -> None:

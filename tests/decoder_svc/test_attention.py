@@ -12,40 +12,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_svc.request import Span
 from decoder_svc.runner.attention import KVCacheSpec, LayerOptions, SdpaBackend, _paged_attention, forward_context
 from tests.decoder_svc.attention_reference import Chunk, expected
-from tests.decoder_svc.attention_step import LAYER, NUM_LAYERS, OPTIONS, SEEDS, SIZES, Sizes, Step, chunk_of_a_prompt
+from tests.decoder_svc.attention_step import (
+    LAYER,
+    NUM_LAYERS,
+    OPTIONS,
+    SEEDS,
+    SIZES,
+    Sizes,
+    Step,
+    StepCase,
+    any_step,
+    chunk_of_a_prompt,
+)
 
 thorough = settings(max_examples=150, deadline=None)
 
 
 @thorough
-@given(
-    chunks=st.lists(chunk_of_a_prompt(), min_size=1, max_size=4),
-    sizes=SIZES,
-    options=OPTIONS,
-    is_mutual_beyond_window=st.booleans(),
-    has_sliding_group=st.booleans(),
-    seed=SEEDS,
-)
-# A span that the chunk begins inside of, with a window shorter than the span; then a whole prompt and what followed.
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), False, True, 0)
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), True, True, 0)
-@example([Chunk(9, 0, 0, 11, (Span(0, 9),), 2)], Sizes(), LayerOptions(1.0, window=2, softcap=3.0), True, True, 0)
-def test_attention_is_the_reference(
-    chunks: list[Chunk],
-    sizes: Sizes,
-    options: LayerOptions,
-    is_mutual_beyond_window: bool,
-    has_sliding_group: bool,
-    seed: int,
-) -> None:
-    window = options.window if has_sliding_group else None
-    Step(chunks, sizes, seed, window=window).check(options, is_mutual_beyond_window=is_mutual_beyond_window)
+@any_step(torch.float64)
+def test_attention_is_the_reference(case: StepCase) -> None:
+    case.check(SdpaBackend)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

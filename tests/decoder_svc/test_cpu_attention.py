@@ -9,26 +9,20 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from decoder_svc.request import Span
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
 from decoder_svc.runner.cpu_attention import SOURCES, NativeBackend, cpu_attention
-from lookonce.native_library import NativeLibraryError, load_library
+from lookonce.native_library import load_library
 from tests.decoder_svc.attention_reference import Chunk
-from tests.decoder_svc.attention_step import LAYER, OPTIONS, SEEDS, Sizes, Step, chunk_of_a_prompt
+from tests.decoder_svc.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt
+
+pytestmark = pytest.mark.usefixtures("library")
 
 NUM_THREADS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library() -> None:
-    try:
-        load_library(SOURCES)
-    except NativeLibraryError as error:
-        pytest.skip(f"there is no native library here: {error}")
 
 
 class Native(NativeBackend):
@@ -86,31 +80,17 @@ def decoding(draw: st.DrawFn) -> Chunk:
     return Chunk(stop, stop - 1, draw(st.integers(stop - 1, stop)), stop)
 
 
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
-
-
 @settings(max_examples=200, deadline=None)
-@given(
-    chunks=st.lists(decoding() | chunk_of_a_prompt(), min_size=1, max_size=5),
+@any_step(
+    torch.float32,
+    torch.bfloat16,
+    max_chunks=5,
+    chunk=decoding() | chunk_of_a_prompt(),
     sizes=SIZES,
-    options=OPTIONS,
-    is_mutual_beyond_window=st.booleans(),
-    has_sliding_group=st.booleans(),
-    dtype=DTYPES,
-    seed=SEEDS,
+    example_sizes=Sizes(head_dim=16),
 )
-def test_any_step_gives_what_the_reference_gives(
-    chunks: list[Chunk],
-    sizes: Sizes,
-    options: LayerOptions,
-    is_mutual_beyond_window: bool,
-    has_sliding_group: bool,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    window = options.window if has_sliding_group else None
-    step = Step(chunks, sizes, seed, dtype, window=window, backend=Native)
-    step.check(options, is_mutual_beyond_window=is_mutual_beyond_window)
+def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+    case.check(Native)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

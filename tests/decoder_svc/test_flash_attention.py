@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from torch import Tensor
 
 from decoder_svc.request import Span
 from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
 from decoder_svc.runner.flash_attention import FlashBackend, FlashFunctions
 from tests.decoder_svc.attention_reference import Chunk
-from tests.decoder_svc.attention_step import LAYER, OPTIONS, SEEDS, SIZES, Sizes, Step, chunk_of_a_prompt
+from tests.decoder_svc.attention_step import LAYER, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.tensor_backend import TensorBackend
 
 CALLS: list[str] = []
@@ -79,25 +78,9 @@ def flash() -> FlashBackend:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    chunks=st.lists(chunk_of_a_prompt(), min_size=1, max_size=4),
-    sizes=SIZES,
-    options=OPTIONS,
-    is_mutual_beyond_window=st.booleans(),
-    has_sliding_group=st.booleans(),
-    seed=SEEDS,
-)
-def test_any_step_gives_what_the_reference_gives(
-    chunks: list[Chunk],
-    sizes: Sizes,
-    options: LayerOptions,
-    is_mutual_beyond_window: bool,
-    has_sliding_group: bool,
-    seed: int,
-) -> None:
-    window = options.window if has_sliding_group else None
-    step = Step(chunks, sizes, seed, torch.float32, window=window, backend=flash)
-    step.check(options, is_mutual_beyond_window=is_mutual_beyond_window)
+@any_step(torch.float32)
+def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+    case.check(flash)
 
 
 def test_single_tokens_go_to_the_function_for_decoding_and_spans_to_another_backend() -> None:

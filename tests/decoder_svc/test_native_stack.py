@@ -14,16 +14,16 @@ from decoder_svc.request import RequestId, SamplingParams, TokenLogprobs
 from decoder_svc.runner import native_model, stack_check
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.runner.cpu_attention import SOURCES
 from decoder_svc.runner.native_stack import NativeStack
 from decoder_svc.runner.packed_weights import NativeLinear
 from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
 from decoder_svc.text_tokenizer import load_pretrained
 from lookonce.half_model import text_child
 from lookonce.model_folder import ModelFolder
-from lookonce.native_library import NativeLibraryError, load_library
 from tests import tiny_models
 from tests.tiny_families import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("library")
 
 BLOCK_SIZE = 8
 HAVE_STACKS = {
@@ -31,14 +31,6 @@ HAVE_STACKS = {
     "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
 }  # fmt: skip
 Built = Callable[[torch.dtype], CPUModelRunner]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library() -> None:
-    try:
-        load_library(SOURCES)
-    except NativeLibraryError as error:
-        pytest.skip(f"there is no native library here: {error}")
 
 
 def load(folder: pathlib.Path, dtype: torch.dtype) -> CPUModelRunner:

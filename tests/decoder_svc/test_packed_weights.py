@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from decoder_svc.runner.cpu_attention import SOURCES
 from decoder_svc.runner.packed_weights import NativeLinear, packable, packed, replace_linears
-from lookonce.native_library import NativeLibraryError, load_library
+from lookonce.native_library import load_library
 
-
-@pytest.fixture(scope="module", autouse=True)
-def library() -> None:
-    try:
-        load_library(SOURCES)
-    except NativeLibraryError as error:
-        pytest.skip(f"there is no native library here: {error}")
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.dtype | None = None) -> NativeLinear:

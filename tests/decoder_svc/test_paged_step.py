@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 
 from decoder_svc.request import Span
-from decoder_svc.runner.attention import LayerOptions
 from tests.decoder_svc.attention_reference import Chunk
-from tests.decoder_svc.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, chunk_of_a_prompt
+from tests.decoder_svc.attention_step import Sizes, Step, StepCase, any_step
 from tests.decoder_svc.tensor_backend import TensorBackend
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    chunks=st.lists(chunk_of_a_prompt(), min_size=1, max_size=4),
-    sizes=SIZES,
-    options=OPTIONS,
-    is_mutual_beyond_window=st.booleans(),
-    has_sliding_group=st.booleans(),
-    seed=SEEDS,
-)
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), False, True, 0)
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), True, True, 0)
-def test_attention_on_a_steps_tensors_is_the_reference(
-    chunks: list[Chunk],
-    sizes: Sizes,
-    options: LayerOptions,
-    is_mutual_beyond_window: bool,
-    has_sliding_group: bool,
-    seed: int,
-) -> None:
-    window = options.window if has_sliding_group else None
-    step = Step(chunks, sizes, seed, torch.float32, window=window, backend=TensorBackend)
-    step.check(options, is_mutual_beyond_window=is_mutual_beyond_window)
+@any_step(torch.float32)
+def test_attention_on_a_steps_tensors_is_the_reference(case: StepCase) -> None:
+    case.check(TensorBackend)
 
 
 def test_tables_are_padded_and_numbers_are_those_of_the_sequences() -> None:

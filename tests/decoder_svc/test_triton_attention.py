@@ -16,40 +16,19 @@ from hypothesis import strategies as st
 from decoder_svc.request import Span
 from decoder_svc.runner.attention import LayerOptions
 from tests.decoder_svc.attention_reference import Chunk
-from tests.decoder_svc.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, chunk_of_a_prompt
+from tests.decoder_svc.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.interpreted_triton import FEW, MANY, interpreted, num_key_splits, tile_sizes
-
-# The interpreter takes some milliseconds for each program.
-few = settings(max_examples=40, deadline=None)
 
 
 def decode(num_tokens: int) -> Chunk:
     return Chunk(num_tokens, num_tokens - 1, num_tokens - 1, num_tokens)
 
 
-@few
-@given(
-    chunks=st.lists(chunk_of_a_prompt(), min_size=1, max_size=3),
-    sizes=SIZES,
-    options=OPTIONS,
-    is_mutual_beyond_window=st.booleans(),
-    has_sliding_group=st.booleans(),
-    seed=SEEDS,
-)
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), False, True, 0)
-@example([Chunk(12, 5, 5, 12, (Span(2, 8),))], Sizes(), LayerOptions(1.0, window=3), True, True, 0)
-@example([Chunk(9, 0, 0, 11, (Span(0, 9),), 2)], Sizes(), LayerOptions(1.0, window=2, softcap=3.0), True, True, 0)
-def test_any_step_gives_what_the_reference_gives(
-    chunks: list[Chunk],
-    sizes: Sizes,
-    options: LayerOptions,
-    is_mutual_beyond_window: bool,
-    has_sliding_group: bool,
-    seed: int,
-) -> None:
-    window = options.window if has_sliding_group else None
-    step = Step(chunks, sizes, seed, torch.float32, window=window, backend=interpreted)
-    step.check(options, is_mutual_beyond_window=is_mutual_beyond_window)
+# The interpreter takes some milliseconds for each program.
+@settings(max_examples=40, deadline=None)
+@any_step(torch.float32, max_chunks=3)
+def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+    case.check(interpreted)
 
 
 @settings(max_examples=15, deadline=None)
