@@ -8,6 +8,7 @@ token. With few streams that is less than a step takes, and nothing is held back
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -51,6 +52,11 @@ class Delivery:
         """The stream of a new request."""
         stream = self._streams[request_id] = OutputStream()
         return stream
+
+    def context(self, request_id: RequestId) -> contextvars.Context:
+        """Of the call that the request answers; an empty one when it has ended."""
+        stream = self._streams.get(request_id)
+        return contextvars.Context() if stream is None else stream.context
 
     def deliver(self, answers: Iterable[tuple[RequestId, Answer]]) -> None:
         """Takes what a step produced, in order. Answers to requests that have theirs are dropped."""

@@ -18,9 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from decoder_svc.encoder_client import EncoderClient, EncoderInfo
 from decoder_svc.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.fetched_rows import FetchedRows
-from decoder_svc.request import RowSource
+from decoder_svc.request import RequestId, RowSource
 from decoder_svc.scheduler_output import RowFetch
 from decoder_svc.touch_queue import TouchQueue
+from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
@@ -56,6 +57,7 @@ class EmbeddingFetcher:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._order: CallerOrder[RequestId] = CallerOrder()
         self._touches = TouchQueue(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
 
     def start(
@@ -64,7 +66,10 @@ class EmbeddingFetcher:
         on_arrived: Callable[[FetchedRows], None],
         on_failed: Callable[[RowFetch, LookonceError], None],
     ) -> None:
-        """Begins one fetch; exactly one of the two callbacks is called, on the event loop."""
+        """Begins one fetch; exactly one of the two callbacks is called, on the event loop.
+
+        Of the images that a request lacks the encoder is asked in the order of these calls.
+        """
         task = asyncio.get_running_loop().create_task(self._run(fetch, on_arrived, on_failed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -85,8 +90,9 @@ class EmbeddingFetcher:
     ) -> None:
         started_s = time.monotonic()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                rows, tier = await self._fetch(fetch)
+            with self._order.entered(fetch.request_id) as turn:
+                async with asyncio.timeout(self._timeout_s):
+                    rows, tier = await self._fetch(fetch, turn)
         except LookonceError as error:
             self._fail(fetch, error, on_failed)
         except TimeoutError:
@@ -106,7 +112,7 @@ class EmbeddingFetcher:
         self._metrics.failed()
         on_failed(fetch, error)
 
-    async def _fetch(self, fetch: RowFetch) -> tuple[FetchedRows, FetchTier]:
+    async def _fetch(self, fetch: RowFetch, turn: Turn[RequestId]) -> tuple[FetchedRows, FetchTier]:
         if self._encoder is None:
             raise UnavailableError("this decoder has no encoder; it serves text only")
         info = await self._encoder.info()
@@ -118,6 +124,8 @@ class EmbeddingFetcher:
             self._touches.note(fetch.key, fetch.options)
             return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.SHARED
         if fetch.data is not None:
+            await turn.wait()
+            turn.pass_on()
             return await self._encode(self._encoder, fetch, fetch.data, info, buffer), FetchTier.ENCODER
         await self._read_rows(self._encoder, fetch, buffer)
         return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.ENCODER

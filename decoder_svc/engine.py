@@ -334,7 +334,12 @@ class Engine:
 
     def _start_fetches(self, output: SchedulerOutput) -> None:
         for fetch in output.fetches:
-            self._call_on_loop(self._fetcher.start, fetch, self._inbox.put, self._put_failed_rows)
+            self._call_on_loop(self._start_fetch, fetch)
+
+    def _start_fetch(self, fetch: RowFetch) -> None:
+        """In the context of the call that needs the rows first."""
+        context = self._delivery.context(fetch.request_id)
+        context.run(self._fetcher.start, fetch, self._inbox.put, self._put_failed_rows)
 
     def _put_failed_rows(self, fetch: RowFetch, error: LookonceError) -> None:
         self._inbox.put(_FailedRows(fetch, error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -24,6 +25,8 @@ class OutputStream:
         self._is_closed = False
         self._has_tokens = False
         self._changed = asyncio.Event()
+        # That of the call which made this stream: whoever works for the request elsewhere says its id in logs.
+        self.context = contextvars.copy_context()
 
     @property
     def is_closed(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from decoder_svc.encoder_cache_manager import EncoderCacheManager, RowUser, row_user
-from decoder_svc.request import ImageItem, Request, RowSource
+from decoder_svc.request import ImageItem, Request, RequestId, RowSource
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import RowFetch
 from lookonce.content_key import ContentKey
@@ -65,7 +65,7 @@ class RowDemand:
             is_first_missing = item.token_of_row(rows.start) < start + least
             displacing = user if is_first_missing and may_displace else None
             for part in self._cache.unasked(item.key, rows):
-                if not self._reserve(item, part, displacing):
+                if not self._reserve(item, part, displacing, request.request_id):
                     self._is_short |= is_first_missing and is_first
                     return
             self._note_source(request, item, rows)
@@ -128,7 +128,7 @@ class RowDemand:
     def _is_any_arriving(self, request: Request, start: int) -> bool:
         return any(self._cache.is_any_arriving(item.key, rows) for _, item, rows in _images_from(request, start))
 
-    def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None) -> bool:
+    def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, request_id: RequestId) -> bool:
         """Asks for rows that nobody has asked for; False when budget or room are short."""
         if self._is_short or (self._fetches and len(rows) > self._row_budget):
             self._has_put_off = True
@@ -137,7 +137,7 @@ class RowDemand:
             return False
         self._cache.reserve(item.key, rows, displacing)
         self._row_budget -= len(rows)
-        self._fetches.append(RowFetch(item.key, rows, item.num_rows, item.options, item.data))
+        self._fetches.append(RowFetch(item.key, rows, item.num_rows, item.options, item.data, request_id))
         return True
 
     def _note_source(self, request: Request, item: ImageItem, rows: RowRange) -> None:

@@ -92,6 +92,8 @@ class RowFetch:
     options: ProcessorOptions
     # The original file, to encode from when no cache has the rows; None: by digest only.
     data: ImageFile | None
+    # The first that needs them; others may share the fetch.
+    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import threading
 import time
@@ -82,7 +81,7 @@ class ForwardBatcher:
         self._metrics = metrics
         self._clock = clock
         self._queue = ForwardQueue(limits.max_images, limits.max_bytes)
-        self._numbers = itertools.count()
+        self._last_number = -1
         # Images that somebody prepares.
         self._num_expected = 0
         self._changed = threading.Condition()
@@ -122,9 +121,10 @@ class ForwardBatcher:
                 self._num_expected -= 1
                 self._changed.notify()
 
-    def submit(self, inputs: PixelInputs, caller: CallerId) -> Future[EncodedRows]:
-        """Queues one image. Raises OverloadedError when the queue is full, UnavailableError after `close` or while
-        the model hangs.
+    def submit(self, inputs: PixelInputs, caller: CallerId, number: int | None = None) -> Future[EncodedRows]:
+        """Queues one image, the one asked for as the `number`-th, else behind all others.
+
+        Raises OverloadedError when the queue is full, UnavailableError after `close` or while the model hangs.
 
         The future raises ImagePoisonousError when the model works but not on this image, else what the pass of this
         image alone raised. Cancelling it before its pass begins takes the image out of the queue.
@@ -136,7 +136,9 @@ class ForwardBatcher:
                 raise UnavailableError("the encoder's model does not answer; retry on another replica")
             if len(self._queue) >= self._limits.max_queued:
                 raise OverloadedError(f"{len(self._queue)} images wait for the model, which is the limit")
-            job = ForwardJob(inputs, caller, next(self._numbers), self._clock())
+            number = self._last_number + 1 if number is None else number
+            self._last_number = max(self._last_number, number)
+            job = ForwardJob(inputs, caller, number, self._clock())
             self._queue.put(job)
             self._changed.notify()
         # Not the job itself: the future would keep its own pixels.

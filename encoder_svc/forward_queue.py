@@ -2,7 +2,8 @@
 
 A pass takes images in this order, each one that still fits:
 
-1. The image that waits longest. So an image with k older ones in the queue is at the latest in pass k + 1.
+1. The image that was asked for first. So an image before which k others of the queue were asked for is at the latest
+   in pass k + 1.
 2. One image of each caller by turns, its oldest first, until the pass is full: a call with many images takes what the
    others leave, and one pass may hold images of many calls.
 
@@ -46,7 +47,7 @@ class ForwardJob:
 
     inputs: PixelInputs
     caller: CallerId
-    # Position among all images ever queued.
+    # Position among all images ever asked for.
     number: int
     # When it was queued, seconds of the batcher's clock.
     arrived_s: float
@@ -54,7 +55,7 @@ class ForwardJob:
 
 
 class ForwardQueue:
-    """Images in the order of their arrival, by caller. Not safe for threads."""
+    """Images in the order in which they were asked for, by caller. Not safe for threads."""
 
     def __init__(self, max_images: int, max_bytes: int) -> None:
         """Bounds of one pass; one image alone may exceed `max_bytes`."""
@@ -70,8 +71,10 @@ class ForwardQueue:
         return self._num_waiting
 
     def put(self, job: ForwardJob) -> None:
-        """Queues an image."""
-        self._lines.setdefault(job.caller, deque()).append(job)
+        """Queues an image, before those of its caller that were asked for later."""
+        line = self._lines.setdefault(job.caller, deque())
+        num_later = sum(other.number > job.number for other in line)
+        line.insert(len(line) - num_later, job)
         self._num_waiting += 1
 
     def plan(self) -> list[ForwardJob]:

@@ -22,6 +22,7 @@ from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine
 from encoder_svc.single_flight import SingleFlight
 from encoder_svc.vision_model import VisionModel, row_bytes
+from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import (
@@ -112,6 +113,7 @@ class EncodePipeline:
         self._max_queued_images = max_queued_images
         self._num_queued = 0
         self._flights: SingleFlight[EncodeOutcome] = SingleFlight()
+        self._order: CallerOrder[CallerId] = CallerOrder()
         self._quarantine = quarantine
         self._fleet = fleet
 
@@ -135,13 +137,21 @@ class EncodePipeline:
     async def encode(self, image: ImageInput, cache_use: CacheUse, tenant: Tenant, caller: CallerId) -> EncodeOutcome:
         """Makes sure that the image's rows can be read from a cache.
 
-        Images of one `caller` take turns with those of others; an image that several ask for has the turn of the first.
+        Images of one `caller` are encoded in the order of these calls and take turns with those of others; an image
+        that several ask for has the turn of the first.
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds, OverloadedError,
         DigestMismatchError, InvalidParameterError, the image errors of `image_header` and `preprocess`, and
         ImagePoisonousError for an image on which the model fails.
         """
+        with self._order.entered(caller) as turn:
+            return await self._find_or_fly(image, cache_use, tenant, turn)
+
+    async def _find_or_fly(
+        self, image: ImageInput, cache_use: CacheUse, tenant: Tenant, turn: Turn[CallerId]
+    ) -> EncodeOutcome:
         self.model.adapter.check_options(image.options)
         if image.data is None:
+            turn.pass_on()
             if cache_use is CacheUse.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")
             assert image.digest is not None, "a reference has a digest"
@@ -149,11 +159,12 @@ class EncodePipeline:
         digest = await self._checked_digest(image.data, image.digest)
         key = self.key_of(digest, image.options, tenant)
         if cache_use is CacheUse.ONLY_IF_CACHED:
+            turn.pass_on()
             return await self._find(key)
         if cache_use is CacheUse.READ_AND_WRITE and (found := await self._find_local(key)) is not None:
             return found
         is_refresh = cache_use is CacheUse.REFRESH
-        return await self._fly(key, image.data, image.options, caller, refresh=is_refresh)
+        return await self._fly(key, image.data, image.options, turn, refresh=is_refresh)
 
     async def lookup(self, keys: Sequence[ContentKey], *, touch: bool) -> list[EmbeddingMeta | None]:
         """The description of each key's rows, None where no cache holds them; `touch` prolongs their lives."""
@@ -216,16 +227,17 @@ class EncodePipeline:
             return None
 
     async def _fly(
-        self, key: ContentKey, data: ImageFile, options: ProcessorOptions, caller: CallerId, *, refresh: bool
+        self, key: ContentKey, data: ImageFile, options: ProcessorOptions, turn: Turn[CallerId], *, refresh: bool
     ) -> EncodeOutcome:
         """Joins the flight of this key or starts one; a refresh joins refreshes only."""
         flight = (key.value, "refresh") if refresh else key.value
         if flight in self._flights:
             self._metrics.coalesced.labels("process").inc()
+            turn.pass_on()
             return _as_joined(await self._flights.join(flight))
 
         async def encode() -> EncodeOutcome:
-            return await self._encode(key, data, options, caller, overwrite=refresh)
+            return await self._encode(key, data, options, turn, overwrite=refresh)
 
         work = encode() if refresh else self._find_or_encode(key, encode)
         return await self._flights.start(flight, work)
@@ -241,14 +253,16 @@ class EncodePipeline:
         return replace(outcome, origin=Origin.COALESCED) if was_elsewhere else outcome
 
     async def _encode(
-        self, key: ContentKey, data: ImageFile, options: ProcessorOptions, caller: CallerId, *, overwrite: bool
+        self, key: ContentKey, data: ImageFile, options: ProcessorOptions, turn: Turn[CallerId], *, overwrite: bool
     ) -> EncodeOutcome:
         self._quarantine.check(key.value)
         self._admit()
         try:
             with self._batcher.expecting():
                 inputs, header = await self._preprocessor.prepare(data, key.digest, options)
-                submitted = self._batcher.submit(inputs, caller)
+                await turn.wait()
+                submitted = self._batcher.submit(inputs, turn.caller, turn.number)
+                turn.pass_on()
             encoded = await self._judged(key, submitted)
         finally:
             self._num_queued -= 1

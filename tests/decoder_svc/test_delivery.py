@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 
 import pytest
@@ -169,3 +170,14 @@ def test_no_token_is_lost_or_told_twice(steps: list[tuple[int, int, int]], holds
         assert len(delivery) == 0
 
     asyncio.run(run())
+
+
+async def test_work_for_a_request_has_the_context_of_its_call() -> None:
+    delivery, call = Delivery(0.0), contextvars.ContextVar("call", default="none")
+    for request_id in (A, B):
+        call.set(f"call of {request_id}")
+        delivery.open(request_id)
+    call.set("another")
+    assert [delivery.context(request_id).run(call.get) for request_id in (A, B)] == ["call of a", "call of b"]
+    delivery.deliver([(A, output(reason=FinishReason.ABORT))])
+    assert delivery.context(A).run(call.get) == "none", "who has ended has no call"

@@ -18,7 +18,7 @@ from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.encoder_client import EncoderClient
 from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.fetched_rows import FetchedRows
-from decoder_svc.request import RowSource
+from decoder_svc.request import RequestId, RowSource
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import RowFetch
 from lookonce.cache_names import data_key
@@ -54,7 +54,8 @@ class Fetcher:
 
     async def fetch(self, picture: bytes, rows: RowRange, *, with_data: bool = True) -> FetchedRows:
         """The rows, or the error as an exception."""
-        fetch = RowFetch(await self.key(picture), rows, NUM_ROWS, OPTIONS, picture if with_data else None)
+        data = picture if with_data else None
+        fetch = RowFetch(await self.key(picture), rows, NUM_ROWS, OPTIONS, data, RequestId("r"))
         ended: asyncio.Future[FetchedRows] = asyncio.get_running_loop().create_future()
 
         def failed(_: RowFetch, error: LookonceError) -> None:

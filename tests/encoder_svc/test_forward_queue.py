@@ -62,6 +62,17 @@ def test_callers_take_turns(images: str, max_images: int, expected: list[str]) -
     assert passes(filled(images, max_images=max_images)) == expected
 
 
+def test_an_image_that_was_ready_late_goes_before_those_asked_for_after_it() -> None:
+    queue = ForwardQueue(1, 1 << 20)
+    for number, name in [(3, "a"), (2, "b"), (1, "a"), (0, "a")]:
+        queue.put(ForwardJob(stacked(), CallerId(name), number, 0.0))
+    taken = []
+    while plan := queue.plan():
+        queue.take(plan)
+        taken += [job.number for job in plan]
+    assert taken == [0, 2, 1, 3], "in order, and by turns"
+
+
 def test_who_comes_late_waits_for_one_pass_of_a_large_call() -> None:
     queue = filled("a" * 64, max_images=8)
     queue.take(queue.plan())

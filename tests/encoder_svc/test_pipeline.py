@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from encoder_svc.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.cache_tiers import CacheTiers
-from encoder_svc.forward_queue import CallerId
+from encoder_svc.forward_queue import CallerId, ForwardJob, ForwardQueue
 from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.local_cache import LocalCache
 from encoder_svc.metrics import EncoderMetrics
@@ -26,6 +26,7 @@ from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageI
 from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine, Stage
 from encoder_svc.vision_model import VisionModel, row_bytes
+from lookonce import caller_order
 from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions, Tenant, image_digest
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import (
@@ -369,3 +370,25 @@ async def test_closing_ends_work_in_flight(open_harness: Callable[..., Any], tmp
         assert caller.cancelled()
         harness.gate.set()
         await closing
+
+
+async def test_a_caller_s_images_reach_the_model_in_the_order_of_asking(
+    open_harness: Callable[..., Any], own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However slow the machine is.
+    monkeypatch.setattr(caller_order, "_LONGEST_WAIT_S", float(TIMEOUT_S))
+    queued: list[int] = []
+    put = ForwardQueue.put
+
+    def noted(queue: ForwardQueue, job: ForwardJob) -> None:
+        queued.append(job.number)
+        put(queue, job)
+
+    monkeypatch.setattr(ForwardQueue, "put", noted)
+    async with open_harness(own_redis.url) as harness:
+        for seed in range(5):
+            async with asyncio.TaskGroup() as tasks:
+                # The second is decoded long before the first.
+                for data in (png(seed, 1000, 300), png(seed)):
+                    tasks.create_task(harness.encode(data))
+    assert queued == list(range(10))

@@ -20,6 +20,7 @@ from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.encoder_client import EncoderClient
 from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.fetched_rows import FetchedRows
+from decoder_svc.request import RequestId
 from decoder_svc.row_range import RowRange
 from decoder_svc.scheduler_output import RowFetch
 from lookonce import embedding_store
@@ -75,7 +76,7 @@ class Decoder:
         def failed(_: RowFetch, error: LookonceError) -> None:
             ended.set_exception(error)
 
-        fetch = RowFetch(await self.key(picture), rows, NUM_ROWS, OPTIONS, picture)
+        fetch = RowFetch(await self.key(picture), rows, NUM_ROWS, OPTIONS, picture, RequestId("r"))
         self.fetcher.start(fetch, ended.set_result, failed)
         async with asyncio.timeout(HANG_S):
             return bytes((await ended).data)

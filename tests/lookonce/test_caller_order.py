@@ -1,0 +1,87 @@
+"""Whoever is ready waits for its caller's earlier ones, and only for those, and not for long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from lookonce import caller_order
+from lookonce.caller_order import CallerOrder
+
+HANG_S = 30.0
+
+
+async def order_of(images: Sequence[tuple[str, asyncio.Event]], ready: Sequence[int]) -> list[int]:
+    """(caller, when it is ready) in the order of asking; the indexes in the order of going on as they get `ready`."""
+    order: CallerOrder[str] = CallerOrder()
+    gone: list[int] = []
+
+    async def one(index: int) -> None:
+        caller, event = images[index]
+        with order.entered(caller) as turn:
+            await event.wait()
+            await turn.wait()
+            gone.append(index)
+            turn.pass_on()
+
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
+        for index in range(len(images)):
+            tasks.create_task(one(index))
+        for index in ready:
+            images[index][1].set()
+            # Whoever may go on does.
+            for _ in range(5):
+                await asyncio.sleep(0)
+    return gone
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine, nobody stops waiting."""
+    monkeypatch.setattr(caller_order, "_LONGEST_WAIT_S", HANG_S)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("ready", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+async def test_one_caller_s_images_go_on_in_the_order_of_asking(ready: Sequence[int]) -> None:
+    assert await order_of([("a", asyncio.Event()) for _ in range(4)], ready) == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("patient")
+async def test_callers_do_not_wait_for_each_other() -> None:
+    images = [(caller, asyncio.Event()) for caller in "aabb"]
+    assert await order_of(images, (3, 1, 2, 0)) == [2, 3, 0, 1]
+
+
+@pytest.mark.usefixtures("patient")
+async def test_nobody_waits_for_one_that_failed() -> None:
+    order: CallerOrder[str] = CallerOrder()
+
+    async def fails() -> None:
+        with order.entered("a"):
+            await asyncio.sleep(0)
+            raise ValueError
+
+    async def waits() -> None:
+        with order.entered("a") as turn:
+            await turn.wait()
+
+    async with asyncio.timeout(HANG_S / 2):
+        found = await asyncio.gather(fails(), waits(), return_exceptions=True)
+    assert isinstance(found[0], ValueError)
+    assert found[1] is None
+
+
+async def test_nobody_waits_for_long() -> None:
+    order: CallerOrder[str] = CallerOrder()
+    with order.entered("a"), order.entered("a") as turn:
+        async with asyncio.timeout(HANG_S):
+            await turn.wait()
+
+
+async def test_numbers_say_the_order_over_all_callers() -> None:
+    order: CallerOrder[str] = CallerOrder()
+    with order.entered("a") as first, order.entered("b") as second, order.entered("a") as third:
+        assert first.number < second.number < third.number
