@@ -120,7 +120,7 @@ def measure_beside_peer(plan: Plan, dtype: str, install: peer.PeerInstall) -> tu
     rng = random.Random(dtype)
     longest = max(plan.contexts) + plan.steps + 1
     with _engines(plan, dtype, install, longest) as (ours, theirs):
-        prefills = [_prefill(dtype, max(plan.contexts), rng, plan.rounds, ours, theirs)]
+        prefills = [_prefill(dtype, context, rng, plan.rounds, ours, theirs) for context in plan.contexts]
         cells = []
         for context in plan.contexts:
             prompts = [_prompt(rng, context) for _ in range(max(plan.batches))]
