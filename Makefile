@@ -50,7 +50,7 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	@$(BIN)/mypy
-	@$(BIN)/mypy -p docs -p benchmarks
+	@$(BIN)/mypy -p docs -p benchmarks -p observability
 
 imports: $(INSTALLED)
 	@$(BIN)/lint-imports --no-logo
@@ -79,8 +79,10 @@ bench-peer: $(INSTALLED) ## against vLLM, whose interpreter LOOKONCE_PEER_PYTHON
 bench-gpu: $(INSTALLED) ## correctness and speed on a GPU, where there is one
 	@$(BIN)/python -m benchmarks.gpu
 
-docs: $(INSTALLED) ## rewrite what the documentation takes from the code
+docs: $(INSTALLED) ## rewrite what documentation and dashboards take from the code
 	@$(BIN)/python docs/generate_settings.py
+	@$(BIN)/python -m docs.generate_metrics
+	@$(BIN)/python -m observability.generate_dashboards
 
 families: $(INSTALLED) ## run the conformance suite of all families and write its table into the README
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m docs.generate_families

@@ -23,6 +23,7 @@ from lookonce import serving
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
+from lookonce.quotas import load_quotas
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
 from lookonce.tenants import load_tenants
@@ -90,6 +91,7 @@ async def serve(arguments: Sequence[str]) -> None:
     """Runs both until SIGTERM."""
     settings = parse_settings(DecoderSettings, arguments, "single_process")
     telemetry = Telemetry.from_settings(settings)
+    quotas = load_quotas(settings, telemetry.registry)
     shared = ["--model", str(settings.model), "--dtype", settings.dtype]
     if settings.num_threads is not None:
         shared += ["--num-threads", str(settings.num_threads)]
@@ -99,7 +101,7 @@ async def serve(arguments: Sequence[str]) -> None:
     # A registry of its own: both halves have metrics of the cache, which would be named twice.
     async with (
         open_pipeline(encoder_settings, model, CollectorRegistry()) as pipeline,
-        open_service(settings, telemetry.registry, InProcessEncoder(pipeline, encoder_settings)) as service,
+        open_service(settings, telemetry.registry, quotas, InProcessEncoder(pipeline, encoder_settings)) as service,
     ):
         server = serving.GrpcService(
             settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy and pipeline.is_healthy

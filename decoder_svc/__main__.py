@@ -8,6 +8,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce import serving
 from lookonce.cache_health import watched_cache
 from lookonce.garbage import long_lived_objects
+from lookonce.quotas import load_quotas
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
 
@@ -16,14 +17,21 @@ async def serve(arguments: list[str]) -> None:
     """Runs the service. Raises StartupError when it must not start."""
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry.from_settings(settings)
+    quotas = load_quotas(settings, telemetry.registry)
     # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
     with long_lived_objects():
         _quieten_loading(settings)
         from decoder_svc.service import open_service
 
-    async with open_service(settings, telemetry.registry) as service, watched_cache(service.store) as parts:
+    async with open_service(settings, telemetry.registry, quotas) as service, watched_cache(service.store) as parts:
         server = serving.GrpcService(
-            settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy, parts=parts
+            settings,
+            telemetry,
+            [service.entry()],
+            quotas=quotas,
+            is_ready=lambda: service.engine.is_healthy,
+            has_died=lambda: service.engine.has_died,
+            parts=parts,
         )
         await server.serve_until_stopped()
 

@@ -91,7 +91,9 @@ def build_engine(
         metrics=fetch_metrics,
     )
     max_live_requests = settings.max_num_seqs + settings.max_waiting_requests
-    return Engine(runner, scheduler, fetcher, limits, max_live_requests, settings.max_stream_delay_s)
+    return Engine(
+        runner, scheduler, fetcher, limits, max_live_requests, settings.max_stream_delay_s, settings.max_step_s
+    )
 
 
 def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:

@@ -24,8 +24,10 @@ from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint,
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
 from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
+from lookonce.identity import TENANT_KEY, current_identity
 from lookonce.image_file import ImageFile, files_of
 from lookonce.telemetry import current_request_id
+from lookonce.watched_files import WatchedFiles
 
 _SERVICE = "lookonce.encoder.v1.EncoderService"
 _INFO_TIMEOUT_S = 5.0
@@ -70,6 +72,10 @@ class ChannelSettings:
     keepalive_time_s: float
     # A peer that does not answer a ping so long is gone, seconds.
     keepalive_timeout_s: float
+    # None: plaintext.
+    credentials: grpc.ChannelCredentials | None = None
+    # Bearer token that every call carries.
+    token: WatchedFiles[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,12 @@ class EncoderClient:
     def __init__(self, target: str, expected: ExpectedRows, settings: ChannelSettings) -> None:
         """`target` is a gRPC target such as dns:///encoder:50051. Connects on first use."""
         self._expected = expected
-        self._channel = grpc.aio.insecure_channel(target, options=_channel_options(settings))
+        options = _channel_options(settings)
+        if settings.credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, settings.credentials, options=options)
+        self._token = settings.token
         self._stub = encoder_service_pb2_grpc.EncoderServiceStub(self._channel)
         self._info: EncoderInfo | None = None
         self._info_lock = asyncio.Lock()
@@ -138,7 +149,7 @@ class EncoderClient:
         async with self._info_lock:
             if self._info is None:
                 request = encoder_service_pb2.GetEncoderInfoRequest()
-                call = self._stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=_metadata())
+                call = self._stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata())
                 try:
                     response = await call
                 except grpc.aio.AioRpcError as error:
@@ -184,7 +195,7 @@ class EncoderClient:
         """Shape of the rows where the encoder knows them, without encoding; None for an unknown image."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], **_wire_options(options))
         try:
-            response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=_metadata())
+            response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
         found = [result.embedding for result in response.results if result.cached]
@@ -199,7 +210,7 @@ class EncoderClient:
             keys=[_wire_key(key) for key in keys], **_wire_options(options), touch=True
         )
         try:
-            await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=_metadata())
+            await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
 
@@ -214,7 +225,7 @@ class EncoderClient:
         request = encoder_service_pb2.ReadEmbeddingRequest(
             key=_wire_key(key), row_offset=start, row_count=stop - start, **_wire_options(options)
         )
-        call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=_metadata())
+        call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=self._metadata())
         try:
             async for chunk in call:
                 reader.take(chunk)
@@ -237,7 +248,7 @@ class EncoderClient:
             expected_encoder_fingerprint=key.fingerprint,
         )
         try:
-            response = await self._stub.Encode(request, timeout=timeout_s, metadata=_metadata())
+            response = await self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise self._noted(_without_position(_typed(error, timeout_s))) from None
         if len(response.results) != 1:
@@ -266,6 +277,18 @@ class EncoderClient:
             max_image_bytes=response.max_image_bytes,
             max_image_pixels=response.max_image_pixels,
         )
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        """Who calls, and for whom; the request's id, so that one id finds the log lines of both services."""
+        pairs = []
+        request_id, tenant = current_request_id(), current_identity().tenant
+        if request_id is not None:
+            pairs.append(("x-request-id", request_id))
+        if tenant:
+            pairs.append((TENANT_KEY, tenant))
+        if self._token is not None:
+            pairs.append(("authorization", f"Bearer {self._token.value}"))
+        return tuple(pairs)
 
     def _noted(self, error: LookonceError) -> LookonceError:
         if isinstance(error, FingerprintMismatchError):
@@ -316,12 +339,6 @@ def _dtype(value: common_pb2.DataType.ValueType) -> RowDtype:
     if dtype is None:
         raise UnavailableError("the encoder service uses an element type that this decoder does not know")
     return dtype
-
-
-def _metadata() -> tuple[tuple[str, str], ...]:
-    """Carries the request id over, so that one id finds the log lines of both services."""
-    request_id = current_request_id()
-    return () if request_id is None else (("x-request-id", request_id),)
 
 
 def _channel_options(settings: ChannelSettings) -> list[tuple[str, int | str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import secrets
 import threading
@@ -21,6 +22,7 @@ from decoder_svc.delivery import Answer, Delivery
 from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.engine_interface import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.fetched_rows import FetchedRows
+from decoder_svc.heartbeat import Heartbeat
 from decoder_svc.output_stream import OutputStream
 from decoder_svc.request import (
     DEFAULT_SCOPE,
@@ -54,6 +56,9 @@ logger = logging.getLogger(__name__)
 _STEP_WEIGHT = 0.1
 # A step that fails takes its requests with it; so many in a row and the engine is taken to be broken.
 _MAX_CONSECUTIVE_FAILURES = 3
+# A step that hangs does not keep the process from ending.
+_STOP_TIMEOUT_S = 10.0
+_STOPPING = "the server is shutting down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,12 @@ class Engine:
         limits: EngineLimits,
         max_live_requests: int,
         longest_hold_s: float = 0.0,
+        max_step_s: float = math.inf,
     ) -> None:
-        """More than `max_live_requests` are refused; `longest_hold_s` is what `Delivery` says."""
+        """More than `max_live_requests` are refused; `longest_hold_s` is what `Delivery` says.
+
+        A step that takes longer than `max_step_s` makes the engine unhealthy until it ends.
+        """
         self.limits = limits
         self._runner = runner
         self._scheduler = scheduler
@@ -108,7 +117,9 @@ class Engine:
         self._made_progress = False
         # Mean duration of the latest steps, seconds.
         self._step_s = 0.0
+        self._heartbeat = Heartbeat(max_step_s)
         self._is_running = False
+        self._has_died = False
 
     # Event loop side.
 
@@ -121,15 +132,22 @@ class Engine:
     async def stop(self) -> None:
         """Ends the thread after its current step; requests still alive get UNAVAILABLE."""
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("an engine step is left to the end of the process")
         await asyncio.sleep(0)
-        self._delivery.close(UnavailableError("the server is shutting down"))
+        self._delivery.close(UnavailableError(_STOPPING))
         await self._fetcher.close()
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine thread is alive and steps succeed."""
-        return self._is_running and self._thread.is_alive()
+        """Whether the engine thread is alive, steps succeed, and none of them hangs."""
+        return self._is_running and self._thread.is_alive() and self._heartbeat.is_fresh
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine thread has ended by itself: only a new process helps."""
+        return self._has_died
 
     def submit(
         self,
@@ -147,7 +165,7 @@ class Engine:
         InvalidParameterError for an id that is alive, UnavailableError when the engine is down.
         """
         if not self.is_healthy:
-            raise UnavailableError("the engine is not running")
+            raise UnavailableError("the engine does not answer; retry on another replica")
         self._check_fits(prompt, params)
         if request_id in self._delivery:
             raise InvalidParameterError("request_id", "another request with this id is running")
@@ -236,31 +254,33 @@ class Engine:
     # Engine thread.
 
     def _run(self) -> None:
+        reason = _STOPPING
         try:
             while self._take_messages():
                 self._step()
                 self._flush()
-        except Exception:
-            incident = uuid.uuid4().hex
-            logger.exception("the engine stopped, incident %s", incident)
-            self._outbox.extend(
-                (request_id, InternalError(f"internal error {incident}")) for request_id in self._live()
-            )
+        except BaseException:
+            logger.exception("the engine stopped")
+            reason = "the engine stopped; retry on another replica"
+            self._has_died = True
         finally:
+            # From here on nothing is submitted, so the streams that are closed here are all.
             self._is_running = False
             self._flush()
-
-    def _live(self) -> list[RequestId]:
-        return [request.request_id for request in self._scheduler.live_requests()]
+            self._call_on_loop(self._delivery.close, UnavailableError(reason))
 
     def _take_messages(self) -> bool:
         """Handles everything in the inbox; waits for something when there is nothing to run or say. False: stop."""
         while True:
-            may_run = self._made_progress and self._scheduler.has_requests()
+            has_work = bool(self._outbox) or (self._made_progress and self._scheduler.has_requests())
+            if not has_work:
+                self._heartbeat.rest()
             try:
-                message = self._inbox.get(block=not (may_run or self._outbox))
+                message = self._inbox.get(block=not has_work)
             except queue.Empty:
+                self._heartbeat.begin_round()
                 return True
+            self._heartbeat.begin_round()
             if message is None:
                 return False
             self._handle(message)

@@ -24,7 +24,7 @@ class FetchMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "lookonce_decoder_embedding_fetch_seconds",
-            "From the moment when rows were asked for to their arrival.",
+            "From asking for rows to their arrival; shared: Redis had them, encoder: the encoder was asked.",
             labelnames=("tier",),
             buckets=_BUCKETS_S,
             registry=registry,

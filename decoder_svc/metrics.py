@@ -42,7 +42,8 @@ class DecoderMetrics:
         self._generated_tokens = Counter("lookonce_decoder_generated_tokens", "Generated tokens.", registry=registry)
         self._image_rows = Counter(
             "lookonce_decoder_image_rows",
-            "Embedding rows of prompts: encoded for the request, found in the shared cache, or not needed at all.",
+            "Embedding rows of prompts: encoded for the request, shared (in Redis or on the decoder already), or "
+            "skipped since the KV cache had their tokens.",
             labelnames=("tier",),
             registry=registry,
         )
@@ -73,7 +74,7 @@ class DecoderMetrics:
         blocked.set_function(lambda: engine.load().waiting_for_embeddings)
         backend = Gauge(
             "lookonce_decoder_attention_backend_info",
-            "1 for what computes attention; the log says why not something faster.",
+            "1 for what computes attention: native, sdpa, triton or flash-attn; the log says why not something faster.",
             labelnames=("backend",),
             registry=self._registry,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from lookonce.content_key import ImageDigest, ProcessorOptions
-from lookonce.image_file import ImageFile
+from lookonce.image_file import ImageFile, num_file_bytes
 
 
 class Role(enum.Enum):
@@ -140,3 +140,10 @@ class TokenPrompt:
 
 
 PromptSpec: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
+
+
+def num_inline_bytes(spec: PromptSpec) -> int:
+    """Bytes of all image files that came with the prompt, frames of videos included."""
+    videos = spec.videos if isinstance(spec, ChatPrompt) else ()
+    frames = sum(len(frame.data or b"") for video in videos for frame in video.frames)
+    return frames + sum(num_file_bytes(source.data) for source in spec.images if isinstance(source, InlineImage))

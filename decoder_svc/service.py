@@ -27,15 +27,19 @@ from decoder_svc.settings import DecoderSettings
 from decoder_svc.text_tokenizer import TextTokenizer, load_pretrained
 from decoder_svc.video_frames import VideoSplitter
 from lookonce import __version__
+from lookonce.authentication import parse_token
+from lookonce.channel_credentials import channel_credentials
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.forget_channel import ForgetListener
 from lookonce.image_header import ImageLimits
 from lookonce.model_folder import ModelFolder
+from lookonce.quotas import Quotas
 from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.store_metrics import StoreCollector
 from lookonce.tenants import Tenants, load_tenants
+from lookonce.watched_files import WatchedFiles
 
 # The encoder's default; it decides, this only spares it a call.
 _MAX_IMAGE_ASPECT = 200.0
@@ -97,7 +101,7 @@ def load_text(settings: DecoderSettings) -> LoadedText:
 
 @asynccontextmanager
 async def open_service(
-    settings: DecoderSettings, registry: CollectorRegistry, encoder: EncoderClient | None = None
+    settings: DecoderSettings, registry: CollectorRegistry, quotas: Quotas, encoder: EncoderClient | None = None
 ) -> AsyncIterator[DecoderService]:
     """A running decoder; loading blocks for as long as it takes.
 
@@ -137,6 +141,7 @@ async def open_service(
             tenants,
             metrics,
             prompt_threads,
+            quotas,
             settings.max_num_seqs + settings.max_waiting_requests,
         )
         yield DecoderService(engine, servicer, store)
@@ -208,7 +213,15 @@ def _open_encoder(
 ) -> EncoderClient | None:
     if settings.encoder_target is None:
         return None
-    channel = ChannelSettings(settings.max_message_bytes, settings.keepalive_time_s, settings.keepalive_timeout_s)
+    credentials = channel_credentials(settings.encoder_tls_ca, settings.encoder_tls_cert, settings.encoder_tls_key)
+    token_file = settings.encoder_token_file
+    channel = ChannelSettings(
+        settings.max_message_bytes,
+        settings.keepalive_time_s,
+        settings.keepalive_timeout_s,
+        credentials,
+        None if token_file is None else WatchedFiles("encoder_token_file", (token_file,), parse_token),
+    )
     expected = ExpectedRows(
         text.folder.model_type, text.hidden_size, text.family.num_levels, tenant_tag=tenants.default.tag
     )

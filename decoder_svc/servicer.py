@@ -24,9 +24,13 @@ from decoder_svc.generation import Generation, GenerationOptions, generating
 from decoder_svc.live_requests import LiveRequest, LiveRequests
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.preparation import RequestPreparer
+from decoder_svc.prompt_spec import num_inline_bytes
 from decoder_svc.text_tokenizer import TextTokenizer
+from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
+from lookonce.identity import current_identity
+from lookonce.quotas import Quotas, Resource
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"
@@ -70,6 +74,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         tenants: Tenants,
         metrics: DecoderMetrics,
         threads: Executor,
+        quotas: Quotas,
         max_live_requests: int,
     ) -> None:
         """`threads` detokenize; more than `max_live_requests` generations at a time are refused."""
@@ -81,6 +86,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._tenants = tenants
         self._metrics = metrics
         self._threads = threads
+        self._quotas = quotas
         self._live = LiveRequests(max_live_requests)
         self._admission = Admission(engine.load, engine.limits.max_running_requests)
 
@@ -129,7 +135,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.TokenizeRequest, context: Context
     ) -> decoder_service_pb2.TokenizeResponse:
         """The prompt's tokens as Generate would see them, whether or not they fit the context."""
-        prompt = await self._preparer.build_prompt(wire_request.parse_prompt(request), self._tenants.default)
+        prompt = await self._preparer.build_prompt(wire_request.parse_prompt(request), self._tenant())
         images = [wire_response.placeholder_range(item) for item in prompt.images]
         return decoder_service_pb2.TokenizeResponse(token_ids=prompt.token_ids, images=images)
 
@@ -196,26 +202,37 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         remaining_s = context.time_remaining()
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
         self._check_params(params)
+        identity, tenant = current_identity(), self._tenant()
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
         with (
             self._live.claimed(params.request_id) as live,
             self._admission.entered(params.priority, max_tokens, remaining_s),
         ):
+            spec = wire_request.parse_prompt(params)
+            self._quotas.charge(identity, Resource.IMAGE_BYTES, num_inline_bytes(spec))
             prepared = await self._preparer.prepare(
-                wire_request.parse_prompt(params),
+                spec,
                 wire_request.parse_sampling(params.sampling),
-                self._tenants.default,
+                tenant,
             )
             if live.is_aborted:
                 raise AbortedError("the request was aborted before it began")
-            scope = wire_request.parse_cache_scope(params, self._tenants.default)
+            scope = wire_request.parse_cache_scope(params, tenant)
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope)
             async with generating(
                 self._engine, live.engine_id, prepared, options, self._tokenizer, self._metrics
             ) as generation:
-                yield live, generation
+                try:
+                    yield live, generation
+                finally:
+                    usage = generation.usage
+                    num_tokens = usage.prompt_tokens + usage.completion_tokens
+                    self._quotas.charge(identity, Resource.TOKENS, num_tokens)
             if generation.served_s is not None:
                 self._admission.note_served(generation.served_s, generation.usage.completion_tokens)
+
+    def _tenant(self) -> Tenant:
+        return self._tenants.named(current_identity().tenant)
 
     def _check_params(self, params: decoder_service_pb2.GenerateParams) -> None:
         if params.model not in ("", self._model.name):

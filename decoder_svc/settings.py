@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 from pydantic import Field
 
 from lookonce.settings import ServiceSettings
@@ -12,6 +14,18 @@ class DecoderSettings(ServiceSettings):
 
     encoder_target: str | None = Field(
         None, description="gRPC target of the encoder, e.g. dns:///encoder:50051. Unset: text only."
+    )
+    encoder_tls_ca: pathlib.Path | None = Field(
+        None, description="PEM certificates of the authorities that sign encoders' certificates. Unset: plaintext."
+    )
+    encoder_tls_cert: pathlib.Path | None = Field(
+        None, description="PEM certificate chain that this decoder shows to encoders which ask for one."
+    )
+    encoder_tls_key: pathlib.Path | None = Field(None, description="PEM private key of it.")
+    encoder_token_file: pathlib.Path | None = Field(
+        None,
+        description="File with the bearer token that this decoder sends to encoders, of role service; read again when "
+        "it changes.",
     )
     encoder_timeout_s: float = Field(
         60.0, gt=0, description="Longest time an image's rows may take to arrive, seconds."
@@ -40,6 +54,9 @@ class DecoderSettings(ServiceSettings):
     )
 
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens computed in one engine step.")
+    max_step_s: float = Field(
+        300.0, gt=0, description="An engine step that takes longer makes health say NOT_SERVING, seconds."
+    )
     max_num_seqs: int = Field(64, ge=1, description="Requests in the running batch.")
     max_waiting_requests: int = Field(1024, ge=1, description="Queue length; beyond it requests are refused.")
     max_images_per_prompt: int = Field(16, ge=0, description="Most images in one prompt.")

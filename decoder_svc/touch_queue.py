@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import LookonceError
+from lookonce.identity import Identity, acting_for, current_identity
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,14 @@ class TouchQueue:
     def __init__(self, touch: Touch, interval_s: float) -> None:
         self._touch = touch
         self._interval_s = interval_s
-        self._noted: dict[ContentKey, ProcessorOptions] = {}
+        # For whom the encoder is asked: keys are made for their tenants.
+        self._noted: dict[ContentKey, tuple[ProcessorOptions, Identity]] = {}
         self._timer: asyncio.Task[None] | None = None
 
     def note(self, key: ContentKey, options: ProcessorOptions) -> None:
         """Rows of this image were read from the shared cache."""
         if len(self._noted) < _MAX_NOTED:
-            self._noted[key] = options
+            self._noted[key] = options, current_identity()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().create_task(self._flush_later())
 
@@ -49,13 +51,14 @@ class TouchQueue:
         await asyncio.sleep(self._interval_s)
         self._timer = None
         noted, self._noted = self._noted, {}
-        by_options: dict[ProcessorOptions, list[ContentKey]] = {}
-        for key, options in noted.items():
-            by_options.setdefault(options, []).append(key)
-        for options, keys in by_options.items():
+        together: dict[tuple[ProcessorOptions, Identity], list[ContentKey]] = {}
+        for key, group in noted.items():
+            together.setdefault(group, []).append(key)
+        for (options, identity), keys in together.items():
             for first in range(0, len(keys), _MAX_KEYS_PER_CALL):
                 try:
-                    await self._touch(keys[first : first + _MAX_KEYS_PER_CALL], options)
+                    with acting_for(identity):
+                        await self._touch(keys[first : first + _MAX_KEYS_PER_CALL], options)
                 except LookonceError as error:
                     logger.info("lives of %d cache entries were not prolonged: %s", len(keys), error.message)
                     return

@@ -8,6 +8,7 @@ from encoder_svc.settings import EncoderSettings
 from lookonce import serving
 from lookonce.cache_health import watched_cache
 from lookonce.garbage import long_lived_objects
+from lookonce.quotas import load_quotas
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
 from lookonce.tenants import load_tenants
@@ -18,6 +19,7 @@ async def serve(arguments: list[str]) -> None:
     settings = parse_settings(EncoderSettings, arguments, "encoder_svc")
     tenants = load_tenants(settings.tenant_secret_file)
     telemetry = Telemetry.from_settings(settings)
+    quotas = load_quotas(settings, telemetry.registry)
     # Late, so that a wrong flag is refused at once: these take seconds to import.
     with long_lived_objects():
         import torch
@@ -40,10 +42,11 @@ async def serve(arguments: list[str]) -> None:
         server = serving.GrpcService(
             settings,
             telemetry,
-            [service_entry(pipeline, tenants, settings)],
-            admin_listen=settings.admin_listen,
+            [service_entry(pipeline, tenants, quotas, settings)],
             admin_services=[admin_entry(pipeline, tenants, control)],
+            quotas=quotas,
             is_ready=lambda: pipeline.is_healthy,
+            has_died=lambda: pipeline.has_died,
             parts=parts,
         )
         await server.serve_until_stopped()

@@ -86,6 +86,9 @@ class ForwardBatcher:
         self._num_expected = 0
         self._changed = threading.Condition()
         self._closed = False
+        self._has_died = False
+        # Taken out of the queue by the forward thread and not answered yet.
+        self._in_hand: list[ForwardJob] = []
         self._pass_started_s: float | None = None
         # Since the last pass that succeeded. Written by the forward thread only.
         self._num_failed_controls = 0
@@ -105,9 +108,14 @@ class ForwardBatcher:
         return self._is_answering and self._num_failed_controls < _MAX_FAILED_CONTROLS
 
     @property
+    def has_died(self) -> bool:
+        """Whether the thread has ended by itself: only a new process helps."""
+        return self._has_died
+
+    @property
     def _is_answering(self) -> bool:
         """Whether the thread lives and its pass in work is not overdue. A pass that hangs cannot be ended from here."""
-        return self._thread.is_alive() and self.running_s <= self._limits.max_pass_s
+        return self._thread.is_alive() and not self._has_died and self.running_s <= self._limits.max_pass_s
 
     @contextlib.contextmanager
     def expecting(self) -> Iterator[None]:
@@ -154,9 +162,7 @@ class ForwardBatcher:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             _log.warning("a forward pass is left to the end of the process", running_s=round(self.running_s, 3))
-        for job in dropped:
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_exception(UnavailableError("the encoder is shutting down; retry on another replica"))
+        _refuse(dropped, "the encoder is shutting down; retry on another replica")
 
     def _drop_cancelled(self, caller: CallerId, number: int, future: Future[EncodedRows]) -> None:
         if future.cancelled():
@@ -164,12 +170,25 @@ class ForwardBatcher:
                 self._queue.discard(caller, number)
 
     def _run(self) -> None:
-        while (plan := self._next_pass()) is not None:
-            jobs = [job for job in plan if job.future.set_running_or_notify_cancel()]
-            if jobs:
-                self._encode(jobs)
-            elif not plan:
-                self._is_model_working()
+        try:
+            while (plan := self._next_pass()) is not None:
+                self._in_hand = [job for job in plan if job.future.set_running_or_notify_cancel()]
+                if self._in_hand:
+                    self._encode(self._in_hand)
+                elif not plan:
+                    self._is_model_working()
+                self._in_hand = []
+        except BaseException:
+            _log.exception("the forward thread ended")
+            self._die()
+
+    def _die(self) -> None:
+        """What is in hand and what waits gets an answer; nothing is taken any more."""
+        with self._changed:
+            self._has_died = True
+            dropped = self._queue.clear()
+        unanswered = (job for job in self._in_hand if not job.future.done())
+        _refuse([*unanswered, *dropped], "the encoder's model stopped; retry on another replica")
 
     def _next_pass(self) -> list[ForwardJob] | None:
         """Blocks until a pass may begin. Empty: nothing waits, and it is time for a control. None after `close`."""
@@ -260,6 +279,12 @@ class ForwardBatcher:
             yield
         finally:
             self._pass_started_s = None
+
+
+def _refuse(jobs: Sequence[ForwardJob], reason: str) -> None:
+    for job in jobs:
+        if job.future.running() or job.future.set_running_or_notify_cancel():
+            job.future.set_exception(UnavailableError(reason))
 
 
 def _is_lack_of_memory(error: Exception) -> bool:

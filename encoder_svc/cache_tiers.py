@@ -129,7 +129,7 @@ class CacheTiers:
         self._num_forgets += 1
         for value in self.local.keys_where(forgotten.includes):
             self.local.remove(value)
-        self._metrics.local_cache_bytes.set(self.local.num_bytes)
+        self._report_local()
 
     def num_hits_and_misses(self, tier: str) -> tuple[int, int]:
         """Of the questions to "local" or "shared" so far."""
@@ -190,7 +190,11 @@ class CacheTiers:
 
     def _keep_local(self, key: ContentKey, entry: LocalEmbedding) -> None:
         self.local.put(key.value, entry)
+        self._report_local()
+
+    def _report_local(self) -> None:
         self._metrics.local_cache_bytes.set(self.local.num_bytes)
+        self._metrics.local_cache_entries.set(len(self.local))
 
     def _count_query(self, tier: str, *, is_hit: bool) -> None:
         self._num_queries[tier] += 1

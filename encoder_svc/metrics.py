@@ -15,10 +15,13 @@ class CacheMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.cache_queries = Counter(
-            "lookonce_encoder_cache_queries_total", "Questions to a cache tier.", ["tier"], registry=registry
+            "lookonce_encoder_cache_queries_total",
+            "Questions to a tier of the cache: local, of this process, or shared.",
+            ["tier"],
+            registry=registry,
         )
         self.cache_hits = Counter(
-            "lookonce_encoder_cache_hits_total", "Questions that found rows.", ["tier"], registry=registry
+            "lookonce_encoder_cache_hits_total", "Of these, questions that found rows.", ["tier"], registry=registry
         )
         self.store_seconds = Histogram(
             "lookonce_encoder_store_seconds",
@@ -31,15 +34,18 @@ class CacheMetrics:
         )
         self.not_worth_storing = Counter(
             "lookonce_encoder_not_worth_storing_total",
-            "Embeddings that would take longer to read than to encode again, and were not stored.",
+            "Embeddings over 1 MiB that would take longer to read than to encode again, and were not stored.",
             registry=registry,
         )
         self.local_cache_bytes = Gauge(
             "lookonce_encoder_local_cache_bytes", "Bytes of rows kept in this process.", registry=registry
         )
+        self.local_cache_entries = Gauge(
+            "lookonce_encoder_local_cache_entries", "Images whose rows are kept in this process.", registry=registry
+        )
         self.int8_relative_error = Histogram(
             "lookonce_encoder_int8_relative_error",
-            "What the rows of one image lose as int8: norm of the difference over norm of the rows.",
+            "With row_format int8: norm of what an image's rows lose over their norm.",
             buckets=_RELATIVE_ERROR_BUCKETS,
             registry=registry,
         )
@@ -74,7 +80,8 @@ class ForwardMetrics:
         )
         self.model_faults = Counter(
             "lookonce_encoder_model_faults_total",
-            "Failed forward passes by lack of memory, or after which the model failed on a good picture, too.",
+            "Passes that failed by lack of memory, or after which the model failed on a good picture, too; "
+            "no image is held responsible.",
             registry=registry,
         )
 
@@ -86,7 +93,10 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         CacheMetrics.__init__(self, registry)
         ForwardMetrics.__init__(self, registry)
         self.coalesced = Counter(
-            "lookonce_encoder_coalesced_total", "Requests that joined work in flight.", ["scope"], registry=registry
+            "lookonce_encoder_coalesced_total",
+            "Requests that joined an encode in flight (process), or that waited for another replica's (fleet).",
+            ["scope"],
+            registry=registry,
         )
         self.lease_takeovers = Counter(
             "lookonce_encoder_lease_takeovers_total",
@@ -98,16 +108,22 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         )
         self.poisonous = Counter(
             "lookonce_encoder_poisonous_total",
-            "Images that killed their decoding process, or on which alone the model failed.",
+            "Images that killed their decoding process (decode), or on which alone the model failed (forward).",
             ["stage"],
             registry=registry,
         )
         self.quarantine_refused = Counter(
             "lookonce_encoder_quarantine_refused_total",
-            "Images that were refused untried since they had failed fatally before.",
+            "Images that were refused untried since they had failed so twice.",
             ["stage"],
             registry=registry,
         )
         self.queued_images = Gauge(
             "lookonce_encoder_queued_images", "Images waiting for preprocessing or in the model.", registry=registry
+        )
+        self.queue_seconds = Histogram(
+            "lookonce_encoder_queue_seconds",
+            "Time from an image's admission to its rows, less its forward pass: preprocessing and waiting.",
+            buckets=_FORWARD_BUCKETS_S,
+            registry=registry,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -121,6 +122,11 @@ class EncodePipeline:
     def is_healthy(self) -> bool:
         """Whether the model answers."""
         return self._batcher.is_healthy
+
+    @property
+    def has_died(self) -> bool:
+        """Whether only a new process helps."""
+        return self._batcher.has_died
 
     def key_of(self, digest: ImageDigest, options: ProcessorOptions, tenant: Tenant) -> ContentKey:
         """The key under which this encoder keeps an image."""
@@ -257,6 +263,7 @@ class EncodePipeline:
     ) -> EncodeOutcome:
         self._quarantine.check(key.value)
         self._admit()
+        admitted_s = time.monotonic()
         try:
             with self._batcher.expecting():
                 inputs, header = await self._preprocessor.prepare(data, key.digest, options)
@@ -264,6 +271,7 @@ class EncodePipeline:
                 submitted = self._batcher.submit(inputs, turn.caller, turn.number)
                 turn.pass_on()
             encoded = await self._judged(key, submitted)
+            self._metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
         finally:
             self._num_queued -= 1
             self._metrics.queued_images.set(self._num_queued)

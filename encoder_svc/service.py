@@ -33,6 +33,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
 )
 from lookonce.forget_channel import ForgetListener
 from lookonce.image_header import ImageLimits
+from lookonce.quotas import Quotas
 from lookonce.sealing import load_sealer
 from lookonce.serving import ServiceEntry
 from lookonce.settings import MIB
@@ -107,9 +108,11 @@ def admin_entry(pipeline: EncodePipeline, tenants: Tenants, control: CacheContro
     return ServiceEntry(ADMIN_SERVICE_NAME, lambda server: add_EncoderAdminServiceServicer_to_server(servicer, server))
 
 
-def service_entry(pipeline: EncodePipeline, tenants: Tenants, settings: EncoderSettings) -> ServiceEntry:
+def service_entry(
+    pipeline: EncodePipeline, tenants: Tenants, quotas: Quotas, settings: EncoderSettings
+) -> ServiceEntry:
     """What the server shell registers."""
-    servicer = EncoderServicer(pipeline, tenants, settings)
+    servicer = EncoderServicer(pipeline, tenants, quotas, settings)
     return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
 
 

@@ -17,7 +17,7 @@ from encoder_svc.forward_queue import CallerId
 from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
-from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import (
@@ -27,6 +27,9 @@ from lookonce.errors import (
     InvalidParameterError,
     LookonceError,
 )
+from lookonce.identity import current_identity
+from lookonce.image_file import num_file_bytes
+from lookonce.quotas import Quotas, Resource
 from lookonce.status_codes import code_number, from_reason, status_row
 from lookonce.telemetry import current_request_id
 from lookonce.tenants import Tenants
@@ -44,9 +47,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 class EncoderServicer(pb_grpc.EncoderServiceServicer):
     """Handlers of the five RPCs."""
 
-    def __init__(self, pipeline: EncodePipeline, tenants: Tenants, settings: EncoderSettings) -> None:
+    def __init__(self, pipeline: EncodePipeline, tenants: Tenants, quotas: Quotas, settings: EncoderSettings) -> None:
         self._pipeline = pipeline
         self._tenants = tenants
+        self._quotas = quotas
         self._settings = settings
 
     async def Encode(
@@ -138,20 +142,25 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             tenant_tag=self._tenants.default.tag,
         )
 
+    def _tenant(self) -> Tenant:
+        return self._tenants.named(current_identity().tenant)
+
     def _image(self, image: common_pb2.ImageSource, field: str) -> ImageInput:
         parsed = wire.parse_image(image, field)
+        if parsed.data is not None:
+            self._quotas.charge(current_identity(), Resource.IMAGE_BYTES, num_file_bytes(parsed.data))
         self._pipeline.check_fingerprint(image.key.encoder_fingerprint)
         return parsed
 
     def _key(self, key: common_pb2.ContentKey, field: str, options: ProcessorOptions) -> ContentKey:
         digest = wire.parse_key(key, field)
         self._pipeline.check_fingerprint(key.encoder_fingerprint)
-        return self._pipeline.key_of(digest, options, self._tenants.default)
+        return self._pipeline.key_of(digest, options, self._tenant())
 
     async def _encode_all(self, images: Sequence[ImageInput], cache_use: CacheUse) -> list[EncodeOutcome]:
-        caller = _caller()
+        caller, tenant = _caller(), self._tenant()
         results = await asyncio.gather(
-            *(self._pipeline.encode(image, cache_use, self._tenants.default, caller) for image in images),
+            *(self._pipeline.encode(image, cache_use, tenant, caller) for image in images),
             return_exceptions=True,
         )
         outcomes: list[EncodeOutcome] = []
@@ -175,7 +184,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         """Never raises: an item's failure is its answer."""
         try:
             image = self._image(request.item.image, "item.image")
-            outcome = await self._pipeline.encode(image, CacheUse.READ_AND_WRITE, self._tenants.default, _caller())
+            outcome = await self._pipeline.encode(image, CacheUse.READ_AND_WRITE, self._tenant(), _caller())
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
         except Exception as fault:

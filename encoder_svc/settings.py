@@ -17,11 +17,6 @@ class EncoderSettings(ServiceSettings):
         description="Rows as the model gives them, or int8 with a scale per row: half the memory and traffic of "
         "bfloat16, off by about 0.9 %. Another fingerprint, so both never mix; decoders follow.",
     )
-    admin_listen: str | None = Field(
-        None,
-        description="host:port of the operators' calls, apart from those of clients: whoever reaches it may empty the "
-        "cache. Unset: they are not served.",
-    )
     max_batch_items: int = Field(64, ge=1, description="Most images in one Encode call.")
     max_forward_images: int = Field(8, ge=1, description="Most images in one forward pass.")
     max_forward_bytes: int | None = Field(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pathlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar, Unpack
@@ -23,7 +22,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, UnsupportedError
 from lookonce.generation import GenerateOptions, Generation, Message, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk_channel import CHANNEL_OPTIONS, ConnectionOptions, Deadline, Metadata
+from lookonce.sdk_channel import DECODER, ENCODER, ConnectionOptions, Deadline, Metadata, channel_options, path_of
 from lookonce.sdk_messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
 from lookonce.status_codes import from_rpc_error
 
@@ -43,7 +42,7 @@ class AsyncClient:
         """Use `connect`."""
         self._options = options
         self._encoder_target = encoder_target
-        self._decoder_channel = self._open(decoder_target)
+        self._decoder_channel = self._open(decoder_target, DECODER)
         self._decoder: decoder_grpc.DecoderServiceAsyncStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
         self._encoder_channel: grpc.aio.Channel | None = None
         self._info: decoder_pb2.GetModelInfoResponse | None = None
@@ -56,14 +55,16 @@ class AsyncClient:
         *,
         timeout_s: float = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> Self:
         """Opens the channels; an unreachable server shows at the first call, as UnavailableError.
 
         The arguments are those of `lookonce.Client.connect`. Call it where the event loop runs.
         """
-        ca = None if tls_ca is None else pathlib.Path(tls_ca)
-        return cls(decoder_target, encoder_target, ConnectionOptions(timeout_s, ca, token))
+        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        return cls(decoder_target, encoder_target, options)
 
     async def generate(
         self,
@@ -148,18 +149,18 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _open(self, target: str) -> grpc.aio.Channel:
+    def _open(self, target: str, service: str) -> grpc.aio.Channel:
         credentials = self._options.credentials()
         if credentials is None:
-            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(target, options=channel_options(service))
+        return grpc.aio.secure_channel(target, credentials, options=channel_options(service))
 
     async def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceAsyncStub:
         target = self._encoder_target or (await self._model_info(deadline)).encoder_target
         if not target:
             raise UnsupportedError("the decoder names no encoder; give encoder_target to connect")
         if self._encoder_channel is None:
-            self._encoder_channel = self._open(target)
+            self._encoder_channel = self._open(target, ENCODER)
         stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel)
         return stub
 

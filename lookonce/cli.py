@@ -190,7 +190,7 @@ def generate(
         options["temperature"] = temperature
     if seed is not None:
         options["seed"] = seed
-    with Client.connect(_decoder_target(target)) as client, client.stream(prompt, image or [], **options) as stream:
+    with _connect(_decoder_target(target)) as client, client.stream(prompt, image or [], **options) as stream:
         for text in stream:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -263,6 +263,20 @@ def _offers(family: Family) -> list[str]:
 
 
 @app.command()
+def token(
+    name: Annotated[str, typer.Argument(help="Who will have it; shows in audit lines.")],
+    tenant: Annotated[str, typer.Option(help="Whose images are its own. Default: the default tenant.")] = "",
+    role: Annotated[str, typer.Option(help="client, service (decoders that ask encoders) or operator.")] = "client",
+) -> None:
+    """Make a bearer token: the token on stdout, its entry for the services' auth_tokens_file on stderr."""
+    from lookonce.token_entry import new_token
+
+    made, entry = new_token(name, tenant, role)
+    sys.stdout.write(made + "\n")
+    sys.stderr.write(entry)
+
+
+@app.command()
 def doctor(
     model: Annotated[str | None, typer.Option(help="Model folder or hub name to look into.")] = None,
 ) -> None:
@@ -294,7 +308,20 @@ def _client(target: str | None) -> Client:
     decoder_target = _decoder_target(target)
     is_running_stack = record is not None and record.decoder_target == decoder_target
     encoder_target = record.encoder_target if record is not None and is_running_stack else None
-    return Client.connect(decoder_target, encoder_target)
+    return _connect(decoder_target, encoder_target)
+
+
+def _connect(decoder_target: str, encoder_target: str | None = None) -> Client:
+    settings = CliSettings()
+    token = None if settings.token is None else settings.token.get_secret_value()
+    return Client.connect(
+        decoder_target,
+        encoder_target,
+        tls_ca=settings.tls_ca,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        token=token,
+    )
 
 
 def _decoder_target(target: str | None) -> str:

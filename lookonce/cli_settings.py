@@ -24,6 +24,10 @@ class CliSettings(BaseSettings):
 
     target: str | None = Field(default=None, description="Decoder that generate, encode and lookup ask.")
     redis_url: SecretStr | None = Field(default=None, description="Cache that `up` uses instead of starting one.")
+    token: SecretStr | None = Field(default=None, description="Bearer token of the calls.")
+    tls_ca: pathlib.Path | None = Field(default=None, description="PEM certificates of the servers' authorities.")
+    tls_cert: pathlib.Path | None = Field(default=None, description="PEM certificate chain of this client.")
+    tls_key: pathlib.Path | None = Field(default=None, description="PEM private key of it.")
     runtime_dir: pathlib.Path | None = Field(
         default=None,
         validation_alias="XDG_RUNTIME_DIR",

@@ -7,7 +7,6 @@ with lookonce.Client.connect("127.0.0.1:50051") as client:
 from __future__ import annotations
 
 import os
-import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
@@ -21,7 +20,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
 from lookonce.generation import GenerateOptions, Generation, Message, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk_channel import CHANNEL_OPTIONS, ConnectionOptions, Deadline, Metadata
+from lookonce.sdk_channel import DECODER, ENCODER, ConnectionOptions, Deadline, Metadata, channel_options, path_of
 from lookonce.sdk_messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
 from lookonce.status_codes import from_rpc_error
 
@@ -42,7 +41,7 @@ class Client:
         self._options = options
         self._encoder_target = encoder_target
         self._lock = threading.Lock()
-        self._decoder_channel = self._open(decoder_target)
+        self._decoder_channel = self._open(decoder_target, DECODER)
         self._decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
         self._encoder_channel: grpc.Channel | None = None
         self._info: decoder_pb2.GetModelInfoResponse | None = None
@@ -55,16 +54,18 @@ class Client:
         *,
         timeout_s: float = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> Self:
         """Opens the channels; an unreachable server shows at the first call, as UnavailableError.
 
         `encoder_target` is learnt from the decoder where it is absent. `timeout_s` is the default deadline of each
-        method, seconds. `tls_ca` is a PEM file; without it the connection is plaintext. `token` travels as a bearer
-        token.
+        method, seconds. `tls_ca` is a PEM file; without it the connection is plaintext. `tls_cert` and `tls_key` are
+        the client's own, where servers ask for one. `token` travels as a bearer token.
         """
-        ca = None if tls_ca is None else pathlib.Path(tls_ca)
-        return cls(decoder_target, encoder_target, ConnectionOptions(timeout_s, ca, token))
+        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        return cls(decoder_target, encoder_target, options)
 
     def generate(
         self,
@@ -145,11 +146,11 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, target: str) -> grpc.Channel:
+    def _open(self, target: str, service: str) -> grpc.Channel:
         credentials = self._options.credentials()
         if credentials is None:
-            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            return grpc.insecure_channel(target, options=channel_options(service))
+        return grpc.secure_channel(target, credentials, options=channel_options(service))
 
     def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceStub:
         target = self._encoder_target or self._model_info(deadline).encoder_target
@@ -157,7 +158,7 @@ class Client:
             raise UnsupportedError("the decoder names no encoder; give encoder_target to connect")
         with self._lock:
             if self._encoder_channel is None:
-                self._encoder_channel = self._open(target)
+                self._encoder_channel = self._open(target, ENCODER)
             return encoder_grpc.EncoderServiceStub(self._encoder_channel)
 
     def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:

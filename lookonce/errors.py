@@ -21,6 +21,7 @@ LookonceError
 ├── DeadlineError                    the deadline passed
 ├── AbortedError                     AbortRequest or a cancelled call ended the request
 ├── UnauthenticatedError             no or a bad token
+├── PermissionDeniedError            a good token, whose role does not allow the call
 ├── InternalError                    our fault; the message holds an opaque id only
 └── StartupError                     refuses to start; never leaves the process
     ├── ConfigurationError           settings that contradict each other or the promises
@@ -147,6 +148,10 @@ class AbortedError(LookonceError):
 
 class UnauthenticatedError(LookonceError):
     """No token, or one that is not accepted."""
+
+
+class PermissionDeniedError(LookonceError):
+    """A call that the caller's role does not allow."""
 
 
 class InternalError(LookonceError):

@@ -1,8 +1,8 @@
 """The one border between handlers and the wire, for all four kinds of RPC.
 
-Every call runs inside `_CallBorder.cross`: it is admitted or refused, gets a request id, turns exceptions into
-statuses, and leaves one access line and two metrics. Requests are parsed and responses serialised inside of it too, so
-that no text of a library ever reaches a client.
+Every call runs inside `_CallBorder.cross`: it gets a request id, passes the gate (call_gate.py), is admitted or
+refused, turns exceptions into statuses, and leaves one access line and two metrics. Requests are parsed and responses
+serialised inside of it too, so that no text of a library ever reaches a client.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from lookonce import errors, status_codes
+from lookonce.call_gate import CallGate
 from lookonce.inflight_calls import InflightCalls
 from lookonce.telemetry import accept_request_id, bind_request_id
 
@@ -62,8 +63,11 @@ class CallMetrics:
 class BorderInterceptor(grpc.aio.ServerInterceptor):
     """The outermost interceptor. `quiet_services` (health, reflection) neither delay a drain nor log at info level."""
 
-    def __init__(self, calls: InflightCalls, metrics: CallMetrics, quiet_services: frozenset[str]) -> None:
+    def __init__(
+        self, calls: InflightCalls, gate: CallGate, metrics: CallMetrics, quiet_services: frozenset[str]
+    ) -> None:
         self._calls = calls
+        self._gate = gate
         self._metrics = metrics
         self._quiet_services = quiet_services
 
@@ -78,7 +82,7 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
-        return _wrapped(handler, _CallBorder(method, is_quiet, self._calls, self._metrics))
+        return _wrapped(handler, _CallBorder(method, is_quiet, self._calls, self._gate, self._metrics))
 
 
 @dataclass(slots=True)
@@ -91,10 +95,11 @@ class _Outcome:
 class _CallBorder:
     """Border of one call."""
 
-    def __init__(self, method: str, is_quiet: bool, calls: InflightCalls, metrics: CallMetrics) -> None:
+    def __init__(self, method: str, is_quiet: bool, calls: InflightCalls, gate: CallGate, metrics: CallMetrics) -> None:
         self._method = method
         self._is_quiet = is_quiet
         self._calls = calls
+        self._gate = gate
         self._metrics = metrics
 
     async def cross(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT:
@@ -104,7 +109,10 @@ class _CallBorder:
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
         with self._accounted() as outcome:
             try:
-                with self._calls.admitted(delays_drain=not self._is_quiet):
+                with (
+                    self._gate.passed(self._method, context.invocation_metadata() or ()),
+                    self._calls.admitted(delays_drain=not self._is_quiet),
+                ):
                     result = await handle()
                 outcome.code = _code_so_far(context, grpc.StatusCode.OK)
             except asyncio.CancelledError:

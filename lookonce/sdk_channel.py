@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import time
 import uuid
@@ -11,28 +12,47 @@ from typing import Self, TypeAlias
 
 import grpc
 
-from lookonce.errors import ConfigurationError, DeadlineError
+from lookonce.channel_credentials import channel_credentials
+from lookonce.decoder.v1 import decoder_service_pb2
+from lookonce.encoder.v1 import encoder_service_pb2
+from lookonce.errors import DeadlineError
 
 _MAX_RECEIVE_BYTES = 64 << 20
 _KEEPALIVE_TIME_MS = 30_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
-_SERVICE_CONFIG = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+# gRPC's default grows to two minutes, so long after a replica is back.
+_MAX_RECONNECT_BACKOFF_MS = 5_000
 
-CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
-    # The server knows its own limit and answers RESOURCE_EXHAUSTED.
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", _MAX_RECEIVE_BYTES),
-    ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-    # Without this a frozen server is noticed only after a minute.
-    ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
-    # Replicas behind one DNS name share the calls.
-    ("grpc.service_config", _SERVICE_CONFIG),
-    ("grpc.enable_retries", 0),
-)
+DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name
+ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 """Key and value of each entry, as gRPC takes them."""
+
+
+def channel_options(service: str) -> list[tuple[str, int | str]]:
+    """For calls of one service, by its full name: replicas behind one target share them, those that say SERVING.
+
+    A call that no server has seen, since its connection was about to end, goes to another replica by itself; nothing
+    else is tried again.
+    """
+    config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": service}}
+    return [
+        # The server knows its own limit and answers RESOURCE_EXHAUSTED.
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", _MAX_RECEIVE_BYTES),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        # Without this a frozen server is noticed only after a minute.
+        ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.service_config", json.dumps(config)),
+    ]
+
+
+def path_of(path: str | os.PathLike[str] | None) -> pathlib.Path | None:
+    """None stays None."""
+    return None if path is None else pathlib.Path(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +63,15 @@ class ConnectionOptions:
     timeout_s: float = 60.0
     # PEM file of the certificate authority; None is plaintext.
     tls_ca: pathlib.Path | None = None
+    # PEM files by which the client shows who it is, where the servers ask for that.
+    tls_cert: pathlib.Path | None = None
+    tls_key: pathlib.Path | None = None
     # Sent as a bearer token with every call. Give it together with `tls_ca`.
     token: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """TLS credentials, None for plaintext. Raises ConfigurationError when the file cannot be read."""
-        if self.tls_ca is None:
-            return None
-        try:
-            return grpc.ssl_channel_credentials(self.tls_ca.read_bytes())
-        except OSError as error:
-            raise ConfigurationError(f"tls_ca: cannot read {self.tls_ca}: {error.strerror}") from None
+        """TLS credentials, None for plaintext. Raises ConfigurationError for files that cannot be used."""
+        return channel_credentials(self.tls_ca, self.tls_cert, self.tls_key)
 
     def metadata(self, request_id: str | None = None) -> Metadata:
         """Metadata of one call; makes up a request id where there is none."""

@@ -2,6 +2,9 @@
 
 SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, at most
 `drain_timeout_s` → what is left gets UNAVAILABLE → exit 0. A second signal kills the process.
+
+A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → what is in flight gets its
+answer within two seconds → exit 1, so that whoever started the process starts another.
 """
 
 from __future__ import annotations
@@ -21,19 +24,30 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
+from lookonce.authentication import load_authenticator
+from lookonce.call_gate import CallGate
 from lookonce.errors import ConfigurationError, StartupError
+from lookonce.identity import Role
 from lookonce.inflight_calls import InflightCalls
 from lookonce.interceptors import BorderInterceptor, CallMetrics
+from lookonce.quotas import Quotas
+from lookonce.server_credentials import server_credentials
+from lookonce.serving_metrics import ServingMetrics
 from lookonce.settings import ServiceSettings, exit_with
 from lookonce.telemetry import Telemetry
 
 _READY_POLL_S = 0.2
 # Time for the statuses of expelled calls to reach their clients before connections are cut.
 _FLUSH_S = 1.0
+# A service that has died gives its answers at once; this is for them to reach their clients.
+_LAST_ANSWERS_S = 2.0
 _MIN_CLIENT_PING_INTERVAL_MS = 1000
 # Their calls leave no access line.
 _QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
+# Ask for no token: probes have none, and neither has the health check that a client's channel makes by itself.
+_OPEN = frozenset({health.SERVICE_NAME})
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -53,6 +67,10 @@ def _always_ready() -> bool:
     return True
 
 
+def _never_dies() -> bool:
+    return False
+
+
 class GrpcService:
     """One gRPC server from its start to the end of its drain. Use it from one event loop."""
 
@@ -63,31 +81,40 @@ class GrpcService:
         services: Sequence[ServiceEntry],
         *,
         admin_services: Sequence[ServiceEntry] = (),
-        admin_listen: str | None = None,
+        quotas: Quotas | None = None,
         is_ready: Callable[[], bool] = _always_ready,
+        has_died: Callable[[], bool] = _never_dies,
         parts: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
         """`is_ready` is asked several times a second and decides what health says; it must not block.
+        `has_died` is asked with it, and says once and for all that nothing but a new process helps.
 
         `parts` are further names in health, each with a question of its own, asked as often: what is degraded without
-        the service being down. `admin_services` are served on host:port `admin_listen`, if there is one.
+        the service being down. `admin_services` and reflection are served on the settings' `admin_listen`, if there is
+        one. `quotas` None: nobody has a limit. Raises ConfigurationError for files that the settings name in vain.
         """
         self._settings = settings
         self._telemetry = telemetry
         self._services = tuple(services)
         self._admin_services = tuple(admin_services)
-        self._admin_listen = admin_listen
+        self._credentials = server_credentials(settings)
+        self._authenticator = load_authenticator(settings)
+        self._quotas = quotas or Quotas(None, CollectorRegistry())
         self._is_ready = is_ready
+        self._has_died = has_died
         self._parts = dict(parts or {})
         # What health says of each part.
         self._part_states: dict[str, bool] = {}
         self._calls = InflightCalls()
+        self._metrics = ServingMetrics(telemetry.registry, settings.drain_delay_s + settings.drain_timeout_s)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
-        self._admin_server: grpc.aio.Server | None = None
+        # Those of the operators' calls and of health for probes, where they have addresses of their own.
+        self._side_servers: list[grpc.aio.Server] = []
         self._readiness: asyncio.Task[None] | None = None
         self._target = ""
         self._admin_target: str | None = None
+        self._health_target: str | None = None
 
     @property
     def target(self) -> str:
@@ -99,82 +126,114 @@ class GrpcService:
         """host:port of the operators' calls; None when they are not served."""
         return self._admin_target
 
+    @property
+    def health_target(self) -> str | None:
+        """host:port of health for probes; None when it is not served apart."""
+        return self._health_target
+
     async def start(self) -> str:
         """Listens and returns the bound host:port. Raises ConfigurationError when the address cannot be taken.
 
         Health says SERVING, and the ready file is written, once `is_ready` does.
         """
         self._telemetry.start_endpoint()
-        border = BorderInterceptor(self._calls, CallMetrics(self._telemetry.registry), _QUIET)
-        self._server = self._build_server(border, self._services, health.SERVICE_NAME)
+        metrics = CallMetrics(self._telemetry.registry)
+        self._server = self._build_server(metrics, self._services, role=None)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._target = self._bind(self._server, "--listen", self._settings.listen)
+        self._target = self._bind(self._server, "--listen", self._settings.listen, self._credentials)
         await self._report(is_serving=False)
         await self._server.start()
-        if self._admin_listen is not None:
-            self._admin_server = self._build_server(border, self._admin_services)
-            self._admin_target = self._bind(self._admin_server, "--admin-listen", self._admin_listen)
-            await self._admin_server.start()
+        await self._start_side_servers(metrics)
         self._readiness = asyncio.create_task(self._follow_readiness())
         _log.info("listening", target=self._target, metrics_port=self._telemetry.metrics_port)
         return self._target
 
     async def serve_until_stopped(self) -> None:
-        """Starts if need be, serves until SIGTERM or SIGINT, drains, returns."""
+        """Starts if need be, serves until SIGTERM or SIGINT, drains, returns.
+
+        Raises RuntimeError when `has_died` says so, after all calls have ended.
+        """
         if self._server is None:
             await self.start()
+        assert self._readiness is not None, "a server that was started follows its readiness"
+        readiness = self._readiness
         # What was loaded lives as long as the process; the collector need not look at it again and again. While it
         # looked at imports and model, 64 streams of the demo model got a tenth fewer tokens per second (2 × AMD EPYC,
         # 2026-11-22).
         gc.collect()
         gc.freeze()
-        signalled = asyncio.Event()
+        signal_came = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, signalled.set)
+            loop.add_signal_handler(number, signal_came.set)
+        signalled = asyncio.create_task(signal_came.wait())
         try:
-            await signalled.wait()
+            await asyncio.wait({signalled, readiness}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            signalled.cancel()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
                 # A second signal ends the process even when the loop hangs.
                 signal.signal(number, signal.SIG_DFL)
+        if readiness.done():
+            await self._drain(0.0, _LAST_ANSWERS_S)
+            await readiness
         await self.stop()
 
     async def stop(self) -> None:
         """Drains as the module says, then frees the port and the metrics endpoint. Idempotent."""
+        await self._drain(self._settings.drain_delay_s, self._settings.drain_timeout_s)
+
+    async def _drain(self, delay_s: float, timeout_s: float) -> None:
         server, self._server = self._server, None
         if server is None:
             return
         _log.info("draining", calls=self._calls.num_delaying)
         await self._stop_readiness()
+        self._metrics.begin_drain()
         await self._health.enter_graceful_shutdown()
-        await asyncio.sleep(self._settings.drain_delay_s)
+        await asyncio.sleep(delay_s)
         self._calls.refuse_new()
         # Tells connected clients to go elsewhere (GOAWAY) while their calls in flight run on.
-        closing = asyncio.create_task(server.stop(self._settings.drain_timeout_s + _FLUSH_S))
-        await self._calls.finished(self._settings.drain_timeout_s)
+        closing = asyncio.create_task(server.stop(timeout_s + _FLUSH_S))
+        await self._calls.finished(timeout_s)
         num_expelled = self._calls.expel_all()
         await closing
-        if self._admin_server is not None:
-            await self._admin_server.stop(_FLUSH_S)
+        for side_server in self._side_servers:
+            await side_server.stop(_FLUSH_S)
         self._telemetry.stop_endpoint()
         _log.info("stopped", expelled_calls=num_expelled)
 
+    async def _start_side_servers(self, metrics: CallMetrics) -> None:
+        settings = self._settings
+        if settings.admin_listen is not None:
+            server = self._build_server(metrics, self._admin_services, role=Role.OPERATOR)
+            names = [entry.full_name for entry in (*self._services, *self._admin_services)]
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+            self._admin_target = self._bind(server, "--admin-listen", settings.admin_listen, self._credentials)
+            await server.start()
+            self._side_servers.append(server)
+        if settings.health_listen is not None:
+            server = self._build_server(metrics, (), role=None)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            self._health_target = self._bind(server, "--health-listen", settings.health_listen, None)
+            await server.start()
+            self._side_servers.append(server)
+
     def _build_server(
-        self, border: BorderInterceptor, services: Sequence[ServiceEntry], *others: str
+        self, metrics: CallMetrics, services: Sequence[ServiceEntry], *, role: Role | None
     ) -> grpc.aio.Server:
-        """`others`: further services that the caller adds, for reflection."""
+        gate = CallGate(self._authenticator, self._quotas, open_services=_OPEN, role=role)
+        border = BorderInterceptor(self._calls, gate, metrics, _QUIET)
         server = grpc.aio.server(interceptors=[border], options=server_options(self._settings))
         for entry in services:
             entry.add_to_server(server)
-        names = [*(entry.full_name for entry in services), *others, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, server)
         return server
 
-    def _bind(self, server: grpc.aio.Server, flag: str, address: str) -> str:
+    def _bind(
+        self, server: grpc.aio.Server, flag: str, address: str, credentials: grpc.ServerCredentials | None
+    ) -> str:
         try:
-            credentials = _credentials(self._settings)
             if credentials is None:
                 port = server.add_insecure_port(address)
             else:
@@ -184,9 +243,11 @@ class GrpcService:
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def _follow_readiness(self) -> None:
-        """Keeps health equal to `is_ready`; writes the ready file the first time."""
+        """Keeps health equal to `is_ready`; writes the ready file the first time. Raises RuntimeError on `has_died`."""
         was_ready, announced = False, False
         while True:
+            if self._has_died():
+                raise RuntimeError("what answers the calls has ended; so does the process")
             now_ready = self._is_ready()
             if now_ready != was_ready:
                 await self._report(is_serving=now_ready)
@@ -207,6 +268,7 @@ class GrpcService:
             self._settings.ready_file.unlink(missing_ok=True)
 
     async def _report(self, *, is_serving: bool) -> None:
+        self._metrics.report(is_serving=is_serving)
         for name in ("", *(entry.full_name for entry in self._services)):
             await self._health.set(name, _status(is_serving=is_serving))
 
@@ -225,6 +287,7 @@ class GrpcService:
         record = {
             "target": self._target,
             "admin_target": self._admin_target,
+            "health_target": self._health_target,
             "metrics_port": self._telemetry.metrics_port,
             "pid": os.getpid(),
         }
@@ -250,6 +313,8 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_CLIENT_PING_INTERVAL_MS),
+        ("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(settings.max_connection_age_grace_s * 1000)),
         ("grpc.so_reuseport", 0),
     ]
 
@@ -270,13 +335,3 @@ def run(main: Coroutine[Any, Any, None]) -> Never:
         _log.exception("the service failed")
         raise SystemExit(1) from None
     sys.exit(0)
-
-
-def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    try:
-        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(f"--tls-cert, --tls-key: cannot read {error.filename}: {error.strerror}") from None
-    return grpc.ssl_server_credentials([pair])

@@ -57,6 +57,39 @@ class ServiceSettings(BaseSettings):
     insecure: bool = Field(False, description="Allow plaintext on an address other than loopback.")
     tls_cert: pathlib.Path | None = Field(None, description="PEM certificate chain of the server.")
     tls_key: pathlib.Path | None = Field(None, description="PEM private key of the server.")
+    tls_client_ca: pathlib.Path | None = Field(
+        None,
+        description="PEM certificates of the authorities that sign clients' certificates. Set: nobody connects without "
+        "one. These three files are read again when they change.",
+    )
+    health_listen: str | None = Field(
+        None,
+        description="host:port where health alone is served, in plaintext and without tokens: for probes, which know "
+        "neither. Unset: not served apart.",
+    )
+    admin_listen: str | None = Field(
+        None,
+        description="host:port of reflection and of the operators' calls, apart from those of clients: without tokens, "
+        "whoever reaches an encoder's may empty the cache. Unset: they are not served.",
+    )
+    auth_tokens_file: pathlib.Path | None = Field(
+        None,
+        description="TOML file of the tokens that are accepted ([[tokens]] with name, sha256, tenant, role; see "
+        "`lookonce token`), read again when it changes. Unset, and no auth_jwt_keys_file: no token is asked for.",
+    )
+    auth_jwt_keys_file: pathlib.Path | None = Field(
+        None,
+        description="JSON Web Key Set with the public keys of an identity provider, read again when it changes. Its "
+        "tokens are accepted as well.",
+    )
+    auth_jwt_issuer: str | None = Field(None, description="What JSON Web Tokens must have as iss.")
+    auth_jwt_audience: str | None = Field(None, description="What JSON Web Tokens must have in aud.")
+    auth_jwt_tenant_claim: str = Field("tenant", description="Claim of JSON Web Tokens that names the tenant.")
+    quotas_file: pathlib.Path | None = Field(
+        None,
+        description="TOML file of what tenants may ask for ([default] and [tenants.NAME] with max_in_flight, "
+        "requests_per_s, image_bytes_per_s, tokens_per_s), read again when it changes; each process counts for itself.",
+    )
     ready_file: pathlib.Path | None = Field(
         None, description="Written as JSON {target, admin_target, metrics_port, pid} once the server accepts calls."
     )
@@ -92,6 +125,15 @@ class ServiceSettings(BaseSettings):
     keepalive_timeout_s: float = Field(
         5.0, gt=0, description="A peer that does not answer a ping so long is gone, seconds."
     )
+    max_connection_age_s: float = Field(
+        300.0,
+        gt=0,
+        description="Connections are asked to end after this time, so that clients find new replicas, seconds; a tenth "
+        "more or less, by chance.",
+    )
+    max_connection_age_grace_s: float = Field(
+        600.0, gt=0, description="So long calls on such a connection may still take, seconds."
+    )
 
     drain_delay_s: float = Field(
         0.0, ge=0, description="SIGTERM: time between NOT_SERVING and refusing calls, seconds."
@@ -102,7 +144,7 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["json", "console"] = Field("json", description="One JSON object per line, or for people.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 
-    @field_validator("listen", "admin_listen", "metrics_listen", check_fields=False)
+    @field_validator("listen", "admin_listen", "health_listen", "metrics_listen")
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:
         if value is None:
@@ -116,13 +158,29 @@ class ServiceSettings(BaseSettings):
     def _check_transport(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key belong together; set both or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
         for name in ("listen", "admin_listen"):
-            address = getattr(self, name, None)
+            address = getattr(self, name)
             if address is not None and self.tls_cert is None and not self.insecure and not is_loopback(address):
                 raise ValueError(
                     f"{name}={address} would serve plaintext on a non-loopback address; "
                     "set tls_cert and tls_key, or say insecure if another layer encrypts"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        told = [self.auth_jwt_keys_file, self.auth_jwt_issuer, self.auth_jwt_audience]
+        if any(value is None for value in told) and any(value is not None for value in told):
+            raise ValueError("auth_jwt_keys_file, auth_jwt_issuer and auth_jwt_audience belong together")
+        has_tokens = self.auth_tokens_file is not None or self.auth_jwt_keys_file is not None
+        if has_tokens and self.tls_cert is None and not self.insecure and not is_loopback(self.listen):
+            raise ValueError("tokens would travel in plaintext; set tls_cert and tls_key")
+        if self.quotas_file is not None and not has_tokens:
+            raise ValueError(
+                "quotas_file needs auth_tokens_file or auth_jwt_keys_file, which say whose calls are whose"
+            )
         return self
 
     @property

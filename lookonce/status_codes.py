@@ -45,6 +45,7 @@ STATUS_TABLE: tuple[StatusRow, ...] = (
     StatusRow(errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     StatusRow(errors.AbortedError, grpc.StatusCode.CANCELLED, "ABORTED"),
     StatusRow(errors.UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    StatusRow(errors.PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
     StatusRow(errors.InternalError, grpc.StatusCode.INTERNAL, "INTERNAL"),
 )
 
@@ -58,6 +59,7 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.LookonceError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
     grpc.StatusCode.CANCELLED: errors.AbortedError,
     grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
     grpc.StatusCode.UNIMPLEMENTED: errors.UnsupportedError,
 }
 

@@ -24,10 +24,14 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by the registry at every scrape."""
         misses = CounterMetricFamily(
-            f"{self._prefix}cache_miss_total", "Misses of the shared cache.", labels=["operation", "reason"]
+            f"{self._prefix}cache_miss_total",
+            "Why the shared cache had nothing; absent is the only reason that is no fault.",
+            labels=["operation", "reason"],
         )
         writes = CounterMetricFamily(
-            f"{self._prefix}store_writes_total", "Writes to the shared cache.", labels=["outcome"]
+            f"{self._prefix}store_writes_total",
+            "Writes to the shared cache, by how they ended; none in decoders, which only read.",
+            labels=["outcome"],
         )
         for (operation, outcome), count in self._store.stats.snapshot().items():
             if operation == StoreOperation.WRITE.value:
@@ -39,7 +43,11 @@ class StoreCollector(Collector):
             "Bytes of values that came from the shared cache, headers and what a block has beyond the rows included.",
             value=self._store.stats.bytes_read,
         )
-        state = GaugeMetricFamily(f"{self._prefix}breaker_state", "1 for the state in force.", labels=["state"])
+        state = GaugeMetricFamily(
+            f"{self._prefix}breaker_state",
+            "1 for the state of the shared cache's circuit breaker that is in force: closed, open or half_open.",
+            labels=["state"],
+        )
         for candidate in BreakerState:
             state.add_metric([candidate.value], float(candidate is self._store.state))
         yield from (misses, writes, read, state)

@@ -16,6 +16,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
+from lookonce.quotas import Quotas
 from tests.decoder_svc.encoders import served
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def running_decoder(
     registry = CollectorRegistry()
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with (
-        open_service(parsed, registry) as service,
+        open_service(parsed, registry, Quotas(None, registry)) as service,
         served(parsed, service.entry()) as target,
         grpc.aio.insecure_channel(target, options=options) as channel,
     ):

@@ -17,6 +17,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     EncoderServiceServicer,
     add_EncoderServiceServicer_to_server,
 )
+from lookonce.quotas import Quotas
 from lookonce.serving import GrpcService, ServiceEntry
 from lookonce.settings import MIB, ServiceSettings
 from lookonce.telemetry import Telemetry
@@ -40,7 +41,7 @@ async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterato
         _VISION_MODELS[loaded] = VisionModel.load(parsed)
     async with (
         open_pipeline(parsed, _VISION_MODELS[loaded], CollectorRegistry()) as pipeline,
-        served(parsed, service_entry(pipeline, Tenants(None), parsed)) as target,
+        served(parsed, service_entry(pipeline, Tenants(None), Quotas(None, CollectorRegistry()), parsed)) as target,
     ):
         yield target
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from decoder_svc import engine as engine_module
 from decoder_svc.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.engine import Engine
 from decoder_svc.engine_interface import EngineLimits
-from decoder_svc.family import load_family
+from decoder_svc.family import DecoderFamily, load_family
 from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.kv_cache_manager import KVCacheManager
 from decoder_svc.output_stream import OutputStream
@@ -43,12 +45,18 @@ MAX_LIVE_REQUESTS = 24
 
 
 class PoisonableRunner(CPUModelRunner):
-    """Fails on prompts that begin with one id, as a fault in a model's code would."""
+    """Fails on prompts that begin with one id, as a fault in a model's code would, once `may_fail` is set."""
+
+    def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
+        super().__init__(config, family)
+        self.may_fail = threading.Event()
+        self.may_fail.set()
 
     def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
         self._update_states(output)
         for chunk in output.chunks:
             if self.batch[chunk.request_id].token_ids[0] == POISON:
+                assert self.may_fail.wait(60)
                 raise ValueError("secret inner detail")
         known = tuple(replace(chunk, block_ids=()) for chunk in output.chunks)
         return super().execute_model(SchedulerOutput((), known, (), (), ()))
@@ -147,12 +155,95 @@ async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer
     engine.start()
     streams = [submit(engine, f"bad{i}", (POISON, 1)) for i in range(6)]
     results = await asyncio.gather(*(read(stream) for stream in streams), return_exceptions=True)
-    assert all(isinstance(result, InternalError) for result in results)
+    # Each of the first three was alone in a step that failed; the others are no cause of anything.
+    assert [type(result) for result in results] == [InternalError] * 3 + [UnavailableError] * 3
     await asyncio.to_thread(engine._thread.join)
     assert not engine.is_healthy
+    assert engine.has_died
     with pytest.raises(UnavailableError):
         submit(engine, "late")
     await engine.stop()
+
+
+@pytest.fixture
+def small_engine(runner: PoisonableRunner) -> Callable[..., Engine]:
+    """Makes engines with one request of two tokens in a step."""
+
+    def make(**options: float) -> Engine:
+        scheduler = Scheduler(
+            SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
+        )
+        limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16)
+        return Engine(runner, scheduler, no_fetcher(), limits, 8, **options)
+
+    return make
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_the_engine_had_not_looked_at_when_it_died_gets_an_answer(
+    runner: PoisonableRunner, small_engine: Callable[..., Engine]
+) -> None:
+    engine = small_engine()
+    engine.start()
+    for index in range(2):
+        with pytest.raises(InternalError):
+            await read(submit(engine, f"bad{index}", (POISON, 1)))
+    runner.may_fail.clear()
+    last = submit(engine, "bad2", (POISON, 1))
+    await until(lambda: engine.load().running_requests == 1)
+    late = submit(engine, "late")
+    runner.may_fail.set()
+    async with asyncio.timeout(30):
+        with pytest.raises(InternalError):
+            await read(last)
+        with pytest.raises(UnavailableError):
+            await read(late)
+    assert engine.has_died
+    await engine.stop()
+
+
+async def test_an_engine_whose_step_hangs_is_unhealthy_until_it_ends(
+    runner: PoisonableRunner, small_engine: Callable[..., Engine]
+) -> None:
+    engine = small_engine(max_step_s=0.1)
+    engine.start()
+    runner.may_fail.clear()
+    hanging = submit(engine, "bad", (POISON, 1))
+    await until(lambda: not engine.is_healthy)
+    assert not engine.has_died
+    with pytest.raises(UnavailableError):
+        submit(engine, "meanwhile")
+    runner.may_fail.set()
+    with pytest.raises(InternalError):
+        await read(hanging)
+    await until(lambda: engine.is_healthy)
+    assert len((await read(submit(engine, "afterwards")))[0]) == 5
+    await asyncio.sleep(0.3)
+    assert engine.is_healthy, "an engine without work does not hang"
+    await engine.stop()
+    assert not engine.has_died
+
+
+async def test_stop_does_not_wait_for_a_step_that_hangs(
+    runner: PoisonableRunner, small_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_STOP_TIMEOUT_S", 0.1)
+    engine = small_engine()
+    engine.start()
+    runner.may_fail.clear()
+    hanging = submit(engine, "bad", (POISON, 1))
+    await until(lambda: engine.load().running_requests == 1)
+    async with asyncio.timeout(30):
+        await engine.stop()
+        with pytest.raises(UnavailableError):
+            await read(hanging)
+    runner.may_fail.set()
+    await asyncio.to_thread(engine._thread.join)
 
 
 async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_in_a_row(

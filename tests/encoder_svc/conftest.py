@@ -21,6 +21,7 @@ from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision_model import VisionModel
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
+from lookonce.quotas import Quotas
 from lookonce.redis_server import EmbeddedRedis
 from lookonce.serving import GrpcService
 from lookonce.telemetry import Telemetry
@@ -110,7 +111,9 @@ def start_encoder(
         telemetry = Telemetry()
         model = vision_model(name) if parsed.row_format == "native" else VisionModel.load(parsed)
         async with open_pipeline(parsed, model, telemetry.registry) as pipeline:
-            service = GrpcService(parsed, telemetry, [service_entry(pipeline, Tenants(None), parsed)])
+            service = GrpcService(
+                parsed, telemetry, [service_entry(pipeline, Tenants(None), Quotas(None, telemetry.registry), parsed)]
+            )
             target = await service.start()
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
             options += channel_options

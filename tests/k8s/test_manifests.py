@@ -1,12 +1,10 @@
-"""The rendered base: valid for every supported Kubernetes version, and consistent with the code it runs."""
+"""Everything there is to deploy: valid for every supported Kubernetes version, and consistent with the code it runs."""
 
 from __future__ import annotations
 
-import os
-import pathlib
+import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import kubernetes_validate
 import pytest
@@ -14,45 +12,34 @@ from kubernetes_validate.utils import all_versions
 
 import lookonce
 from decoder_svc.settings import DecoderSettings
-from encoder_svc.settings import EncoderSettings
-from lookonce.decoder.v1 import decoder_service_pb2
-from lookonce.encoder.v1 import encoder_service_pb2
-from lookonce.settings import ServiceSettings, parse_settings
-from tests.k8s.render import Manifest, containers_of, render
+from tests.k8s.manifests import (
+    APP,
+    CASES,
+    ServiceCase,
+    container,
+    container_ports,
+    environment,
+    find,
+    names,
+    of_kind,
+    parsed_settings,
+    patience_s,
+    pod,
+    pod_labels,
+    port_of,
+    selects,
+    service_port,
+)
+from tests.k8s.render import Manifest, containers_of, identity
+from tests.k8s.variants import BASE, K8S, VARIANTS, Variant, rendered
 
-BASE = pathlib.Path(__file__).parents[2] / "k8s/base"
 OLDEST_VERSION = (1, 30)
-_APP = "app.kubernetes.io/name"
+# Definitions that are not Kubernetes' own; their tests are test_autoscaling.py and test_service_monitor.py.
+CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
+# What operators make; the folders' kustomizations say how.
+SECRETS = {"lookonce-cache", "lookonce-encoder-tls", "lookonce-decoder-tls"}
 # How long the shell still waits for expelled calls to hear their status; see lookonce/serving.py.
 _FLUSH_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceCase:
-    """One gRPC service and what its manifests must agree with."""
-
-    name: str
-    settings_class: type[ServiceSettings]
-    # As in the proto file.
-    full_name: str
-    # What `python -m` runs.
-    module: str
-
-
-CASES = (
-    ServiceCase(
-        "lookonce-encoder",
-        EncoderSettings,
-        encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name,
-        "encoder_svc",
-    ),
-    ServiceCase(
-        "lookonce-decoder",
-        DecoderSettings,
-        decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name,
-        "decoder_svc",
-    ),
-)
 services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -61,258 +48,270 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 # What the validator knows, from the oldest version on that the base supports.
-VERSIONS = [version for version in all_versions() if _numbers(version)[:2] >= OLDEST_VERSION]
+VERSIONS = sorted({version for version in all_versions() if _numbers(version)[:2] >= OLDEST_VERSION}, key=_numbers)
 
 
-@pytest.fixture(scope="module")
-def manifests() -> list[Manifest]:
-    return render(BASE)
+@pytest.fixture(params=VARIANTS, ids=str)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    one: Variant = request.param
+    return one
+
+
+@pytest.fixture
+def manifests(variant: Variant) -> list[Manifest]:
+    return rendered(variant)
+
+
+def test_every_overlay_and_component_is_among_the_variants() -> None:
+    overlays = {f"overlays/{path.parent.name}" for path in K8S.glob("overlays/*/kustomization.yaml")}
+    assert overlays == {variant.start for variant in VARIANTS} - {"base"}
+    components = {
+        str(path.parent.relative_to(K8S / "components")) for path in K8S.rglob("components/**/kustomization.yaml")
+    }
+    assert components == {name for variant in VARIANTS for name in variant.components}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_manifest_is_valid(manifests: list[Manifest], version: str) -> None:
-    for manifest in manifests:
-        assert kubernetes_validate.validate(manifest, version, strict=True) == version.rpartition(".")[0]
+@pytest.mark.parametrize("variants", [[BASE], VARIANTS], ids=["base", "all"])
+def test_every_manifest_is_valid(variants: Sequence[Variant], version: str) -> None:
+    # Most manifests are those of several variants.
+    different = {json.dumps(one): one for variant in variants for one in rendered(variant)}
+    for manifest in different.values():
+        if manifest["kind"] not in CUSTOM_KINDS:
+            assert kubernetes_validate.validate(manifest, version, strict=True) == version.rpartition(".")[0]
 
 
 def test_the_validator_knows_the_oldest_supported_version() -> None:
     assert _numbers(VERSIONS[0])[:2] == OLDEST_VERSION
 
 
-def test_the_validator_refuses_a_field_that_does_not_exist(manifests: list[Manifest]) -> None:
-    broken = {**_find(manifests, "Service", "lookonce-encoder"), "sepc": {}}
+def test_the_validator_refuses_a_field_that_does_not_exist() -> None:
+    broken = {**find(rendered(BASE), "Service", "lookonce-encoder"), "sepc": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
+
+
+def test_everything_is_in_the_namespace_and_has_a_name_of_its_own(manifests: list[Manifest]) -> None:
+    identities = [identity(manifest) for manifest in manifests]
+    assert len(set(identities)) == len(identities)
+    assert {namespace for kind, namespace, _ in identities if kind != "Namespace"} == {"lookonce"}
 
 
 @services
 def test_the_settings_class_accepts_exactly_the_pods_environment(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = _environment(manifests, case)
+    told = environment(manifests, case)
     fields = {f"LOOKONCE_{field.upper()}" for field in case.settings_class.model_fields}
-    assert {key for key in environment if key.startswith("LOOKONCE_")} <= fields
-    settings = _settings(manifests, case, monkeypatch)
+    assert {key for key in told if key.startswith("LOOKONCE_")} <= fields
+    settings = parsed_settings(manifests, case, monkeypatch)
     # Parsed values, not defaults.
-    assert settings.insecure
-    assert str(settings.model) == environment["LOOKONCE_MODEL"]
+    assert str(settings.model) == told["LOOKONCE_MODEL"]
+    assert settings.num_threads == int(told["LOOKONCE_NUM_THREADS"])
 
 
 @services
 def test_pods_get_no_settings_from_service_links(manifests: list[Manifest], case: ServiceCase) -> None:
     # Kubernetes would set LOOKONCE_REDIS_PORT=tcp://… and the like, for every Service of the namespace.
-    assert _pod(manifests, case.name)["enableServiceLinks"] is False
+    assert pod(manifests, case.name)["enableServiceLinks"] is False
 
 
 @services
 def test_ports_are_those_of_the_settings(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = _settings(manifests, case, monkeypatch)
-    ports = {port["name"]: port["containerPort"] for port in _container(manifests, case.name)["ports"]}
-    assert settings.metrics_listen is not None
-    assert ports == {"grpc": _port(settings.listen), "metrics": _port(settings.metrics_listen)}
+    settings = parsed_settings(manifests, case, monkeypatch)
+    expected = {"grpc": settings.listen, "metrics": settings.metrics_listen, "health": settings.health_listen}
+    assert container_ports(manifests, case.name) == {
+        name: port_of(address) for name, address in expected.items() if address is not None
+    }
 
 
 @services
-def test_probes_ask_the_services_health(
+def test_probes_ask_the_services_health_in_plaintext(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = {"port": _port(_settings(manifests, case, monkeypatch).listen), "service": case.full_name}
-    container = _container(manifests, case.name)
+    settings = parsed_settings(manifests, case, monkeypatch)
+    address = settings.listen if settings.tls_cert is None else settings.health_listen
+    expected = {"port": port_of(address), "service": case.full_name}
+    one = container(manifests, case.name)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["grpc"] == expected
+        assert one[probe]["grpc"] == expected
 
 
 @services
 def test_liveness_is_more_patient_than_readiness(manifests: list[Manifest], case: ServiceCase) -> None:
-    container = _container(manifests, case.name)
-    assert _patience_s(container["livenessProbe"]) > _patience_s(container["readinessProbe"])
+    one = container(manifests, case.name)
+    assert patience_s(one["livenessProbe"]) > patience_s(one["readinessProbe"])
 
 
 @services
 def test_the_grace_period_is_longer_than_the_drain(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = _settings(manifests, case, monkeypatch)
+    settings = parsed_settings(manifests, case, monkeypatch)
+    assert "lifecycle" not in container(manifests, case.name), "a preStop hook takes of the grace period, too"
     drain_s = settings.drain_delay_s + settings.drain_timeout_s + _FLUSH_S
-    assert _pod(manifests, case.name)["terminationGracePeriodSeconds"] > drain_s
+    assert pod(manifests, case.name)["terminationGracePeriodSeconds"] > drain_s
 
 
 @services
 def test_a_leaving_pod_answers_until_it_has_been_found_unready(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    period_s = _container(manifests, case.name)["readinessProbe"]["periodSeconds"]
-    assert _settings(manifests, case, monkeypatch).drain_delay_s >= period_s
+    period_s = container(manifests, case.name)["readinessProbe"]["periodSeconds"]
+    assert parsed_settings(manifests, case, monkeypatch).drain_delay_s >= period_s
 
 
 @services
 def test_the_container_runs_the_service(manifests: list[Manifest], case: ServiceCase) -> None:
-    assert _container(manifests, case.name)["command"] == ["python", "-m", case.module]
-    assert (BASE.parents[1] / case.module / "__main__.py").is_file()
+    assert container(manifests, case.name)["command"] == ["python", "-m", case.module]
+    assert (K8S.parent / case.module / "__main__.py").is_file()
 
 
 @services
 def test_tensor_threads_fit_into_the_requested_cpus(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requested = _container(manifests, case.name)["resources"]["requests"]["cpu"]
-    assert _settings(manifests, case, monkeypatch).num_threads == int(requested)
+    requested = container(manifests, case.name)["resources"]["requests"]["cpu"]
+    assert parsed_settings(manifests, case, monkeypatch).num_threads == int(requested)
 
 
 @services
 def test_the_model_is_mounted_read_only_where_the_settings_look(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    container, pod = _container(manifests, case.name), _pod(manifests, case.name)
-    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "model")
-    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "model")
-    assert mount["mountPath"] == str(_settings(manifests, case, monkeypatch).model)
+    (mount,) = (mount for mount in container(manifests, case.name)["volumeMounts"] if mount["name"] == "model")
+    (volume,) = (volume for volume in pod(manifests, case.name)["volumes"] if volume["name"] == "model")
+    assert mount["mountPath"] == str(parsed_settings(manifests, case, monkeypatch).model)
     assert mount["readOnly"]
-    _find(manifests, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+    find(manifests, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+
+
+@services
+def test_files_of_the_settings_lie_in_mounted_secrets(
+    manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = {mount["mountPath"]: mount for mount in container(manifests, case.name)["volumeMounts"]}
+    settings = parsed_settings(manifests, case, monkeypatch)
+    for field in sorted(settings.model_fields_set):
+        if field.endswith("_file") or "_tls_" in field or field.startswith("tls_"):
+            assert mounts[str(getattr(settings, field).parent)]["readOnly"], field
 
 
 @services
 def test_grpc_services_are_headless(manifests: list[Manifest], case: ServiceCase) -> None:
-    assert _find(manifests, "Service", case.name)["spec"]["clusterIP"] == "None"
+    assert find(manifests, "Service", case.name)["spec"]["clusterIP"] == "None"
 
 
 def test_the_decoder_finds_encoder_and_cache_by_their_services(
     manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder, decoder = (_settings(manifests, case, monkeypatch) for case in CASES)
+    encoder, decoder = (parsed_settings(manifests, case, monkeypatch) for case in CASES)
     assert isinstance(decoder, DecoderSettings)
-    assert decoder.encoder_target == f"dns:///lookonce-encoder:{_service_port(manifests, 'lookonce-encoder', 'grpc')}"
-    cache_url = f"redis://lookonce-redis:{_service_port(manifests, 'lookonce-redis', 'redis')}"
-    for settings in (encoder, decoder):
-        assert settings.redis_url is not None
-        assert settings.redis_url.get_secret_value() == cache_url
+    assert decoder.encoder_target is not None
+    name = decoder.encoder_target.removeprefix("dns:///").partition(":")[0]
+    assert decoder.encoder_target == f"dns:///{name}:{service_port(manifests, name, 'grpc')}"
+    assert name == (
+        "lookonce-encoder-affinity"
+        if name in names(manifests, "Service") - {"lookonce-encoder"}
+        else "lookonce-encoder"
+    )
+    if "lookonce-redis" in names(manifests, "Service"):
+        cache_url = f"redis://lookonce-redis:{service_port(manifests, 'lookonce-redis', 'redis')}"
+        urls = [one.redis_url for one in (encoder, decoder) if one.redis_url is not None]
+        assert [url.get_secret_value() for url in urls] == [cache_url, cache_url]
 
 
 def test_services_lead_to_named_ports_of_their_pods(manifests: list[Manifest]) -> None:
-    for service in _of_kind(manifests, "Service"):
-        deployment = _find(manifests, "Deployment", service["metadata"]["name"])
-        labels = deployment["spec"]["template"]["metadata"]["labels"]
-        assert service["spec"]["selector"].items() <= labels.items()
-        names = {port["name"] for port in deployment["spec"]["template"]["spec"]["containers"][0]["ports"]}
-        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    for service in of_kind(manifests, "Service"):
+        name = service["metadata"]["name"]
+        assert service["spec"]["selector"].items() <= pod_labels(manifests)[name].items()
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= set(container_ports(manifests, name))
 
 
 def test_selectors_meet_the_pods_they_mean_and_no_others(manifests: list[Manifest]) -> None:
-    deployments = _of_kind(manifests, "Deployment")
-    selecting = [*deployments, *_of_kind(manifests, "PodDisruptionBudget")]
+    labels = pod_labels(manifests)
+    budgets = of_kind(manifests, "PodDisruptionBudget")
+    assert names(budgets, "PodDisruptionBudget") == set(labels) - {"lookonce-redis"}
+    selecting = [*of_kind(manifests, "Deployment"), *budgets]
+    for deployment in of_kind(manifests, "Deployment"):
+        for rule in deployment["spec"]["template"]["spec"].get("topologySpreadConstraints", []):
+            selecting.append({"metadata": deployment["metadata"], "spec": {"selector": rule["labelSelector"]}})
     for manifest in selecting:
-        wanted = manifest["spec"]["selector"]["matchLabels"].items()
-        found = [
-            deployment["metadata"]["name"]
-            for deployment in deployments
-            if wanted <= deployment["spec"]["template"]["metadata"]["labels"].items()
-        ]
+        found = [name for name, pods in labels.items() if selects(manifest["spec"]["selector"], pods)]
         assert found == [manifest["metadata"]["name"]]
 
 
-def test_only_the_services_reach_the_cache(manifests: list[Manifest]) -> None:
-    policy = _find(manifests, "NetworkPolicy", "lookonce-redis")["spec"]
-    assert policy["podSelector"]["matchLabels"] == {_APP: "lookonce-redis"}
+def test_only_the_services_reach_the_cache() -> None:
+    policy = find(rendered(BASE), "NetworkPolicy", "lookonce-redis")["spec"]
+    assert policy["podSelector"]["matchLabels"] == {APP: "lookonce-redis"}
     (rule,) = policy["ingress"]
     ((_, peer),) = rule["from"][0].items()
     (expression,) = peer["matchExpressions"]
-    assert (expression["key"], expression["operator"]) == (_APP, "In")
+    assert (expression["key"], expression["operator"]) == (APP, "In")
     assert set(expression["values"]) == {case.name for case in CASES}
 
 
 def test_pods_have_the_least_rights(manifests: list[Manifest]) -> None:
-    for deployment in _of_kind(manifests, "Deployment"):
-        pod = deployment["spec"]["template"]["spec"]
-        assert pod["automountServiceAccountToken"] is False
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["runAsUser"] > 0
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in containers_of(deployment):
-            assert container["securityContext"] == {
+    users = set()
+    for deployment in of_kind(manifests, "Deployment"):
+        one = deployment["spec"]["template"]["spec"]
+        assert one["automountServiceAccountToken"] is False
+        assert one["securityContext"]["runAsNonRoot"] is True
+        assert one["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        users.add(one["securityContext"]["runAsUser"])
+        for each in containers_of(deployment):
+            assert each["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
+    assert users <= {10001, 10002, 10003}
 
 
 def test_containers_say_what_they_need(manifests: list[Manifest]) -> None:
-    for deployment in _of_kind(manifests, "Deployment"):
-        for container in containers_of(deployment):
-            resources = container["resources"]
-            assert set(resources["requests"]) == {"cpu", "memory"}
+    for deployment in of_kind(manifests, "Deployment"):
+        for each in containers_of(deployment):
+            requests, limits = each["resources"]["requests"], dict(each["resources"]["limits"])
+            assert set(requests) == {"cpu", "memory"}
+            limits.pop("nvidia.com/gpu", None)
             # A pod that may use more than it asked for is the first to be killed when a node runs out.
-            assert resources["limits"] == {"memory": resources["requests"]["memory"]}
+            assert limits == {"memory": requests["memory"]}
 
 
-def test_volumes_and_config_maps_exist(manifests: list[Manifest]) -> None:
-    names = {manifest["metadata"]["name"] for manifest in _of_kind(manifests, "ConfigMap")}
-    for deployment in _of_kind(manifests, "Deployment"):
-        pod = deployment["spec"]["template"]["spec"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
-        mounts = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
-        assert mounts == volumes
-        assert {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume} <= names
+def test_volumes_config_maps_and_secrets_exist(manifests: list[Manifest]) -> None:
+    config_maps = names(manifests, "ConfigMap")
+    for deployment in of_kind(manifests, "Deployment"):
+        one = deployment["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in one["volumes"]}
+        assert {mount["name"] for each in one["containers"] for mount in each["volumeMounts"]} == volumes
+        assert {volume["configMap"]["name"] for volume in one["volumes"] if "configMap" in volume} <= config_maps
+        assert set(_secrets(one)) <= SECRETS
 
 
-def test_images_are_pinned(manifests: list[Manifest]) -> None:
-    images = {container["image"] for manifest in manifests for container in containers_of(manifest)}
-    assert all(re.fullmatch(r"[a-z/]+:\d+\.\d+\.\d+", image) for image in images)
-    assert f"lookonce:{lookonce.__version__}" in images
+def test_no_secret_is_committed(manifests: list[Manifest]) -> None:
+    assert not names(manifests, "Secret")
+    for manifest in of_kind(manifests, "ConfigMap"):
+        for key, value in manifest["data"].items():
+            assert not re.search(r"://[^/\s]*:[^/\s]*@", value), f"{key} has a password in its URL"
+            assert not re.search(r"\b[0-9a-f]{64}\b|PRIVATE KEY|^requirepass|^user ", value, re.MULTILINE), key
 
 
-def _find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
-    (manifest,) = (one for one in _of_kind(manifests, kind) if one["metadata"]["name"] == name)
-    return manifest
+def test_images_are_pinned(variant: Variant, manifests: list[Manifest]) -> None:
+    images = {each["image"] for manifest in manifests for each in containers_of(manifest)}
+    assert all(re.fullmatch(r"[a-z/-]+:v?\d+\.\d+\.\d+(-cu\d+)?", image) for image in images)
+    suffix = "-cu130" if variant.start == "overlays/gpu" else ""
+    assert {f"{case.name}:{lookonce.__version__}{suffix}" for case in CASES} <= images
 
 
-def _of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
-    found = [manifest for manifest in manifests if manifest["kind"] == kind]
-    assert found, f"the base has no {kind}"
-    return found
-
-
-def _pod(manifests: list[Manifest], name: str) -> Manifest:
-    pod: Manifest = _find(manifests, "Deployment", name)["spec"]["template"]["spec"]
-    return pod
-
-
-def _container(manifests: list[Manifest], name: str) -> Manifest:
-    (container,) = _pod(manifests, name)["containers"]
-    found: Manifest = container
-    return found
-
-
-def _environment(manifests: list[Manifest], case: ServiceCase) -> dict[str, str]:
-    """What the container's process sees of its manifests."""
-    container = _container(manifests, case.name)
-    environment: dict[str, str] = {}
-    for source in container["envFrom"]:
-        environment |= _find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
-    return environment | {variable["name"]: variable["value"] for variable in container["env"]}
-
-
-def _settings(manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The settings that the service would parse in its pod."""
-    for key in [key for key in os.environ if key.startswith("LOOKONCE_")]:
-        monkeypatch.delenv(key)
-    for key, value in _environment(manifests, case).items():
-        monkeypatch.setenv(key, value)
-    return parse_settings(case.settings_class, [], case.module)
-
-
-def _patience_s(probe: dict[str, Any]) -> int:
-    """How long a probe fails before Kubernetes acts; 3 failures are its default."""
-    patience_s: int = probe["periodSeconds"] * probe.get("failureThreshold", 3)
-    return patience_s
-
-
-def _service_port(manifests: list[Manifest], name: str, port_name: str) -> int:
-    ports = _find(manifests, "Service", name)["spec"]["ports"]
-    (port,) = (port["port"] for port in ports if port["name"] == port_name)
-    return int(port)
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
+def _secrets(one: Manifest) -> list[str]:
+    """Names of the Secrets that a pod wants."""
+    volumes = [volume["secret"]["secretName"] for volume in one["volumes"] if "secret" in volume]
+    projected = [source for volume in one["volumes"] for source in volume.get("projected", {}).get("sources", [])]
+    variables = [variable for each in one["containers"] for variable in each.get("env", [])]
+    return [
+        *volumes,
+        *(source["secret"]["name"] for source in projected),
+        *(variable["valueFrom"]["secretKeyRef"]["name"] for variable in variables if "valueFrom" in variable),
+    ]

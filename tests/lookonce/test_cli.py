@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import pathlib
 import signal
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from lookonce.authentication import parse_tokens
 from lookonce.cli_settings import CliSettings, StackRecord, find_stack
 from lookonce.errors import ConfigurationError, ModelFolderError
+from lookonce.identity import Role
 from lookonce.model_source import resolve_model, with_resolved_model
 from tests.lookonce.sdk_servers import System, running_system
 from tests.tiny_models import build_llava_clip, random_image
@@ -219,3 +222,31 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
     running_up.send_signal(signal.SIGINT)
     assert running_up.wait(60) == 0
     assert run(environment, "generate", "anyone there?").returncode == 2
+
+
+async def test_a_token_and_its_entry_belong_together(environment: dict[str, str]) -> None:
+    finished = await _run(environment, "token", "shop", "--tenant", "acme")
+    assert finished.returncode == 0
+    (known,) = parse_tokens(finished.stderr.encode())
+    assert known.digest == hashlib.sha256(finished.stdout.strip().encode()).digest()
+    assert (known.identity.name, known.identity.tenant, known.identity.role) == ("shop", "acme", Role.CLIENT)
+    assert finished.stdout.strip() not in finished.stderr
+    again = await _run(environment, "token", "shop", "--tenant", "acme")
+    assert again.stdout != finished.stdout
+
+
+@pytest.mark.parametrize("arguments", [["a b"], ["a", "--tenant", "../x"], ["a", "--role", "king"]])
+async def test_an_entry_that_services_would_refuse_is_not_made(
+    environment: dict[str, str], arguments: list[str]
+) -> None:
+    finished = await _run(environment, "token", *arguments)
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+
+
+async def test_the_token_comes_from_the_environment(
+    system: System, environment: dict[str, str], picture: pathlib.Path
+) -> None:
+    asked = {**environment, "LOOKONCE_TOKEN": "a-token", "LOOKONCE_TARGET": system.decoder_target}
+    assert (await _run(asked, "generate", "hello", "--image", str(picture))).returncode == 0
+    assert system.knowledge.metadata["authorization"] == "Bearer a-token"

@@ -329,13 +329,22 @@ async def test_the_ready_file_appears_when_ready_and_goes_at_the_drain(tmp_path:
     assert not ready_file.exists()
 
 
-async def test_reflection_lists_every_service() -> None:
-    async with _running() as running:
-        stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
-        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
-        async for response in call:
+def _reflection(channel: grpc.aio.Channel) -> Any:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    return stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
+
+
+async def test_reflection_is_for_operators_and_lists_every_service() -> None:
+    async with (
+        _running(admin_listen="127.0.0.1:0") as running,
+        grpc.aio.insecure_channel(str(running.service.admin_target), options=CHANNEL_OPTIONS) as channel,
+    ):
+        async for response in _reflection(channel):
             names = {service.name for service in response.list_services_response.service}
         assert {ENCODER, KINDS, "grpc.health.v1.Health"} <= names
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(_reflection(running.channel)))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED, "clients have none"
 
 
 async def test_an_unknown_method_is_unimplemented() -> None:

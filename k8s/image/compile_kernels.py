@@ -1,0 +1,44 @@
+"""Compiles the services' C++ parts into the image, for every kind of processor that they are told apart by.
+
+A container with a read-only root cannot do that later, and nodes are seldom the machine that built the image. Where the
+libraries go is lookonce.native_library's affair (XDG_CACHE_HOME); run it as the user that the services run as.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import platform
+import sys
+from unittest.mock import patch
+
+import torch
+
+import decoder_svc
+import encoder_svc
+from lookonce import native_library
+
+# What PyTorch says of a processor, and whether it has products of pairs (AVX512_BF16).
+_PROCESSORS = (("DEFAULT", False), ("AVX2", False), ("AVX512", False), ("AVX512", True))
+_SOURCES = (
+    *(pathlib.Path(folder) / "runner/native" for folder in decoder_svc.__path__),
+    *(pathlib.Path(folder) / "native" for folder in encoder_svc.__path__),
+)
+
+
+def main() -> None:
+    """Raises NativeLibraryError when a library cannot be made: then the image is not worth having."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    for level, has_pairs in _PROCESSORS if is_x86 else _PROCESSORS[:1]:
+        with (
+            patch.object(torch.backends.cpu, "get_cpu_capability", lambda level=level: level),
+            patch.object(torch.cpu, "get_capabilities", lambda has_pairs=has_pairs: {"avx512_bf16": has_pairs}),
+        ):
+            for sources in _SOURCES:
+                native_library.load_library.cache_clear()
+                native_library.load_library(sources)
+    for path in sorted(native_library.cache_folder().iterdir()):
+        print(path, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

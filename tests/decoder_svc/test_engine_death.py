@@ -1,0 +1,128 @@
+"""An engine whose thread dies or hangs, in a process as operators run it: what health says, who gets which answer."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lookonce.decoder.v1 import decoder_service_pb2 as pb
+from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
+from tests.conftest import REPOSITORY
+from tests.decoder_svc.decoders import params
+from tests.fault_file import DIE, FAIL, HANG, FaultFile
+
+Health = health_pb2.HealthCheckResponse
+NUM_CALLS = 4
+# One request in a step, so that the others wait.
+SMALL = ("--num-threads", "1", "--num-kv-blocks", "20", "--max-context-tokens", "300", "--max-num-seqs", "1")
+TIMEOUT_S = 60
+
+
+class Decoder:
+    """The service with a fault file, and a channel to it."""
+
+    def __init__(self, process: subprocess.Popen[str], fault: FaultFile, channel: grpc.Channel) -> None:
+        self.process = process
+        self.fault = fault
+        self.stub: DecoderServiceStub = DecoderServiceStub(channel)
+        watching = health_pb2.HealthCheckRequest(service="lookonce.decoder.v1.DecoderService")
+        self._states: Any = health_pb2_grpc.HealthStub(channel).Watch(watching, timeout=TIMEOUT_S)
+
+    def next_health(self) -> Any:
+        """What health says next, as a balancer hears it."""
+        return next(self._states).status
+
+    def generate(self) -> pb.GenerateResponse:
+        request = pb.GenerateRequest(params=params("zebra", max_tokens=3, ignore_eos=True))
+        return self.stub.Generate(request, timeout=TIMEOUT_S)
+
+    def until_live(self, num_requests: int) -> None:
+        """Until the engine was given so many requests that have no answer."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            load = self.stub.GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S)
+            if load.running_requests + load.waiting_requests == num_requests:
+                return
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+
+@contextmanager
+def started(folder: pathlib.Path, directory: pathlib.Path, *arguments: str) -> Iterator[Decoder]:
+    ready_file, fault_path = directory / "ready.json", directory / "fault"
+    command = [sys.executable, "-m", "tests.decoder_svc.faulty_program", str(fault_path), "--model", str(folder)]
+    command += ["--ready-file", str(ready_file), *SMALL, *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    try:
+        while not ready_file.exists():
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            time.sleep(0.05)
+        with grpc.insecure_channel(json.loads(ready_file.read_text())["target"]) as channel:
+            decoder = Decoder(process, FaultFile(fault_path), channel)
+            assert decoder.next_health() == Health.SERVING
+            yield decoder
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _code(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code.name
+    return "OK"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    # Requests whose own step fails are told so; after three of them the engine gives up.
+    [(DIE, {"UNAVAILABLE": NUM_CALLS}), (FAIL, {"INTERNAL": 3, "UNAVAILABLE": NUM_CALLS - 3})],
+)
+def test_a_dead_engine_answers_who_waits_says_not_serving_and_ends_the_process_with_1(
+    fault: str, expected: dict[str, int], model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    with started(model_folder("llava_clip"), tmp_path) as decoder, ThreadPoolExecutor(NUM_CALLS) as threads:
+        decoder.fault.order(HANG)
+        calls = [threads.submit(_code, decoder.generate) for _ in range(NUM_CALLS)]
+        decoder.until_live(NUM_CALLS)
+        decoder.fault.order(fault)
+        assert Counter(call.result() for call in calls) == expected
+        assert decoder.next_health() == Health.NOT_SERVING
+        _, log = decoder.process.communicate(timeout=TIMEOUT_S)
+        assert decoder.process.returncode == 1
+        events = [json.loads(line)["event"] for line in log.splitlines()]
+        assert "the engine stopped" in events
+        assert events[-1] == "the service failed"
+
+
+def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(
+    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    limits = ("--max-step-s", "0.5")
+    with started(model_folder("llava_clip"), tmp_path, *limits) as decoder, ThreadPoolExecutor(1) as threads:
+        decoder.fault.order(HANG)
+        call = threads.submit(decoder.generate)
+        assert decoder.next_health() == Health.NOT_SERVING
+        assert _code(decoder.generate) == "UNAVAILABLE", "nothing more is taken meanwhile"
+        assert decoder.process.poll() is None
+        decoder.fault.clear()
+        assert call.result().usage.completion_tokens == 3
+        assert decoder.next_health() == Health.SERVING
+        assert _code(decoder.generate) == "OK"
+        decoder.process.send_signal(signal.SIGTERM)
+        assert decoder.process.wait(TIMEOUT_S) == 0

@@ -1,0 +1,167 @@
+"""Tenants of one deployment with tokens and certificates: nobody reads, times by answers, or uses what is another's."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+import trustme
+
+from lookonce.client import Client
+from lookonce.content_key import image_digest
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
+from lookonce.errors import (
+    EmbeddingNotCachedError,
+    OverloadedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from lookonce.images import ImageRef
+from lookonce.local_stack import LocalStack
+from lookonce.status_codes import from_rpc_error
+from lookonce.token_entry import new_token
+from tests.conftest import DEMO_MODEL, ONE_THREAD
+from tests.e2e.pictures import QUESTION, fresh
+
+TENANTS = ("acme", "beta")
+QUOTAS = "[tenants.tiny]\nrequests_per_s = 0.02\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A stack behind tokens and certificates."""
+
+    stack: LocalStack
+    # By tenant, of clients; and of an operator under "operator".
+    tokens: dict[str, str]
+    ca: pathlib.Path
+    cert: pathlib.Path
+    key: pathlib.Path
+
+    def client(self, tenant: str | None) -> Client:
+        """With the tenant's token, or without any."""
+        return Client.connect(
+            self.stack.decoder_targets[0],
+            self.stack.encoder_targets[0],
+            tls_ca=self.ca,
+            tls_cert=self.cert,
+            tls_key=self.key,
+            token=None if tenant is None else self.tokens[tenant],
+        )
+
+    @property
+    def num_encodes(self) -> int:
+        return int(self.stack.metric(self.stack.encoders, "lookonce_encoder_encodes_total"))
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("guarded")
+    authority = trustme.CA()
+    ca, cert, key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
+    issued = authority.issue_cert("localhost", "127.0.0.1")
+    authority.cert_pem.write_to_path(ca)
+    issued.cert_chain_pems[0].write_to_path(cert)
+    issued.private_key_pem.write_to_path(key)
+    tokens, entries = {}, []
+    for name, tenant, role in [
+        *((tenant, tenant, "client") for tenant in (*TENANTS, "tiny")),
+        ("operator", "", "operator"),
+        ("decoder", "", "service"),
+    ]:
+        tokens[name], entry = new_token(name, tenant, role)
+        entries.append(entry)
+    (folder / "tokens.toml").write_text("".join(entries))
+    (folder / "decoder.token").write_text(tokens["decoder"])
+    (folder / "quotas.toml").write_text(QUOTAS)
+    (folder / "secret").write_text("ab" * 32)
+    shared = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca)]
+    shared += ["--auth-tokens-file", str(folder / "tokens.toml"), "--tenant-secret-file", str(folder / "secret")]
+    shared += ["--quotas-file", str(folder / "quotas.toml"), *ONE_THREAD]
+    to_encoder = ["--encoder-tls-ca", str(ca), "--encoder-tls-cert", str(cert), "--encoder-tls-key", str(key)]
+    to_encoder += ["--encoder-token-file", str(folder / "decoder.token")]
+    with LocalStack(DEMO_MODEL, encoder_arguments=shared, decoder_arguments=[*shared, *to_encoder]) as stack:
+        yield Guarded(stack, tokens, ca, cert, key)
+
+
+def test_each_tenant_is_answered_and_encodes_for_itself(guarded: Guarded) -> None:
+    (picture,) = fresh(1)
+    before = guarded.num_encodes
+    for number, tenant in enumerate(TENANTS, start=1):
+        with guarded.client(tenant) as client:
+            for attempt in range(2):
+                generation = client.generate(QUESTION, [picture.data], max_tokens=16, temperature=0.0)
+                assert generation.text == picture.answer
+                # The first time nothing of another tenant's shows, not in the prefix cache either.
+                assert (generation.usage.cached_prompt_tokens > 0) == (attempt == 1)
+                assert (generation.usage.encoded_image_tokens > 0) == (attempt == 0)
+        assert guarded.num_encodes == before + number
+
+
+def test_another_tenant_s_image_and_an_unknown_one_get_one_and_the_same_answer(guarded: Guarded) -> None:
+    theirs, unknown = (picture.data for picture in fresh(2))
+    with guarded.client("acme") as client:
+        client.generate(QUESTION, [theirs], max_tokens=1)
+        client.generate(QUESTION, [ImageRef(image_digest(theirs))], max_tokens=1)
+    answers = []
+    with guarded.client("beta") as client:
+        for data in (theirs, unknown):
+            with pytest.raises(EmbeddingNotCachedError) as caught:
+                client.generate(QUESTION, [ImageRef(image_digest(data))], max_tokens=1)
+            answers.append((caught.value.message, caught.value.metadata))
+    assert answers[0] == answers[1]
+
+
+def test_nobody_comes_in_without_a_token(guarded: Guarded) -> None:
+    (picture,) = fresh(1)
+    before = guarded.num_encodes
+    with guarded.client(None) as client, pytest.raises(UnauthenticatedError):
+        client.generate(QUESTION, [picture.data], max_tokens=1)
+    with guarded.client(None) as client, pytest.raises(UnauthenticatedError):
+        client.encode([picture.data])
+    assert guarded.num_encodes == before
+
+
+def test_nobody_comes_in_without_a_certificate(guarded: Guarded) -> None:
+    target = guarded.stack.decoder_targets[0]
+    for ca in (None, guarded.ca):
+        with (
+            Client.connect(target, token=guarded.tokens["acme"], timeout_s=5, tls_ca=ca) as client,
+            pytest.raises(UnavailableError),
+        ):
+            client.generate("hello", max_tokens=1)
+
+
+def test_a_tenant_s_quota_is_its_own(guarded: Guarded) -> None:
+    with guarded.client("tiny") as client:
+        client.generate("hello", max_tokens=1)
+        with pytest.raises(OverloadedError) as caught:
+            client.generate("hello", max_tokens=1)
+        assert 0 < caught.value.retry_after_s <= 50
+    with guarded.client("acme") as client:
+        client.generate("hello", max_tokens=1)
+
+
+def test_operators_calls_are_not_for_clients(guarded: Guarded) -> None:
+    admin_target = guarded.stack.encoders[0].ready.admin_target
+    assert admin_target is not None
+    credentials = grpc.ssl_channel_credentials(
+        guarded.ca.read_bytes(), guarded.key.read_bytes(), guarded.cert.read_bytes()
+    )
+    with grpc.secure_channel(admin_target, credentials) as channel:
+        stub = pb_grpc.EncoderAdminServiceStub(channel)
+
+        def stats(name: str) -> pb.GetCacheStatsResponse:
+            metadata = (("authorization", f"Bearer {guarded.tokens[name]}"),)
+            return stub.GetCacheStats(pb.GetCacheStatsRequest(), metadata=metadata, timeout=10)
+
+        assert stats("operator").local.entries >= 0
+        for name in ("acme", "decoder"):
+            with pytest.raises(grpc.RpcError) as caught:
+                stats(name)
+            assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)

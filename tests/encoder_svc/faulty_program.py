@@ -1,0 +1,28 @@
+"""`python -m tests.encoder_svc.faulty_program FILE …`: the encoder service, whose forward passes obey a fault file."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from encoder_svc import vision_model
+from encoder_svc.__main__ import serve
+from encoder_svc.image_inputs import PixelInputs
+from lookonce import serving
+from tests.fault_file import FaultFile
+
+
+class FaultyModel(vision_model.VisionModel):
+    """Obeys before each pass."""
+
+    def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        FaultFile(pathlib.Path(sys.argv[1])).obey()
+        return super().forward(batch)
+
+
+if __name__ == "__main__":
+    vision_model.VisionModel = FaultyModel  # type: ignore[misc]
+    serving.run(serve(sys.argv[2:]))

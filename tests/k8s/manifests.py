@@ -1,0 +1,139 @@
+"""Looks things up in rendered manifests, and says what they must agree with in the code."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from decoder_svc.settings import DecoderSettings
+from encoder_svc.settings import EncoderSettings
+from lookonce.decoder.v1 import decoder_service_pb2
+from lookonce.encoder.v1 import encoder_service_pb2
+from lookonce.settings import ServiceSettings, parse_settings
+from tests.k8s.render import Manifest
+
+APP = "app.kubernetes.io/name"
+# Stands for what a pod gets from a Secret: of the form that the setting wants.
+FROM_SECRET = {"LOOKONCE_REDIS_URL": "rediss+sentinel://user:password@one:26379,two:26379/cache"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCase:
+    """One gRPC service and what its manifests must agree with."""
+
+    name: str
+    settings_class: type[ServiceSettings]
+    # As in the proto file.
+    full_name: str
+    # What `python -m` runs.
+    module: str
+
+
+ENCODER = ServiceCase(
+    "lookonce-encoder",
+    EncoderSettings,
+    encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name,
+    "encoder_svc",
+)
+DECODER = ServiceCase(
+    "lookonce-decoder",
+    DecoderSettings,
+    decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name,
+    "decoder_svc",
+)
+CASES = (ENCODER, DECODER)
+
+
+def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    """The one of this kind and name."""
+    (manifest,) = (one for one in of_kind(manifests, kind) if one["metadata"]["name"] == name)
+    return manifest
+
+
+def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
+    """All of this kind, one at least."""
+    found = [manifest for manifest in manifests if manifest["kind"] == kind]
+    assert found, f"there is no {kind}"
+    return found
+
+
+def names(manifests: list[Manifest], kind: str) -> set[str]:
+    """Names of all of this kind; there may be none."""
+    return {one["metadata"]["name"] for one in manifests if one["kind"] == kind}
+
+
+def pod(manifests: list[Manifest], name: str) -> Manifest:
+    """The pod's specification in the Deployment of this name."""
+    found: Manifest = find(manifests, "Deployment", name)["spec"]["template"]["spec"]
+    return found
+
+
+def container(manifests: list[Manifest], name: str) -> Manifest:
+    """The only container of that pod."""
+    (one,) = pod(manifests, name)["containers"]
+    found: Manifest = one
+    return found
+
+
+def environment(manifests: list[Manifest], case: ServiceCase) -> dict[str, str]:
+    """What the container's process sees of its manifests; values of Secrets are those of FROM_SECRET."""
+    found: dict[str, str] = {}
+    for source in container(manifests, case.name)["envFrom"]:
+        found |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
+    for variable in container(manifests, case.name)["env"]:
+        name = variable["name"]
+        found[name] = FROM_SECRET[name] if "valueFrom" in variable else variable["value"]
+    return found
+
+
+def parsed_settings(manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The settings that the service would parse in its pod."""
+    for key in [key for key in os.environ if key.startswith("LOOKONCE_")]:
+        monkeypatch.delenv(key)
+    for key, value in environment(manifests, case).items():
+        monkeypatch.setenv(key, value)
+    return parse_settings(case.settings_class, [], case.module)
+
+
+def container_ports(manifests: list[Manifest], name: str) -> dict[str, int]:
+    """Numbers by name."""
+    return {port["name"]: port["containerPort"] for port in container(manifests, name)["ports"]}
+
+
+def service_port(manifests: list[Manifest], name: str, port_name: str) -> int:
+    """The port of a Service."""
+    ports = find(manifests, "Service", name)["spec"]["ports"]
+    (port,) = (port["port"] for port in ports if port["name"] == port_name)
+    return int(port)
+
+
+def port_of(address: str) -> int:
+    """Of host:port."""
+    return int(address.rpartition(":")[2])
+
+
+def patience_s(probe: dict[str, Any]) -> int:
+    """How long a probe fails before Kubernetes acts; 3 failures are its default."""
+    found: int = probe["periodSeconds"] * probe.get("failureThreshold", 3)
+    return found
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a label selector meets these labels; knows what our manifests use."""
+    assert set(selector) <= {"matchLabels", "matchExpressions"}
+    for expression in selector.get("matchExpressions", []):
+        assert expression["operator"] == "In"
+        if labels.get(expression["key"]) not in expression["values"]:
+            return False
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
+
+
+def pod_labels(manifests: list[Manifest]) -> dict[str, dict[str, str]]:
+    """Labels of the pods by the name of their Deployment."""
+    return {
+        one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
+        for one in of_kind(manifests, "Deployment")
+    }

