@@ -37,6 +37,8 @@ _MAX_RECONNECT_BACKOFF_MS = 2000
 _SERVICE_CONFIG = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}
 )
+# A proxy in front of encoders may send calls about one image to one of them (k8s/components/affinity).
+_DIGEST_KEY = "x-lookonce-digest"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _DTYPES = {
     common_pb2.DATA_TYPE_FLOAT32: RowDtype.FLOAT32,
@@ -195,7 +197,8 @@ class EncoderClient:
         """Shape of the rows where the encoder knows them, without encoding; None for an unknown image."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], **_wire_options(options))
         try:
-            response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=self._metadata())
+            metadata = self._metadata(key)
+            response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
         found = [result.embedding for result in response.results if result.cached]
@@ -225,7 +228,7 @@ class EncoderClient:
         request = encoder_service_pb2.ReadEmbeddingRequest(
             key=_wire_key(key), row_offset=start, row_count=stop - start, **_wire_options(options)
         )
-        call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=self._metadata())
+        call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=self._metadata(key))
         try:
             async for chunk in call:
                 reader.take(chunk)
@@ -248,7 +251,7 @@ class EncoderClient:
             expected_encoder_fingerprint=key.fingerprint,
         )
         try:
-            response = await self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata())
+            response = await self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata(key))
         except grpc.aio.AioRpcError as error:
             raise self._noted(_without_position(_typed(error, timeout_s))) from None
         if len(response.results) != 1:
@@ -278,9 +281,12 @@ class EncoderClient:
             max_image_pixels=response.max_image_pixels,
         )
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Who calls, and for whom; the request's id, so that one id finds the log lines of both services."""
-        pairs = []
+    def _metadata(self, key: ContentKey | None = None) -> tuple[tuple[str, str], ...]:
+        """Who calls, and for whom; the request's id, so that one id finds the log lines of both services.
+
+        `key`: of the image that the call is about, by which a proxy may choose the encoder.
+        """
+        pairs = [] if key is None else [(_DIGEST_KEY, key.digest.hex())]
         request_id, tenant = current_request_id(), current_identity().tenant
         if request_id is not None:
             pairs.append(("x-request-id", request_id))

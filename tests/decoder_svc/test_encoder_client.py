@@ -7,13 +7,15 @@ import pathlib
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from decoder_svc.encoder_client import EncodedImage, EncoderClient
+from decoder_svc.encoder_client import EncodedImage, EncoderClient, ExpectedRows
 from lookonce import errors
+from lookonce.authentication import parse_token
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import (
     DEFAULT_TENANT,
@@ -26,10 +28,12 @@ from lookonce.content_key import (
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceServicer
+from lookonce.identity import Identity, Role, acting_for
 from lookonce.redis_server import EmbeddedRedis
 from lookonce.tenants import Tenants
+from lookonce.watched_files import WatchedFiles
 from tests import image_files
-from tests.decoder_svc.encoders import client, running_encoder, scripted_encoder
+from tests.decoder_svc.encoders import CHANNEL, client, running_encoder, scripted_encoder
 
 NO_OPTIONS = ProcessorOptions()
 FINGERPRINT = EncoderFingerprint("f" * 64)
@@ -456,3 +460,43 @@ async def test_the_buffer_must_fit_the_rows() -> None:
         for start, stop, size in [(0, 3, 256), (2, 2, 0), (3, 2, 256)]:
             with pytest.raises(ValueError, match="rows"):
                 await encoder.read_rows(KEY, start, stop, memoryview(bytearray(size)), 1, options=NO_OPTIONS)
+
+
+class Noting(Scripted):
+    """Keeps the metadata of calls about images."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        self.seen.append(dict(context.invocation_metadata()))
+        return await super().Encode(request, context)
+
+    async def LookupEmbeddings(self, request: Any, context: Any) -> pb.LookupEmbeddingsResponse:
+        self.seen.append(dict(context.invocation_metadata()))
+        return pb.LookupEmbeddingsResponse()
+
+    async def ReadEmbedding(self, request: Any, context: Any) -> AsyncIterator[pb.ReadEmbeddingResponse]:
+        self.seen.append(dict(context.invocation_metadata()))
+        for chunk in self.chunks(request):
+            yield chunk
+
+
+async def test_a_call_says_whose_it_is_and_which_image_it_is_about(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "token").write_text("a-token\n")
+    token = WatchedFiles("encoder_token_file", (tmp_path / "token",), parse_token)
+    data, noting = png(1), Noting()
+    key = content_key(image_digest(data), FINGERPRINT, NO_OPTIONS, DEFAULT_TENANT)
+    async with (
+        scripted_encoder(noting) as target,
+        EncoderClient(target, ExpectedRows("llava", 64), replace(CHANNEL, token=token)) as encoder,
+    ):
+        with acting_for(Identity("shop", "acme", Role.CLIENT)):
+            await encoder.encode(key, data, NO_OPTIONS, 10)
+            assert await encoder.lookup(key, NO_OPTIONS) is None
+            await encoder.read_rows(key, 0, 1, memoryview(bytearray(256)), 10, options=NO_OPTIONS)
+    assert len(noting.seen) == 3
+    for metadata in noting.seen:
+        assert metadata["x-lookonce-digest"] == image_digest(data).hex()
+        assert metadata["x-lookonce-tenant"] == "acme"
+        assert metadata["authorization"] == "Bearer a-token"

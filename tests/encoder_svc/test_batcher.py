@@ -38,7 +38,7 @@ class StepwiseModel:
         self.permits = threading.Semaphore(0)
         self.num_controls = 0
         self.control_error: Exception | None = None
-        self.poison_error: Exception = ValueError("poison")
+        self.poison_error: BaseException = ValueError("poison")
 
     def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
         values = [float(inputs.pixel_values[0, 0]) for inputs in batch]
@@ -383,6 +383,29 @@ def test_a_pass_that_takes_too_long_shows_and_refuses_further_images(
     assert values(futures) == [2.0, 4.0]
     assert values([batcher.submit(image(3), A)]) == [6.0]
     assert batcher.is_healthy
+
+
+def test_a_thread_that_dies_answers_every_image_and_takes_no_more(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    model.poison_error = SystemExit("as from a library in C")
+    batcher = make_batcher(max_images=1)
+    futures = submit_behind_first(model, batcher, [image(POISON), image(2), image(3), image(4)])
+    assert futures[2].cancel()
+    assert batcher.is_healthy
+    model.permits.release(10)
+    for future in (futures[0], futures[1], futures[3]):
+        assert isinstance(future.exception(TIMEOUT_S), UnavailableError)
+    assert batcher.has_died
+    assert not batcher.is_healthy
+    with pytest.raises(UnavailableError):
+        batcher.submit(image(5), A)
+
+
+def test_a_batcher_that_was_closed_has_not_died(make_batcher: Callable[..., ForwardBatcher]) -> None:
+    batcher = make_batcher()
+    batcher.close()
+    assert not batcher.has_died
 
 
 def test_closing_answers_every_image(model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from lookonce.common.v1 import common_pb2
@@ -201,8 +201,8 @@ class System:
 
 
 @contextlib.asynccontextmanager
-async def running_system(**settings: Any) -> AsyncIterator[System]:
-    """One decoder and one encoder on free ports; the decoder names the encoder."""
+async def running_system(is_ready: Callable[[], bool] = lambda: True, **settings: Any) -> AsyncIterator[System]:
+    """One decoder and one encoder on free ports, both as ready as `is_ready` says; the decoder names the encoder."""
     system = System()
 
     def add_decoder(server: Any) -> None:
@@ -212,8 +212,10 @@ async def running_system(**settings: Any) -> AsyncIterator[System]:
         encoder_grpc.add_EncoderServiceServicer_to_server(system.encoder, server)
 
     values = ServiceSettings(model=pathlib.Path("."), drain_timeout_s=0.0, **settings)
-    decoder = GrpcService(values, Telemetry(), [ServiceEntry("lookonce.decoder.v1.DecoderService", add_decoder)])
-    encoder = GrpcService(values, Telemetry(), [ServiceEntry("lookonce.encoder.v1.EncoderService", add_encoder)])
+    decoders = [ServiceEntry("lookonce.decoder.v1.DecoderService", add_decoder)]
+    encoders = [ServiceEntry("lookonce.encoder.v1.EncoderService", add_encoder)]
+    decoder = GrpcService(values, Telemetry(), decoders, is_ready=is_ready)
+    encoder = GrpcService(values, Telemetry(), encoders, is_ready=is_ready)
     system.decoder_target, system.encoder_target = await decoder.start(), await encoder.start()
     system.decoder.encoder_target = system.encoder_target
     try:

@@ -39,10 +39,11 @@ class UnsupportedEncoder(pb_grpc.EncoderServiceServicer):
 
 
 class SlowEncoder(UnsupportedEncoder):
-    """EncodeStream answers each item after 0.2 s; the item "forever" is never answered."""
+    """EncodeStream answers each item after 0.2 s; the item "forever" is never answered. The model is who calls."""
 
     async def GetEncoderInfo(self, request: pb.GetEncoderInfoRequest, context: Any) -> pb.GetEncoderInfoResponse:
-        return pb.GetEncoderInfoResponse(model="slow")
+        # By which connection the call came.
+        return pb.GetEncoderInfoResponse(model=context.peer())
 
     async def EncodeStream(
         self, requests: AsyncIterator[pb.EncodeStreamRequest], context: Any

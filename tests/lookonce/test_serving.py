@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import psutil
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -483,6 +484,50 @@ async def test_a_second_signal_ends_the_process_at_once(processes: Any) -> None:
         await _until(draining)
         process.popen.send_signal(signal.SIGTERM)
         assert await process.exit_status() == -signal.SIGTERM
+
+
+async def test_a_connection_over_its_age_ends_behind_its_last_stream_and_calls_go_on(processes: Any) -> None:
+    process = processes("--max-connection-age-s", "0.5", "--max-connection-age-grace-s", "600")
+    async with grpc.aio.insecure_channel(await process.target(), options=CHANNEL_OPTIONS) as channel:
+        encoder: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(channel)
+
+        async def peer() -> str:
+            """The client's end of the connection that a call takes; no call may fail."""
+            return (await encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)).model
+
+        stream: Any = encoder.EncodeStream(timeout=60)
+        old = await peer()
+
+        async def answered(item: str) -> bool:
+            await stream.write(pb.EncodeStreamRequest(item_id=item))
+            return bool((await stream.read()).item_id == item)
+
+        assert await answered("a")
+
+        async def is_asked_to_end() -> bool:
+            return await peer() != old
+
+        await _until(is_asked_to_end)
+        assert _ports_of_clients(process) >= {_port(old)}, "the stream keeps it"
+        assert await answered("b")
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        assert await stream.code() is grpc.StatusCode.OK
+
+        async def has_ended() -> bool:
+            return _port(old) not in _ports_of_clients(process)
+
+        await _until(has_ended)
+        await peer()
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _ports_of_clients(process: Process) -> set[int]:
+    connections = psutil.Process(process.popen.pid).net_connections("tcp")
+    return {one.raddr.port for one in connections if one.status == psutil.CONN_ESTABLISHED}
 
 
 def test_settings_that_are_wrong_end_the_process_with_2_and_the_reason() -> None:
