@@ -57,6 +57,8 @@ class ChildProcess:
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._ready_path = directory / f"{name}.json"
+        # Of a process of the same name that did not end in order.
+        self._ready_path.unlink(missing_ok=True)
         self._ready: ReadyRecord | None = None
         starter = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid())]
         command = [sys.executable, "-m", module, *arguments, "--ready-file", str(self._ready_path)]

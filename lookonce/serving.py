@@ -194,6 +194,7 @@ class GrpcService:
         await self._health.enter_graceful_shutdown()
         await asyncio.sleep(delay_s)
         self._calls.refuse_new()
+        _log.info("refusing new calls", calls=self._calls.num_delaying)
         # Tells connected clients to go elsewhere (GOAWAY) while their calls in flight run on.
         closing = asyncio.create_task(server.stop(timeout_s + _FLUSH_S))
         await self._calls.finished(timeout_s)

@@ -1,0 +1,190 @@
+"""Two encoders and two decoders are replaced under load, one after the other, at their addresses: no call fails.
+
+The load is a mixture that two cores carry while processes start: mostly cheap calls (Tokenize, GetLoad, lookups of an
+image), short answers about text and about pictures, known ones and new ones, and streams that outlive the step that
+replaces their decoder. A failed call counts as failed: nothing is tried again but what the SDK's channels try by
+themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import psutil
+import pytest
+
+from demo.scenes import png_bytes, random_scene
+from lookonce.aio import AsyncClient
+from lookonce.child_process import ChildProcess
+from lookonce.decoder.v1 import decoder_service_pb2 as pb
+from lookonce.decoder.v1 import decoder_service_pb2_grpc as pb_grpc
+from lookonce.images import ImageRef
+from lookonce.local_stack import LocalStack
+from lookonce.sdk_channel import DECODER, channel_options
+from tests.conftest import DEMO_MODEL, ONE_THREAD
+from tests.decoder_svc.decoders import chat
+from tests.e2e.pictures import QUESTION, Picture, fresh
+
+NUM_CALLS = 10_000
+# More than clients need to hear of NOT_SERVING.
+DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "60")
+# Connections end of old age as well while all this happens.
+FLAGS = (*ONE_THREAD, *DRAIN, "--max-connection-age-s", "8")
+NUM_STREAMS = 4
+STREAM_TOKENS = 1900
+# Between two calls of one loop: the machine has more to do than to answer.
+PAUSE_S = 0.002
+CALL_TIMEOUT_S = 60.0
+STEP_TIMEOUT_S = 100.0
+_seeds = itertools.count(88_000_000)
+
+
+class Traffic:
+    """Loops of calls; what they came to."""
+
+    def __init__(self) -> None:
+        # Calls that have ended, by kind, failed ones too.
+        self.ended: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._is_over = False
+
+    async def repeat(self, kind: str, call: Callable[[], Awaitable[None]]) -> None:
+        """One call after the other until `stop`."""
+        while not self._is_over:
+            try:
+                await call()
+            except Exception as error:
+                self.failures.append(f"{kind}: {error!r}")
+            self.ended[kind] += 1
+            await asyncio.sleep(PAUSE_S)
+
+    def stop(self) -> None:
+        """Calls that run end in their own time."""
+        self._is_over = True
+
+
+class Clients:
+    """The SDK, and a stub on a channel as the SDK makes it for what the SDK has no method for."""
+
+    def __init__(self, client: AsyncClient, channel: grpc.aio.Channel, pictures: list[Picture]) -> None:
+        self._client = client
+        self._stub: pb_grpc.DecoderServiceAsyncStub = pb_grpc.DecoderServiceStub(channel)
+        self._pictures = itertools.cycle(pictures)
+        self._known = ImageRef.from_bytes(pictures[0].data)
+
+    async def tokenize(self) -> None:
+        response = await self._stub.Tokenize(pb.TokenizeRequest(chat=chat("Where is it?")), timeout=CALL_TIMEOUT_S)
+        assert response.token_ids
+
+    async def load(self) -> None:
+        await self._stub.GetLoad(pb.GetLoadRequest(), timeout=CALL_TIMEOUT_S)
+
+    async def lookup(self) -> None:
+        await self._client.lookup([self._known])
+
+    async def text(self) -> None:
+        answer = await self._client.generate("Where is it?", max_tokens=2, temperature=0.0)
+        assert answer.usage.completion_tokens > 0
+
+    async def known_picture(self) -> None:
+        picture = next(self._pictures)
+        answer = await self._client.generate(QUESTION, images=[picture.data], max_tokens=16)
+        assert answer.text == picture.answer
+
+    async def new_picture(self) -> None:
+        data = png_bytes(random_scene(next(_seeds), 1))
+        answer = await self._client.generate(QUESTION, images=[data], max_tokens=4)
+        assert answer.usage.encoded_image_tokens == answer.usage.image_tokens > 0
+
+    async def stream(self) -> None:
+        sampling = pb.SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True, temperature=0.0)
+        params = pb.GenerateParams(chat=chat("Where is it?"), sampling=sampling)
+        events = self._stub.GenerateStream(pb.GenerateStreamRequest(params=params), timeout=CALL_TIMEOUT_S)
+        num_tokens, reason = 0, pb.FINISH_REASON_UNSPECIFIED
+        async for event in events:
+            if event.HasField("delta"):
+                assert event.delta.token_index == num_tokens, "a gap or a repetition"
+                num_tokens += len(event.delta.token_ids)
+            elif event.HasField("finished"):
+                reason = event.finished.finish_reason
+        assert (num_tokens, reason) == (STREAM_TOKENS, pb.FINISH_REASON_LENGTH)
+
+
+@asynccontextmanager
+async def clients_of(stack: LocalStack) -> AsyncIterator[Clients]:
+    decoders, encoders = (f"ipv4:{','.join(targets)}" for targets in (stack.decoder_targets, stack.encoder_targets))
+    async with (
+        AsyncClient.connect(decoders, encoders) as client,
+        grpc.aio.insecure_channel(decoders, options=channel_options(DECODER)) as channel,
+    ):
+        yield Clients(client, channel, await asyncio.to_thread(fresh, 6))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(STEP_TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def is_connected(client: psutil.Process, server: ChildProcess) -> bool:
+    port = int(server.ready.target.rpartition(":")[2])
+    connections = client.net_connections("tcp")
+    return any(one.raddr and one.raddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in connections)
+
+
+async def replace(stack: LocalStack, process: ChildProcess) -> None:
+    """One step of a roll-out: it is over when everybody is connected to the new process."""
+    process.terminate()
+    await until(lambda: process.returncode is not None)
+    log = process.log_path.read_text()
+    assert process.returncode == 0, log[-3000:]
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    (refusing,) = [line for line in lines if line["event"] == "refusing new calls"]
+    assert [line["expelled_calls"] for line in lines if line["event"] == "stopped"] == [0]
+    if process in stack.decoders:
+        assert refusing["calls"] > 0, "the streams that it was writing"
+    new = stack.restart(process)
+    await until(new.is_ready)
+    callers = [psutil.Process()]
+    if new in stack.encoders:
+        callers += [psutil.Process(decoder.pid) for decoder in stack.decoders]
+    await until(lambda: all(is_connected(caller, new) for caller in callers))
+
+
+@pytest.mark.parametrize("use_redis", [True, False], ids=["with Redis", "without Redis"])
+async def test_no_call_fails_and_every_stream_ends_while_all_processes_are_replaced(use_redis: bool) -> None:
+    with LocalStack(
+        DEMO_MODEL,
+        use_redis=use_redis,
+        num_encoders=2,
+        num_decoders=2,
+        encoder_arguments=FLAGS,
+        decoder_arguments=FLAGS,
+    ) as stack:
+        traffic = Traffic()
+        async with clients_of(stack) as clients, asyncio.TaskGroup() as group:
+            kinds = {
+                "tokenize": [clients.tokenize] * 3,
+                "load": [clients.load] * 2,
+                "lookup": [clients.lookup] * 2,
+                "text": [clients.text],
+                "known picture": [clients.known_picture],
+                "new picture": [clients.new_picture],
+                "stream": [clients.stream] * NUM_STREAMS,
+            }
+            for kind, calls in kinds.items():
+                for call in calls:
+                    group.create_task(traffic.repeat(kind, call))
+            for process in [*stack.decoders, *stack.encoders]:
+                await replace(stack, process)
+            await until(lambda: traffic.ended.total() >= NUM_CALLS)
+            traffic.stop()
+        print(dict(traffic.ended))
+        assert not traffic.failures, f"{len(traffic.failures)} failed, such as {traffic.failures[:5]}"
+        assert set(traffic.ended) == set(kinds)
