@@ -23,6 +23,7 @@ ENV PATH=/opt/lookonce/bin:${PATH}
 # torch comes first and alone: it is large and seldom changes, and with it in place nothing fetches another build.
 COPY constraints/cpu.txt constraints/
 RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --index-url "${TORCH_INDEX_URL:-https://download.pytorch.org/whl/${COMPUTE}}" \
         "$(grep '^torch==' constraints/cpu.txt)"
 # The wheel's build generates the gRPC stubs from protos/.
@@ -32,6 +33,7 @@ COPY lookonce lookonce
 COPY encoder_svc encoder_svc
 COPY decoder_svc decoder_svc
 RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --constraint constraints/cpu.txt ".[serve]"
 
 FROM ${PYTHON_IMAGE} AS service

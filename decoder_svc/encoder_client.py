@@ -7,7 +7,6 @@ addresses and gRPC's own words stay in the log. All methods belong to the event 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,6 +16,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from decoder_svc.encoder_channel import ChannelSettings, EncoderChannel
 from decoder_svc.row_stream import RowStreamReader
 from lookonce import errors, status_codes
 from lookonce.common.v1 import common_pb2
@@ -27,16 +27,9 @@ from lookonce.errors import FingerprintMismatchError, InvalidParameterError, Loo
 from lookonce.identity import TENANT_KEY, current_identity
 from lookonce.image_file import ImageFile, files_of
 from lookonce.telemetry import current_request_id
-from lookonce.watched_files import WatchedFiles
 
-_SERVICE = "lookonce.encoder.v1.EncoderService"
 _INFO_TIMEOUT_S = 5.0
 _LOOKUP_TIMEOUT_S = 5.0
-# gRPC's default grows to two minutes, so long after an encoder is back.
-_MAX_RECONNECT_BACKOFF_MS = 2000
-_SERVICE_CONFIG = json.dumps(
-    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}
-)
 # A proxy in front of encoders may send calls about one image to one of them (k8s/components/affinity).
 _DIGEST_KEY = "x-lookonce-digest"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -62,22 +55,6 @@ class ExpectedRows:
     num_levels: int = 0
     # Of the tenant under whose secret the encoder keeps them.
     tenant_tag: str = DEFAULT_TENANT.tag
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelSettings:
-    """How to talk to the encoder."""
-
-    # Largest message, both directions.
-    max_message_bytes: int
-    # Idle time before a keepalive ping, seconds.
-    keepalive_time_s: float
-    # A peer that does not answer a ping so long is gone, seconds.
-    keepalive_timeout_s: float
-    # None: plaintext.
-    credentials: grpc.ChannelCredentials | None = None
-    # Bearer token that every call carries.
-    token: WatchedFiles[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +97,12 @@ class EncoderClient:
     def __init__(self, target: str, expected: ExpectedRows, settings: ChannelSettings) -> None:
         """`target` is a gRPC target such as dns:///encoder:50051. Connects on first use."""
         self._expected = expected
-        options = _channel_options(settings)
-        if settings.credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, settings.credentials, options=options)
+        self._channel = EncoderChannel(target, settings)
+        self._stub_channel = self._channel.current()
+        self._current_stub: encoder_service_pb2_grpc.EncoderServiceAsyncStub = (
+            encoder_service_pb2_grpc.EncoderServiceStub(self._stub_channel)
+        )
         self._token = settings.token
-        self._stub = encoder_service_pb2_grpc.EncoderServiceStub(self._channel)
         self._info: EncoderInfo | None = None
         self._info_lock = asyncio.Lock()
 
@@ -141,6 +117,13 @@ class EncoderClient:
     async def close(self) -> None:
         """Closes the channel; calls in flight fail with UnavailableError."""
         await self._channel.close()
+
+    @property
+    def _stub(self) -> encoder_service_pb2_grpc.EncoderServiceAsyncStub:
+        channel = self._channel.current()
+        if channel is not self._stub_channel:
+            self._stub_channel, self._current_stub = channel, encoder_service_pb2_grpc.EncoderServiceStub(channel)
+        return self._current_stub
 
     async def info(self) -> EncoderInfo:
         """What the encoder serves. Asked once, and again after the encoder refused the fingerprint.
@@ -345,20 +328,6 @@ def _dtype(value: common_pb2.DataType.ValueType) -> RowDtype:
     if dtype is None:
         raise UnavailableError("the encoder service uses an element type that this decoder does not know")
     return dtype
-
-
-def _channel_options(settings: ChannelSettings) -> list[tuple[str, int | str]]:
-    timeout_ms = int(settings.keepalive_timeout_s * 1000)
-    return [
-        ("grpc.service_config", _SERVICE_CONFIG),
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
-        ("grpc.keepalive_timeout_ms", timeout_ms),
-        ("grpc.http2.ping_timeout_ms", timeout_ms),
-        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
 
 
 def _without_position(error: LookonceError) -> LookonceError:

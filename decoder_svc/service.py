@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine
 from decoder_svc.chat_template import ChatTemplate
-from decoder_svc.encoder_client import ChannelSettings, EncoderClient, ExpectedRows
+from decoder_svc.encoder_channel import ChannelSettings, watched_credentials
+from decoder_svc.encoder_client import EncoderClient, ExpectedRows
 from decoder_svc.engine import Engine
 from decoder_svc.family import DecoderFamily, load_family
 from decoder_svc.fetch_metrics import FetchMetrics
@@ -28,7 +29,6 @@ from decoder_svc.text_tokenizer import TextTokenizer, load_pretrained
 from decoder_svc.video_frames import VideoSplitter
 from lookonce import __version__
 from lookonce.authentication import parse_token
-from lookonce.channel_credentials import channel_credentials
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.forget_channel import ForgetListener
@@ -213,7 +213,7 @@ def _open_encoder(
 ) -> EncoderClient | None:
     if settings.encoder_target is None:
         return None
-    credentials = channel_credentials(settings.encoder_tls_ca, settings.encoder_tls_cert, settings.encoder_tls_key)
+    credentials = watched_credentials(settings.encoder_tls_ca, settings.encoder_tls_cert, settings.encoder_tls_key)
     token_file = settings.encoder_token_file
     channel = ChannelSettings(
         settings.max_message_bytes,

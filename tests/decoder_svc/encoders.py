@@ -9,7 +9,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.encoder_client import ChannelSettings, EncoderClient, ExpectedRows
+from decoder_svc.encoder_channel import ChannelSettings
+from decoder_svc.encoder_client import EncoderClient, ExpectedRows
 from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision_model import VisionModel

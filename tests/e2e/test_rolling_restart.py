@@ -181,10 +181,10 @@ async def test_no_call_fails_and_every_stream_ends_while_all_processes_are_repla
             for kind, calls in kinds.items():
                 for call in calls:
                     group.create_task(traffic.repeat(kind, call))
+            await until(lambda: set(traffic.ended) == set(kinds))
             for process in [*stack.decoders, *stack.encoders]:
                 await replace(stack, process)
             await until(lambda: traffic.ended.total() >= NUM_CALLS)
             traffic.stop()
         print(dict(traffic.ended))
         assert not traffic.failures, f"{len(traffic.failures)} failed, such as {traffic.failures[:5]}"
-        assert set(traffic.ended) == set(kinds)

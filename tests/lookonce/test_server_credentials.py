@@ -21,10 +21,10 @@ from lookonce.errors import ConfigurationError
 from lookonce.serving import GrpcService, ServiceEntry
 from lookonce.settings import ServiceSettings
 from lookonce.telemetry import Telemetry
+from tests.lookonce.certificates import HOST, Files
 from tests.lookonce.serving_program import UnsupportedEncoder
 
 NAME = "lookonce.encoder.v1.EncoderService"
-HOST = "localhost"
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", HOST)]
 
 
@@ -41,30 +41,6 @@ class SlowReader(UnsupportedEncoder):
         yield pb.ReadEmbeddingResponse(row_offset=1)
         await self.end.wait()
         yield pb.ReadEmbeddingResponse(row_offset=2)
-
-
-class Files:
-    """A server's certificate, and clients' ones, of one authority."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
-        self.certificate, self.key, self.authority = (folder / name for name in ("cert.pem", "key.pem", "ca.pem"))
-
-    def issue(self, authority: trustme.CA) -> None:
-        """New files in the place of the old ones, one after the other."""
-        issued = authority.issue_cert(HOST, "127.0.0.1")
-        issued.cert_chain_pems[0].write_to_path(self.certificate)
-        issued.private_key_pem.write_to_path(self.key)
-        authority.cert_pem.write_to_path(self.authority)
-
-    def client(self, authority: trustme.CA, name: str) -> tuple[pathlib.Path, pathlib.Path, pathlib.Path]:
-        """(authorities, certificate, key) of a client."""
-        paths = tuple(self.folder / f"{name}-{part}.pem" for part in ("ca", "cert", "key"))
-        issued = authority.issue_cert(f"{name}.example")
-        authority.cert_pem.write_to_path(paths[0])
-        issued.cert_chain_pems[0].write_to_path(paths[1])
-        issued.private_key_pem.write_to_path(paths[2])
-        return paths[0], paths[1], paths[2]
 
 
 @pytest.fixture
