@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import pathlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,24 +18,9 @@ from lookonce.serving import ServiceEntry
 from lookonce.settings import ServiceSettings
 from tests.decoder_svc.encoders import CHANNEL, served
 from tests.lookonce.certificates import Files
-from tests.lookonce.serving_program import UnsupportedEncoder
+from tests.lookonce.slow_reader import SlowReader
 
 NAME = "lookonce.encoder.v1.EncoderService"
-
-
-class SlowReader(UnsupportedEncoder):
-    """ReadEmbedding goes on until `end` is set."""
-
-    def __init__(self) -> None:
-        self.end = asyncio.Event()
-
-    async def GetEncoderInfo(self, request: Any, context: Any) -> pb.GetEncoderInfoResponse:
-        return pb.GetEncoderInfoResponse(model="test")
-
-    async def ReadEmbedding(self, request: Any, context: Any) -> AsyncIterator[pb.ReadEmbeddingResponse]:
-        yield pb.ReadEmbeddingResponse(row_offset=1)
-        await self.end.wait()
-        yield pb.ReadEmbeddingResponse(row_offset=2)
 
 
 @pytest.fixture

@@ -11,18 +11,9 @@ from encoder_svc import quarantine as quarantine_module
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.quarantine import Quarantine, Stage
 from lookonce.errors import ImagePoisonousError
+from tests.clock import Clock
 
 DURATION_S = 60.0
-
-
-class Clock:
-    """A clock that stands still until it is set."""
-
-    def __init__(self) -> None:
-        self.now_s = 5.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

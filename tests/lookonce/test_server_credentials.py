@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator
@@ -22,25 +21,10 @@ from lookonce.serving import GrpcService, ServiceEntry
 from lookonce.settings import ServiceSettings
 from lookonce.telemetry import Telemetry
 from tests.lookonce.certificates import HOST, Files
-from tests.lookonce.serving_program import UnsupportedEncoder
+from tests.lookonce.slow_reader import SlowReader
 
 NAME = "lookonce.encoder.v1.EncoderService"
 OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", HOST)]
-
-
-class SlowReader(UnsupportedEncoder):
-    """ReadEmbedding goes on until `end` is set."""
-
-    def __init__(self) -> None:
-        self.end = asyncio.Event()
-
-    async def GetEncoderInfo(self, request: Any, context: Any) -> pb.GetEncoderInfoResponse:
-        return pb.GetEncoderInfoResponse(model="test")
-
-    async def ReadEmbedding(self, request: Any, context: Any) -> AsyncIterator[pb.ReadEmbeddingResponse]:
-        yield pb.ReadEmbeddingResponse(row_offset=1)
-        await self.end.wait()
-        yield pb.ReadEmbeddingResponse(row_offset=2)
 
 
 @pytest.fixture
