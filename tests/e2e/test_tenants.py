@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -165,3 +166,28 @@ def test_operators_calls_are_not_for_clients(guarded: Guarded) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 stats(name)
             assert isinstance(from_rpc_error(caught.value), PermissionDeniedError)
+
+
+def test_logs_tell_nothing_that_is_secret(guarded: Guarded) -> None:
+    (picture,) = fresh(1)
+    word = "xylophone-and-quince"
+    with guarded.client("acme") as client:
+        for image in (picture.data, ImageRef(image_digest(picture.data))):
+            client.generate(f"Tell me of {word}.", [image], max_tokens=4)
+    with guarded.client("beta") as client, pytest.raises(EmbeddingNotCachedError):
+        client.generate(word, [ImageRef(image_digest(picture.data))], max_tokens=4)
+    with guarded.client(None) as client, pytest.raises(UnauthenticatedError):
+        client.generate(word, max_tokens=1)
+    processes = [*guarded.stack.encoders, *guarded.stack.decoders]
+    text = "".join(process.log_path.read_text() for process in processes)
+    # gRPC's own core writes of handshakes that failed, in a form of its own.
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert not any(token in text for token in guarded.tokens.values())
+    assert word not in text
+    assert image_digest(picture.data).hex()[:16] not in text
+    assert image_digest(picture.data).hex()[-16:] not in text
+    calls = [line for line in lines if line["event"] == "rpc"]
+    assert {"Encode", "Generate"} <= {line["method"].rpartition("/")[2] for line in calls}
+    assert all(line["request_id"] and line["duration_s"] >= 0 and line["code"] for line in calls)
+    refused = [line for line in lines if line.get("logger") == "lookonce.audit" and line["event"] == "call refused"]
+    assert any(line["reason"] == "unauthenticated" for line in refused)
