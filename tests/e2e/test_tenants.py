@@ -6,10 +6,13 @@ import json
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
 import trustme
+from google.protobuf import descriptor_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from lookonce.client import Client
 from lookonce.content_key import image_digest
@@ -30,6 +33,7 @@ from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, fresh
 
 TENANTS = ("acme", "beta")
+ADMIN = ("--admin-listen", "127.0.0.1:0")
 QUOTAS = "[tenants.tiny]\nrequests_per_s = 0.02\n"
 
 
@@ -86,7 +90,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     shared += ["--quotas-file", str(folder / "quotas.toml"), *ONE_THREAD]
     to_encoder = ["--encoder-tls-ca", str(ca), "--encoder-tls-cert", str(cert), "--encoder-tls-key", str(key)]
     to_encoder += ["--encoder-token-file", str(folder / "decoder.token")]
-    with LocalStack(DEMO_MODEL, encoder_arguments=shared, decoder_arguments=[*shared, *to_encoder]) as stack:
+    with LocalStack(DEMO_MODEL, encoder_arguments=shared, decoder_arguments=[*shared, *to_encoder, *ADMIN]) as stack:
         yield Guarded(stack, tokens, ca, cert, key)
 
 
@@ -126,6 +130,52 @@ def test_nobody_comes_in_without_a_token(guarded: Guarded) -> None:
     with guarded.client(None) as client, pytest.raises(UnauthenticatedError):
         client.encode([picture.data])
     assert guarded.num_encodes == before
+
+
+def methods_of(channel: grpc.Channel, token: str) -> list[str]:
+    """ "/package.Service/Method" of everything that the server's reflection knows."""
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+    def ask(request: reflection_pb2.ServerReflectionRequest) -> reflection_pb2.ServerReflectionResponse:
+        metadata = (("authorization", f"Bearer {token}"),)
+        return next(stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=10))
+
+    found = []
+    listed = ask(reflection_pb2.ServerReflectionRequest(list_services="")).list_services_response.service
+    for service in listed:
+        answer = ask(reflection_pb2.ServerReflectionRequest(file_containing_symbol=service.name))
+        for serialized in answer.file_descriptor_response.file_descriptor_proto:
+            file = descriptor_pb2.FileDescriptorProto.FromString(serialized)
+            for described in file.service:
+                if f"{file.package}.{described.name}" == service.name:
+                    found += [f"/{service.name}/{method.name}" for method in described.method]
+    return found
+
+
+def test_every_method_of_every_service_is_refused_without_a_token(guarded: Guarded) -> None:
+    credentials = grpc.ssl_channel_credentials(
+        guarded.ca.read_bytes(), guarded.key.read_bytes(), guarded.cert.read_bytes()
+    )
+    num_methods = 0
+    for process in (*guarded.stack.encoders, *guarded.stack.decoders):
+        ready = process.ready
+        assert ready.admin_target is not None
+        with (
+            grpc.secure_channel(ready.target, credentials) as channel,
+            grpc.secure_channel(ready.admin_target, credentials) as admin_channel,
+        ):
+            methods = methods_of(admin_channel, guarded.tokens["operator"])
+            for method in methods:
+                place = admin_channel if "Admin" in method or "reflection" in method else channel
+                is_open = method.startswith("/grpc.health.v1.Health/")
+                for metadata in ((), (("authorization", "Bearer wrong"),)):
+                    call: Any = place.unary_stream(method)
+                    # A watch of health does not end by itself.
+                    code = call(b"", metadata=metadata, timeout=0.5 if is_open else 10).code()
+                    assert (code is grpc.StatusCode.UNAUTHENTICATED) is not is_open, (method, code)
+            num_methods += len(methods)
+    # Five and five of the encoder, seven of the decoder; health and reflection of both.
+    assert num_methods >= 17 + 2 * 3
 
 
 def test_nobody_comes_in_without_a_certificate(guarded: Guarded) -> None:
