@@ -6,7 +6,8 @@
 #
 # COMPUTE is a folder of PyTorch's own index: cpu, or a CUDA build such as cu130, which brings CUDA's libraries along and
 # wants nothing of the host but the driver. Images have no model: mount one at /model. They run as uid 10001 with a
-# read-only root; /tmp alone is written to.
+# read-only root; /tmp alone is written to. Where packages come from a mirror, `--secret id=pip,src=pip.conf` hands in
+# pip's configuration for the time of the build; nothing of it stays in an image.
 
 # The version of Python that the tests run on.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm

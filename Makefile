@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format lint types imports contract bench bench-gpu bench-peer docs families clean
+.PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer docs families clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -34,8 +34,11 @@ demo: $(INSTALLED) ## start all services, draw three pictures, ask five question
 
 # Those with running services run one at a time: deadlines are part of them.
 test: $(INSTALLED) ## all tests
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not services" $(TESTS) || test $$? -eq $(NO_TESTS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not services and not image" $(TESTS) || test $$? -eq $(NO_TESTS)
 	@$(BIN)/python -m pytest -m services $(TESTS) || test $$? -eq $(NO_TESTS)
+
+image-test: $(INSTALLED) ## build both images with buildah, on LOOKONCE_IMAGE_BASE, and run them; as root
+	@$(BIN)/python -m pytest -m image -rs tests/k8s/test_image_build.py
 
 check: lint types imports contract ## format, lint, types, imports and the wire contract; changes nothing
 

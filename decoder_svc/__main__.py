@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 from decoder_svc.settings import DecoderSettings
-from lookonce import serving
+from lookonce import serving, tracing
 from lookonce.cache_health import watched_cache
 from lookonce.garbage import long_lived_objects
 from lookonce.quotas import load_quotas
-from lookonce.settings import parse_settings
+from lookonce.settings import TracingVariables, parse_settings
 from lookonce.telemetry import Telemetry
 
 
@@ -17,6 +17,7 @@ async def serve(arguments: list[str]) -> None:
     """Runs the service. Raises StartupError when it must not start."""
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry.from_settings(settings)
+    tracing.start("lookonce-decoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
     # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
     with long_lived_objects():

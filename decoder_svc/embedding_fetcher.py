@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import logging
 import time
@@ -21,6 +22,7 @@ from decoder_svc.fetched_rows import FetchedRows
 from decoder_svc.request import RequestId, RowSource
 from decoder_svc.scheduler_output import RowFetch
 from decoder_svc.touch_queue import TouchQueue
+from lookonce import tracing
 from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_store import EmbeddingStore
@@ -90,9 +92,10 @@ class EmbeddingFetcher:
     ) -> None:
         started_s = time.monotonic()
         try:
-            with self._order.entered(fetch.request_id) as turn:
+            with self._order.entered(fetch.request_id) as turn, _span(fetch) as span:
                 async with asyncio.timeout(self._timeout_s):
                     rows, tier = await self._fetch(fetch, turn)
+                span.set(tier=tier.value, source=rows.source.value, num_bytes=len(rows.data))
         except LookonceError as error:
             self._fail(fetch, error, on_failed)
         except TimeoutError:
@@ -177,7 +180,12 @@ class EmbeddingFetcher:
             memoryview(buffer),
             num_rows=fetch.num_image_rows,
         )
-        return await asyncio.get_running_loop().run_in_executor(self._threads, read) is None
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, read) is None
+
+
+def _span(fetch: RowFetch) -> tracing.Span:
+    return tracing.span("generate.fetch", num_rows=len(fetch.rows), num_image_rows=fetch.num_image_rows)
 
 
 def _rows(fetch: RowFetch, buffer: bytearray, info: EncoderInfo, source: RowSource) -> FetchedRows:

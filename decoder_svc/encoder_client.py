@@ -18,7 +18,7 @@ import structlog
 
 from decoder_svc.encoder_channel import ChannelSettings, EncoderChannel
 from decoder_svc.row_stream import RowStreamReader
-from lookonce import errors, status_codes
+from lookonce import errors, status_codes, tracing
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
@@ -265,11 +265,13 @@ class EncoderClient:
         )
 
     def _metadata(self, key: ContentKey | None = None) -> tuple[tuple[str, str], ...]:
-        """Who calls, and for whom; the request's id, so that one id finds the log lines of both services.
+        """Who calls, and for whom; the request's ids, so that they find the log lines and spans of both services.
 
         `key`: of the image that the call is about, by which a proxy may choose the encoder.
         """
-        pairs = [] if key is None else [(_DIGEST_KEY, key.digest.hex())]
+        pairs = list(tracing.metadata())
+        if key is not None:
+            pairs.append((_DIGEST_KEY, key.digest.hex()))
         request_id, tenant = current_request_id(), current_identity().tenant
         if request_id is not None:
             pairs.append(("x-request-id", request_id))

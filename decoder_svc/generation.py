@@ -13,6 +13,7 @@ from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.preparation import PreparedRequest
 from decoder_svc.request import CacheScope, FinishReason, RequestId, RequestOutput, RequestUsage
 from decoder_svc.text_tokenizer import TextTokenizer
+from lookonce import tracing
 from lookonce.errors import InternalError
 
 
@@ -78,6 +79,24 @@ class Generation:
             if increment.finish_reason is not None:
                 return
 
+    def record_spans(self) -> None:
+        """What became of it so far, as parts of the call's trace."""
+        now_s, usage = time.monotonic(), self.usage
+        began_s = self._arrival_s + usage.queue_time_s if usage.queue_time_s > 0 else now_s
+        first_token_s = self._arrival_s + usage.time_to_first_token_s if usage.time_to_first_token_s > 0 else now_s
+        tracing.record("generate.queue", self._arrival_s + self._prepared_s, began_s)
+        if usage.queue_time_s > 0:
+            tracing.record(
+                "generate.prefill",
+                began_s,
+                first_token_s,
+                prompt_tokens=usage.prompt_tokens,
+                cached_prompt_tokens=usage.cached_prompt_tokens,
+                image_tokens=usage.image_tokens,
+            )
+        if usage.time_to_first_token_s > 0:
+            tracing.record("generate.decode", first_token_s, now_s, completion_tokens=usage.completion_tokens)
+
     async def _next(self) -> RequestOutput:
         try:
             return await anext(self._outputs)
@@ -113,3 +132,4 @@ async def generating(
     finally:
         engine.abort(request_id, generation.finish_reason or FinishReason.ABORT)
         metrics.observe(generation.usage)
+        generation.record_spans()

@@ -7,13 +7,15 @@ The key is always derived here, from the fingerprint of the encoder that is serv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextvars
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from decoder_svc.encoder_client import EncoderClient
 from decoder_svc.prompt import ResolvedImage
 from decoder_svc.prompt_spec import CachedImage, ImageSource, InlineImage
+from lookonce import tracing
 from lookonce.content_key import (
     ContentKey,
     EncoderFingerprint,
@@ -32,6 +34,8 @@ from lookonce.errors import (
 )
 from lookonce.image_file import file_digest, files_of
 from lookonce.image_header import ImageHeader, ImageLimits, check_file_size, probe_file
+
+ResultT = TypeVar("ResultT")
 
 
 class MetadataSource(Protocol):
@@ -72,6 +76,10 @@ class ImageResolver:
                 with located_in_image(index):
                     for file in files_of(source.data):
                         check_file_size(file, self._limits)
+        with tracing.span("generate.lookup", num_images=len(sources)):
+            return await self._resolve_all(sources, tenant)
+
+    async def _resolve_all(self, sources: Sequence[ImageSource], tenant: Tenant) -> list[ResolvedImage]:
         fingerprint = await self._fingerprint()
         found = await asyncio.gather(
             *(self._resolve(index, source, fingerprint, tenant) for index, source in enumerate(sources)),
@@ -93,7 +101,7 @@ class ImageResolver:
     ) -> ResolvedImage:
         if isinstance(source, InlineImage):
             with located_in_image(index):
-                digest, header = await self._in_thread(source)
+                digest, header = await self._in_thread(_inspect, source, self._limits)
             key = content_key(digest, fingerprint, source.options, tenant)
             return ResolvedImage(key, header.width, header.height, source.options, source.data)
         return await self._resolve_cached(source, fingerprint, tenant)
@@ -113,7 +121,7 @@ class ImageResolver:
 
     async def _stored_meta(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
         if self._metadata is not None:
-            meta = await asyncio.get_running_loop().run_in_executor(self._threads, self._metadata.metadata, key)
+            meta = await self._in_thread(self._metadata.metadata, key)
             if meta is not None:
                 return meta
         return None if self._encoder is None else await self._encoder.lookup(key, options)
@@ -123,8 +131,9 @@ class ImageResolver:
             raise UnavailableError("this decoder has no encoder service; it answers text prompts only")
         return (await self._encoder.info()).fingerprint
 
-    async def _in_thread(self, source: InlineImage) -> tuple[ImageDigest, ImageHeader]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _inspect, source, self._limits)
+    async def _in_thread(self, action: Callable[..., ResultT], *arguments: object) -> ResultT:
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: run(action, *arguments))
 
 
 def _inspect(source: InlineImage, limits: ImageLimits) -> tuple[ImageDigest, ImageHeader]:

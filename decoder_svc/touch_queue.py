@@ -7,6 +7,7 @@ that were noted are told in a few calls. What cannot be told is forgotten: it co
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -39,7 +40,9 @@ class TouchQueue:
         if len(self._noted) < _MAX_NOTED:
             self._noted[key] = options, current_identity()
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().create_task(self._flush_later())
+            # For no single call: neither in its trace nor under its request id.
+            context = contextvars.Context()
+            self._timer = asyncio.get_running_loop().create_task(self._flush_later(), context=context)
 
     async def close(self) -> None:
         """Forgets what has not been told."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 from encoder_svc.settings import EncoderSettings
-from lookonce import serving
+from lookonce import serving, tracing
 from lookonce.cache_health import watched_cache
 from lookonce.garbage import long_lived_objects
 from lookonce.quotas import load_quotas
-from lookonce.settings import parse_settings
+from lookonce.settings import TracingVariables, parse_settings
 from lookonce.telemetry import Telemetry
 from lookonce.tenants import load_tenants
 
@@ -19,6 +19,7 @@ async def serve(arguments: list[str]) -> None:
     settings = parse_settings(EncoderSettings, arguments, "encoder_svc")
     tenants = load_tenants(settings.tenant_secret_file)
     telemetry = Telemetry.from_settings(settings)
+    tracing.start("lookonce-encoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
     # Late, so that a wrong flag is refused at once: these take seconds to import.
     with long_lived_objects():

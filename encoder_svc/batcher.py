@@ -239,7 +239,7 @@ class ForwardBatcher:
         self._metrics.forward_images.observe(len(jobs))
         self._metrics.encodes.inc(len(jobs))
         for job, rows in answers:
-            job.future.set_result(EncodedRows(rows, compute_s))
+            job.future.set_result(EncodedRows(rows, compute_s, started_s, len(jobs)))
         return None
 
     def _blame(self, failures: Sequence[tuple[ForwardJob, Exception]]) -> None:

@@ -6,6 +6,7 @@ Called on the event loop; Redis is talked to in threads of its own. Trouble with
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import structlog
 from encoder_svc.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.store_admission import StoreAdmission
+from lookonce import tracing
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.embedding_store import EmbeddingStore, WriteOutcome
@@ -176,7 +178,9 @@ class CacheTiers:
                 outcome = WriteOutcome.FAILED
             return outcome, time.monotonic() - started_s
 
-        outcome, duration_s = await self._in_thread(write)
+        with tracing.span("encode.store", num_bytes=entry.rows.nbytes) as span:
+            outcome, duration_s = await self._in_thread(write)
+            span.set(outcome=outcome.value)
         self._metrics.store_seconds.observe(duration_s)
         if outcome in (WriteOutcome.STORED, WriteOutcome.LATE):
             self._admission.note_write(entry.rows.nbytes, duration_s)
@@ -186,7 +190,7 @@ class CacheTiers:
         return is_there
 
     async def _in_thread(self, action: Callable[[], ResultT]) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, action)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, contextvars.copy_context().run, action)
 
     def _keep_local(self, key: ContentKey, entry: LocalEmbedding) -> None:
         self.local.put(key.value, entry)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -150,4 +151,5 @@ class FleetFlight(Generic[OutcomeT]):
             await asyncio.gather(heartbeat, return_exceptions=True)
 
     async def _in_thread(self, action: Callable[..., ResultT], *arguments: object) -> ResultT:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: action(*arguments))
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: run(action, *arguments))

@@ -39,6 +39,10 @@ class EncodedRows:
     rows: torch.Tensor
     # Duration of the forward pass that the image was part of, seconds.
     compute_s: float
+    # When that began, on the batcher's clock.
+    began_s: float = 0.0
+    # Images in it.
+    num_together: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,6 +23,7 @@ from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine
 from encoder_svc.single_flight import SingleFlight
 from encoder_svc.vision_model import VisionModel, row_bytes
+from lookonce import tracing
 from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key
 from lookonce.embedding_meta import EmbeddingMeta
@@ -287,6 +288,14 @@ class EncodePipeline:
             self._quarantine.strike(key.value)
             raise
         self._quarantine.absolve(key.value)
+        # One for each image of a pass, in the trace of the call that brought it.
+        tracing.record(
+            "encode.forward",
+            encoded.began_s,
+            encoded.began_s + encoded.compute_s,
+            num_rows=encoded.rows.shape[0],
+            num_images=encoded.num_together,
+        )
         return encoded
 
     def _admit(self) -> None:

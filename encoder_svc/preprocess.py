@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import PIL.Image
 from encoder_svc.decode_worker import DecodeWorker
 from encoder_svc.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.quarantine import Quarantine
+from lookonce import tracing
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
 from lookonce.errors import ImagePoisonousError
 from lookonce.image_file import FramePair, ImageFile, files_of
@@ -49,7 +51,9 @@ class Preprocessor:
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
         InvalidParameterError for frames of different sizes.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._workers, self._prepare, data, digest, options)
+        run = contextvars.copy_context().run
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, run, self._prepare, data, digest, options)
 
     def close(self) -> None:
         """Waits for the images in work, drops the others and ends the decoding processes."""
@@ -64,16 +68,20 @@ class Preprocessor:
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
         if not isinstance(data, FramePair):
-            return self._adapter.pixel_inputs(self._decoded(data, digest), options), header
+            image = self._decoded(data, digest)
+            with _span(header):
+                return self._adapter.pixel_inputs(image, options), header
         # One after the other, each made small before the next one.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
-        return self._adapter.pair_inputs(frames, options), header
+        with _span(header):
+            return self._adapter.pair_inputs(frames, options), header
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
         """Upright RGB pixels of a file that is not in quarantine."""
         self._quarantine.check(digest)
         try:
-            image, _ = self._decoder().decode(data)
+            with tracing.span("encode.decode_image", num_bytes=len(data)):
+                image, _ = self._decoder().decode(data)
         except ImagePoisonousError:
             self._quarantine.strike(digest)
             raise
@@ -88,3 +96,7 @@ class Preprocessor:
             with self._lock:
                 self._decoders.append(decoder)
         return decoder
+
+
+def _span(header: ImageHeader) -> tracing.Span:
+    return tracing.span("encode.preprocess", width=header.width, height=header.height)

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
 
+from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
@@ -74,16 +75,17 @@ class AsyncClient:
     ) -> Generation:
         """Answers a prompt (one user turn, images before the text) or a chat of messages."""
         deadline = self._deadline(options)
-        prepared = await _prepared(prompt, images, options)
-        metadata = self._options.metadata(options.get("request_id"))
-        try:
-            request = decoder_pb2.GenerateRequest(params=prepared.params())
-            response = await self._call(self._decoder.Generate, request, deadline, metadata)
-        except EmbeddingNotCachedError as error:
-            await self._supply(prepared, error, deadline)
-            request = decoder_pb2.GenerateRequest(params=prepared.params())
-            response = await self._call(self._decoder.Generate, request, deadline, metadata)
-        return generation_of(response)
+        with tracing.calling("client.generate"):
+            prepared = await _prepared(prompt, images, options)
+            metadata = self._options.metadata(options.get("request_id"))
+            try:
+                request = decoder_pb2.GenerateRequest(params=prepared.params())
+                response = await self._call(self._decoder.Generate, request, deadline, metadata)
+            except EmbeddingNotCachedError as error:
+                await self._supply(prepared, error, deadline)
+                request = decoder_pb2.GenerateRequest(params=prepared.params())
+                response = await self._call(self._decoder.Generate, request, deadline, metadata)
+            return generation_of(response)
 
     def stream(
         self,
@@ -96,7 +98,9 @@ class AsyncClient:
         The request starts with the iteration.
         """
         deadline = self._deadline(options)
-        metadata = self._options.metadata(options.get("request_id"))
+        span = tracing.calling("client.stream")
+        with span.current():
+            metadata = self._options.metadata(options.get("request_id"))
 
         async def prepare() -> PreparedPrompt:
             return await _prepared(prompt, images, options)
@@ -106,36 +110,40 @@ class AsyncClient:
             return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
 
         async def supply(prepared: PreparedPrompt, error: EmbeddingNotCachedError) -> None:
-            await self._supply(prepared, error, deadline)
+            with span.current():
+                await self._supply(prepared, error, deadline)
 
-        return AsyncTextStream(prepare, start, supply)
+        return AsyncTextStream(prepare, start, supply, span)
 
     async def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
         """Makes sure that the images' embeddings are cached, uploading only what is not. Each has an `.encoding`."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
-        plan = EncodePlan(await asyncio.to_thread(as_images, images))
-        encoder = await self._encoder(deadline)
-        for looked_up, lookup in plan.lookups():
-            plan.take_lookup(looked_up, await self._call(encoder.LookupEmbeddings, lookup, deadline))
-        if not plan.is_complete:
-            info = await self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
-            for uploaded, upload in plan.uploads(info):
-                plan.take_encoded(uploaded, await self._call(encoder.Encode, upload, deadline))
-        return plan.images()
+        with tracing.calling("client.encode"):
+            plan = EncodePlan(await asyncio.to_thread(as_images, images))
+            encoder = await self._encoder(deadline)
+            for looked_up, lookup in plan.lookups():
+                plan.take_lookup(looked_up, await self._call(encoder.LookupEmbeddings, lookup, deadline))
+            if not plan.is_complete:
+                info = await self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
+                for uploaded, upload in plan.uploads(info):
+                    plan.take_encoded(uploaded, await self._call(encoder.Encode, upload, deadline))
+            return plan.images()
 
     async def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
         """Which images are cached? Uploads and encodes nothing."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
-        refs = await asyncio.to_thread(as_images, images)
-        encoder = await self._encoder(deadline)
-        found: set[ImageRef] = set()
-        for looked_up, request in lookup_requests(refs, touch=False):
-            found.update(cached_images(looked_up, await self._call(encoder.LookupEmbeddings, request, deadline)))
-        return [ref in found for ref in refs]
+        with tracing.calling("client.lookup"):
+            refs = await asyncio.to_thread(as_images, images)
+            encoder = await self._encoder(deadline)
+            found: set[ImageRef] = set()
+            for looked_up, request in lookup_requests(refs, touch=False):
+                found.update(cached_images(looked_up, await self._call(encoder.LookupEmbeddings, request, deadline)))
+            return [ref in found for ref in refs]
 
     async def model_info(self) -> decoder_pb2.GetModelInfoResponse:
         """What the decoder serves; asked once."""
-        return await self._model_info(Deadline.after(self._options.timeout_s))
+        with tracing.calling("client.model_info"):
+            return await self._model_info(Deadline.after(self._options.timeout_s))
 
     async def aclose(self) -> None:
         """Closes the channels; calls that still run end with AbortedError."""
@@ -209,11 +217,13 @@ class AsyncTextStream(AsyncIterator[str]):
         prepare: Callable[[], Awaitable[PreparedPrompt]],
         start: Callable[[PreparedPrompt], Any],
         supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
+        span: tracing.Span,
     ) -> None:
-        """`prepare` hashes the images, `start` begins a call, `supply` adds what the server lacked."""
+        """`prepare` hashes the images, `start` begins a call, `supply` adds what the server lacked. Ends `span`."""
         self._prepare = prepare
         self._start = start
         self._supply = supply
+        self._span = span
         self._transcript = Transcript()
         self._pieces = self._read()
 
@@ -230,9 +240,11 @@ class AsyncTextStream(AsyncIterator[str]):
     async def aclose(self) -> None:
         """Ends the request; the iteration is over then. Not while another task waits for the next piece."""
         await self._pieces.aclose()
+        self._span.end()
 
     async def __anext__(self) -> str:
-        return await anext(self._pieces)
+        with self._span.ended_by(StopAsyncIteration):
+            return await anext(self._pieces)
 
     async def __aenter__(self) -> Self:
         return self

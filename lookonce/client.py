@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
+from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
@@ -75,16 +76,17 @@ class Client:
     ) -> Generation:
         """Answers a prompt (one user turn, images before the text) or a chat of messages."""
         deadline = self._deadline(options)
-        prepared = PreparedPrompt(prompt, images, options)
-        metadata = self._options.metadata(options.get("request_id"))
-        try:
-            request = decoder_pb2.GenerateRequest(params=prepared.params())
-            response = self._call(self._decoder.Generate, request, deadline, metadata)
-        except EmbeddingNotCachedError as error:
-            self._supply(prepared, error, deadline)
-            request = decoder_pb2.GenerateRequest(params=prepared.params())
-            response = self._call(self._decoder.Generate, request, deadline, metadata)
-        return generation_of(response)
+        with tracing.calling("client.generate"):
+            prepared = PreparedPrompt(prompt, images, options)
+            metadata = self._options.metadata(options.get("request_id"))
+            try:
+                request = decoder_pb2.GenerateRequest(params=prepared.params())
+                response = self._call(self._decoder.Generate, request, deadline, metadata)
+            except EmbeddingNotCachedError as error:
+                self._supply(prepared, error, deadline)
+                request = decoder_pb2.GenerateRequest(params=prepared.params())
+                response = self._call(self._decoder.Generate, request, deadline, metadata)
+            return generation_of(response)
 
     def stream(
         self,
@@ -95,43 +97,49 @@ class Client:
         """The same as `generate`, piece by piece: iterate for the text, then ask for `.generation` or `.usage`."""
         deadline = self._deadline(options)
         prepared = PreparedPrompt(prompt, images, options)
-        metadata = self._options.metadata(options.get("request_id"))
+        span = tracing.calling("client.stream")
+        with span.current():
+            metadata = self._options.metadata(options.get("request_id"))
 
         def start() -> Any:
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
             return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
 
         def supply(error: EmbeddingNotCachedError) -> None:
-            self._supply(prepared, error, deadline)
+            with span.current():
+                self._supply(prepared, error, deadline)
 
-        return TextStream(start, supply)
+        return TextStream(start, supply, span)
 
     def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
         """Makes sure that the images' embeddings are cached, uploading only what is not. Each has an `.encoding`."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
-        plan = EncodePlan(as_images(images))
-        encoder = self._encoder(deadline)
-        for looked_up, lookup in plan.lookups():
-            plan.take_lookup(looked_up, self._call(encoder.LookupEmbeddings, lookup, deadline))
-        if not plan.is_complete:
-            info = self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
-            for uploaded, upload in plan.uploads(info):
-                plan.take_encoded(uploaded, self._call(encoder.Encode, upload, deadline))
-        return plan.images()
+        with tracing.calling("client.encode"):
+            plan = EncodePlan(as_images(images))
+            encoder = self._encoder(deadline)
+            for looked_up, lookup in plan.lookups():
+                plan.take_lookup(looked_up, self._call(encoder.LookupEmbeddings, lookup, deadline))
+            if not plan.is_complete:
+                info = self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
+                for uploaded, upload in plan.uploads(info):
+                    plan.take_encoded(uploaded, self._call(encoder.Encode, upload, deadline))
+            return plan.images()
 
     def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
         """Which images are cached? Uploads and encodes nothing."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
-        refs = as_images(images)
-        encoder = self._encoder(deadline)
-        found: set[ImageRef] = set()
-        for looked_up, request in lookup_requests(refs, touch=False):
-            found.update(cached_images(looked_up, self._call(encoder.LookupEmbeddings, request, deadline)))
-        return [ref in found for ref in refs]
+        with tracing.calling("client.lookup"):
+            refs = as_images(images)
+            encoder = self._encoder(deadline)
+            found: set[ImageRef] = set()
+            for looked_up, request in lookup_requests(refs, touch=False):
+                found.update(cached_images(looked_up, self._call(encoder.LookupEmbeddings, request, deadline)))
+            return [ref in found for ref in refs]
 
     def model_info(self) -> decoder_pb2.GetModelInfoResponse:
         """What the decoder serves; asked once."""
-        return self._model_info(Deadline.after(self._options.timeout_s))
+        with tracing.calling("client.model_info"):
+            return self._model_info(Deadline.after(self._options.timeout_s))
 
     def close(self) -> None:
         """Closes the channels; calls that still run end with AbortedError."""
@@ -188,10 +196,13 @@ class Client:
 class TextStream(Iterator[str]):
     """An answer as it is generated. Not thread-safe. Leaving the `with` block or `close` ends the request early."""
 
-    def __init__(self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None]) -> None:
-        """`start` begins a call with the prompt as it stands; `supply` adds what the server lacked."""
+    def __init__(
+        self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None], span: tracing.Span
+    ) -> None:
+        """`start` begins a call with the prompt as it stands; `supply` adds what the server lacked. Ends `span`."""
         self._start = start
         self._supply = supply
+        self._span = span
         self._transcript = Transcript()
         self._closed = False
         self._call = start()
@@ -211,9 +222,11 @@ class TextStream(Iterator[str]):
         """Ends the request; the iteration is over then."""
         self._closed = True
         self._call.cancel()
+        self._span.end()
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        with self._span.ended_by(StopIteration):
+            return next(self._pieces)
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lookonce import embedding_codec
+from lookonce import embedding_codec, tracing
 from lookonce.cache_names import data_key, metadata_key
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.content_key import ContentKey
@@ -130,16 +130,17 @@ class EmbeddingStore:
         if out.readonly or not 0 <= start < stop:
             raise ValueError(f"rows [{start}, {stop}) must be a range and their buffer writable")
         deadline_s = self._deadline_s()
-        first = self._try_read(key, start, stop, out, deadline_s, num_rows)
-        attempt = first
-        if first.reason is MissReason.BLOCK_SEAL:
-            # Either the entry was replaced between two pieces, or its bytes are damaged: a second look tells.
-            attempt = self._try_read(key, start, stop, out, deadline_s, num_rows)
-            if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
-                attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
-        if attempt.is_corrupt:
-            self._discard(data_key(key), deadline_s)
-        self.stats.count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
+        with tracing.redis_span(StoreOperation.READ_ROWS.value, num_bytes=out.nbytes):
+            first = self._try_read(key, start, stop, out, deadline_s, num_rows)
+            attempt = first
+            if first.reason is MissReason.BLOCK_SEAL:
+                # Either the entry was replaced between two pieces, or its bytes are damaged: a second look tells.
+                attempt = self._try_read(key, start, stop, out, deadline_s, num_rows)
+                if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
+                    attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
+            if attempt.is_corrupt:
+                self._discard(data_key(key), deadline_s)
+            self._count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
         return attempt.reason
 
     def write(self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False) -> bool:
@@ -157,18 +158,20 @@ class EmbeddingStore:
         rows = embedding_codec.as_bytes(rows)
         entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
         outcome, label = WriteOutcome.FAILED, ""
-        try:
-            # Not asked again when it was merely slow: that would send all bytes once more over a link that is too slow.
-            label = self._ask_again(
-                lambda exchange: self._write(exchange, key, meta, entry, overwrite=overwrite),
-                data_key(key),
-                frozenset({MissReason.TIMEOUT}),
-            )
-            outcome = _WRITE_OUTCOMES.get(label, WriteOutcome.FAILED)
-        except CacheMissError as miss:
-            label = miss.reason.value
-            outcome = WriteOutcome.LATE if miss.reason is MissReason.SLOW else WriteOutcome.FAILED
-        self.stats.count(StoreOperation.WRITE, label)
+        with tracing.redis_span(StoreOperation.WRITE.value, num_bytes=entry.size_bytes):
+            try:
+                # Not asked again when it was merely slow: all bytes would be sent once more over a link that is too
+                # slow.
+                label = self._ask_again(
+                    lambda exchange: self._write(exchange, key, meta, entry, overwrite=overwrite),
+                    data_key(key),
+                    frozenset({MissReason.TIMEOUT}),
+                )
+                outcome = _WRITE_OUTCOMES.get(label, WriteOutcome.FAILED)
+            except CacheMissError as miss:
+                label = miss.reason.value
+                outcome = WriteOutcome.LATE if miss.reason is MissReason.SLOW else WriteOutcome.FAILED
+            self._count(StoreOperation.WRITE, label)
         return outcome
 
     def touch(self, key: ContentKey) -> bool:
@@ -257,26 +260,28 @@ class EmbeddingStore:
     def _find(
         self, operation: StoreOperation, key: ContentKey, name: bytes, action: Callable[[Exchange], EmbeddingMeta]
     ) -> EmbeddingMeta | None:
-        try:
-            meta = self.ask(action, name)
-        except CacheMissError as miss:
-            self.stats.count(operation, miss.reason.value)
-            if isinstance(miss, CorruptEntryError):
-                self._discard(name, self._deadline_s())
-            return None
-        self.stats.count(operation, "ok")
-        return meta
+        with tracing.redis_span(operation.value):
+            try:
+                meta = self.ask(action, name)
+            except CacheMissError as miss:
+                self._count(operation, miss.reason.value)
+                if isinstance(miss, CorruptEntryError):
+                    self._discard(name, self._deadline_s())
+                return None
+            self._count(operation, "ok")
+            return meta
 
     def _succeeds(
         self, operation: StoreOperation, action: Callable[[Exchange], bool], name: bytes | None = None
     ) -> bool:
-        try:
-            succeeded = self.ask(action, name)
-        except CacheMissError as miss:
-            self.stats.count(operation, miss.reason.value)
-            return False
-        self.stats.count(operation, "ok" if succeeded else MissReason.ABSENT.value)
-        return succeeded
+        with tracing.redis_span(operation.value):
+            try:
+                succeeded = self.ask(action, name)
+            except CacheMissError as miss:
+                self._count(operation, miss.reason.value)
+                return False
+            self._count(operation, "ok" if succeeded else MissReason.ABSENT.value)
+            return succeeded
 
     def _try_read(
         self, key: ContentKey, start: int, stop: int, out: memoryview, deadline_s: float, num_rows: int | None
@@ -355,12 +360,18 @@ class EmbeddingStore:
             exchange.send(b"UNLINK", name)
             exchange.read_integer()
 
-        try:
-            self._ask(unlink, deadline_s, name)
-        except CacheMissError as miss:
-            self.stats.count(StoreOperation.DELETE, miss.reason.value)
-        else:
-            self.stats.count(StoreOperation.DELETE, "discarded")
+        with tracing.redis_span(StoreOperation.DELETE.value):
+            try:
+                self._ask(unlink, deadline_s, name)
+            except CacheMissError as miss:
+                self._count(StoreOperation.DELETE, miss.reason.value)
+            else:
+                self._count(StoreOperation.DELETE, "discarded")
+
+    def _count(self, operation: StoreOperation, outcome: str) -> None:
+        """In the counters and in the current span."""
+        self.stats.count(operation, outcome)
+        tracing.annotate(outcome=outcome)
 
     def _deadline_s(self) -> float:
         return time.monotonic() + self._budget_s

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lookonce import tracing
 from lookonce.cache_names import done_channel, lease_key
 from lookonce.content_key import ContentKey
 from lookonce.embedding_store import EmbeddingStore
@@ -77,7 +78,8 @@ class EncodeLeases:
             return LeaseAttempt(LeaseState.BUSY, remaining_s=min(max(0, remaining_ms), self._ttl_ms) / 1000)
 
         try:
-            attempt = self._store.ask(take, lease_key(key))
+            with tracing.redis_span(StoreOperation.LEASE.value):
+                attempt = self._store.ask(take, lease_key(key))
         except CacheMissError as miss:
             self._store.stats.count(StoreOperation.LEASE, miss.reason.value)
             return LeaseAttempt(LeaseState.UNAVAILABLE)
@@ -123,7 +125,8 @@ class EncodeLeases:
 
     def _succeeds(self, key: ContentKey, action: Callable[[Exchange], bool]) -> bool:
         try:
-            succeeded = self._store.ask(action, lease_key(key))
+            with tracing.redis_span(StoreOperation.LEASE.value):
+                succeeded = self._store.ask(action, lease_key(key))
         except CacheMissError as miss:
             self._store.stats.count(StoreOperation.LEASE, miss.reason.value)
             return False

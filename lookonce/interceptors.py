@@ -1,8 +1,8 @@
 """The one border between handlers and the wire, for all four kinds of RPC.
 
 Every call runs inside `_CallBorder.cross`: it gets a request id, passes the gate (call_gate.py), is admitted or
-refused, turns exceptions into statuses, and leaves one access line and two metrics. Requests are parsed and responses
-serialised inside of it too, so that no text of a library ever reaches a client.
+refused, turns exceptions into statuses, and leaves one access line, one span and two metrics. Requests are parsed and
+responses serialised inside of it too, so that no text of a library ever reaches a client.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from lookonce import errors, status_codes
+from lookonce import errors, status_codes, tracing
 from lookonce.call_gate import CallGate
 from lookonce.inflight_calls import InflightCalls
-from lookonce.telemetry import accept_request_id, bind_request_id
+from lookonce.telemetry import accept_request_id, bind_request_id, bind_trace_id
 
 REQUEST_ID_KEY = "x-request-id"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -107,7 +107,8 @@ class _CallBorder:
         request_id = accept_request_id(_offered_request_id(context))
         bind_request_id(request_id)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
-        with self._accounted() as outcome:
+        with self._span(context, request_id) as span, self._accounted(span) as outcome:
+            bind_trace_id(tracing.trace_id())
             try:
                 with (
                     self._gate.passed(self._method, context.invocation_metadata() or ()),
@@ -127,14 +128,21 @@ class _CallBorder:
                 await _abort(context, status, request_id)
             return result
 
+    def _span(self, context: Context, request_id: str) -> tracing.Span:
+        """None for health and reflection: a watch of health lasts as long as its client."""
+        if self._is_quiet:
+            return tracing.NO_SPAN
+        return tracing.serving(self._method, context.invocation_metadata() or (), request_id)
+
     @contextmanager
-    def _accounted(self) -> Iterator[_Outcome]:
+    def _accounted(self, span: tracing.Span) -> Iterator[_Outcome]:
         started_s = time.monotonic()
         outcome = _Outcome(grpc.StatusCode.UNKNOWN)
         try:
             yield outcome
         finally:
             duration_s = time.monotonic() - started_s
+            span.answered(outcome.code.name)
             self._metrics.requests.labels(self._method, outcome.code.name).inc()
             self._metrics.duration.labels(self._method).observe(duration_s)
             log = _log.debug if self._is_quiet else _log.info

@@ -39,6 +39,7 @@ class RedisSubscriber:
         self._what = what
         self._client: Any = None
         self._keeper: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def start(
         self, listen: Callable[[Any], Awaitable[None]], lost: Callable[[], None], name: bytes | None = None
@@ -52,6 +53,9 @@ class RedisSubscriber:
 
     async def close(self) -> None:
         """Ends the connection."""
+        # Cancelling alone is not enough: where redis-py closes a connection on the way, its TimeoutError may take the
+        # place of the cancellation.
+        self._is_closed = True
         if self._keeper is not None:
             self._keeper.cancel()
             # Bounded, like all that a process waits for while it ends.
@@ -61,7 +65,7 @@ class RedisSubscriber:
     async def _keep(
         self, listen: Callable[[Any], Awaitable[None]], lost: Callable[[], None], name: bytes | None
     ) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 await listen(await self._connect(name))
             except (RedisTroubleError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
@@ -70,7 +74,8 @@ class RedisSubscriber:
                 # Nothing but waiting depends on this task, so it must not end either.
                 _log.exception(f"{self._what} failed")
             lost()
-            await asyncio.sleep(_RECONNECT_S)
+            if not self._is_closed:
+                await asyncio.sleep(_RECONNECT_S)
 
     async def _connect(self, name: bytes | None) -> Any:
         """A client of a node that answers. Reads on it wait for as long as nothing happens.

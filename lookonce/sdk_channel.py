@@ -12,6 +12,7 @@ from typing import Self, TypeAlias
 
 import grpc
 
+from lookonce import tracing
 from lookonce.channel_credentials import channel_credentials
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.encoder.v1 import encoder_service_pb2
@@ -74,8 +75,8 @@ class ConnectionOptions:
         return channel_credentials(self.tls_ca, self.tls_cert, self.tls_key)
 
     def metadata(self, request_id: str | None = None) -> Metadata:
-        """Metadata of one call; makes up a request id where there is none."""
-        pairs = [("x-request-id", request_id or uuid.uuid4().hex)]
+        """Metadata of one call, which is part of the current trace; makes up a request id where there is none."""
+        pairs = [("x-request-id", request_id or uuid.uuid4().hex), *tracing.metadata()]
         if self.token is not None:
             pairs.append(("authorization", f"Bearer {self.token}"))
         return tuple(pairs)

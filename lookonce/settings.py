@@ -204,6 +204,31 @@ class ServiceSettings(BaseSettings):
         return tuple(sources)
 
 
+class TracingVariables(BaseSettings):
+    """The standard variables by which OpenTelemetry is asked for traces; all others are read by itself."""
+
+    model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore")
+
+    sdk_disabled: str = ""
+    traces_exporter: str = ""
+    exporter_otlp_endpoint: str = ""
+    exporter_otlp_traces_endpoint: str = ""
+    exporter_otlp_protocol: str = ""
+    exporter_otlp_traces_protocol: str = ""
+
+    @property
+    def exporters(self) -> tuple[str, ...]:
+        """Names under which the exporters that are asked for are registered; an endpoint alone asks for OTLP."""
+        if self.sdk_disabled.strip().lower() == "true":
+            return ()
+        has_endpoint = bool(self.exporter_otlp_endpoint or self.exporter_otlp_traces_endpoint)
+        asked = self.traces_exporter or ("otlp" if has_endpoint else "none")
+        protocol = self.exporter_otlp_traces_protocol or self.exporter_otlp_protocol
+        otlp = "otlp_proto_http" if protocol.strip() == "http/protobuf" else "otlp_proto_grpc"
+        names = [name.strip().lower() for name in asked.split(",")]
+        return tuple(otlp if name == "otlp" else name for name in names if name not in ("", "none"))
+
+
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
 

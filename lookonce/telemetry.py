@@ -93,6 +93,12 @@ def bind_request_id(request_id: str) -> None:
     structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
+def bind_trace_id(trace_id: str | None) -> None:
+    """The same for the id of the trace that the call is part of; None: of none."""
+    if trace_id is not None:
+        structlog.contextvars.bind_contextvars(trace_id=trace_id)
+
+
 def current_request_id() -> str | None:
     """The id of the call that this task serves; None outside of a call."""
     found = structlog.contextvars.get_contextvars().get("request_id")

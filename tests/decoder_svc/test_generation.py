@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -19,7 +19,9 @@ from decoder_svc.preparation import PreparedRequest
 from decoder_svc.request import CacheScope, FinishReason, Prompt, RequestId, RequestOutput, RequestUsage, SamplingParams
 from decoder_svc.sampling_check import SamplingLimits, SamplingSpec, check_sampling
 from decoder_svc.service import LoadedText
+from lookonce import tracing
 from lookonce.errors import InternalError, OverloadedError, UnavailableError
+from tests.otlp_collector import Traces, traced_process
 
 REQUEST = RequestId("r")
 DEFAULTS = SamplingSpec()
@@ -219,3 +221,56 @@ async def test_metrics_count_what_ended(llava_text: LoadedText, registry: Collec
     }
     for (name, tier), value in expected.items():
         assert registry.get_sample_value(name, {"tier": tier} if tier else {}) == value, name
+
+
+@pytest.fixture
+def traces() -> Iterator[Traces]:
+    with traced_process() as started:
+        yield started
+
+
+async def test_a_trace_has_the_parts_of_a_request_with_the_engines_times(
+    llava_text: LoadedText, registry: CollectorRegistry, traces: Traces
+) -> None:
+    admitted = output(queue_time_s=2.0)
+    last = output(5, reason=FinishReason.LENGTH, queue_time_s=2.0, time_to_first_token_s=5.0)
+    engine = ScriptedEngine([admitted, last])
+    metrics = DecoderMetrics(registry)
+    with tracing.calling("call"):
+        async with generating(
+            engine, REQUEST, prepared(llava_text), options(age_s=9.0), llava_text.tokenizer, metrics
+        ) as generation:
+            await generation.admission()
+            _ = [increment async for increment in generation.increments()]
+    told = await asyncio.to_thread(traces.told)
+    took_s = {span.name: (span.ended_ns - span.started_ns) / 1e9 for span in told.spans if span.name != "call"}
+    assert set(took_s) == {"generate.queue", "generate.prefill", "generate.decode"}
+    assert took_s["generate.queue"] == pytest.approx(2.0, abs=1e-5)
+    assert took_s["generate.prefill"] == pytest.approx(3.0, abs=1e-5)
+    assert {span.parent_id for span in told.spans if span.name != "call"} == {told.one("call").span_id}
+    assert told.one("generate.prefill").attributes == {
+        "lookonce.prompt_tokens": 3,
+        "lookonce.cached_prompt_tokens": 0,
+        "lookonce.image_tokens": 2,
+    }
+    assert told.one("generate.decode").attributes == {"lookonce.completion_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "parts"),
+    [
+        ([UnavailableError("encoder away")], {"generate.queue"}),
+        ([output(queue_time_s=0.5), UnavailableError("encoder away")], {"generate.queue", "generate.prefill"}),
+    ],
+)
+async def test_a_trace_of_a_request_that_failed_has_the_parts_that_began(
+    outputs: list[RequestOutput | Exception],
+    parts: set[str],
+    llava_text: LoadedText,
+    registry: CollectorRegistry,
+    traces: Traces,
+) -> None:
+    with pytest.raises(UnavailableError), tracing.calling("call"):
+        await run(ScriptedEngine(outputs), llava_text, registry)
+    told = await asyncio.to_thread(traces.told)
+    assert {span.name for span in told.spans if span.name != "call"} == parts

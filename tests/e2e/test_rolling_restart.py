@@ -1,9 +1,9 @@
 """Two encoders and two decoders are replaced under load, one after the other, at their addresses: no call fails.
 
 The load is a mixture that two cores carry while processes start: mostly cheap calls (Tokenize, GetLoad, lookups of an
-image), short answers about text and about pictures, known ones and new ones, and streams that outlive the step that
-replaces their decoder. A failed call counts as failed: nothing is tried again but what the SDK's channels try by
-themselves.
+image), beside them short answers about text and about pictures, known and new ones. When a process is told to end,
+streams run that outlast what it still accepts. A failed call counts as failed: nothing is tried again but what the SDK
+and its channels try by themselves.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from tests.e2e.pictures import QUESTION, Picture, fresh
 NUM_CALLS = 10_000
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "60")
-# Connections end of old age as well while all this happens.
-FLAGS = (*ONE_THREAD, *DRAIN, "--max-connection-age-s", "8")
+FLAGS = (*ONE_THREAD, *DRAIN)
+# On a channel of their own, so that round robin gives two of them to each decoder.
 NUM_STREAMS = 4
+# Some seconds, which is more than the drain's delay.
 STREAM_TOKENS = 1900
-# Between two calls of one loop: the machine has more to do than to answer.
-PAUSE_S = 0.002
+# The SDK's, and those of the two stubs.
+NUM_DECODER_CHANNELS = 3
 CALL_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 100.0
 _seeds = itertools.count(88_000_000)
@@ -54,15 +55,19 @@ class Traffic:
         self.failures: list[str] = []
         self._is_over = False
 
-    async def repeat(self, kind: str, call: Callable[[], Awaitable[None]]) -> None:
+    async def count(self, kind: str, call: Awaitable[None]) -> None:
+        """One call."""
+        try:
+            await call
+        except Exception as error:
+            self.failures.append(f"{kind}: {error!r}")
+        self.ended[kind] += 1
+
+    async def repeat(self, kind: str, call: Callable[[], Awaitable[None]], pause_s: float) -> None:
         """One call after the other until `stop`."""
         while not self._is_over:
-            try:
-                await call()
-            except Exception as error:
-                self.failures.append(f"{kind}: {error!r}")
-            self.ended[kind] += 1
-            await asyncio.sleep(PAUSE_S)
+            await self.count(kind, call())
+            await asyncio.sleep(pause_s)
 
     def stop(self) -> None:
         """Calls that run end in their own time."""
@@ -70,11 +75,18 @@ class Traffic:
 
 
 class Clients:
-    """The SDK, and a stub on a channel as the SDK makes it for what the SDK has no method for."""
+    """The SDK, and stubs on channels as the SDK makes them for what the SDK has no method for."""
 
-    def __init__(self, client: AsyncClient, channel: grpc.aio.Channel, pictures: list[Picture]) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        stub: pb_grpc.DecoderServiceAsyncStub,
+        streaming: pb_grpc.DecoderServiceAsyncStub,
+        pictures: list[Picture],
+    ) -> None:
         self._client = client
-        self._stub: pb_grpc.DecoderServiceAsyncStub = pb_grpc.DecoderServiceStub(channel)
+        self._stub = stub
+        self._streaming = streaming
         self._pictures = itertools.cycle(pictures)
         self._known = ImageRef.from_bytes(pictures[0].data)
 
@@ -102,16 +114,18 @@ class Clients:
         answer = await self._client.generate(QUESTION, images=[data], max_tokens=4)
         assert answer.usage.encoded_image_tokens == answer.usage.image_tokens > 0
 
-    async def stream(self) -> None:
+    async def stream(self, has_begun: Callable[[], None]) -> None:
         sampling = pb.SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True, temperature=0.0)
         params = pb.GenerateParams(chat=chat("Where is it?"), sampling=sampling)
-        events = self._stub.GenerateStream(pb.GenerateStreamRequest(params=params), timeout=CALL_TIMEOUT_S)
+        events = self._streaming.GenerateStream(pb.GenerateStreamRequest(params=params), timeout=CALL_TIMEOUT_S)
         num_tokens, reason = 0, pb.FINISH_REASON_UNSPECIFIED
         async for event in events:
-            if event.HasField("delta"):
+            if event.HasField("started"):
+                has_begun()
+            elif event.HasField("delta"):
                 assert event.delta.token_index == num_tokens, "a gap or a repetition"
                 num_tokens += len(event.delta.token_ids)
-            elif event.HasField("finished"):
+            else:
                 reason = event.finished.finish_reason
         assert (num_tokens, reason) == (STREAM_TOKENS, pb.FINISH_REASON_LENGTH)
 
@@ -119,11 +133,18 @@ class Clients:
 @asynccontextmanager
 async def clients_of(stack: LocalStack) -> AsyncIterator[Clients]:
     decoders, encoders = (f"ipv4:{','.join(targets)}" for targets in (stack.decoder_targets, stack.encoder_targets))
+    options = [*channel_options(DECODER), ("grpc.use_local_subchannel_pool", 1)]
     async with (
         AsyncClient.connect(decoders, encoders) as client,
-        grpc.aio.insecure_channel(decoders, options=channel_options(DECODER)) as channel,
+        grpc.aio.insecure_channel(decoders, options=options) as channel,
+        grpc.aio.insecure_channel(decoders, options=options) as streaming,
     ):
-        yield Clients(client, channel, await asyncio.to_thread(fresh, 6))
+        pictures = await asyncio.to_thread(fresh, 6)
+        await client.model_info()
+        channel.get_state(try_to_connect=True)
+        streaming.get_state(try_to_connect=True)
+        await until(lambda: all(is_used(decoder) for decoder in stack.decoders))
+        yield Clients(client, pb_grpc.DecoderServiceStub(channel), pb_grpc.DecoderServiceStub(streaming), pictures)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -132,10 +153,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-def is_connected(client: psutil.Process, server: ChildProcess) -> bool:
+def num_connections(client: psutil.Process, server: ChildProcess) -> int:
     port = int(server.ready.target.rpartition(":")[2])
     connections = client.net_connections("tcp")
-    return any(one.raddr and one.raddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in connections)
+    return sum(one.status == psutil.CONN_ESTABLISHED and one.raddr.port == port for one in connections)
+
+
+def is_used(decoder: ChildProcess) -> bool:
+    """Whether all channels of this process have a connection to it."""
+    return num_connections(psutil.Process(), decoder) >= NUM_DECODER_CHANNELS
 
 
 async def replace(stack: LocalStack, process: ChildProcess) -> None:
@@ -151,12 +177,27 @@ async def replace(stack: LocalStack, process: ChildProcess) -> None:
         assert refusing["calls"] > 0, "the streams that it was writing"
     new = stack.restart(process)
     await until(new.is_ready)
-    callers = [psutil.Process()]
-    if new in stack.encoders:
-        callers += [psutil.Process(decoder.pid) for decoder in stack.decoders]
-    await until(lambda: all(is_connected(caller, new) for caller in callers))
+    if new in stack.decoders:
+        await until(lambda: is_used(new))
+        return
+    callers = [psutil.Process(), *(psutil.Process(decoder.pid) for decoder in stack.decoders)]
+    await until(lambda: all(num_connections(caller, new) for caller in callers))
 
 
+async def replace_all(stack: LocalStack, clients: Clients, traffic: Traffic) -> None:
+    """Step by step, with streams on both decoders at the begin of each."""
+    for process in [*stack.decoders, *stack.encoders]:
+        async with asyncio.TaskGroup() as group:
+            begun = asyncio.Semaphore(0)
+            for _ in range(NUM_STREAMS):
+                group.create_task(traffic.count("stream", clients.stream(begun.release)))
+            for _ in range(NUM_STREAMS):
+                await asyncio.wait_for(begun.acquire(), STEP_TIMEOUT_S)
+            await replace(stack, process)
+
+
+# It starts eight processes beside its load: a busy machine takes its time for that.
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("use_redis", [True, False], ids=["with Redis", "without Redis"])
 async def test_no_call_fails_and_every_stream_ends_while_all_processes_are_replaced(use_redis: bool) -> None:
     with LocalStack(
@@ -169,22 +210,21 @@ async def test_no_call_fails_and_every_stream_ends_while_all_processes_are_repla
     ) as stack:
         traffic = Traffic()
         async with clients_of(stack) as clients, asyncio.TaskGroup() as group:
-            kinds = {
-                "tokenize": [clients.tokenize] * 3,
-                "load": [clients.load] * 2,
-                "lookup": [clients.lookup] * 2,
-                "text": [clients.text],
-                "known picture": [clients.known_picture],
-                "new picture": [clients.new_picture],
-                "stream": [clients.stream] * NUM_STREAMS,
-            }
-            for kind, calls in kinds.items():
-                for call in calls:
-                    group.create_task(traffic.repeat(kind, call))
-            await until(lambda: set(traffic.ended) == set(kinds))
-            for process in [*stack.decoders, *stack.encoders]:
-                await replace(stack, process)
+            # Kind, loops, seconds between two calls of a loop.
+            loops: list[tuple[str, Callable[[], Awaitable[None]], int, float]] = [
+                ("Tokenize", clients.tokenize, 4, 0.03),
+                ("GetLoad", clients.load, 3, 0.03),
+                ("lookup", clients.lookup, 3, 0.03),
+                ("text", clients.text, 1, 0.1),
+                ("known picture", clients.known_picture, 1, 0.2),
+                ("new picture", clients.new_picture, 1, 0.4),
+            ]
+            for kind, call, num_loops, pause_s in loops:
+                for _ in range(num_loops):
+                    group.create_task(traffic.repeat(kind, call, pause_s))
+            await replace_all(stack, clients, traffic)
             await until(lambda: traffic.ended.total() >= NUM_CALLS)
             traffic.stop()
-        print(dict(traffic.ended))
+        print(f"calls that ended: {dict(traffic.ended)}")
         assert not traffic.failures, f"{len(traffic.failures)} failed, such as {traffic.failures[:5]}"
+        assert traffic.ended["stream"] == NUM_STREAMS * 4

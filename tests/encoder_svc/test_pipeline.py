@@ -26,7 +26,7 @@ from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageI
 from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine, Stage
 from encoder_svc.vision_model import VisionModel, row_bytes
-from lookonce import caller_order
+from lookonce import caller_order, tracing
 from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions, Tenant, image_digest
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import (
@@ -41,6 +41,7 @@ from lookonce.errors import (
 from lookonce.image_header import ImageLimits
 from lookonce.redis_server import EmbeddedRedis
 from tests import image_files
+from tests.otlp_collector import traced_process
 
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1_000_000, max_aspect=50.0)
 TIMEOUT_S = 30
@@ -392,3 +393,32 @@ async def test_a_caller_s_images_reach_the_model_in_the_order_of_asking(
                 for data in (png(seed, 1000, 300), png(seed)):
                     tasks.create_task(harness.encode(data))
     assert queued == list(range(10))
+
+
+async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(open_harness: Callable[..., Any]) -> None:
+    async def call(harness: Harness, seed: int) -> None:
+        with tracing.calling(f"call {seed}"):
+            await harness.encode(png(seed))
+
+    with traced_process() as traces:
+        async with open_harness() as harness:
+            harness.gate.clear()
+            batcher = harness.pipeline._batcher
+            async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
+                group.create_task(call(harness, 0))
+                await settled(lambda: batcher.running_s > 0)
+                for seed in (1, 2):
+                    group.create_task(call(harness, seed))
+                await settled(lambda: len(batcher._queue) == 2)
+                harness.gate.set()
+            assert harness.passes == [1, 2]
+        told = await asyncio.to_thread(traces.told)
+    passes = {span.trace_id: span for span in told.named("encode.forward")}
+    num_together = {}
+    for seed in range(3):
+        root = told.one(f"call {seed}")
+        own = [span for span in told.spans if span.trace_id == root.trace_id and span is not root]
+        assert sorted(span.name for span in own) == ["encode.decode_image", "encode.forward", "encode.preprocess"]
+        assert {span.parent_id for span in own} == {root.span_id}
+        num_together[seed] = passes[root.trace_id].attributes["lookonce.num_images"]
+    assert num_together == {0: 1, 1: 2, 2: 2}

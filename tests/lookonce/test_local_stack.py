@@ -161,6 +161,23 @@ def test_a_process_that_ends_by_itself_is_noticed(tiny_model: pathlib.Path) -> N
         assert (failed.name, failed.returncode) == ("encoder-0", -signal.SIGKILL)
 
 
+def test_a_process_that_was_killed_is_started_again_at_its_address(tiny_model: pathlib.Path) -> None:
+    with LocalStack(tiny_model, num_decoders=0, use_redis=False) as stack:
+        (killed,), targets = stack.encoders, stack.encoder_targets
+        os.kill(killed.pid, signal.SIGKILL)
+        _wait_until(lambda: killed.returncode is not None)
+        again = stack.restart(killed)
+        again.wait_until_ready(_soon())
+        assert stack.encoders == [again]
+        assert stack.encoder_targets == targets
+        assert stack.redis_url is None
+        with Client.connect("127.0.0.1:1", targets[0]) as client:
+            (ref,) = client.encode([_png()])
+        assert ref.encoding is not None
+        assert not ref.encoding.stored, "there is no shared cache"
+        assert stack.failed() is None
+
+
 def test_a_given_redis_is_used_and_none_is_started(tiny_model: pathlib.Path) -> None:
     stack = LocalStack(tiny_model, num_decoders=0, redis_url="unix:///nowhere.sock")
     with stack:

@@ -1,0 +1,436 @@
+"""Spans where traces are asked for, and nothing where they are not; with a real exporter, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import lookonce
+from lookonce import tracing
+from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.errors import ConfigurationError, OverloadedError, UnavailableError
+from lookonce.sdk_messages import SMALL_IMAGE_BYTES
+from lookonce.serving import GrpcService, ServiceEntry
+from lookonce.settings import ServiceSettings, TracingVariables
+from lookonce.telemetry import Telemetry, configure_logging
+from tests.lookonce.sdk_servers import System, running_system
+from tests.otlp_collector import Traces, traced_process
+
+KINDS = "lookonce.test.v1.Kinds"
+GENERATE = "lookonce.decoder.v1.DecoderService/Generate"
+STREAM = "lookonce.decoder.v1.DecoderService/GenerateStream"
+LARGE_IMAGE = b"\x07" * (SMALL_IMAGE_BYTES + 1)
+
+# As W3C's Trace Context has them: version, trace, span, and whether it is recorded.
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+RECORDED = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),)
+NOT_RECORDED = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-00"),)
+
+
+@pytest.fixture
+def traces() -> Iterator[Traces]:
+    with traced_process() as started:
+        yield started
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[System]:
+    async with running_system() as started:
+        yield started
+
+
+@pytest.fixture
+def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    stream = io.StringIO()
+    configure_logging("json", "info", stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    structlog.reset_defaults()
+    for handler in [handler for handler in logging.getLogger().handlers if handler.name == "lookonce"]:
+        logging.getLogger().removeHandler(handler)
+
+
+# Whether traces are made.
+
+
+@pytest.mark.parametrize(
+    ("variables", "exporters"),
+    [
+        ({}, ()),
+        ({"SERVICE_NAME": "x", "EXPORTER_OTLP_PROTOCOL": "grpc"}, ()),
+        ({"EXPORTER_OTLP_ENDPOINT": "http://there:4317"}, ("otlp_proto_grpc",)),
+        ({"EXPORTER_OTLP_TRACES_ENDPOINT": "http://there:4317"}, ("otlp_proto_grpc",)),
+        ({"TRACES_EXPORTER": "otlp"}, ("otlp_proto_grpc",)),
+        ({"TRACES_EXPORTER": "OTLP, console"}, ("otlp_proto_grpc", "console")),
+        ({"TRACES_EXPORTER": "otlp", "EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, ("otlp_proto_http",)),
+        ({"TRACES_EXPORTER": "none", "EXPORTER_OTLP_ENDPOINT": "http://there:4317"}, ()),
+        ({"TRACES_EXPORTER": "otlp", "SDK_DISABLED": "True"}, ()),
+        ({"TRACES_EXPORTER": "otlp", "SDK_DISABLED": "false"}, ("otlp_proto_grpc",)),
+    ],
+)
+def test_the_standard_variables_say_who_exports(
+    variables: dict[str, str], exporters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"OTEL_{name}", value)
+    assert TracingVariables().exporters == exporters
+
+
+@pytest.mark.parametrize("module", ["lookonce", "lookonce.client", "lookonce.aio", "lookonce.interceptors"])
+def test_nothing_of_opentelemetry_is_imported_by(module: str) -> None:
+    program = f"import sys, {module}; print(*(name for name in sys.modules if name.startswith('opentelemetry')))"
+    listed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
+    assert listed.split() == []
+
+
+def test_without_a_tracer_there_is_no_span() -> None:
+    with tracing.serving("/a/b", RECORDED, "r"), tracing.calling("c"), tracing.span("s") as span:
+        assert span is tracing.NO_SPAN
+        assert tracing.trace_id() is None
+        assert tracing.metadata() == ()
+        assert tracing.redis_span("stat") is tracing.NO_SPAN
+
+
+def test_an_exporter_that_is_not_there_keeps_the_service_from_starting() -> None:
+    with pytest.raises(ConfigurationError, match="no exporter zipkin is installed"):
+        tracing.start("under-test", ("zipkin",))
+    assert tracing.trace_id() is None
+
+
+def test_without_the_extra_a_service_starts_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    tracing.start("under-test", ("otlp_proto_grpc",))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "lookonce[otel] is not installed" in caplog.text
+    assert tracing.calling("c") is tracing.NO_SPAN
+
+
+def test_the_service_has_a_name_unless_the_variables_give_another(
+    traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tracing.calling("ours"):
+        pass
+    tracing.stop()
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chosen")
+    tracing.start("under-test", TracingVariables().exporters)
+    with tracing.calling("theirs"):
+        pass
+    told = traces.told()
+    assert (told.one("ours").service, told.one("theirs").service) == ("under-test", "chosen")
+
+
+def test_a_service_that_nobody_asks_makes_no_span_whatever_its_libraries_do() -> None:
+    """In a process of its own, for a provider is set once."""
+    program = """
+from lookonce import tracing
+tracing.start("service", ())
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+trace.set_tracer_provider(TracerProvider())
+assert tracing.calling("call") is tracing.NO_SPAN
+tracing.stop()
+assert tracing.calling("call") is not tracing.NO_SPAN
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# Spans.
+
+
+def test_only_calls_begin_a_trace(traces: Traces) -> None:
+    tracing.record("lonely.record", 0.0, 1.0)
+    with tracing.span("lonely"), tracing.redis_span("ping"):
+        tracing.annotate(outcome="ok")
+    with tracing.calling("call"), tracing.span("part", num_rows=3) as part:
+        part.set(tier="shared")
+        tracing.annotate(outcome="ok")
+    told = traces.told()
+    assert [span.name for span in told.spans] == ["call", "part"]
+    part_span = told.one("part")
+    assert (part_span.parent_id, part_span.kind) == (told.one("call").span_id, "INTERNAL")
+    assert part_span.attributes == {"lookonce.num_rows": 3, "lookonce.tier": "shared", "lookonce.outcome": "ok"}
+
+
+def test_an_error_shows_by_its_type_alone(traces: Traces) -> None:
+    with pytest.raises(OverloadedError), tracing.calling("call"), tracing.span("part"):
+        raise OverloadedError("a private word")
+    told = traces.told()
+    assert {span.name: span.attributes["error.type"] for span in told.spans} == {
+        "call": "OverloadedError",
+        "part": "OverloadedError",
+    }
+    assert all(span.is_error and "private" not in span.text for span in told.spans)
+
+
+def test_what_is_over_is_recorded_with_its_own_times(traces: Traces) -> None:
+    now_s, before_ns = time.monotonic(), time.time_ns()
+    with tracing.calling("call"):
+        tracing.record("waited", now_s - 20, now_s - 5, num_rows=1)
+    span = traces.told().one("waited")
+    assert span.ended_ns - span.started_ns == pytest.approx(15e9, abs=1000)
+    assert span.started_ns < span.ended_ns < before_ns
+
+
+def test_a_caller_that_is_not_recorded_is_not_recorded_here_but_followed(traces: Traces) -> None:
+    with tracing.serving("/a/b", NOT_RECORDED, "r"), tracing.span("part"):
+        ((name, parent),) = tracing.metadata()
+    assert traces.told().spans == []
+    assert name == "traceparent"
+    assert (parent[3:35], parent[-2:]) == (TRACE_ID, "00")
+
+
+@pytest.mark.parametrize("header", ["", "00-zz-zz-01", f"00-{'0' * 32}-{SPAN_ID}-01", "x" * 5000])
+def test_a_broken_parent_begins_a_trace_of_its_own(header: str, traces: Traces) -> None:
+    with tracing.serving("/a/b", (("traceparent", header), ("some-bin", b"\x00")), "r"):
+        pass
+    span = traces.told().one("a/b")
+    assert (span.parent_id, span.trace_id != TRACE_ID) == ("", True)
+
+
+def test_a_stores_operation_tells_its_outcome_and_size(traces: Traces, tmp_path: pathlib.Path) -> None:
+    store = EmbeddingStore(f"unix://{tmp_path}/nobody.sock", 0.2, 60, 1 << 20)
+    key = content_key(image_digest(b"image"), EncoderFingerprint("f" * 64), ProcessorOptions(), DEFAULT_TENANT)
+    with tracing.calling("call"):
+        assert store.stat(key) is None
+        assert store.read_rows(key, 0, 2, memoryview(bytearray(64))) is not None
+        assert not store.touch(key)
+    store.close()
+    told = traces.told()
+    spans = [span for span in told.spans if span.name != "call"]
+    assert [span.name for span in spans] == ["redis.stat", "redis.read_rows", "redis.touch"]
+    counted = {outcome for _, outcome in store.stats.snapshot()}
+    assert {span.attributes["lookonce.outcome"] for span in spans} <= counted
+    assert told.one("redis.read_rows").attributes["lookonce.num_bytes"] == 64
+    assert all(span.kind == "CLIENT" and key.digest.hex()[:8] not in span.text for span in spans)
+
+
+# Servers.
+
+
+async def _answer(request: Any, context: Any) -> bytes:
+    return (tracing.trace_id() or "").encode()
+
+
+async def _answer_stream(request: Any, context: Any) -> AsyncIterator[bytes]:
+    yield (tracing.trace_id() or "").encode()
+
+
+HANDLERS: dict[str, Any] = {
+    "UnaryUnary": grpc.unary_unary_rpc_method_handler(_answer),
+    "UnaryStream": grpc.unary_stream_rpc_method_handler(_answer_stream),
+    "StreamUnary": grpc.stream_unary_rpc_method_handler(_answer),
+    "StreamStream": grpc.stream_stream_rpc_method_handler(_answer_stream),
+}
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    """To a service that answers with the trace that it works for."""
+    generic = grpc.method_handlers_generic_handler(KINDS, HANDLERS)
+    entry = ServiceEntry(KINDS, lambda server: server.add_generic_rpc_handlers([generic]))
+    values: dict[str, Any] = {"model": ".", "drain_timeout_s": 0.0}
+    service = GrpcService(ServiceSettings(**values), Telemetry(), [entry])
+    async with grpc.aio.insecure_channel(await service.start()) as opened:
+        yield opened
+    await service.stop()
+
+
+async def _call(channel: grpc.aio.Channel, kind: str) -> bytes:
+    """The only answer of a method, called as the kind that its name says."""
+    metadata = (*RECORDED, ("x-request-id", "turn-1"))
+    opened: dict[str, Any] = {
+        "UnaryUnary": channel.unary_unary,
+        "UnaryStream": channel.unary_stream,
+        "StreamUnary": channel.stream_unary,
+        "StreamStream": channel.stream_stream,
+    }
+    request = b"" if kind.startswith("Unary") else iter([b""])
+    call = opened[kind](f"/{KINDS}/{kind}")(request, metadata=metadata, timeout=5)
+    if kind.endswith("Unary"):
+        return bytes(await call)
+    (answer,) = [answer async for answer in call]
+    return bytes(answer)
+
+
+@pytest.mark.parametrize("kind", HANDLERS)
+async def test_a_call_of_each_kind_joins_its_callers_trace(
+    kind: str, traces: Traces, channel: grpc.aio.Channel, log_lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert await _call(channel, kind) == TRACE_ID.encode()
+    span = (await asyncio.to_thread(traces.told)).one(f"{KINDS}/{kind}")
+    assert (span.trace_id, span.parent_id, span.kind) == (TRACE_ID, SPAN_ID, "SERVER")
+    assert span.attributes == {
+        "rpc.system.name": "grpc",
+        "rpc.method": f"{KINDS}/{kind}",
+        "rpc.response.status_code": "OK",
+        "lookonce.request_id": "turn-1",
+    }
+    (line,) = [line for line in log_lines() if line["event"] == "rpc"]
+    assert (line["trace_id"], line["request_id"]) == (TRACE_ID, "turn-1")
+
+
+@pytest.mark.parametrize("kind", HANDLERS)
+async def test_without_tracing_lines_name_no_trace(
+    kind: str, channel: grpc.aio.Channel, log_lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    assert await _call(channel, kind) == b""
+    (line,) = [line for line in log_lines() if line["event"] == "rpc"]
+    assert line["request_id"] == "turn-1"
+    assert "trace_id" not in line
+
+
+async def test_health_leaves_no_span(traces: Traces, channel: grpc.aio.Channel) -> None:
+    await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), metadata=RECORDED, timeout=5)
+    assert (await asyncio.to_thread(traces.told)).spans == []
+
+
+async def test_a_refused_call_is_no_error_of_the_server_and_a_fault_is(traces: Traces, system: System) -> None:
+    system.decoder.error_after_first_word = OverloadedError("no room")
+    async with lookonce.AsyncClient.connect(system.decoder_target) as client:
+        with pytest.raises(OverloadedError):
+            [piece async for piece in client.stream("one two")]
+        system.decoder.error_after_first_word = UnavailableError("going away")
+        with pytest.raises(UnavailableError):
+            [piece async for piece in client.stream("one two")]
+    told = await asyncio.to_thread(traces.told)
+    assert [(span.attributes["rpc.response.status_code"], span.is_error) for span in told.named(STREAM)] == [
+        ("RESOURCE_EXHAUSTED", False),
+        ("UNAVAILABLE", True),
+    ]
+    assert [span.attributes["error.type"] for span in told.named("client.stream")] == [
+        "OverloadedError",
+        "UnavailableError",
+    ]
+
+
+# The SDK.
+
+
+class SyncCalls:
+    """Each method in a thread of its own."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    async def run(self, name: str, *arguments: Any, **options: Any) -> None:
+        def work() -> None:
+            with lookonce.Client.connect(self._target) as client:
+                result = getattr(client, name)(*arguments, **options)
+                if name == "stream":
+                    list(result)
+
+        await asyncio.to_thread(work)
+
+    async def read_one_and_leave(self) -> None:
+        def work() -> None:
+            with lookonce.Client.connect(self._target) as client, client.stream("one two three") as stream:
+                next(stream)
+
+        await asyncio.to_thread(work)
+
+
+class AsyncCalls:
+    """The same with the other client."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    async def run(self, name: str, *arguments: Any, **options: Any) -> None:
+        async with lookonce.AsyncClient.connect(self._target) as client:
+            result = getattr(client, name)(*arguments, **options)
+            if name == "stream":
+                [piece async for piece in result]
+            else:
+                await result
+
+    async def read_one_and_leave(self) -> None:
+        async with (
+            lookonce.AsyncClient.connect(self._target) as client,
+            client.stream("one two three") as stream,
+        ):
+            await anext(stream)
+
+
+@pytest.fixture(params=[SyncCalls, AsyncCalls], ids=["sync", "async"])
+def calls(request: pytest.FixtureRequest, system: System) -> Any:
+    return request.param(system.decoder_target)
+
+
+@pytest.mark.parametrize(("method", "served"), [("generate", GENERATE), ("stream", STREAM)])
+async def test_all_that_one_call_asks_servers_for_is_one_trace(
+    method: str, served: str, calls: Any, traces: Traces
+) -> None:
+    await calls.run(method, "what is it", images=[LARGE_IMAGE])
+    told = await asyncio.to_thread(traces.told)
+    root = told.one(f"client.{method}")
+    assert (root.parent_id, root.kind, root.is_error) == ("", "CLIENT", False)
+    others = [span for span in told.spans if span is not root and span.name != root.name]
+    assert {(span.trace_id, span.parent_id) for span in others} == {(root.trace_id, root.span_id)}
+    # First by digest, then with the bytes.
+    info = "lookonce.decoder.v1.DecoderService/GetModelInfo"
+    assert sorted(span.name for span in others) == sorted([served, info, served])
+    assert [span.attributes["rpc.response.status_code"] for span in told.named(served)] == ["NOT_FOUND", "OK"]
+
+
+@pytest.mark.parametrize("method", ["encode", "lookup"])
+async def test_calls_to_encoders_are_traced_too(method: str, calls: Any, traces: Traces) -> None:
+    await calls.run(method, [LARGE_IMAGE])
+    told = await asyncio.to_thread(traces.told)
+    root = told.one(f"client.{method}")
+    assert len(told.spans) > 2
+    assert all(span.parent_id == root.span_id for span in told.spans if span.name != root.name)
+
+
+async def test_a_stream_that_is_left_early_has_a_span_without_error(calls: Any, traces: Traces) -> None:
+    await calls.read_one_and_leave()
+    span = (await asyncio.to_thread(traces.told)).one("client.stream")
+    assert not span.is_error
+
+
+def test_an_applications_own_provider_is_used() -> None:
+    """In a process of its own, for a provider is set once."""
+    program = """
+from opentelemetry import trace
+import lookonce
+from lookonce import tracing
+assert tracing.calling("too early") is tracing.NO_SPAN
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+exporter = InMemorySpanExporter()
+provider = TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+with trace.get_tracer("application").start_as_current_span("page"):
+    try:
+        lookonce.Client.connect("127.0.0.1:1", timeout_s=5).generate("hello")
+    except lookonce.errors.UnavailableError:
+        pass
+call, page = exporter.get_finished_spans()
+print(call.name, call.parent.span_id == page.context.span_id, call.attributes["error.type"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.split(), done.stderr) == (["client.generate", "True", "UnavailableError"], "")
+
+
+def test_the_end_of_tracing_ends_its_thread(traces: Traces) -> None:
+    before = set(threading.enumerate())
+    tracing.stop()
+    assert {thread.name for thread in before - set(threading.enumerate())} == {"OtelBatchSpanRecordProcessor"}
