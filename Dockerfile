@@ -35,7 +35,7 @@ COPY encoder_svc encoder_svc
 COPY decoder_svc decoder_svc
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --constraint constraints/cpu.txt ".[serve]"
+    pip install --constraint constraints/cpu.txt ".[serve,otel]"
 
 FROM ${PYTHON_IMAGE} AS service
 # The compiler tells whether a library in the image is of this processor and these sources, and Triton compiles with it.

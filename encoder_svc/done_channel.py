@@ -59,6 +59,8 @@ class DoneChannel:
         self._budget_s = budget_s
         self._listeners: dict[bytes, set[Listener]] = {}
         self._is_connected = False
+        # Held by who tells the subscription something: a closed one would connect again for that, and nobody would end it.
+        self._telling = asyncio.Lock()
 
     @property
     def is_connected(self) -> bool:
@@ -92,16 +94,16 @@ class DoneChannel:
 
     async def _tell(self, command: str, channel: bytes) -> None:
         """Subscribes or unsubscribes; a connection that takes neither is the reader's to renew."""
-        if not self._is_connected:
-            return
         try:
-            async with asyncio.timeout(self._budget_s):
-                await getattr(self._subscription, command)(channel)
+            async with asyncio.timeout(self._budget_s), self._telling:
+                if self._is_connected:
+                    await getattr(self._subscription, command)(channel)
         except (redis.exceptions.RedisError, OSError, TimeoutError):
             self._is_connected = False
 
     async def _listen(self, client: Any) -> None:
-        async with client.pubsub(ignore_subscribe_messages=True) as self._subscription:
+        self._subscription = client.pubsub(ignore_subscribe_messages=True)
+        try:
             await self._subscription.subscribe(_IDLE_CHANNEL, *self._listeners)
             self._is_connected = True
             while self._is_connected:
@@ -109,6 +111,10 @@ class DoneChannel:
                 if message is not None and message["type"] == "message":
                     for listener in self._listeners.get(message["channel"], ()):
                         listener.end(message["data"])
+        finally:
+            self._is_connected = False
+            async with self._telling:
+                await self._subscription.aclose()
 
     def _lose(self) -> None:
         self._is_connected = False
