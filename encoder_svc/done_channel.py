@@ -59,7 +59,7 @@ class DoneChannel:
         self._budget_s = budget_s
         self._listeners: dict[bytes, set[Listener]] = {}
         self._is_connected = False
-        # Held by who tells the subscription something: a closed one would connect again for that, and nobody would end it.
+        # Held by who tells the subscription something: a closed one would connect again for that, for good.
         self._telling = asyncio.Lock()
 
     @property
