@@ -16,15 +16,14 @@ FROM ${PYTHON_IMAGE} AS build
 ARG COMPUTE=cpu
 # Where there is a mirror of PyTorch's index; COMPUTE is then of no effect.
 ARG TORCH_INDEX_URL=
-ENV PIP_CACHE_DIR=/var/cache/pip \
-    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_PROGRESS_BAR=off
 WORKDIR /src
 RUN python -m venv /opt/lookonce
 ENV PATH=/opt/lookonce/bin:${PATH}
 # torch comes first and alone: it is large and seldom changes, and with it in place nothing fetches another build.
 COPY constraints/cpu.txt constraints/
-RUN --mount=type=cache,target=/var/cache/pip \
+RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --index-url "${TORCH_INDEX_URL:-https://download.pytorch.org/whl/${COMPUTE}}" \
         "$(grep '^torch==' constraints/cpu.txt)"
@@ -34,7 +33,7 @@ COPY protos protos
 COPY lookonce lookonce
 COPY encoder_svc encoder_svc
 COPY decoder_svc decoder_svc
-RUN --mount=type=cache,target=/var/cache/pip \
+RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --constraint constraints/cpu.txt ".[serve,otel]"
 
