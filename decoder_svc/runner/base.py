@@ -313,8 +313,7 @@ class ModelRunnerBase(ABC):
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
         """What is recorded: logits of single tokens, `[num_tokens, vocab]`, by tensors alone."""
-        beyond = self.family.mask is Mask.PROMPT
-        metadata = decode_metadata(inputs.step, len(inputs.embeddings), is_mutual_beyond_window=beyond)
+        metadata = decode_metadata(inputs.step, len(inputs.embeddings))
         with forward_context(self.backend, metadata):
             logits: Tensor = self.model(**self._model_arguments(inputs.embeddings, inputs.positions)).logits[0]
         return logits

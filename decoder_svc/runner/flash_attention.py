@@ -58,21 +58,12 @@ class FlashBackend(PagedBackend):
         return pools
 
     def attend_paged(
-        self,
-        layer: int,
-        query: Tensor,
-        group: PagedBlocks,
-        step: PagedStep,
-        options: LayerOptions,
-        *,
-        is_mutual_beyond_window: bool,
+        self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
         """See PagedBackend."""
         if step.mutual is not None:
             assert self._beside is not None, "a model with spans has another backend beside this one"
-            return self._beside.attend_paged(
-                layer, query, group, step, options, is_mutual_beyond_window=is_mutual_beyond_window
-            )
+            return self._beside.attend_paged(layer, query, group, step, options)
         keys, values = self._pools[layer]
         # Tables begin with the first block that is kept: so do positions here. Only distances count.
         kept_lens = step.kv_lens - group.first_keys

@@ -24,9 +24,7 @@ class PagedBackend(SdpaBackend):
         group = self._paged_blocks(layer, step, options)
         for pool, new in zip(self._pools[layer], (key, value), strict=True):
             pool.flatten(0, 1).index_copy_(0, group.slot_mapping, new)
-        return self.attend_paged(
-            layer, query, group, step, options, is_mutual_beyond_window=metadata.is_mutual_beyond_window
-        )
+        return self.attend_paged(layer, query, group, step, options)
 
     def share_pools(self, other: PagedBackend) -> None:
         """Takes the pools of another, to attend to what that one writes."""
@@ -34,14 +32,7 @@ class PagedBackend(SdpaBackend):
 
     @abstractmethod
     def attend_paged(
-        self,
-        layer: int,
-        query: Tensor,
-        group: PagedBlocks,
-        step: PagedStep,
-        options: LayerOptions,
-        *,
-        is_mutual_beyond_window: bool,
+        self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
         """The second half of `forward`: everything is in the pools, and `group` says where the layer's part is."""
 

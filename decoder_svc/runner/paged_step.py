@@ -42,6 +42,8 @@ class MutualRanges:
 
     starts: Tensor
     stops: Tensor
+    # Whether they see each other where the layer's window ends, too.
+    is_beyond_window: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class PagedStep:
     max_kv_len: int
 
 
-def paged_step(inputs: FlatInputs, move: Move) -> PagedStep:
+def paged_step(inputs: FlatInputs, move: Move, *, is_mutual_beyond_window: bool) -> PagedStep:
     """The step of flattened inputs, its tensors on the device."""
     query_starts = np.cumsum((0, *inputs.query_lens))
     return PagedStep(
@@ -71,7 +73,7 @@ def paged_step(inputs: FlatInputs, move: Move) -> PagedStep:
         sliding=None if inputs.sliding is None else _paged_blocks(inputs.sliding, move),
         query_starts=_int32(query_starts, move),
         kv_lens=_int32(inputs.kv_lens, move),
-        mutual=_mutual_ranges(inputs, move),
+        mutual=_mutual_ranges(inputs, move, is_beyond_window=is_mutual_beyond_window),
         max_query_len=max(inputs.query_lens),
         max_kv_len=max(inputs.kv_lens),
     )
@@ -88,7 +90,7 @@ def _paged_blocks(inputs: BlockInputs, move: Move) -> PagedBlocks:
     )
 
 
-def _mutual_ranges(inputs: FlatInputs, move: Move) -> MutualRanges | None:
+def _mutual_ranges(inputs: FlatInputs, move: Move, *, is_beyond_window: bool) -> MutualRanges | None:
     if not any(inputs.mutual_spans):
         return None
     firsts = [kv_len - length for kv_len, length in zip(inputs.kv_lens, inputs.query_lens, strict=True)]
@@ -102,7 +104,7 @@ def _mutual_ranges(inputs: FlatInputs, move: Move) -> MutualRanges | None:
             inside = slice(begin + max(0, span.offset - first), begin + min(length, span.stop - first))
             starts[inside], stops[inside] = span.offset, span.stop
         begin += length
-    return MutualRanges(_int32(starts, move), _int32(stops, move))
+    return MutualRanges(_int32(starts, move), _int32(stops, move), is_beyond_window)
 
 
 def _int32(values: npt.ArrayLike, move: Move) -> Tensor:

@@ -20,11 +20,11 @@ def step_metadata(
         kv_lens=flat.kv_lens,
         mutual_spans=flat.mutual_spans,
         is_mutual_beyond_window=is_mutual_beyond_window,
-        paged=paged_step(flat, move) if reads_tensors else None,
+        paged=paged_step(flat, move, is_mutual_beyond_window=is_mutual_beyond_window) if reads_tensors else None,
     )
 
 
-def decode_metadata(step: PagedStep, num_tokens: int, *, is_mutual_beyond_window: bool) -> AttentionMetadata:
+def decode_metadata(step: PagedStep, num_tokens: int) -> AttentionMetadata:
     """Of a step of single tokens that is known by its tensors alone: what it was recorded with says nothing of it."""
     sliding = None if step.sliding is None else BlockMetadata(step.sliding.slot_mapping, (), ())
     return AttentionMetadata(
@@ -32,8 +32,9 @@ def decode_metadata(step: PagedStep, num_tokens: int, *, is_mutual_beyond_window
         sliding=sliding,
         query_lens=(1,) * num_tokens,
         kv_lens=(1,) * num_tokens,
+        # A step with spans is never recorded.
         mutual_spans=((),) * num_tokens,
-        is_mutual_beyond_window=is_mutual_beyond_window,
+        is_mutual_beyond_window=False,
         paged=step,
     )
 

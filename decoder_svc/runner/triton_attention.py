@@ -187,14 +187,7 @@ class TritonBackend(PagedBackend):
         self._num_processors = num_processors
 
     def attend_paged(
-        self,
-        layer: int,
-        query: Tensor,
-        group: PagedBlocks,
-        step: PagedStep,
-        options: LayerOptions,
-        *,
-        is_mutual_beyond_window: bool,
+        self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
         """See PagedBackend."""
         keys, values = self._pools[layer]
@@ -225,7 +218,7 @@ class TritonBackend(PagedBackend):
             NUM_GROUPS=num_groups, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=keys.shape[1],
             NUM_ROWS=num_rows, NUM_KEYS=num_keys, NUM_SPLITS=num_splits,
             HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
-            HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=is_mutual_beyond_window,
+            HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=mutual is not None and mutual.is_beyond_window,
             num_stages=2,
         )  # fmt: skip
         if num_splits > 1:

@@ -122,7 +122,7 @@ class Step:
             kv_lens=flat.kv_lens,
             mutual_spans=flat.mutual_spans,
             is_mutual_beyond_window=is_mutual_beyond_window,
-            paged=paged_step(flat, lambda host: host),
+            paged=paged_step(flat, lambda host: host, is_mutual_beyond_window=is_mutual_beyond_window),
         )
 
     def _sliding_table(

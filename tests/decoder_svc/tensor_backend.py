@@ -16,14 +16,7 @@ class TensorBackend(PagedBackend):
     name = "tensor"
 
     def attend_paged(
-        self,
-        layer: int,
-        query: Tensor,
-        group: PagedBlocks,
-        step: PagedStep,
-        options: LayerOptions,
-        *,
-        is_mutual_beyond_window: bool,
+        self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
         """See PagedBackend."""
         keys, values = self._pools[layer]
@@ -32,7 +25,7 @@ class TensorBackend(PagedBackend):
         sequence = torch.searchsorted(step.query_starts[1:], index, right=True)
         # The new tokens are a sequence's last.
         token = (step.kv_lens - step.query_starts[1:])[sequence] + index
-        start, stop = _seen(token, step, options.window, is_mutual_beyond_window=is_mutual_beyond_window)
+        start, stop = _seen(token, step, options.window)
         slots = torch.arange(group.block_table.shape[1] * keys.shape[1], device=query.device)
         other = group.first_keys[sequence][:, None] + slots
         is_seen = (other >= start[:, None]) & (other < stop[:, None])
@@ -49,14 +42,12 @@ class TensorBackend(PagedBackend):
         return torch.einsum("tkgn,tnkd->tkgd", weights, gathered[1]).reshape(num_tokens, num_heads, head_dim)
 
 
-def _seen(
-    token: Tensor, step: PagedStep, window: int | None, *, is_mutual_beyond_window: bool
-) -> tuple[Tensor, Tensor]:
+def _seen(token: Tensor, step: PagedStep, window: int | None) -> tuple[Tensor, Tensor]:
     """Every token sees the tokens [start, stop) of its sequence."""
     start = torch.zeros_like(token) if window is None else (token - window + 1).clamp(min=0)
     stop = token + 1
     if step.mutual is not None:
         stop = torch.maximum(stop, step.mutual.stops)
-        if is_mutual_beyond_window:
+        if step.mutual.is_beyond_window:
             start = torch.minimum(start, step.mutual.starts)
     return start, stop

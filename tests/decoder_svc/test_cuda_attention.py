@@ -37,17 +37,10 @@ class WrongTriton(FakeTriton):
     """Compiles, and forgets the scale."""
 
     def attend_paged(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        group: PagedBlocks,
-        step: PagedStep,
-        options: LayerOptions,
-        *,
-        is_mutual_beyond_window: bool,
+        self, layer: int, query: torch.Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> torch.Tensor:
         options = replace(options, scale=1.0)
-        return super().attend_paged(layer, query, group, step, options, is_mutual_beyond_window=is_mutual_beyond_window)
+        return super().attend_paged(layer, query, group, step, options)
 
 
 class BrokenTriton(FakeTriton):
