@@ -17,7 +17,7 @@ from benchmarks.report import JSON_FOLDER
 
 FOLDER = pathlib.Path(__file__).parents[1] / "docs/plots"
 _COLOURS = ("#2a6f97", "#a9d6e5", "#e07a5f", "#b5b5b5")
-_WIDTH, _LABEL_WIDTH, _VALUE_WIDTH = 720, 170, 90
+_WIDTH, _LABEL_WIDTH, _VALUE_WIDTH, _MARGIN = 780, 250, 90, 10
 _BAR_HEIGHT, _GROUP_GAP, _HEAD_HEIGHT, _LEGEND_HEIGHT = 18, 12, 34, 26
 
 
@@ -51,7 +51,7 @@ def draw(chart: Chart) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
             f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">',
             f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-            f'<text x="10" y="20" font-size="14" font-weight="bold">{escape(chart.title)}</text>',
+            f'<text x="{_MARGIN}" y="20" font-size="14" font-weight="bold">{escape(chart.title)}</text>',
             *parts,
             "</svg>\n",
         ]
@@ -73,10 +73,10 @@ def _bar(values: Sequence[float], top: float, scale: float, colour: str, unit: s
 
 
 def _legend(series: Sequence[str], top: float) -> list[str]:
-    step = (_WIDTH - _LABEL_WIDTH) / max(1, len(series))
+    step = (_WIDTH - _MARGIN) / max(1, len(series))
     parts = []
     for index, name in enumerate(series):
-        left = _LABEL_WIDTH + index * step
+        left = _MARGIN + index * step
         parts.append(
             f'<rect x="{left:.1f}" y="{top}" width="12" height="12" fill="{_COLOURS[index % len(_COLOURS)]}"/>'
             f'<text x="{left + 18:.1f}" y="{top + 11}">{escape(name)}</text>'
@@ -170,6 +170,94 @@ def hit_cost(figures: Mapping[str, Any]) -> Chart:
     )
 
 
+def decode_speed(figures: Mapping[str, Any]) -> Chart:
+    """How many times as fast as the peer, by batch; one series per element type and context."""
+    by_batch: dict[str, dict[str, list[float]]] = {}
+    for cell in figures["beside_peer"]:
+        ratios = [theirs / ours for theirs, ours in zip(cell["peers_s"], cell["ours_s"], strict=True)]
+        by_batch.setdefault(f"batch {cell['batch']}", {})[f"{cell['dtype']}, {cell['context']} tokens"] = ratios
+    series = tuple(next(iter(by_batch.values()), ()))
+    return Chart(
+        "decode_speed: vLLM's time between tokens over ours",
+        " ×",
+        series,
+        {batch: [cells[name] for name in series] for batch, cells in by_batch.items()},
+    )
+
+
+def encode_speed(figures: Mapping[str, Any]) -> Chart:
+    """Images per second of every side, by element type and batch."""
+    sides = {"lookonce": "ours", "transformers": "transformers", "vllm": "vLLM"}
+    cells = [cell for name, one in figures.items() if name != "machine" for cell in one["cells"]]
+    return Chart(
+        "encode_speed: images per second through the tower",
+        " images/s",
+        tuple(sides.values()),
+        {
+            f"{cell['dtype']}, {cell['batch']} at a time": [
+                [cell["num_images"] / seconds for seconds in cell["seconds"].get(side, [])] for side in sides
+            ]
+            for cell in cells
+        },
+    )
+
+
+def edge_cost(figures: Mapping[str, Any]) -> Chart:
+    """Tokens per second of the service over the engine's in process, by model and streams."""
+    return Chart(
+        "edge_cost: tokens per second of the service over those of the engine in process",
+        "",
+        ("service ÷ engine in process",),
+        {
+            f"{cell['model']}, {cell['num_streams']} streams": [
+                [pair["bare"]["duration_s"] / pair["service"]["duration_s"] for pair in cell["pairs"]]
+            ]
+            for cell in figures["cells"]
+        },
+    )
+
+
+def overload(figures: Mapping[str, Any]) -> Chart:
+    """Answers in time per second, by load."""
+    return Chart(
+        "overload: answers in time per second, by load over what saturates",
+        " /s",
+        ("answers in time",),
+        {
+            f"{float(share):g} × saturation": [[phase["goodput"] for phase in phases]]
+            for share, phases in figures["open_loop"].items()
+        },
+    )
+
+
+def speculation(figures: Mapping[str, Any]) -> Chart:
+    """Tokens per second with and without guesses, by workload and batch."""
+    return Chart(
+        "speculation: tokens per second",
+        " tok/s",
+        ("with guesses", "without"),
+        {
+            f"{cell['workload']}, batch {cell['batch']}": [
+                [turn["tokens_per_s"] for turn in cell[side]] for side in ("with_guesses", "without")
+            ]
+            for cell in figures["cells"]
+        },
+    )
+
+
+def step_profile(figures: Mapping[str, Any]) -> Chart:
+    """Shares of a step, by part; one series per batch and context."""
+    profiles = figures["profiles"]
+    names = [part["name"] for part in profiles[0]["parts"]]
+    shares = [{part["name"]: 100 * part["seconds"] / one["step_s"] for part in one["parts"]} for one in profiles]
+    return Chart(
+        "step_profile: where the time of a decode step goes",
+        " %",
+        tuple(f"batch {one['batch']}, {one['context']} tokens" for one in profiles),
+        {name: [[share[name]] for share in shares] for name in names},
+    )
+
+
 # By script.
 CHARTS: dict[str, Callable[[Mapping[str, Any]], Chart]] = {
     "prefix_reuse": prefix_reuse,
@@ -178,6 +266,12 @@ CHARTS: dict[str, Callable[[Mapping[str, Any]], Chart]] = {
     "startup": startup,
     "image_light": image_light,
     "hit_cost": hit_cost,
+    "decode_speed": decode_speed,
+    "encode_speed": encode_speed,
+    "edge_cost": edge_cost,
+    "overload": overload,
+    "speculation": speculation,
+    "step_profile": step_profile,
 }
 
 

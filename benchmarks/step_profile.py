@@ -1,13 +1,12 @@
 """Where does the time of a decode step go on a CPU, and what is each part's physical limit? `--help` for the knobs.
 
-The runner's methods are timed as a step calls them. What happens inside the one call of the stack is taken apart by
-running its linear layers and its attention alone, on the same shapes and the same memory.
+The runner's methods are timed as a step calls them; inside the one call of the stack our kernels read the clock
+themselves.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,17 +16,27 @@ from typing import Any
 import torch
 
 from benchmarks import models, report
-from benchmarks.runner_steps import RunnerSteps
-from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata, LayerOptions
+from benchmarks.runner_steps import COPIED_BYTES, RunnerSteps, read_bandwidth
 from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.runner.cpu_attention import NativeBackend
 from decoder_svc.runner.native_stack import NativeStack
-from decoder_svc.runner.packed_weights import NativeLinear
+from decoder_svc.runner.native_structures import PHASES
 
 _NAME = "step_profile"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Of a step, in its order; the stack's parts are below it.
+# Of a step; the stack's parts are below it.
 _METHODS = ("_update_states", "_prepare_inputs", "_embed", "_sample")
+# By phase of the stack, in the order of a layer.
+_PHASES = {
+    "norms": "norms",
+    "query_key_value": "queries, keys and values",
+    "rotation": "rotation, writing keys and values",
+    "attention": "attention",
+    "attended": "output projection",
+    "gate_up": "MLP: gate and up, activation",
+    "down": "MLP: down",
+}
+# The linear layers among them, as NativeStack.weights gives them.
+_LINEARS = ("query_key_value", "attended", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,98 +107,82 @@ class StepProfiler:
         self._steps = steps
         self._runner = steps.ours
         stack = self._runner.model.model.language_model
-        if not isinstance(stack, NativeStack) or not isinstance(self._runner.backend, NativeBackend):
+        if not isinstance(stack, NativeStack):
             raise SystemExit("there is no native stack here")
-        self._stack, self._backend = stack, self._runner.backend
-        self._limits = measured_limits(self._runner.model.dtype)
+        self._stack = stack
 
     def profile(self, dtype: str, batch: int, context: int, num_steps: int) -> Profile:
         """Medians over the steps."""
+        limits = measured_limits(self._runner.model.dtype)
         seconds: dict[str, list[float]] = {}
-        with _Timed(self._runner, seconds):
+        with _Timed(self._runner, self._stack, seconds):
             whole = self._steps.decode(self._runner, batch, context, num_steps)
-        spec = self._runner.get_kv_cache_spec()
-        kv_bytes = batch * context * spec.block_bytes / spec.block_size
-        text = self._runner.model.config.get_text_config()
-        # Scores and weighted values of all query heads.
-        kv_operations = 4.0 * batch * context * text.num_attention_heads * spec.head_dim * spec.num_layers
+        # The first step is not among the whole ones, and the last one, which gives requests back, computes nothing.
+        steps = [dict(zip(seconds, step, strict=True)) for step in zip(*seconds.values(), strict=False)][1:]
+        outside = [name for name in seconds if name not in PHASES]
         head = self._runner.model.lm_head
-        head_limit = self._limits.seconds(head.nbytes, 2.0 * batch * head.in_features * head.out_features)
-        weight_limit = self._limits.seconds(
-            self._stack.nbytes, 2.0 * batch * self._stack.nbytes / self._runner.model.dtype.itemsize
-        )
-        kv_limit = self._limits.seconds(kv_bytes, kv_operations)
-        stack = statistics.median(seconds["stack"])
-        linears = self._time(num_steps, lambda: self._run_linears(batch))
-        attention = self._time(num_steps, self._attention(batch, context))
+        phase_limits = self._phase_limits(limits, batch, context)
+        head_limit = limits.seconds(head.nbytes, 2.0 * batch * head.in_features * head.out_features)
+
+        def part(title: str, *names: str, limit_s: float | None = None) -> Part:
+            return Part(title, statistics.median(sum(step[name] for name in names) for step in steps), limit_s)
+
+        stack = [step["stack"] - sum(step[name] for name in PHASES) for step in steps]
+        rest = [all_of_it - sum(step[name] for name in outside) for all_of_it, step in zip(whole, steps, strict=True)]
         parts = [
-            Part("scheduler's words to arrays", _median(seconds, "_update_states", "_prepare_inputs"), None),
-            Part("embeddings", _median(seconds, "_embed"), None),
-            Part("stack", stack, weight_limit + kv_limit),
-            Part("its linear layers alone", linears, weight_limit),
-            Part("its attention alone", attention, kv_limit),
-            Part("its norms, rotation, threads meeting: the rest", stack - linears - attention, None),
-            Part("head", _median(seconds, "head"), head_limit),
-            Part("choosing tokens", _median(seconds, "_sample"), None),
+            part("the scheduler's words to arrays", "_update_states", "_prepare_inputs"),
+            part("embeddings", "_embed"),
+            *(part(title, name, limit_s=phase_limits.get(name)) for name, title in _PHASES.items()),
+            Part("the stack's call: angles, waking threads", statistics.median(stack), None),
+            part("head", "head", limit_s=head_limit),
+            part("choosing tokens", "_sample"),
+            Part("between them", statistics.median(rest), None),
         ]
-        step = statistics.median(whole)
-        return Profile(dtype, batch, context, step, weight_limit + kv_limit + head_limit, parts)
+        limit_s = sum(phase_limits.values()) + head_limit
+        return Profile(dtype, batch, context, statistics.median(whole), limit_s, parts)
 
-    def _time(self, num_rounds: int, run: Callable[[], None]) -> float:
-        run()
-        found = []
-        for _ in range(num_rounds):
-            started_s = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - started_s)
-        return statistics.median(found)
-
-    def _run_linears(self, batch: int) -> None:
-        for layer in self._linears():
-            layer(torch.zeros(batch, layer.in_features, dtype=self._runner.model.dtype))
-
-    @functools.cache  # noqa: B019  # one profiler a run
-    def _linears(self) -> list[NativeLinear]:
-        library, num_threads = self._backend.library, self._backend.num_threads
-        return [NativeLinear(library, weights, num_threads) for weights in self._stack.weights()]
-
-    def _attention(self, batch: int, context: int) -> Callable[[], None]:
+    def _phase_limits(self, limits: Limits, batch: int, context: int) -> dict[str, float]:
         spec, text = self._runner.get_kv_cache_spec(), self._runner.model.config.get_text_config()
-        tables = [torch.tensor(self._steps.blocks(index, context)) for index in range(batch)]
-        last, offset = (context - 1) // spec.block_size, (context - 1) % spec.block_size
-        slots = torch.stack([table[last] * spec.block_size + offset for table in tables])
-        blocks = BlockMetadata(slots, tuple(tables), (0,) * batch)
-        metadata = AttentionMetadata(blocks, None, (1,) * batch, (context,) * batch, ((),) * batch, False)
-        query = torch.randn(batch, text.num_attention_heads, spec.head_dim).to(spec.dtype)
-        new = torch.randn(batch, spec.num_kv_heads, spec.head_dim).to(spec.dtype)
-        options = LayerOptions(spec.head_dim**-0.5)
-
-        def run() -> None:
-            for layer in range(spec.num_layers):
-                self._backend.forward(layer, query, new, new, metadata, options)
-
-        return run
+        found = dict.fromkeys(_LINEARS, 0.0)
+        for index, weights in enumerate(self._stack.weights()):
+            num_operations = 2.0 * batch * weights.num_inputs * weights.num_outputs
+            found[_LINEARS[index % len(_LINEARS)]] += limits.seconds(weights.panels.nbytes, num_operations)
+        # Scores and weighted values of all query heads.
+        num_operations = 4.0 * batch * context * text.num_attention_heads * spec.head_dim * spec.num_layers
+        found["attention"] = limits.seconds(batch * context * spec.block_bytes / spec.block_size, num_operations)
+        return found
 
 
 class _Timed:
     """Notes how long the parts of each step take, until it is left."""
 
-    def __init__(self, runner: CPUModelRunner, seconds: dict[str, list[float]]) -> None:
-        self._runner, self._seconds = runner, seconds
+    def __init__(self, runner: CPUModelRunner, stack: NativeStack, seconds: dict[str, list[float]]) -> None:
+        self._runner, self._stack, self._seconds = runner, stack, seconds
 
     def __enter__(self) -> None:
         runner = self._runner
         for name in _METHODS:
             setattr(runner, name, self._noting(name, getattr(runner, name)))
-        self._restored = [(runner.model.model.language_model, "stack"), (runner.model.lm_head, "head")]
-        for module, name in self._restored:
-            module.forward = self._noting(name, module.forward)
+        runner.model.lm_head.forward = self._noting("head", runner.model.lm_head.forward)
+        stack: Any = self._stack
+        stack.forward = self._noting_phases(self._noting("stack", stack.forward))
 
     def __exit__(self, *_: object) -> None:
         for name in _METHODS:
             delattr(self._runner, name)
-        for module, _name in self._restored:
+        for module in (self._runner.model.lm_head, self._stack):
             del module.forward
+        self._stack.phase_ns = None
+
+    def _noting_phases(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            phase_ns = self._stack.phase_ns = torch.zeros(len(PHASES), dtype=torch.int64)
+            result = function(*arguments, **named)
+            for name, nanoseconds in zip(PHASES, phase_ns.tolist(), strict=True):
+                self._seconds.setdefault(name, []).append(nanoseconds / 1e9)
+            return result
+
+        return timed
 
     def _noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -201,16 +194,11 @@ class _Timed:
         return timed
 
 
-def _median(seconds: dict[str, list[float]], *names: str) -> float:
-    return sum(statistics.median(seconds[name]) for name in names)
-
-
 def measured_limits(dtype: torch.dtype) -> Limits:
     """How fast this machine reads memory, and multiplies large matrices by PyTorch; the best of a few."""
-    source = torch.ones(128 << 20, dtype=torch.float32)
     one, other = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
     return Limits(
-        source.nbytes / min(_seconds(source.sum) for _ in range(7)),
+        read_bandwidth(torch.ones(COPIED_BYTES // 4)),
         2 * 2048**3 / min(_seconds(lambda: one @ other) for _ in range(7)),
     )
 
@@ -225,8 +213,9 @@ def section(profiles: list[Profile]) -> str:
     """The section of RESULTS.md."""
     question = (
         "## step_profile\n\nWhere does the time of a decode step go (small-llava), and what is the limit of each part: "
-        "bytes over the memory's\nspeed, or products over the processor's, whichever takes longer? Parts that are "
-        "measured alone lie in the stack."
+        "bytes over the memory's\nspeed, or products over the processor's, whichever takes longer? Medians of the "
+        "steps; waiting for the last thread\nis part of each part. What the processor's caches keep from one step to "
+        "the next is read faster than memory."
     )
     return "\n\n".join([question, *(_table(profile) for profile in profiles)])
 

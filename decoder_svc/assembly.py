@@ -28,6 +28,7 @@ from lookonce.device import chosen_device
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
+from lookonce.passing_thread import in_passing_thread
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +49,8 @@ def build_engine(
     """
     _check_mask(settings, family)
     speculation = _speculation(settings)
-    config = RunnerConfig(
-        folder=settings.model,
-        dtype=_TORCH_DTYPES.get(settings.dtype),
-        block_size=settings.block_size,
-        num_threads=settings.num_threads,
-        deterministic=settings.deterministic,
-        max_num_seqs=settings.max_num_seqs,
-        use_graphs=settings.graphs,
-    )
-    runner = _runner_class(settings)(config, family)
-    limits = _limits(settings, runner, family)
+    runner, limits = in_passing_thread(lambda: _loaded(settings, family))
     logger.info("engine limits: %s", limits)
-    runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks)
-    runner.capture_model()
     scheduler = Scheduler(
         SchedulerLimits(
             limits.max_batched_tokens,
@@ -94,6 +83,24 @@ def build_engine(
     return Engine(
         runner, scheduler, fetcher, limits, max_live_requests, settings.max_stream_delay_s, settings.max_step_s
     )
+
+
+def _loaded(settings: DecoderSettings, family: DecoderFamily) -> tuple[ModelRunnerBase, EngineLimits]:
+    """A runner with its pools, and what they came to."""
+    config = RunnerConfig(
+        folder=settings.model,
+        dtype=_TORCH_DTYPES.get(settings.dtype),
+        block_size=settings.block_size,
+        num_threads=settings.num_threads,
+        deterministic=settings.deterministic,
+        max_num_seqs=settings.max_num_seqs,
+        use_graphs=settings.graphs,
+    )
+    runner = _runner_class(settings)(config, family)
+    limits = _limits(settings, runner, family)
+    runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks)
+    runner.capture_model()
+    return runner, limits
 
 
 def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:

@@ -91,6 +91,7 @@ class EmbeddingFetcher:
         on_failed: Callable[[RowFetch, LookonceError], None],
     ) -> None:
         started_s = time.monotonic()
+        self._metrics.begun(len(fetch.rows))
         try:
             with self._order.entered(fetch.request_id) as turn, _span(fetch) as span:
                 async with asyncio.timeout(self._timeout_s):

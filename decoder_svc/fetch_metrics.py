@@ -35,12 +35,21 @@ class FetchMetrics:
         self._bytes = Counter(
             "lookonce_decoder_embedding_fetch_bytes", "Bytes of these rows.", labelnames=("tier",), registry=registry
         )
+        self._needed = Counter(
+            "lookonce_decoder_embedding_fetch_rows_needed",
+            "Rows that fetches were begun for: each is needed by a step, and asked for once.",
+            registry=registry,
+        )
         self._failed = Counter(
             "lookonce_decoder_embedding_fetch_failed", "Fetches that ended with an error.", registry=registry
         )
         for tier in FetchTier:
             for metric in (self._seconds, self._rows, self._bytes):
                 metric.labels(tier.value)
+
+    def begun(self, num_rows: int) -> None:
+        """Counts a fetch that begins."""
+        self._needed.inc(num_rows)
 
     def arrived(self, tier: FetchTier, num_rows: int, num_bytes: int, seconds: float) -> None:
         """Counts a fetch that succeeded."""

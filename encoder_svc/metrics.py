@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from lookonce.status_codes import STATUS_TABLE
+
 _STORE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _FORWARD_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -104,8 +106,13 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
             registry=registry,
         )
         self.rejected = Counter(
-            "lookonce_encoder_rejected_total", "Images that were refused since the queue was full.", registry=registry
+            "lookonce_encoder_rejected_total",
+            "Images for which a caller was told an error, by its reason: OVERLOADED where the queue was full.",
+            ["reason"],
+            registry=registry,
         )
+        for row in STATUS_TABLE:
+            self.rejected.labels(row.reason)
         self.poisonous = Counter(
             "lookonce_encoder_poisonous_total",
             "Images that killed their decoding process (decode), or on which alone the model failed (forward).",

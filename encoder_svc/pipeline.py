@@ -111,7 +111,7 @@ class EncodePipeline:
         self._batcher = batcher
         self.tiers = tiers
         self._limits = limits
-        self._metrics = metrics
+        self.metrics = metrics
         self._max_queued_images = max_queued_images
         self._num_queued = 0
         self._flights: SingleFlight[EncodeOutcome] = SingleFlight()
@@ -227,7 +227,7 @@ class EncodePipeline:
 
     async def _join(self, key: ContentKey) -> EncodeOutcome | None:
         """The outcome of the flight that exists for this key; its failure belongs to those who sent the bytes."""
-        self._metrics.coalesced.labels("process").inc()
+        self.metrics.coalesced.labels("process").inc()
         try:
             return _as_joined(await self._flights.join(key.value))
         except LookonceError:
@@ -239,7 +239,7 @@ class EncodePipeline:
         """Joins the flight of this key or starts one; a refresh joins refreshes only."""
         flight = (key.value, "refresh") if refresh else key.value
         if flight in self._flights:
-            self._metrics.coalesced.labels("process").inc()
+            self.metrics.coalesced.labels("process").inc()
             turn.pass_on()
             return _as_joined(await self._flights.join(flight))
 
@@ -272,10 +272,10 @@ class EncodePipeline:
                 submitted = self._batcher.submit(inputs, turn.caller, turn.number)
                 turn.pass_on()
             encoded = await self._judged(key, submitted)
-            self._metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
+            self.metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
         finally:
             self._num_queued -= 1
-            self._metrics.queued_images.set(self._num_queued)
+            self.metrics.queued_images.set(self._num_queued)
         entry = LocalEmbedding(self._meta_of(encoded, header), row_bytes(encoded.rows), encoded.compute_s)
         stored = await self.tiers.put(key, entry, overwrite=overwrite)
         return EncodeOutcome(key, entry.meta, Origin.COMPUTED, encoded.compute_s, stored)
@@ -301,10 +301,9 @@ class EncodePipeline:
     def _admit(self) -> None:
         """Takes a place among the queued images. Raises OverloadedError when there is none."""
         if self._num_queued >= self._max_queued_images:
-            self._metrics.rejected.inc()
             raise OverloadedError(f"{self._num_queued} images wait for the model, which is the limit; try again later")
         self._num_queued += 1
-        self._metrics.queued_images.set(self._num_queued)
+        self.metrics.queued_images.set(self._num_queued)
 
     def _meta_of(self, encoded: EncodedRows, header: ImageHeader) -> EmbeddingMeta:
         return EmbeddingMeta(

@@ -158,9 +158,8 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         return self._pipeline.key_of(digest, options, self._tenant())
 
     async def _encode_all(self, images: Sequence[ImageInput], cache_use: CacheUse) -> list[EncodeOutcome]:
-        caller, tenant = _caller(), self._tenant()
         results = await asyncio.gather(
-            *(self._pipeline.encode(image, cache_use, tenant, caller) for image in images),
+            *(self._encode_one(image, cache_use) for image in images),
             return_exceptions=True,
         )
         outcomes: list[EncodeOutcome] = []
@@ -180,11 +179,18 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             )
         return outcomes
 
+    async def _encode_one(self, image: ImageInput, cache_use: CacheUse) -> EncodeOutcome:
+        try:
+            return await self._pipeline.encode(image, cache_use, self._tenant(), _caller())
+        except LookonceError as error:
+            self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
+            raise
+
     async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
         """Never raises: an item's failure is its answer."""
         try:
             image = self._image(request.item.image, "item.image")
-            outcome = await self._pipeline.encode(image, CacheUse.READ_AND_WRITE, self._tenant(), _caller())
+            outcome = await self._encode_one(image, CacheUse.READ_AND_WRITE)
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
         except Exception as fault:

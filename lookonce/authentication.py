@@ -12,12 +12,15 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lookonce.errors import UnauthenticatedError
 from lookonce.identity import ANYBODY, TENANT_NAME, Identity, Role
 from lookonce.settings import ServiceSettings
 from lookonce.watched_files import WatchedFiles
+
+if TYPE_CHECKING:
+    from jwt import PyJWK
 
 _NAME = re.compile(r"[A-Za-z0-9._@:/-]{1,128}")
 # Only signatures of key pairs: a service that checks tokens cannot make any.
@@ -73,7 +76,7 @@ class TokenFile:
 class JsonWebTokens:
     """Signed tokens of an identity provider, with its public keys (a JWKS, RFC 7517) in a file."""
 
-    def __init__(self, keys: WatchedFiles[Mapping[str, Any]], issuer: str, audience: str, tenant_claim: str) -> None:
+    def __init__(self, keys: WatchedFiles[Mapping[str, PyJWK]], issuer: str, audience: str, tenant_claim: str) -> None:
         self._keys = keys
         self._issuer, self._audience, self._tenant_claim = issuer, audience, tenant_claim
 
@@ -100,8 +103,8 @@ class JsonWebTokens:
             if not tenant:
                 raise _refused(token)
             return Identity(_text(claims, "sub", _NAME), tenant, Role(claims.get("lookonce_role", "client")))
-        except (jwt.PyJWTError, ValueError):
-            # The library's texts quote the token.
+        except (jwt.PyJWTError, ValueError, OverflowError, RecursionError):
+            # The library's texts quote the token. Numbers beyond all bounds and JSON that is nested without end, too.
             raise _refused(token) from None
 
 
@@ -155,19 +158,22 @@ def parse_tokens(content: bytes) -> Sequence[KnownToken]:
     return [_known_token(index, entry) for index, entry in enumerate(document["tokens"])]
 
 
-def parse_keys(content: bytes) -> Mapping[str, Any]:
-    """JWKS → key by id. Raises ValueError, also for keys without an id and for secrets shared by both sides."""
+def parse_keys(content: bytes) -> Mapping[str, PyJWK]:
+    """JWKS → key by id, each for one algorithm: its `alg`, else RS256 for RSA and what fits the curve of others.
+
+    Raises ValueError, also for keys without an id and for secrets shared by both sides.
+    """
     import jwt
 
     try:
         key_set = jwt.PyJWKSet.from_dict(json.loads(content))
     except (jwt.PyJWTError, AttributeError, TypeError) as error:
         raise ValueError(f"is no JSON Web Key Set: {error}") from None
-    keys: dict[str, Any] = {}
+    keys: dict[str, PyJWK] = {}
     for key in key_set.keys:
-        if not key.key_id or key.key_type == "oct":
-            raise ValueError("has a key without a kid, or a symmetric one")
-        keys[key.key_id] = key.key
+        if not key.key_id or key.algorithm_name not in _ALGORITHMS:
+            raise ValueError(f"has a key without a kid, or one for another algorithm than {', '.join(_ALGORITHMS)}")
+        keys[key.key_id] = key
     return keys
 
 

@@ -91,7 +91,9 @@ class ServiceSettings(BaseSettings):
         "requests_per_s, image_bytes_per_s, tokens_per_s), read again when it changes; each process counts for itself.",
     )
     ready_file: pathlib.Path | None = Field(
-        None, description="Written as JSON {target, admin_target, metrics_port, pid} once the server accepts calls."
+        None,
+        description="Written as JSON {target, admin_target, health_target, metrics_port, pid} once the server accepts "
+        "calls.",
     )
 
     redis_url: SecretStr | None = Field(

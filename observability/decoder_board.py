@@ -121,9 +121,12 @@ DECODER = Board(
                 ),
                 Graph(
                     "Rows fetched",
-                    "Per second, by who had them.",
+                    "Per second, by who had them, and rows that fetches were begun for.",
                     "ops",
-                    (Query(rate("lookonce_decoder_embedding_fetch_rows_total", "tier"), "{{tier}}"),),
+                    (
+                        Query(rate("lookonce_decoder_embedding_fetch_rows_total", "tier"), "{{tier}}"),
+                        Query(rate("lookonce_decoder_embedding_fetch_rows_needed_total"), "needed"),
+                    ),
                 ),
                 Graph(
                     "Bytes fetched",

@@ -15,12 +15,12 @@ ENCODER = Board(
             (
                 Graph(
                     "Images",
-                    "Encoded here, joined to an encode in flight, or refused because of a full queue, per second.",
+                    "Encoded here, joined to an encode in flight, or answered with an error, per second.",
                     "ops",
                     (
                         Query(rate("lookonce_encoder_encodes_total"), "encoded"),
                         Query(rate("lookonce_encoder_coalesced_total", "scope"), "joined, {{scope}}"),
-                        Query(rate("lookonce_encoder_rejected_total"), "refused"),
+                        Query(rate("lookonce_encoder_rejected_total", "reason"), "refused, {{reason}}"),
                     ),
                 ),
                 Graph(

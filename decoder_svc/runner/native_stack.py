@@ -95,6 +95,8 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._function = backend.library.function(f"lookonce_stack_{DTYPE_NAMES[self._dtype]}")
         # The pools that the layers know.
         self._pools: object = None
+        # `[len(PHASES)]` of int64, in whose order each step then adds its nanoseconds: for profiles.
+        self.phase_ns: Tensor | None = None
 
     def weights(self) -> list[PackedWeights]:
         """Of all linear layers, in the order in which a step reads them."""
@@ -147,6 +149,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             rotary_dim=cosines.shape[-1],
             first_layer=first,
             stop_layer=stop,
+            phase_ns=None if self.phase_ns is None else self.phase_ns.data_ptr(),
         )
         self._function(ctypes.byref(self._stack), ctypes.byref(step.struct), ctypes.byref(io))
 

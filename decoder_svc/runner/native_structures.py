@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
+# What a stack's time is told apart by (native/stack.cpp).
+PHASES = ("norms", "query_key_value", "rotation", "attention", "attended", "gate_up", "down")
+
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -105,4 +108,5 @@ class StackStep(ctypes.Structure):
         ("rotary_dim", _INTEGER),
         ("first_layer", _INTEGER),
         ("stop_layer", _INTEGER),
+        ("phase_ns", _POINTER),
     )

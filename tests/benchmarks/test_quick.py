@@ -110,6 +110,15 @@ def test_startup(quick: Any) -> None:
     assert figures["sides"]["stack"]["memory_bytes"] > figures["kv_cache_bytes"]
 
 
+def test_event_loop(quick: Any) -> None:
+    encoder, decoder = quick("event_loop")["loops"]
+    assert (encoder["service"], decoder["service"]) == ("encoder-0", "decoder-0")
+    for loop in (encoder, decoder):
+        assert loop["num_callbacks"] > 20
+        assert 0 < loop["cpu_s"]["0.5"] <= loop["cpu_s"]["1.0"]
+        assert sum(map(len, loop["long_s"].values())) < loop["num_callbacks"]
+
+
 def test_image_light(quick: Any) -> None:
     (only,) = quick("image_light")["rounds"]
     # Two of ten requests have an image of 36 rows.

@@ -110,6 +110,8 @@ async def test_rows_come_from_the_encoder_first_and_from_redis_afterwards(
         with pytest.raises(EmbeddingNotCachedError):
             await decoder.fetch(picture(2), RowRange(0, 1), with_data=False)
         assert decoder.registry.get_sample_value("lookonce_decoder_embedding_fetch_failed_total") == 1
+        needed = decoder.registry.get_sample_value("lookonce_decoder_embedding_fetch_rows_needed_total")
+        assert needed == NUM_ROWS + 6 + 1
 
 
 @pytest.mark.parametrize("num_encoders", [1, 3])

@@ -239,6 +239,7 @@ async def test_a_digest_that_the_bytes_do_not_have_stores_nothing(
             grpc.StatusCode.INVALID_ARGUMENT,
             "DIGEST_MISMATCH",
         )
+        assert encoder.metric("lookonce_encoder_rejected_total", reason="DIGEST_MISMATCH") == 1
         lookup = pb.LookupEmbeddingsRequest(keys=[key_of(png(1)), key_of(png(2))])
         assert not any(entry.cached for entry in (await encoder.stub.LookupEmbeddings(lookup)).results)
 
@@ -252,6 +253,7 @@ async def test_missing_digests_are_one_not_found_with_all_indexes(start_encoder:
         assert error.metadata["indexes"] == "0,2"
         only_cached = request(source(png(7)), cache_policy=pb.CACHE_POLICY_ONLY_IF_CACHED)
         assert (await failure(encoder.stub.Encode(only_cached)))[0] is grpc.StatusCode.NOT_FOUND
+        assert encoder.metric("lookonce_encoder_rejected_total", reason="EMBEDDING_NOT_CACHED") == 3
         missing = encoder.stub.ReadEmbedding(pb.ReadEmbeddingRequest(key=key_of(png(5))))
         assert (await failure(missing))[:2] == (grpc.StatusCode.NOT_FOUND, "EMBEDDING_NOT_CACHED")
 

@@ -37,7 +37,13 @@ OLDEST_VERSION = (1, 30)
 # Definitions that are not Kubernetes' own; their tests are test_autoscaling.py and test_service_monitor.py.
 CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
 # What operators make; the folders' kustomizations say how.
-SECRETS = {"lookonce-cache", "lookonce-encoder-tls", "lookonce-decoder-tls"}
+SECRETS = {
+    "lookonce-cache",
+    "lookonce-encoder-tls",
+    "lookonce-decoder-tls",
+    "lookonce-tokens",
+    "lookonce-decoder-token",
+}
 # How long the shell still waits for expelled calls to hear their status; see lookonce/serving.py.
 _FLUSH_S = 1.0
 services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.manifests import container_ports, names, of_kind, pod_labels, selects
+from tests.k8s.manifests import CASES, container_ports, environment, names, of_kind, pod_labels, selects
 from tests.k8s.render import Manifest
 from tests.k8s.variants import GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
 
@@ -22,6 +22,7 @@ _CLIENTS = {"kubernetes.io/metadata.name": "shop", "lookonce-client": "true"}
 _OTHERS = {"kubernetes.io/metadata.name": "elsewhere"}
 _MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 _SYSTEM = {"kubernetes.io/metadata.name": "kube-system"}
+_OBSERVABILITY = {"kubernetes.io/metadata.name": "observability"}
 _ENVOY = "lookonce-encoder-affinity"
 
 
@@ -153,3 +154,16 @@ def test_the_way_out_leads_to_an_external_cache_alone(variant: Variant, manifest
             assert _allows(manifests, "Egress", name, cache, "redis", port) == has_external
         assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS, "10.1.2.3"), "https", 443)
         assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS, "192.0.2.1"), "redis", 6379)
+
+
+def test_spans_go_to_the_collector_of_the_settings_alone(variant: Variant, manifests: list[Manifest]) -> None:
+    collector = Peer({}, _OBSERVABILITY)
+    for case in CASES:
+        endpoint = environment(manifests, case).get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        assert (endpoint is not None) == ("networkpolicy/tracing" in variant.components)
+        if endpoint is not None:
+            host, _, port = endpoint.removeprefix("http://").partition(":")
+            assert host.partition(".")[2] == _OBSERVABILITY["kubernetes.io/metadata.name"]
+            assert _allows(manifests, "Egress", case.name, collector, "otlp", int(port))
+            assert not _allows(manifests, "Egress", case.name, Peer({}, _OTHERS), "otlp", int(port))
+        assert not _allows(manifests, "Egress", case.name, collector, "https", 443)

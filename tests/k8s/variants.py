@@ -47,7 +47,21 @@ SERVICE_MONITOR = Variant("base", ("servicemonitor",))
 NETWORK_POLICY = Variant("base", ("networkpolicy",))
 MTLS = Variant("base", ("mtls",))
 AFFINITY = Variant("base", ("affinity",))
-PROD_ALL = Variant(PROD.start, ("hpa", "servicemonitor", "networkpolicy", "networkpolicy/external-redis", "mtls"))
+TOKENS = Variant("base", ("tokens",))
+TRACING = Variant("base", ("tracing",))
+PROD_ALL = Variant(
+    PROD.start,
+    (
+        "hpa",
+        "servicemonitor",
+        "networkpolicy",
+        "networkpolicy/external-redis",
+        "networkpolicy/tracing",
+        "mtls",
+        "tokens",
+        "tracing",
+    ),
+)
 GPU_ALL = Variant(GPU.start, ("keda", "servicemonitor", "networkpolicy", "affinity"))
 VARIANTS = (
     BASE,
@@ -60,6 +74,8 @@ VARIANTS = (
     NETWORK_POLICY,
     MTLS,
     AFFINITY,
+    TOKENS,
+    TRACING,
     PROD_ALL,
     GPU_ALL,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import ssl
 
 import trustme
 
@@ -22,6 +23,15 @@ class Files:
         issued.cert_chain_pems[0].write_to_path(self.certificate)
         issued.private_key_pem.write_to_path(self.key)
         authority.cert_pem.write_to_path(self.authority)
+
+    def server_context(self, *, asks_for_certificates: bool) -> ssl.SSLContext:
+        """Of a server that shows what was issued, and may want its clients to show something of the same authority."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key)
+        if asks_for_certificates:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(self.authority)
+        return context
 
     def client(self, authority: trustme.CA, name: str) -> tuple[pathlib.Path, pathlib.Path, pathlib.Path]:
         """(authorities, certificate, key) of a client."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import hashlib
 import json
@@ -28,6 +29,7 @@ from lookonce.settings import ServiceSettings
 
 TOKEN, OTHER = "a-token-of-many-characters", "another-token"
 KEY = ec.generate_private_key(ec.SECP256R1())
+RSA_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 STRANGERS_KEY = ec.generate_private_key(ec.SECP256R1())
 ISSUER, AUDIENCE = "https://id.example", "lookonce"
 
@@ -134,6 +136,8 @@ def test_a_signed_token_is_somebody(tmp_path: pathlib.Path) -> None:
 
 # Header: alg none. Claims: sub alice, tenant acme.
 UNSIGNED = "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhbGljZSIsInRlbmFudCI6ImFjbWUifQ."
+# A header of brackets alone, more of them than a parser goes down.
+NESTED = base64.urlsafe_b64encode(b"[" * 6000).decode() + ".e30."
 PAST = int(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).timestamp())
 
 
@@ -159,6 +163,10 @@ PAST = int(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).timestamp())
         signed(lookonce_role="king"),
         UNSIGNED,
         signed("k" * 64, algorithm="HS256"),
+        # The key is another algorithm's.
+        signed(RSA_KEY, algorithm="RS256"),
+        NESTED,
+        signed(exp=float("inf")),
         signed()[:-2],
         "a.b.c",
         "",
@@ -196,10 +204,9 @@ def test_both_kinds_of_tokens_are_accepted_together(tmp_path: pathlib.Path) -> N
 
 
 def test_rsa_keys_are_known_too(tmp_path: pathlib.Path) -> None:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    keys = {"keys": [{**json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(key.public_key())), "kid": "r"}]}
+    keys = {"keys": [{**json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(RSA_KEY.public_key())), "kid": "r"}]}
     authenticator = load_authenticator(settings(tmp_path, keys=json.dumps(keys).encode()))
-    assert authenticator.identify(signed(key, "r", "RS256")).name == "alice"
+    assert authenticator.identify(signed(RSA_KEY, "r", "RS256")).name == "alice"
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 import signal
-import ssl
-import subprocess
 import time
 import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import trustme
 
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.embedding_codec import HEADER_BYTES
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.miss_reason import MissReason
 from lookonce.redis_server import EmbeddedRedis
+from tests.lookonce.certificates import Files
 from tests.lookonce.entries import LARGE, data_key, fresh_key, make_entry, make_rows, read_all
 from tests.lookonce.faults import FaultProxy, kill_child
 
@@ -332,19 +331,22 @@ def test_a_server_without_a_free_connection_is_a_miss(
 # --- TLS ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program to make a certificate")
-def test_rows_travel_over_tls(shared_redis: EmbeddedRedis, make_store: MakeStore, tmp_path: pathlib.Path) -> None:
-    certificate, private_key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {private_key} -out {certificate}"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, private_key)
+@pytest.mark.parametrize("asks_for_certificates", [False, True])
+def test_rows_travel_over_tls(
+    shared_redis: EmbeddedRedis, make_store: MakeStore, tmp_path: pathlib.Path, asks_for_certificates: bool
+) -> None:
+    authority, files = trustme.CA(), Files(tmp_path)
+    files.issue(authority)
+    ca, certificate, key_file = files.client(authority, "decoder")
+    context = files.server_context(asks_for_certificates=asks_for_certificates)
     proxy = FaultProxy(urllib.parse.unquote(urllib.parse.urlsplit(shared_redis.url).path), context)
+    own = f"&ssl_certfile={certificate}&ssl_keyfile={key_file}" if asks_for_certificates else ""
     try:
-        store, key = make_store(f"{proxy.url}?ssl_ca_certs={certificate}"), fresh_key()
+        store, key = make_store(f"{proxy.url}?ssl_ca_certs={ca}{own}"), fresh_key()
         assert store.write(key, LARGE, memoryview(ROWS))
         assert read_all(store, key) == ROWS
         assert make_store(proxy.url).stat(key) is None, "a certificate of an unknown issuer must not be trusted"
+        without = make_store(f"{proxy.url}?ssl_ca_certs={ca}").stat(key)
+        assert (without is None) == asks_for_certificates
     finally:
         proxy.close()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-import shutil
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import trustme
 from redis.crc import key_slot
 
 from encoder_svc.done_channel import DoneChannel
@@ -21,6 +19,7 @@ from lookonce.content_key import ContentKey
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.encode_lease import EncodeLeases, LeaseState
 from lookonce.miss_reason import MissReason
+from tests.lookonce.certificates import Files
 from tests.lookonce.entries import LARGE, SMALL, data_key, fresh_key, make_rows, metadata_key, read, read_all
 from tests.lookonce.faults import FaultProxy
 from tests.lookonce.redis_fleet import NUM_SLOTS, PASSWORD, ClusterFleet, RedisProcess, data_settings, node_id, until
@@ -369,14 +368,10 @@ def test_when_no_node_answers_the_breaker_opens_and_when_they_do_it_closes(
 # --- TLS ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program to make a certificate")
 def test_rows_travel_over_tls(make_store: MakeStore, tmp_path: pathlib.Path) -> None:
-    certificate, private_key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {private_key} -out {certificate}"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, private_key)
+    authority, files = trustme.CA(), Files(tmp_path)
+    files.issue(authority)
+    context = files.server_context(asks_for_certificates=False)
     server = RedisProcess([*data_settings(), "cluster-enabled yes", f"unixsocket {tmp_path}/server.sock"])
     proxy = FaultProxy(f"{tmp_path}/server.sock", context)
     try:
@@ -387,7 +382,7 @@ def test_rows_travel_over_tls(make_store: MakeStore, tmp_path: pathlib.Path) -> 
         server.ask("CLUSTER", "ADDSLOTS", *range(NUM_SLOTS))
         until(lambda: server.ask("CLUSTER INFO")["cluster_state"] == "ok", "the cluster does not come up")
         url = f"rediss+cluster://:{PASSWORD}@127.0.0.1:{tls_port}"
-        store, key = make_store(f"{url}?ssl_ca_certs={certificate}"), fresh_key()
+        store, key = make_store(f"{url}?ssl_ca_certs={files.authority}"), fresh_key()
         assert store.write(key, LARGE, memoryview(ROWS))
         assert read_all(store, key) == ROWS
         assert make_store(url).stat(key) is None, "a certificate of an unknown issuer must not be trusted"

@@ -3,6 +3,7 @@
 // One parallel region for all layers, so that threads are woken once a step; the caller's lock of the Python interpreter is
 // free all the while. Hidden states stay in float32 between layers, what is multiplied has the weights' type.
 
+#include <chrono>
 #include <memory>
 
 #include "attention.h"
@@ -41,9 +42,34 @@ struct StackStep {
   int64_t rotary_dim;
   int64_t first_layer;
   int64_t stop_layer;
+  int64_t* phase_ns;  // [kNumPhases] What this call takes is added to it; null: nobody asks.
 };
 
 namespace {
+
+// In PHASES of native_structures.py, too.
+enum Phase { kNorms, kQueryKeyValue, kRotation, kAttention, kAttended, kGateUp, kDown, kNumPhases };
+
+// One thread's; it reads the time after the barrier that ends a phase, so waiting for the last thread is part of it.
+class PhaseClock {
+ public:
+  explicit PhaseClock(int64_t* phase_ns) : phase_ns_(phase_ns) {
+    if (phase_ns_ != nullptr) last_ = Clock::now();
+  }
+
+  void ends(Phase phase) {
+    if (phase_ns_ == nullptr) return;
+    const Clock::time_point now = Clock::now();
+    phase_ns_[phase] += std::chrono::duration_cast<std::chrono::nanoseconds>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  int64_t* phase_ns_;
+  Clock::time_point last_;
+};
 
 inline float squares(const float* values, int64_t count) {
   Floats total{};
@@ -79,8 +105,12 @@ class StackRun {
   void run() {
 #pragma omp parallel num_threads(step_.num_threads)
     {
-      for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(stack_.layers[l]);
-      if (io_.output != nullptr) normalise(stack_.last_norm, static_cast<Element*>(io_.output));
+      PhaseClock clock(omp_get_thread_num() == 0 ? io_.phase_ns : nullptr);
+      for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(stack_.layers[l], clock);
+      if (io_.output != nullptr) {
+        normalise(stack_.last_norm, static_cast<Element*>(io_.output));
+        clock.ends(kNorms);
+      }
     }
   }
 
@@ -99,7 +129,7 @@ class StackRun {
   }
 
   // From all threads, as everything below.
-  void layer(const StackLayer& layer) const {
+  void layer(const StackLayer& layer, PhaseClock& clock) const {
     const int64_t size = stack_.hidden_size, tokens = step_.num_tokens;
     float* hidden = io_.hidden;
     const auto add_to_hidden = [hidden, size](int64_t row, int64_t column, const float* sums) {
@@ -108,18 +138,24 @@ class StackRun {
       for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
     };
     normalise(layer.input_norm, normed_.get());
+    clock.ends(kNorms);
     const int64_t projected_size = layer.query_key_value.num_outputs;
     linear<Type>(layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const int64_t count = std::min(kTileColumns, projected_size - column);
       std::copy(sums, sums + count, projected_.get() + row * projected_size + column);
     });
+    clock.ends(kQueryKeyValue);
     rotate_and_write(layer);
+    clock.ends(kRotation);
     const AttentionPlan& plan = known_plan(layer.options);
     Attention<Type>(step_, stack_.heads, plan, layer.pools, layer.options, queries_.get(), attended_.get(),
                     partials_.get())
         .run();
+    clock.ends(kAttention);
     linear<Type>(layer.attended, attended_.get(), tokens, add_to_hidden);
+    clock.ends(kAttended);
     normalise(layer.attended_norm, normed_.get());
+    clock.ends(kNorms);
     linear<Type>(layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const Floats gate = load_floats(sums);
       // Of the smaller of e^x and e^-x, so that nothing overflows.
@@ -127,7 +163,9 @@ class StackRun {
       const Floats sigmoid = (gate < 0.0f ? e : all_lanes(1.0f)) / (e + 1.0f);
       Type::store(gated_.get() + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
     });
+    clock.ends(kGateUp);
     linear<Type>(layer.down, gated_.get(), tokens, add_to_hidden);
+    clock.ends(kDown);
   }
 
   void normalise(const float* weights, Element* to) const {
