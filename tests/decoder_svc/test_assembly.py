@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from decoder_svc import assembly
+from decoder_svc.fetch_metrics import FetchMetrics
 from decoder_svc.runner.cpu import CPUModelRunner
 from decoder_svc.runner.gpu import GPUModelRunner
+from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError
 from lookonce.settings import parse_settings
@@ -30,6 +34,26 @@ async def test_a_device_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> 
     with pytest.raises(ConfigurationError, match="no CUDA device"):
         async with running_decoder(folder, device="cuda"):
             pass
+
+
+def test_loading_leaves_no_team_of_threads_beside_the_engine_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    loaders = []
+    capture = CPUModelRunner.capture_model
+
+    def noting(runner: CPUModelRunner) -> None:
+        loaders.append(threading.current_thread())
+        capture(runner)
+
+    monkeypatch.setattr(CPUModelRunner, "capture_model", noting)
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    settings = parse_settings(DecoderSettings, ["--model", str(folder), "--num-kv-blocks", "8"], "decoder_svc")
+    family = load_text(settings).family
+    assembly.build_engine(settings, family, None, None, FetchMetrics(CollectorRegistry()))
+    (loader,) = loaders
+    assert loader is not threading.current_thread()
+    assert not loader.is_alive()
 
 
 async def test_a_metric_names_the_attention_backend(tmp_path: pathlib.Path) -> None:
