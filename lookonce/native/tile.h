@@ -35,8 +35,8 @@ struct Operands {
   const Segment* segments;
   int64_t num_segments;
   int64_t right_stride;
-  // What is read next, if known: so many words of it are asked for at each step.
-  const uint32_t* next = nullptr;
+  // What is read next, if known: at each step a line of each is asked for, so many words behind the one before.
+  const uint32_t* next[2] = {nullptr, nullptr};
   int64_t next_stride = 0;
 };
 
@@ -53,14 +53,15 @@ void multiply(float* sums, int64_t sums_stride, const Operands& of, bool adds) {
   const int64_t stride = of.left_stride;
   const uint32_t* left[(kRows + 2) / 3];
   for (int i = 0; i < (kRows + 2) / 3; ++i) left[i] = of.left + 3 * i * stride;
-  const uint32_t* next = of.next;
+  const uint32_t* next[2] = {of.next[0], of.next[1]};
   for (const Segment* segment = of.segments; segment < of.segments + of.num_segments; ++segment) {
     const uint32_t* right[kVectors];
     for (int v = 0; v < kVectors; ++v) right[v] = segment->right[v];
     for (int64_t step = 0; step < segment->num_steps; ++step) {
-      if (next != nullptr) {
-        __builtin_prefetch(next, 0, 2);
-        next += of.next_stride;
+      for (const uint32_t*& line : next) {
+        if (line == nullptr) continue;
+        __builtin_prefetch(line, 0, 2);
+        line += of.next_stride;
       }
       Words columns[kVectors];
       for (int v = 0; v < kVectors; ++v) {

@@ -237,19 +237,35 @@ class Attention {
     std::fill(piece.weights, piece.weights + num_rows, 0.0f);
     for (int64_t tile = first_key / kTileKeys * kTileKeys; tile < stop_key; tile += kTileKeys) {
       const KeyTile keys(*this, item, tile, std::max(first_key, tile), std::min(stop_key, tile + kTileKeys));
-      if (tile + kTileKeys < item.stop_key) {
-        KeyTile(*this, item, tile + kTileKeys, tile + kTileKeys, std::min(item.stop_key, tile + 2 * kTileKeys)).ask();
-      }
-      score(keys, num_rows, space);
+      const KeyTile next = following(item, tile);
+      score(keys, next, num_rows, space);
       for (int64_t row = 0; row < num_rows; ++row) {
         weigh(space.sights[row / rows_per_token_], tile, row, space, piece);
       }
-      add_values(keys, num_rows, space, piece);
+      add_values(keys, next, num_rows, space, piece);
     }
+  }
+
+  struct KeyTile;
+
+  // What this thread probably reads next: of this item, else of the one that it takes next if all are as long.
+  KeyTile following(const AttentionItem& item, int64_t tile) const {
+    const AttentionItem* next = &item;
+    int64_t first = tile + kTileKeys;
+    if (first >= item.stop_key) {
+      next += omp_get_num_threads();
+      if (next >= plan_.items.data() + plan_.items.size()) return KeyTile(*this);
+      first = next->first_key;
+    }
+    return KeyTile(*this, *next, first / kTileKeys * kTileKeys, first,
+                   std::min(next->stop_key, (first / kTileKeys + 1) * kTileKeys));
   }
 
   // 64 keys that follow each other, in groups of at most 16 that lie in one block.
   struct KeyTile {
+    // None.
+    explicit KeyTile(const Attention& of) : group_words(of.dim_ * kLanes / Type::kPerWord) {}
+
     KeyTile(const Attention& of, const AttentionItem& item, int64_t tile, int64_t first, int64_t stop)
         : group_words(of.dim_ * kLanes / Type::kPerWord) {
       const int64_t block_size = of.heads_.block_size;
@@ -272,14 +288,10 @@ class Attention {
       }
     }
 
-    // Asks for everything ahead of its use: blocks lie anywhere, so that no processor guesses the next one.
-    void ask() const {
-      for (int64_t group = 0; group < num_groups; ++group) {
-        for (int64_t word = 0; word < group_words; word += kLanes) {
-          __builtin_prefetch(keys[group] + word, 0, 2);
-          __builtin_prefetch(values[group] + word, 0, 2);
-        }
-      }
+    // Where the keys, or values, go on after so many lines of memory; null behind their end.
+    const uint32_t* line(const uint32_t* const* groups, int64_t number) const {
+      const int64_t in_group = group_words / kLanes, group = number / in_group;
+      return group < num_groups ? groups[group] + number % in_group * kLanes : nullptr;
     }
 
     const int64_t group_words;
@@ -298,7 +310,9 @@ class Attention {
     int64_t counts[kTileKeys];
   };
 
-  void score(const KeyTile& keys, int64_t num_rows, Workspace& space) const {
+  // Asks meanwhile for the next tile's keys, a few lines at each step: blocks lie anywhere, so that no processor guesses
+  // the next one, and one that is asked for all at once computes nothing until most have come.
+  void score(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space) const {
     const int64_t num_words = dim_ / Type::kPerWord;
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(space.queries.data());
     for (int64_t group = 0; group < keys.num_groups; group += kTileVectors) {
@@ -306,7 +320,11 @@ class Attention {
       const Segment all{{keys.keys[group], keys.keys[group + num_vectors - 1]}, num_words};
       const bool is_full = keys.is_full(group, num_vectors);
       for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
-        const Operands of{queries + first * num_words, num_words, &all, 1, kLanes};
+        Operands of{queries + first * num_words, num_words, &all, 1, kLanes};
+        if (first == 0) {
+          for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.keys, (group + i) * num_words);
+          of.next_stride = kLanes;
+        }
         float* to = space.scores.data() + first * kTileKeys;
         if (is_full) {
           multiply<Type>(count, num_vectors, to + keys.column[group], kTileKeys, of, false);
@@ -374,7 +392,9 @@ class Attention {
     return scores;
   }
 
-  void add_values(const KeyTile& keys, int64_t num_rows, Workspace& space, const Sums& piece) const {
+  // Asks for the next tile's values, as `score` does.
+  void add_values(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space,
+                  const Sums& piece) const {
     const uint32_t* weights = reinterpret_cast<const uint32_t*>(space.weights.data());
     const int64_t stride = kTileKeys / Type::kPerWord;
     for (int64_t d = 0; d < dim_; d += kTileColumns) {
@@ -386,8 +406,12 @@ class Attention {
         segments[group] = {{values, values + (num_vectors - 1) * kLanes}, num_steps};
       }
       for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
-        const Operands of{weights + first * stride + keys.column[0] / Type::kPerWord, stride, segments, keys.num_groups,
-                          dim_};
+        Operands of{weights + first * stride + keys.column[0] / Type::kPerWord, stride, segments, keys.num_groups,
+                    dim_};
+        if (first == 0) {
+          for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.values, (2 * d / kTileColumns + i) * stride);
+          of.next_stride = kLanes;
+        }
         multiply<Type>(count, num_vectors, piece.values + first * dim_ + d, dim_, of, true);
       });
     }

@@ -45,7 +45,7 @@ void linear(const Linear& layer, const typename Type::Element* input, int64_t nu
       if (num_tiles > 1 && panel + 1 < num_panels) {
         // Each tile asks for its part of the next panel.
         of.next_stride = (kTileColumns + num_tiles - 1) / num_tiles;
-        of.next = right + num_words * kTileColumns + tile * num_words * of.next_stride;
+        of.next[0] = right + num_words * kTileColumns + tile * num_words * of.next_stride;
       }
       multiply<Type>(count, kTileVectors, sums, kTileColumns, of, false);
       for (int64_t row = 0; row < count; ++row) {
