@@ -23,7 +23,7 @@ from lookonce import serving
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
-from lookonce.passing_thread import in_passing_thread
+from lookonce.openmp import in_passing_thread
 from lookonce.quotas import load_quotas
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry

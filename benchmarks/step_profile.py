@@ -72,9 +72,7 @@ class Limits:
 
     def or_better(self, other: Limits) -> Limits:
         """The higher of each: what another machine on the same host took was there a moment later."""
-        return Limits(
-            max(self.bytes_per_s, other.bytes_per_s), max(self.operations_per_s, other.operations_per_s)
-        )
+        return Limits(max(self.bytes_per_s, other.bytes_per_s), max(self.operations_per_s, other.operations_per_s))
 
     def seconds(self, num_bytes: float, num_operations: float) -> float:
         """The longer of the two."""

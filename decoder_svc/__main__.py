@@ -8,6 +8,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce import serving, tracing
 from lookonce.cache_health import watched_cache
 from lookonce.garbage import long_lived_objects
+from lookonce.openmp import limit_patience
 from lookonce.quotas import load_quotas
 from lookonce.settings import TracingVariables, parse_settings
 from lookonce.telemetry import Telemetry
@@ -19,6 +20,7 @@ async def serve(arguments: list[str]) -> None:
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-decoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
+    limit_patience()
     # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
     with long_lived_objects():
         _quieten_loading(settings)

@@ -28,7 +28,7 @@ from lookonce.device import chosen_device
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
-from lookonce.passing_thread import in_passing_thread
+from lookonce.openmp import in_passing_thread
 
 logger = logging.getLogger(__name__)
 

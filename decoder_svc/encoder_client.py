@@ -157,7 +157,10 @@ class EncoderClient:
         Raises what is wrong with the image as its own type, else UnavailableError, OverloadedError or
         FingerprintMismatchError.
         """
-        image = common_pb2.ImageSource(**_wire_options(options))
+        policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
+        request = encoder_service_pb2.EncodeRequest(cache_policy=policy, expected_encoder_fingerprint=key.fingerprint)
+        # Filled where it lies: a message that is put into another is copied, photos and all.
+        image = request.items.add(image=common_pb2.ImageSource(**_wire_options(options)), rows_if_not_stored=True).image
         if data is None:
             image.key.CopyFrom(_wire_key(key))
         else:
@@ -165,8 +168,7 @@ class EncoderClient:
             for other in others:
                 image.second_frame = other
             image.expected_digest = key.digest
-        policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
-        result = await self._encode(key, image, policy, timeout_s)
+        result = await self._encode(key, request, timeout_s)
         was_computed = result.source in (
             encoder_service_pb2.RESULT_SOURCE_COMPUTED,
             encoder_service_pb2.RESULT_SOURCE_COALESCED,
@@ -222,17 +224,8 @@ class EncoderClient:
         reader.finish()
 
     async def _encode(
-        self,
-        key: ContentKey,
-        image: common_pb2.ImageSource,
-        policy: encoder_service_pb2.CachePolicy.ValueType,
-        timeout_s: float,
+        self, key: ContentKey, request: encoder_service_pb2.EncodeRequest, timeout_s: float
     ) -> encoder_service_pb2.EncodeResult:
-        request = encoder_service_pb2.EncodeRequest(
-            items=[encoder_service_pb2.EncodeItem(image=image, rows_if_not_stored=True)],
-            cache_policy=policy,
-            expected_encoder_fingerprint=key.fingerprint,
-        )
         try:
             response = await self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata(key))
         except grpc.aio.AioRpcError as error:

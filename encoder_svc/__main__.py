@@ -8,7 +8,7 @@ from encoder_svc.settings import EncoderSettings
 from lookonce import serving, tracing
 from lookonce.cache_health import watched_cache
 from lookonce.garbage import long_lived_objects
-from lookonce.passing_thread import in_passing_thread
+from lookonce.openmp import in_passing_thread, limit_patience
 from lookonce.quotas import load_quotas
 from lookonce.settings import TracingVariables, parse_settings
 from lookonce.telemetry import Telemetry
@@ -22,6 +22,7 @@ async def serve(arguments: list[str]) -> None:
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-encoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
+    limit_patience()
     # Late, so that a wrong flag is refused at once: these take seconds to import.
     with long_lived_objects():
         import torch

@@ -1,7 +1,8 @@
-"""What is loaded in a passing thread leaves no team of threads behind, and says what went wrong."""
+"""What is loaded in a passing thread leaves no other threads behind; the environment's word on patience counts."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 import time
@@ -9,9 +10,7 @@ import time
 import pytest
 import torch
 
-from lookonce.passing_thread import in_passing_thread
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+from lookonce.openmp import in_passing_thread, limit_patience
 
 _TIMEOUT_S = 10.0
 
@@ -26,6 +25,7 @@ def compute() -> int:
     return num_threads()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_the_team_of_a_passing_thread_ends_with_it() -> None:
     usual = torch.get_num_threads()
     try:
@@ -45,3 +45,20 @@ def test_the_team_of_a_passing_thread_ends_with_it() -> None:
 def test_an_error_of_the_work_is_the_caller_s() -> None:
     with pytest.raises(ZeroDivisionError):
         in_passing_thread(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_patience_is_limited_unless_the_environment_says_something(
+    told: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        # Set first, so that whatever the call leaves is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    limit_patience()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
