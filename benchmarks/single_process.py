@@ -23,7 +23,6 @@ from lookonce import serving
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
-from lookonce.openmp import in_passing_thread
 from lookonce.quotas import load_quotas
 from lookonce.settings import parse_settings
 from lookonce.telemetry import Telemetry
@@ -97,13 +96,7 @@ async def serve(arguments: Sequence[str]) -> None:
     if settings.num_threads is not None:
         shared += ["--num-threads", str(settings.num_threads)]
     encoder_settings = parse_settings(EncoderSettings, shared, "single_process")
-
-    def loaded() -> VisionModel:
-        model = VisionModel.load(encoder_settings)
-        model.warm_up()
-        return model
-
-    model = in_passing_thread(loaded)
+    model = VisionModel.load_warm(encoder_settings)
     # A registry of its own: both halves have metrics of the cache, which would be named twice.
     async with (
         open_pipeline(encoder_settings, model, CollectorRegistry()) as pipeline,

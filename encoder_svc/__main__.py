@@ -8,7 +8,7 @@ from encoder_svc.settings import EncoderSettings
 from lookonce import serving, tracing
 from lookonce.cache_health import watched_cache
 from lookonce.garbage import long_lived_objects
-from lookonce.openmp import in_passing_thread, limit_patience
+from lookonce.openmp import limit_patience
 from lookonce.quotas import load_quotas
 from lookonce.settings import TracingVariables, parse_settings
 from lookonce.telemetry import Telemetry
@@ -31,17 +31,11 @@ async def serve(arguments: list[str]) -> None:
         from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry
         from encoder_svc.vision_model import VisionModel
 
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
     if settings.log_format == "json":
         transformers.utils.logging.disable_progress_bar()
-
-    def loaded() -> VisionModel:
-        if settings.num_threads is not None:
-            torch.set_num_threads(settings.num_threads)
-        model = VisionModel.load(settings)
-        model.warm_up()
-        return model
-
-    model = in_passing_thread(loaded)
+    model = VisionModel.load_warm(settings)
     async with (
         open_pipeline(settings, model, telemetry.registry) as pipeline,
         open_control(settings, pipeline) as control,

@@ -19,6 +19,7 @@ from lookonce.errors import ModelFolderError
 from lookonce.half_model import load_vision_half
 from lookonce.int8_rows import quantise
 from lookonce.model_folder import ModelFolder
+from lookonce.openmp import in_passing_thread
 from lookonce.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
 
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,6 +74,17 @@ class VisionModel:
             encoder_fingerprint=loaded.fingerprint,
         )
         return loaded
+
+    @classmethod
+    def load_warm(cls, settings: EncoderSettings) -> VisionModel:
+        """Loaded and tried, by a thread that has ended: passes belong to another one. Raises as both do."""
+
+        def loaded() -> VisionModel:
+            model = cls.load(settings)
+            model.warm_up()
+            return model
+
+        return in_passing_thread(loaded)
 
     @property
     def device(self) -> torch.device:

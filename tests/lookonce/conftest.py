@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
+import structlog
 
 from lookonce.embedding_store import EmbeddingStore
 from lookonce.redis_server import EmbeddedRedis
+from lookonce.telemetry import configure_logging
 from tests.lookonce.faults import FaultProxy
 
 # Long enough that a busy machine does not miss it, short enough for a test of a frozen server.
@@ -66,3 +71,14 @@ def fault_proxy(shared_redis: EmbeddedRedis, shared_admin: Any) -> Iterator[Faul
     proxy = FaultProxy(urllib.parse.unquote(urllib.parse.urlsplit(shared_redis.url).path))
     yield proxy
     proxy.close()
+
+
+@pytest.fixture
+def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Everything that this process logs, parsed."""
+    stream = io.StringIO()
+    configure_logging("json", "info", stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    structlog.reset_defaults()
+    for handler in [handler for handler in logging.getLogger().handlers if handler.name == "lookonce"]:
+        logging.getLogger().removeHandler(handler)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
-import logging
 import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 import psutil
 import pytest
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -27,7 +24,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.serving import GrpcService, ServiceEntry
 from lookonce.settings import MIB, ServiceSettings, parse_settings
-from lookonce.telemetry import Telemetry, configure_logging
+from lookonce.telemetry import Telemetry
 from tests.lookonce.serving_program import UnsupportedEncoder
 
 ENCODER = "lookonce.encoder.v1.EncoderService"
@@ -84,17 +81,6 @@ def _kinds_handler(error: Exception) -> grpc.GenericRpcHandler:
         "StreamStream": grpc.stream_stream_rpc_method_handler(fail_later),
     }
     return grpc.method_handlers_generic_handler(KINDS, handlers)
-
-
-@pytest.fixture
-def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Everything that this process logs, parsed."""
-    stream = io.StringIO()
-    configure_logging("json", "info", stream)
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    structlog.reset_defaults()
-    for handler in [handler for handler in logging.getLogger().handlers if handler.name == "lookonce"]:
-        logging.getLogger().removeHandler(handler)
 
 
 class Running:

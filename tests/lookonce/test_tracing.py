@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
-import logging
 import pathlib
 import subprocess
 import sys
@@ -17,7 +14,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import lookonce
@@ -28,7 +24,7 @@ from lookonce.errors import ConfigurationError, OverloadedError, UnavailableErro
 from lookonce.sdk_messages import SMALL_IMAGE_BYTES
 from lookonce.serving import GrpcService, ServiceEntry
 from lookonce.settings import ServiceSettings, TracingVariables
-from lookonce.telemetry import Telemetry, configure_logging
+from lookonce.telemetry import Telemetry
 from tests.lookonce.sdk_servers import System, running_system
 from tests.otlp_collector import Traces, traced_process
 
@@ -53,16 +49,6 @@ def traces() -> Iterator[Traces]:
 async def system() -> AsyncIterator[System]:
     async with running_system() as started:
         yield started
-
-
-@pytest.fixture
-def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    stream = io.StringIO()
-    configure_logging("json", "info", stream)
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    structlog.reset_defaults()
-    for handler in [handler for handler in logging.getLogger().handlers if handler.name == "lookonce"]:
-        logging.getLogger().removeHandler(handler)
 
 
 # Whether traces are made.

@@ -253,8 +253,9 @@ class Attention {
     const AttentionItem* next = &item;
     int64_t first = tile + kTileKeys;
     if (first >= item.stop_key) {
-      next += omp_get_num_threads();
-      if (next >= plan_.items.data() + plan_.items.size()) return KeyTile(*this);
+      const int64_t index = next - plan_.items.data() + omp_get_num_threads();
+      if (index >= static_cast<int64_t>(plan_.items.size())) return KeyTile(*this);
+      next = &plan_.items[index];
       first = next->first_key;
     }
     return KeyTile(*this, *next, first / kTileKeys * kTileKeys, first,
