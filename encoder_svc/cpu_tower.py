@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from encoder_svc.dense_attention import use_dense_attention
+from lookonce.half_model import leave_file
 from lookonce.packed_linear import Activation, pack_linears, packed, unpackable_reason
 
 # Activations and blocks are told by what they do: their values here, or on so many random rows.
@@ -34,7 +35,7 @@ def make_fast(model: Any) -> None:
         num_fused = sum(fuse_activation(block) for block in list(model.modules()))
     _log.info("vision half is made fast", num_fused_activations=num_fused, num_skipped_layers=num_skipped)
     if pack_linears(model):
-        _leave_file(model)
+        leave_file(model)
     use_dense_attention(model)
 
 
@@ -86,12 +87,6 @@ def fuse_activation(block: torch.nn.Module) -> bool:
         setattr(block, name, first)
         setattr(block, others[0], children[others[0]])
     return False
-
-
-def _leave_file(model: Any) -> None:
-    """Copies what was not packed, a few per cent: one tensor in it would keep the whole file of weights mapped."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
 
 
 def _hand_on(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

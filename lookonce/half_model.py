@@ -44,6 +44,15 @@ def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: s
     return _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"})
 
 
+def leave_file(model: Any) -> None:
+    """Copies what a model still holds of its file of weights, once its large weights have been copied elsewhere.
+
+    One tensor that lies in the file keeps all of it mapped, and with it in memory what was read of it.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
 def half_class(base: Any, half: Half) -> Any:
     """A subclass of an architecture's `…ForConditionalGeneration` that holds one half.
 

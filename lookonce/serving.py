@@ -10,7 +10,6 @@ answer within two seconds → exit 1, so that whoever started the process starts
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
@@ -29,6 +28,7 @@ from prometheus_client import CollectorRegistry
 from lookonce.authentication import load_authenticator
 from lookonce.call_gate import CallGate
 from lookonce.errors import ConfigurationError, StartupError
+from lookonce.garbage import settle
 from lookonce.identity import Role
 from lookonce.inflight_calls import InflightCalls
 from lookonce.interceptors import BorderInterceptor, CallMetrics
@@ -157,11 +157,7 @@ class GrpcService:
             await self.start()
         assert self._readiness is not None, "a server that was started follows its readiness"
         readiness = self._readiness
-        # What was loaded lives as long as the process; the collector need not look at it again and again. While it
-        # looked at imports and model, 64 streams of the demo model got a tenth fewer tokens per second (2 × AMD EPYC,
-        # 2026-11-22).
-        gc.collect()
-        gc.freeze()
+        settle()
         signal_came = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:

@@ -12,7 +12,7 @@ from decoder_svc.runner.cpu_attention import NativeBackend
 from decoder_svc.runner.native_stack import NativeStack, unlike_llama
 from decoder_svc.runner.packed_weights import NativeLinear, packable, packed, replace_linears
 from decoder_svc.runner.stack_check import TOLERANCES, RecordingBackend, distance, recorded_options, trial
-from lookonce.half_model import text_child
+from lookonce.half_model import leave_file, text_child
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ def use_kernels(model: Any, backend: NativeBackend, spec: KVCacheSpec, num_posit
         # Logits are not rounded: what is greedy is decided by small differences.
         weights = packed(head.weight, head.bias)
         model.lm_head = NativeLinear(backend.library, weights, backend.num_threads, torch.float32)
+    leave_file(model)
     return stack is not None and isinstance(model.lm_head, NativeLinear)
 
 

@@ -82,7 +82,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._options = tuple(options)
         self._dtype: torch.dtype = text_model.layers[0].self_attn.q_proj.weight.dtype
         self._layers = [_layer(layer) for layer in text_model.layers]
-        self._last_norm = text_model.norm.weight.float().contiguous()
+        self._last_norm = _norm(text_model.norm)
         self._num_heads = self._layers[0].attended.num_inputs // text_model.layers[0].self_attn.head_dim
         self._structs = (StackLayer * len(self._layers))(*(_struct(layer) for layer in self._layers))
         self._stack = Stack(
@@ -172,15 +172,20 @@ def _layer(layer: Any) -> _Layer:
     if biases[0] is not None:
         gate_up_bias = _interleaved([F.pad(bias, (0, missing)) for bias in biases])
     return _Layer(
-        input_norm=layer.input_layernorm.weight.float().contiguous(),
-        attended_norm=layer.post_attention_layernorm.weight.float().contiguous(),
-        query_norm=None if query_norm is None else query_norm.weight.float().contiguous(),
-        key_norm=None if key_norm is None else key_norm.weight.float().contiguous(),
+        input_norm=_norm(layer.input_layernorm),
+        attended_norm=_norm(layer.post_attention_layernorm),
+        query_norm=None if query_norm is None else _norm(query_norm),
+        key_norm=None if key_norm is None else _norm(key_norm),
         query_key_value=_merged([attention.q_proj, attention.k_proj, attention.v_proj]),
         attended=packed(attention.o_proj.weight, attention.o_proj.bias),
         gate_up=packed(gate_up, gate_up_bias),
         down=packed(F.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias),
     )
+
+
+def _norm(module: Any) -> Tensor:
+    # A copy in any case: what is float32 already would lie in the file of weights.
+    return module.weight.to(torch.float32, copy=True).contiguous()
 
 
 def _with_rows(weight: Tensor, missing: int) -> Tensor:

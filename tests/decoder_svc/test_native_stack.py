@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pathlib
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ import torch
 from decoder_svc.family import load_family
 from decoder_svc.request import RequestId, SamplingParams, TokenLogprobs
 from decoder_svc.runner import native_model, stack_check
+from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu import CPUModelRunner
 from decoder_svc.runner.native_stack import NativeStack
 from decoder_svc.runner.packed_weights import NativeLinear
 from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
 from decoder_svc.text_tokenizer import load_pretrained
-from lookonce.half_model import text_child
+from lookonce.half_model import load_text_half, text_child
 from lookonce.model_folder import ModelFolder
 from tests import tiny_models
 from tests.tiny_families import FAMILIES
@@ -59,6 +61,23 @@ def test_a_model_like_llama_gets_a_stack_and_others_our_linear_layers(name: str,
         assert not any(type(module) is torch.nn.Linear for module in found.modules())
     assert isinstance(runner.model.lm_head, NativeLinear)
     assert runner.is_batch_invariant == (name in HAVE_STACKS)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_file_of_weights_is_mapped_no_longer(name: str, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+    if not (maps := pathlib.Path("/proc/self/maps")).exists():
+        pytest.skip("this system does not tell what a process has mapped")
+    FAMILIES[name].build(tmp_path)
+    model = load_text_half(tmp_path, dtype, PAGED_ATTENTION)
+    was_mapped = str(tmp_path) in maps.read_text()
+    del model
+    gc.collect()
+    runner = load(tmp_path, dtype)
+    gc.collect()
+    assert str(tmp_path) not in maps.read_text()
+    assert runner.model is not None
+    assert was_mapped or dtype is torch.bfloat16, "else there is nothing to see here"
 
 
 def test_a_stack_that_gives_other_numbers_is_not_used(
