@@ -34,7 +34,10 @@ def use_kernels(model: Any, backend: NativeBackend, spec: KVCacheSpec, num_posit
         # Logits are not rounded: what is greedy is decided by small differences.
         weights = packed(head.weight, head.bias)
         model.lm_head = NativeLinear(backend.library, weights, backend.num_threads, torch.float32)
-    leave_file(model)
+    table = model.get_input_embeddings().weight
+    # Matrices that stay as they are, such as experts, stay in the file: processes share its pages.
+    if all(tensor is table or tensor.ndim < 2 for tensor in model.parameters()):
+        leave_file(model)
     return stack is not None and isinstance(model.lm_head, NativeLinear)
 
 

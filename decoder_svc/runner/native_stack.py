@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from decoder_svc.runner.attention import LayerOptions, current_step
 from decoder_svc.runner.cpu_attention import DTYPE_NAMES, NativeBackend
@@ -35,6 +34,16 @@ _MODELS = {
 }
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class StackOutput(NamedTuple):
+    """What wrappers of transformers read of a language model's output, and nothing that takes time to make."""
+
+    # [1, T, hidden]
+    last_hidden_state: Tensor
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +128,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         visual_pos_masks: Tensor | None = None,
         deepstack_visual_embeds: Sequence[Tensor] | None = None,
         **_: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> StackOutput:
         """As transformers': embeddings `[1, T, hidden]`, positions `[1, T]` or `[axes, 1, T]`; it knows the step."""
         hidden = inputs_embeds[0].to(torch.float32, copy=True).contiguous()
         cosines, sines = (part[0].contiguous() for part in self.rotary_emb(hidden[None], position_ids))
@@ -131,7 +140,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             hidden[visual_pos_masks[0]] += level.float()
             first += 1
         self._run(hidden, cosines, sines, output, first, len(self._layers))
-        return BaseModelOutputWithPast(last_hidden_state=output[None])
+        return StackOutput(output[None])
 
     def _run(
         self, hidden: Tensor, cosines: Tensor, sines: Tensor, output: Tensor | None, first: int, stop: int

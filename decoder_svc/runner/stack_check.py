@@ -70,11 +70,12 @@ class Trial:
         metadata = AttentionMetadata(
             blocks, blocks if has_sliding_group else None, (stop - start,), (stop,), ((),), False
         )
-        positions = tokens[None] if self.num_position_axes == 1 else tokens.expand(self.num_position_axes, 1, -1)
+        # Each axis has positions of its own: whoever mixes them up is found out.
+        positions = tokens * torch.arange(1, self.num_position_axes + 1)[:, None]
         with torch.inference_mode(), forward_context(backend, metadata):
             output = model(
                 inputs_embeds=self.embeddings[None, start:stop],
-                position_ids=positions,
+                position_ids=positions if self.num_position_axes == 1 else positions[:, None],
                 attention_mask=None,
                 use_cache=False,
             )

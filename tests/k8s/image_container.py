@@ -112,7 +112,7 @@ class Container:
         self._config = config
         self._environment = environment
         self._log_path = log_path
-        namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+        namespaces = ["unshare", "--mount", "--pid", "--fork"]
         script = ["sh", "-c", _ENTER_SCRIPT, "sh", root, str(DEMO_MODEL)]
         with log_path.open("wb") as log:
             self._starter = subprocess.Popen(
@@ -167,7 +167,12 @@ class Container:
 
     def kill(self) -> None:
         """Whatever state it is in."""
-        # The entry point goes with it, and is the init process of all that run in the container.
+        if self.returncode is not None:
+            return
+        # The entry point, which is the init process of all that run in the container. It would outlive its parent: a
+        # change of user takes back the kernel's promise to end the one with the other.
+        for process in psutil.Process(self._starter.pid).children():
+            process.kill()
         self._starter.kill()
         self._starter.wait(_STOP_TIMEOUT_S)
 
