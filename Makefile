@@ -77,6 +77,8 @@ bench-peer: $(INSTALLED) ## against vLLM, whose interpreter LOOKONCE_PEER_PYTHON
 	@$(BIN)/python -m benchmarks.prefix_reuse
 	@$(BIN)/python -m benchmarks.two_replicas
 	@$(BIN)/python -m benchmarks.startup
+	@$(BIN)/python -m benchmarks.decode_speed
+	@$(BIN)/python -m benchmarks.encode_speed
 	@$(BIN)/python -m benchmarks.plot
 
 bench-gpu: $(INSTALLED) ## correctness and speed on a GPU, where there is one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,8 +14,9 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu_attention import NativeBackend, cpu_attention
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.native_model import use_kernels
+from decoder_svc.runner.native_stack import NativeStack
 from decoder_svc.runner.worst_case import WorstCase
-from lookonce.half_model import load_text_half
+from lookonce.half_model import load_text_half, text_child
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,9 @@ class CPUModelRunner(ModelRunnerBase):
             # It reads keys where they lie: a longer context takes time in its step, and at start-up, but no memory.
             worst = replace(worst, context_tokens=min(worst.context_tokens, worst.num_tokens))
         free = free_bytes()
-        with measured_peak() as peak:
+        text_model = getattr(self.model.model, text_child(self.model))
+        abridged = text_model.last_layer_only() if isinstance(text_model, NativeStack) else nullcontext()
+        with measured_peak() as peak, abridged:
             self._dummy_run(worst)
         logger.info("the heaviest step takes %d MiB of %d that were free", peak.extra_bytes >> 20, free >> 20)
         return max(0, free - peak.extra_bytes)

@@ -7,7 +7,8 @@ are made of; that the numbers are the same is checked when a model is loaded (st
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +105,8 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self._function = backend.library.function(f"lookonce_stack_{DTYPE_NAMES[self._dtype]}")
         # The pools that the layers know.
         self._pools: object = None
+        # Runs the last one of its layers only.
+        self._is_abridged = False
         # `[len(PHASES)]` of int64, in whose order each step then adds its nanoseconds: for profiles.
         self.phase_ns: Tensor | None = None
 
@@ -116,6 +119,15 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     def nbytes(self) -> int:
         """Of the weights that every step reads."""
         return sum(weights.panels.nbytes for weights in self.weights())
+
+    @contextmanager
+    def last_layer_only(self) -> Iterator[None]:
+        """For profiles of memory: layers use the same, one after the other, and all of them take seconds."""
+        self._is_abridged = True
+        try:
+            yield
+        finally:
+            self._is_abridged = False
 
     def get_input_embeddings(self) -> Any:
         """The token table."""
@@ -133,12 +145,12 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         hidden = inputs_embeds[0].to(torch.float32, copy=True).contiguous()
         cosines, sines = (part[0].contiguous() for part in self.rotary_emb(hidden[None], position_ids))
         output = torch.empty(hidden.shape, dtype=self._dtype)
-        first = 0
-        for level in deepstack_visual_embeds or ():
-            self._run(hidden, cosines, sines, None, first, first + 1)
+        levels = deepstack_visual_embeds or ()
+        for index, level in enumerate(levels):
+            self._run(hidden, cosines, sines, None, index, index + 1)
             assert visual_pos_masks is not None, "levels come with the tokens that they belong to"
             hidden[visual_pos_masks[0]] += level.float()
-            first += 1
+        first = len(self._layers) - 1 if self._is_abridged else len(levels)
         self._run(hidden, cosines, sines, output, first, len(self._layers))
         return StackOutput(output[None])
 

@@ -157,6 +157,35 @@ def test_more_tokens_leave_less_memory(folder: pathlib.Path) -> None:
     assert int(finished.stdout) > 3 * 8192 * tiny_models.HIDDEN_SIZE * 4
 
 
+# In a process each, for the same reason.
+_PROFILES_ALL_LAYERS = """
+import contextlib, pathlib, sys, torch
+from decoder_svc.runner import cpu
+from decoder_svc.runner.native_stack import NativeStack
+from tests.decoder_svc import test_worst_case as tests
+
+runner = tests.load(pathlib.Path(sys.argv[1]))
+cpu.free_bytes = lambda: 1 << 40
+stack = runner.model.model.language_model
+assert isinstance(stack, NativeStack) and len(stack.weights()) > 4
+if sys.argv[2] == "all":
+    stack.last_layer_only = contextlib.nullcontext
+small = runner.profile_run(tests.worst_case(num_tokens=1, num_requests=1, num_images=0))
+print(small - runner.profile_run(tests.worst_case(num_tokens=8192, context_tokens=16384)))
+"""
+
+
+@pytest.mark.usefixtures("library")
+def test_one_layer_takes_as_much_memory_as_all(folder: pathlib.Path) -> None:
+    """So that a profile of a step need not run them all."""
+    taken = {}
+    for layers in ("one", "all"):
+        command = [sys.executable, "-c", _PROFILES_ALL_LAYERS, str(folder), layers]
+        finished = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        taken[layers] = int(finished.stdout)
+    assert taken["one"] == pytest.approx(taken["all"], rel=0.1)
+
+
 async def test_a_pool_that_nobody_sized_holds_all_requests_at_their_longest(folder: pathlib.Path) -> None:
     sizes: dict[str, Any] = {
         "num_kv_blocks": None,
