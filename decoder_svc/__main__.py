@@ -20,6 +20,8 @@ async def serve(arguments: list[str]) -> None:
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-decoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
+    # Whoever watches the process sees that it lives while it loads, which may take minutes.
+    telemetry.start_endpoint()
     limit_patience()
     # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
     with long_lived_objects():

@@ -19,6 +19,8 @@ from lookonce.watched_files import Current, WatchedFiles
 _SERVICE = "lookonce.encoder.v1.EncoderService"
 # gRPC's default grows to two minutes, so long after an encoder is back.
 _MAX_RECONNECT_BACKOFF_MS = 2000
+# gRPC's default is half a minute, in which a rollout may have put other pods behind the name.
+_MIN_RESOLUTION_INTERVAL_MS = 2000
 _SERVICE_CONFIG = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}
 )
@@ -102,5 +104,6 @@ def _options(settings: ChannelSettings) -> list[tuple[str, int | str]]:
         ("grpc.keepalive_timeout_ms", timeout_ms),
         ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", _MIN_RESOLUTION_INTERVAL_MS),
         ("grpc.use_local_subchannel_pool", 1),
     ]

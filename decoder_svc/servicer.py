@@ -29,7 +29,7 @@ from decoder_svc.text_tokenizer import TextTokenizer
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
-from lookonce.identity import current_identity
+from lookonce.identity import Role, current_identity
 from lookonce.quotas import Quotas, Resource
 from lookonce.tenants import Tenants
 
@@ -135,7 +135,9 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.TokenizeRequest, context: Context
     ) -> decoder_service_pb2.TokenizeResponse:
         """The prompt's tokens as Generate would see them, whether or not they fit the context."""
-        prompt = await self._preparer.build_prompt(wire_request.parse_prompt(request), self._tenant())
+        spec = wire_request.parse_prompt(request)
+        self._quotas.charge(current_identity(), Resource.IMAGE_BYTES, num_inline_bytes(spec))
+        prompt = await self._preparer.build_prompt(spec, self._tenant())
         images = [wire_response.placeholder_range(item) for item in prompt.images]
         return decoder_service_pb2.TokenizeResponse(token_ids=prompt.token_ids, images=images)
 
@@ -188,9 +190,11 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     async def AbortRequest(
         self, request: decoder_service_pb2.AbortRequestRequest, context: Context
     ) -> decoder_service_pb2.AbortRequestResponse:
-        """Ends a request with the finish reason ABORT; unknown and ended ones are fine."""
-        live = self._live.abort(request.request_id)
-        if live is not None:
+        """Ends a request of the caller's tenant with the finish reason ABORT; unknown and ended ones are fine."""
+        identity = current_identity()
+        # Operators who name no tenant may end anybody's.
+        tenant = None if identity.role is Role.OPERATOR and not identity.tenant else identity.tenant
+        for live in self._live.abort(request.request_id, tenant):
             self._engine.abort(live.engine_id)
         return decoder_service_pb2.AbortRequestResponse()
 
@@ -205,7 +209,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         identity, tenant = current_identity(), self._tenant()
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
         with (
-            self._live.claimed(params.request_id) as live,
+            self._live.claimed(params.request_id, identity.tenant) as live,
             self._admission.entered(params.priority, max_tokens, remaining_s),
         ):
             spec = wire_request.parse_prompt(params)

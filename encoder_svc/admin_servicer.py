@@ -20,6 +20,7 @@ from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import InvalidParameterError
+from lookonce.identity import current_identity
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderAdminService"
@@ -123,8 +124,8 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
 
 @contextlib.contextmanager
 def _audited(action: str, tenant: str, **facts: object) -> Iterator[dict[str, object]]:
-    """One line before and one after, also when it fails. Who did it says the access line with the same request id."""
-    log = _audit.bind(action=action, tenant=tenant or "default", **facts)
+    """One line before and one after, also when it fails."""
+    log = _audit.bind(action=action, identity=current_identity().name, tenant=tenant or "default", **facts)
     log.info("cache administration begins")
     outcome: dict[str, object] = {"succeeded": False}
     try:

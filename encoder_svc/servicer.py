@@ -189,6 +189,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
     async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
         """Never raises: an item's failure is its answer."""
         try:
+            self._quotas.check(current_identity(), Resource.IMAGE_BYTES)
             image = self._image(request.item.image, "item.image")
             outcome = await self._encode_one(image, CacheUse.READ_AND_WRITE)
         except LookonceError as error:

@@ -181,13 +181,19 @@ def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
 
 
 async def _write_all(responses: Any, context: Context) -> None:
-    """Runs a streaming handler: an async generator of responses, or a coroutine that writes by itself."""
-    if inspect.isawaitable(responses):
-        await responses
-        return
-    async with aclosing(responses):
-        async for response in responses:
-            await context.write(response)
+    """Runs a streaming handler: an async generator of responses, or a coroutine that writes by itself.
+
+    Raises asyncio.CancelledError for a caller who has gone, which a write learns before the task does.
+    """
+    try:
+        if inspect.isawaitable(responses):
+            await responses
+            return
+        async with aclosing(responses):
+            async for response in responses:
+                await context.write(response)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError("who waited for the message has gone") from None
 
 
 def _parser(handler: Handler) -> Callable[[bytes], Any]:

@@ -126,15 +126,18 @@ class Quotas:
         if quota.max_in_flight is not None and usage.num_in_flight >= quota.max_in_flight:
             raise self._refusal("max_in_flight", f"{usage.num_in_flight} calls are in flight", _RETRY_S)
         for resource in Resource:
-            level_s = usage.levels_s[resource]
-            if quota.rate(resource) is not None and level_s <= 0:
-                raise self._refusal(resource.value, f"{resource.value} is used up", -level_s)
+            self._check(quota, usage, resource)
         self.charge(identity, Resource.REQUESTS, 1)
         usage.num_in_flight += 1
         try:
             yield
         finally:
             usage.num_in_flight -= 1
+
+    def check(self, identity: Identity, resource: Resource) -> None:
+        """For what comes while a call goes on, as the items of a stream do. Raises OverloadedError as `admitted`."""
+        if self._table is not None and identity.role is Role.CLIENT:
+            self._check(*self._state(identity.tenant), resource)
 
     def charge(self, identity: Identity, resource: Resource, amount: float) -> None:
         """What a call took, once that is known; it may leave a debt."""
@@ -144,6 +147,11 @@ class Quotas:
         rate = quota.rate(resource)
         if rate is not None:
             usage.levels_s[resource] -= amount / rate
+
+    def _check(self, quota: Quota, usage: _Usage, resource: Resource) -> None:
+        level_s = usage.levels_s[resource]
+        if quota.rate(resource) is not None and level_s <= 0:
+            raise self._refusal(resource.value, f"{resource.value} is used up", -level_s)
 
     def _state(self, tenant: str) -> tuple[Quota, _Usage]:
         assert self._table is not None, "asked only where there are quotas"

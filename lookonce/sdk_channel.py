@@ -23,6 +23,8 @@ _KEEPALIVE_TIME_MS = 30_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
 # gRPC's default grows to two minutes, so long after a replica is back.
 _MAX_RECONNECT_BACKOFF_MS = 5_000
+# gRPC's default is half a minute, in which a rollout may have put other pods behind the name.
+_MIN_RESOLUTION_INTERVAL_MS = 2_000
 
 DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name
 ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -47,6 +49,7 @@ def channel_options(service: str) -> list[tuple[str, int | str]]:
         # Without this a frozen server is noticed only after a minute.
         ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", _MIN_RESOLUTION_INTERVAL_MS),
         ("grpc.service_config", json.dumps(config)),
     ]
 

@@ -1,7 +1,8 @@
 """The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
 
 SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, at most
-`drain_timeout_s` → what is left gets UNAVAILABLE → exit 0. A second signal kills the process.
+`drain_timeout_s` → what is left gets UNAVAILABLE → exit 0. A second signal kills the process, as one while the model is
+being loaded does.
 
 A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → what is in flight gets its
 answer within two seconds → exit 1, so that whoever started the process starts another.
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Never
 
 import grpc.aio
@@ -170,7 +172,7 @@ class GrpcService:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
                 # A second signal ends the process even when the loop hangs.
-                signal.signal(number, signal.SIG_DFL)
+                end_by(number)
         if readiness.done():
             await self._drain(0.0, _LAST_ANSWERS_S)
             await readiness
@@ -316,12 +318,26 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
     ]
 
 
+def end_by(number: signal.Signals) -> None:
+    """From now on the signal ends the process at once.
+
+    To the first process of a container, which a service is there, the kernel passes on only what it has a handler for.
+    """
+    signal.signal(number, _exit_at_once if os.getpid() == 1 else signal.SIG_DFL)
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
 def run(main: Coroutine[Any, Any, None]) -> Never:
     """Runs a service's main coroutine and ends the process.
 
     Exit status: 0 after a drain, 2 with the reason on stderr when it must not start, 130 on Ctrl-C before it serves, 1
-    with a traceback in the log on anything else.
+    with a traceback in the log on anything else. SIGTERM before it serves ends it at once, as a second signal does.
     """
+    # Nothing is lost by it, and a pod that is not wanted any more gives its memory back.
+    end_by(signal.SIGTERM)
     try:
         asyncio.run(main)
     except StartupError as error:

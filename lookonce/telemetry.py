@@ -23,6 +23,8 @@ from lookonce.settings import ServiceSettings
 _HANDLER_NAME = "lookonce"
 # Loggers that follow the chosen level; every other library speaks from warnings on.
 _OWN_LOGGERS = ("lookonce", "encoder_svc", "decoder_svc", "__main__")
+# Speaks at any level that is chosen: a record with holes is none.
+_AUDIT_LOGGER = "lookonce.audit"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 # Libraries that print through a handler of their own unless told otherwise.
@@ -79,6 +81,7 @@ def _install_handler(formatter: logging.Formatter, stream: TextIO, log_level: Lo
         logging.getLogger(name).propagate = True
     for name in _OWN_LOGGERS:
         logging.getLogger(name).setLevel(log_level.upper())
+    logging.getLogger(_AUDIT_LOGGER).setLevel(logging.INFO)
 
 
 def accept_request_id(offered: str | None) -> str:

@@ -15,7 +15,10 @@ from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from lookonce.client import Client
+from lookonce.common.v1 import common_pb2
 from lookonce.content_key import image_digest
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb
+from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import (
@@ -34,7 +37,7 @@ from tests.e2e.pictures import QUESTION, fresh
 
 TENANTS = ("acme", "beta")
 ADMIN = ("--admin-listen", "127.0.0.1:0")
-QUOTAS = "[tenants.tiny]\nrequests_per_s = 0.02\n"
+QUOTAS = "[tenants.tiny]\nrequests_per_s = 0.02\n[tenants.narrow]\nimage_bytes_per_s = 1\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,15 @@ class Guarded:
             token=None if tenant is None else self.tokens[tenant],
         )
 
+    def metadata(self, name: str) -> tuple[tuple[str, str]]:
+        """Of a call that is made without the SDK."""
+        return (("authorization", f"Bearer {self.tokens[name]}"),)
+
+    def channel(self, target: str) -> grpc.Channel:
+        """For such calls."""
+        credentials = grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
+        return grpc.secure_channel(target, credentials)
+
     @property
     def num_encodes(self) -> int:
         return int(self.stack.metric(self.stack.encoders, "lookonce_encoder_encodes_total"))
@@ -75,7 +87,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     issued.private_key_pem.write_to_path(key)
     tokens, entries = {}, []
     for name, tenant, role in [
-        *((tenant, tenant, "client") for tenant in (*TENANTS, "tiny")),
+        *((tenant, tenant, "client") for tenant in (*TENANTS, "tiny", "narrow")),
         ("operator", "", "operator"),
         ("decoder", "", "service"),
     ]:
@@ -153,16 +165,13 @@ def methods_of(channel: grpc.Channel, token: str) -> list[str]:
 
 
 def test_every_method_of_every_service_is_refused_without_a_token(guarded: Guarded) -> None:
-    credentials = grpc.ssl_channel_credentials(
-        guarded.ca.read_bytes(), guarded.key.read_bytes(), guarded.cert.read_bytes()
-    )
     num_methods = 0
     for process in (*guarded.stack.encoders, *guarded.stack.decoders):
         ready = process.ready
         assert ready.admin_target is not None
         with (
-            grpc.secure_channel(ready.target, credentials) as channel,
-            grpc.secure_channel(ready.admin_target, credentials) as admin_channel,
+            guarded.channel(ready.target) as channel,
+            guarded.channel(ready.admin_target) as admin_channel,
         ):
             methods = methods_of(admin_channel, guarded.tokens["operator"])
             for method in methods:
@@ -198,18 +207,93 @@ def test_a_tenant_s_quota_is_its_own(guarded: Guarded) -> None:
         client.generate("hello", max_tokens=1)
 
 
+def images_stream(*images: bytes) -> Iterator[pb.EncodeStreamRequest]:
+    for number, data in enumerate(images):
+        item = pb.EncodeItem(image=common_pb2.ImageSource(data=data))
+        yield pb.EncodeStreamRequest(item_id=str(number), item=item)
+
+
+def test_image_bytes_count_within_a_stream(guarded: Guarded) -> None:
+    images = [picture.data for picture in fresh(4)]
+    with guarded.channel(guarded.stack.encoder_targets[0]) as channel:
+        stub = pb_grpc.EncoderServiceStub(channel)
+        answers = {
+            tenant: list(stub.EncodeStream(images_stream(*images), metadata=guarded.metadata(tenant), timeout=60))
+            for tenant in ("narrow", "acme")
+        }
+    assert not any(answer.HasField("error") for answer in answers["acme"])
+    refused = [answer.error for answer in answers["narrow"] if answer.HasField("error")]
+    assert len(answers["narrow"]) == 4
+    assert [error.reason for error in refused] == ["OVERLOADED"] * 3
+
+
+def test_image_bytes_count_where_they_are_only_looked_at(guarded: Guarded) -> None:
+    (picture,) = fresh(1)
+    part = decoder_pb.ContentPart(image=common_pb2.ImageSource(data=picture.data))
+    message = decoder_pb.ChatMessage(role=decoder_pb.ROLE_USER, parts=[part])
+    request = decoder_pb.TokenizeRequest(chat=decoder_pb.ChatPrompt(messages=[message]))
+    with guarded.channel(guarded.stack.decoder_targets[0]) as channel:
+        stub = DecoderServiceStub(channel)
+        assert stub.Tokenize(request, metadata=guarded.metadata("narrow"), timeout=60).images
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Tokenize(request, metadata=guarded.metadata("narrow"), timeout=60)
+        assert isinstance(from_rpc_error(caught.value), OverloadedError)
+
+
+def test_a_request_is_its_tenant_s_to_name_and_to_end(guarded: Guarded) -> None:
+    chat = decoder_pb.ChatPrompt(
+        messages=[decoder_pb.ChatMessage(role=decoder_pb.ROLE_USER, parts=[decoder_pb.ContentPart(text="hello")])]
+    )
+    sampling = decoder_pb.SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)
+    params = decoder_pb.GenerateParams(request_id="order-17", chat=chat, sampling=sampling)
+    with guarded.channel(guarded.stack.decoder_targets[0]) as channel:
+        stub = DecoderServiceStub(channel)
+
+        def begun(tenant: str) -> Any:
+            request = decoder_pb.GenerateStreamRequest(params=params)
+            call = stub.GenerateStream(request, metadata=guarded.metadata(tenant), timeout=60)
+            assert next(call).started.request_id == "order-17"
+            return call
+
+        def abort(name: str) -> None:
+            request = decoder_pb.AbortRequestRequest(request_id="order-17")
+            stub.AbortRequest(request, metadata=guarded.metadata(name), timeout=10)
+
+        mine, theirs = begun("acme"), begun("beta")
+        for name in ("decoder", "beta"):
+            abort(name)
+        assert list(theirs)[-1].finished.finish_reason == decoder_pb.FINISH_REASON_ABORT
+        assert list(mine)[-1].finished.finish_reason == decoder_pb.FINISH_REASON_LENGTH
+        both = [begun("acme"), begun("beta")]
+        abort("operator")
+        for call in both:
+            assert list(call)[-1].finished.finish_reason == decoder_pb.FINISH_REASON_ABORT
+
+
+def test_the_log_says_which_operator_changed_the_cache(guarded: Guarded) -> None:
+    encoder = guarded.stack.encoders[0]
+    assert encoder.ready.admin_target is not None
+    with guarded.channel(encoder.ready.admin_target) as channel:
+        request = pb.EvictEmbeddingsRequest(all_of_tenant=True, tenant="acme")
+        pb_grpc.EncoderAdminServiceStub(channel).EvictEmbeddings(
+            request, metadata=guarded.metadata("operator"), timeout=30
+        )
+    lines = [json.loads(line) for line in encoder.log_path.read_text().splitlines() if line.startswith("{")]
+    done = [line for line in lines if line.get("action") == "evict"]
+    assert [(line["event"].rpartition(" ")[2], line["identity"], line["tenant"]) for line in done] == [
+        ("begins", "operator", "acme"),
+        ("ends", "operator", "acme"),
+    ]
+
+
 def test_operators_calls_are_not_for_clients(guarded: Guarded) -> None:
     admin_target = guarded.stack.encoders[0].ready.admin_target
     assert admin_target is not None
-    credentials = grpc.ssl_channel_credentials(
-        guarded.ca.read_bytes(), guarded.key.read_bytes(), guarded.cert.read_bytes()
-    )
-    with grpc.secure_channel(admin_target, credentials) as channel:
+    with guarded.channel(admin_target) as channel:
         stub = pb_grpc.EncoderAdminServiceStub(channel)
 
         def stats(name: str) -> pb.GetCacheStatsResponse:
-            metadata = (("authorization", f"Bearer {guarded.tokens[name]}"),)
-            return stub.GetCacheStats(pb.GetCacheStatsRequest(), metadata=metadata, timeout=10)
+            return stub.GetCacheStats(pb.GetCacheStatsRequest(), metadata=guarded.metadata(name), timeout=10)
 
         assert stats("operator").local.entries >= 0
         for name in ("acme", "decoder"):

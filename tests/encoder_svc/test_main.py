@@ -6,9 +6,11 @@ import json
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 
 import grpc
@@ -17,6 +19,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
 from lookonce.redis_server import EmbeddedRedis
+from lookonce.reserved_port import reserved_port
 from tests import image_files
 
 START_TIMEOUT_S = 90
@@ -52,6 +55,29 @@ def test_the_process_serves_until_sigterm(
     assert process.returncode == 0
     lines = [json.loads(line) for line in log.splitlines()]
     assert [line["event"] for line in lines if line["event"] in ("ready", "stopped")] == ["ready", "stopped"]
+
+
+def test_metrics_are_there_while_the_model_is_being_loaded(tiny_folder: Callable[[str], pathlib.Path]) -> None:
+    with reserved_port() as port, reserved_port() as metrics_port:
+        addresses = ("--listen", f"127.0.0.1:{port}", "--metrics-listen", f"127.0.0.1:{metrics_port}")
+        process = start("--model", str(tiny_folder("llava_clip")), *addresses)
+        try:
+            deadline_s = time.monotonic() + START_TIMEOUT_S
+            while not listens(metrics_port):
+                assert process.poll() is None, process.stderr and process.stderr.read()
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            assert not listens(port)
+            with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=10) as response:
+                assert "process_resident_memory_bytes" in response.read().decode()
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_an_unusable_model_folder_is_refused_with_the_reason(

@@ -134,13 +134,18 @@ def test_the_urls_that_prods_comment_proposes_are_understood() -> None:
 def test_the_command_in_prods_comment_makes_every_key_that_pods_want() -> None:
     text = (K8S / "overlays/prod-external-redis/kustomization.yaml").read_text("utf-8")
     made = set(re.findall(r"--from-file=(\S+)", text))
-    one = pod(rendered(PROD), "lookonce-decoder")
-    wanted = {
-        variable["valueFrom"]["secretKeyRef"]["key"]
-        for variable in one["containers"][0]["env"]
-        if "valueFrom" in variable
-    }
-    for volume in one["volumes"]:
-        for source in volume.get("projected", {}).get("sources", []):
-            wanted |= {item["key"] for item in source["secret"]["items"]}
+    wanted = set()
+    for name in ("lookonce-encoder", "lookonce-decoder"):
+        one = pod(rendered(PROD), name)
+        urls = [
+            variable["valueFrom"]["secretKeyRef"]["key"]
+            for variable in one["containers"][0]["env"]
+            if "valueFrom" in variable
+        ]
+        # Each with the rights of its own user: decoders write no rows.
+        assert urls == [f"{name.removeprefix('lookonce-')}-redis-url"]
+        wanted |= set(urls)
+        for volume in one["volumes"]:
+            for source in volume.get("projected", {}).get("sources", []):
+                wanted |= {item["key"] for item in source["secret"]["items"]}
     assert made == wanted

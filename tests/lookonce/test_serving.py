@@ -74,7 +74,12 @@ def _kinds_handler(error: Exception) -> grpc.GenericRpcHandler:
         yield b"first"
         raise error
 
+    async def flood(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(MIB)
+
     handlers: dict[str, Any] = {
+        "Flood": grpc.unary_stream_rpc_method_handler(flood),
         "UnaryUnary": grpc.unary_unary_rpc_method_handler(fail),
         "UnaryStream": grpc.unary_stream_rpc_method_handler(fail_later),
         "StreamUnary": grpc.stream_unary_rpc_method_handler(fail),
@@ -282,6 +287,33 @@ async def test_a_cancelled_stream_closes_its_handler_at_once() -> None:
         await _until(closed)
         code = {"method": f"/{ENCODER}/ReadEmbedding", "code": "CANCELLED"}
         assert running.telemetry.registry.get_sample_value("lookonce_grpc_requests_total", code) == 1
+
+
+@pytest.mark.parametrize("way", ["cancels", "runs out of time", "hangs up"])
+async def test_who_leaves_while_a_message_is_being_written_is_no_fault(way: str, log_lines: Any) -> None:
+    async with _running() as running:
+        for _ in range(5):
+            timeout_s = 0.3 if way == "runs out of time" else 60
+            channel = grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS)
+            method: Any = channel.unary_stream(f"/{KINDS}/Flood")
+            call = method(b"", timeout=timeout_s)
+            await call.read()
+            # What nobody reads stands in the way of what follows.
+            await asyncio.sleep(0.2)
+            if way == "cancels":
+                call.cancel()
+            elif way == "runs out of time":
+                await asyncio.sleep(0.2)
+            await channel.close()
+
+        async def counted() -> bool:
+            return len([line for line in log_lines() if line["event"] == "rpc"]) == 5
+
+        await _until(counted)
+    lines = log_lines()
+    codes = {"DEADLINE_EXCEEDED", "CANCELLED"} if way == "runs out of time" else {"CANCELLED"}
+    assert {line["code"] for line in lines if line["event"] == "rpc"} <= codes
+    assert not [line for line in lines if line["level"] in ("warning", "error")]
 
 
 async def test_health_follows_readiness_for_the_server_and_each_service() -> None:

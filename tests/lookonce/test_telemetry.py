@@ -83,6 +83,13 @@ def test_the_level_holds_for_our_loggers_and_libraries_speak_from_warnings_on() 
     assert [line["event"] for line in _lines(stream)] == ["ours"]
 
 
+def test_what_is_audited_is_said_at_any_level() -> None:
+    stream = io.StringIO()
+    configure_logging("json", "error", stream)
+    logging.getLogger("lookonce.audit").info("a cache was emptied")
+    assert [line["event"] for line in _lines(stream)] == ["a cache was emptied"]
+
+
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_tracebacks_are_logged_without_local_variables(log_format: Any) -> None:
     stream = io.StringIO()
