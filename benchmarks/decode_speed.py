@@ -2,7 +2,8 @@
 
 Two measurements, `--help` for the knobs. Steps of the model runner alone: our kernels and transformers' modules take
 turns on the same weights. Requests through the engine, without services: ours and the peer's take turns on the same
-prompts, which both have in their prefix caches, so that all requests of a batch decode together.
+prompts. Both have them in their prefix caches but for the last tokens (of the peer's blocks of 128 the last one), which
+one step computes for the whole batch: all requests decode together.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from benchmarks.runner_steps import RunnerSteps, StepCell
 _NAME = "decode_speed"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _BLOCK_SIZE = 16
+# vLLM's for CPUs.
+_PEERS_BLOCK_SIZE = 128
 # Ids that the tokenizer of small-llava has for plain text.
 _FIRST_ID, _STOP_ID = 300, 900
 
@@ -139,8 +142,10 @@ def _engines(
     num_blocks = (max(plan.batches) + 2) * -(-longest // _BLOCK_SIZE)
     own = ["--num-kv-blocks", str(num_blocks), "--max-num-seqs", str(max(plan.batches)), "--dtype", dtype]
     kv_bytes = models.kv_token_bytes(folder) * num_blocks * _BLOCK_SIZE
+    # What its prefix cache leaves to compute of all prompts is one step's work; its default is 4096 tokens.
+    options = {"max_num_batched_tokens": max(4096, max(plan.batches) * (_PEERS_BLOCK_SIZE + 1))}
     with (
-        peer.Peer(install, folder, kv_cache_bytes=kv_bytes * 5 // 4, dtype=dtype) as theirs,
+        peer.Peer(install, folder, kv_cache_bytes=kv_bytes * 5 // 4, dtype=dtype, options=options) as theirs,
         EngineThread(["--model", str(folder), *own]) as ours,
     ):
         yield ours, theirs

@@ -38,6 +38,7 @@ TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.25}
 _BATCHES, _CONTEXTS = (1, 8, 32, 64), (64, 1024)
 _MAX_TOKENS = 1200
 _NUM_STEPS = 30
+_NUM_ROUNDS = 5
 _BLOCK_SIZES = (16, 256)
 _ENCODER_BATCHES = (1, 4, 16, 64)
 
@@ -206,7 +207,10 @@ class DecodeBench:
             if "embed_tokens" not in name or runner.get_model().config.get_text_config().tie_word_embeddings
         ]
         self._weight_bytes = sum(parameter.nbytes for parameter in parameters)
-        self._num_weights = sum(parameter.numel() for parameter in parameters)
+        self._num_weights: int = sum(parameter.numel() for parameter in parameters)
+        # A prompt meets the head with its last token only.
+        text = runner.get_model().config.get_text_config()
+        self._num_head_weights: int = text.hidden_size * text.vocab_size
         self._bandwidth = memory_bandwidth(runner.device)
         self._matrix_peak = matrix_peak(runner.device)
 
@@ -224,11 +228,11 @@ class DecodeBench:
         )
 
     def measure(self, batch: int, context: int, num_steps: int = _NUM_STEPS) -> DecodeCell:
-        """Both in turns, the first round is for the caches."""
+        """With graphs, then without: recording takes longer than a round. The first round is for the caches."""
         runs: dict[bool, list[Run]] = {True: [], False: []}
         for wanted in (True, False):
             self.driver.use_graphs(wanted)
-            runs[wanted] = [self.driver.run(batch, context, num_steps) for _ in range(3)][1:]
+            runs[wanted] = [self.driver.run(batch, context, num_steps) for _ in range(_NUM_ROUNDS + 1)][1:]
         step_s = {
             wanted: statistics.median(second for run in of_kind for second in run.decode_s)
             for wanted, of_kind in runs.items()
@@ -244,10 +248,14 @@ class DecodeBench:
             eager_s=step_s[False],
             prefill_s=statistics.median(run.prefill_s for run in runs[True]),
             memory_limit_s=(self._weight_bytes + kv_bytes) / self._bandwidth,
-            matrix_limit_s=2 * self._num_weights * batch * context / self._matrix_peak,
+            matrix_limit_s=2 * batch * self._multiplied_weights(context) / self._matrix_peak,
             whole_s=whole_s,
             peer_s=continuous_batching_s(self._folder, device, batch, context, num_steps + 1),
         )
+
+    def _multiplied_weights(self, num_tokens: int) -> int:
+        """By a whole prompt: each token meets every layer."""
+        return (self._num_weights - self._num_head_weights) * num_tokens + self._num_head_weights
 
 
 def encoder_rates(folder: pathlib.Path, batches: Sequence[int], device: str = "cuda") -> dict[str, float]:

@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -102,6 +102,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(_PRELOAD_VARIABLE, ""),
         help=f"libraries that the peer loads first, as its guide for CPUs says (default: {_PRELOAD_VARIABLE})",
     )
+
+
+@contextlib.contextmanager
+def all_paused(peers: Iterable[Peer]) -> Iterator[None]:
+    """See `Peer.paused`."""
+    with contextlib.ExitStack() as stack:
+        for peer in peers:
+            stack.enter_context(peer.paused())
+        yield
 
 
 def named_peer(arguments: argparse.Namespace) -> PeerInstall | None:
@@ -225,7 +234,7 @@ class Peer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Its processes stand still meanwhile: it polls for work, which others on these processors would feel."""
+        """Its processes stand still meanwhile: behind a run it polls for a second, which others here would feel."""
         assert self._popen is not None, "start() comes first"
         # It has a session, and so a group, of its own.
         os.killpg(self._popen.pid, signal.SIGSTOP)

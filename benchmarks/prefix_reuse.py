@@ -20,7 +20,7 @@ import torch
 from benchmarks import report
 from benchmarks.burst import Burst, run_burst
 from benchmarks.models import demo_model, kv_token_bytes, small_llava
-from benchmarks.peer import Peer, PeerInstall, PeerPrompts, PeerRun, add_arguments, named_peer
+from benchmarks.peer import Peer, PeerInstall, PeerPrompts, PeerRun, add_arguments, all_paused, named_peer
 from benchmarks.workloads import WORKLOADS, Ask, Workload, u40
 from lookonce.local_stack import LocalStack
 
@@ -144,9 +144,14 @@ def _measure_all(
     with_cache: list[Burst] = []
     without: list[Burst] = []
     of_peer: list[PeerRun] = []
+
+    def ours_alone(stack: LocalStack) -> Burst:
+        with all_paused([peer] if peer is not None else []):
+            return run_burst(stack, asks, _MAX_TOKENS)
+
     sides: list[Callable[[], None]] = [
-        lambda: with_cache.append(run_burst(on, asks, _MAX_TOKENS)),
-        lambda: without.append(run_burst(off, asks, _MAX_TOKENS)),
+        lambda: with_cache.append(ours_alone(on)),
+        lambda: without.append(ours_alone(off)),
     ]
     if peer is not None:
         requests = [prompts.request(ask.question, ask.pictures, _MAX_TOKENS) for ask in asks]

@@ -19,7 +19,16 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks import report
 from benchmarks.burst import Burst, run_burst
 from benchmarks.models import demo_model, kv_token_bytes, small_llava
-from benchmarks.peer import Peer, PeerInstall, PeerPrompts, PeerRun, add_arguments, memory_bytes, named_peer
+from benchmarks.peer import (
+    Peer,
+    PeerInstall,
+    PeerPrompts,
+    PeerRun,
+    add_arguments,
+    all_paused,
+    memory_bytes,
+    named_peer,
+)
 from benchmarks.workloads import WORKLOADS, Ask, Workload
 from lookonce.local_stack import LocalStack
 
@@ -142,7 +151,8 @@ def _round(
     stack: LocalStack, peers: Sequence[Peer], prompts: PeerPrompts, asks: Sequence[Ask], *, peer_first: bool
 ) -> Round:
     theirs = _ask_peers(peers, prompts, asks) if peers and peer_first else None
-    burst = run_burst(stack, asks, _MAX_TOKENS)
+    with all_paused(peers):
+        burst = run_burst(stack, asks, _MAX_TOKENS)
     if peers and not peer_first:
         theirs = _ask_peers(peers, prompts, asks)
     if theirs is not None and theirs.num_prompt_tokens != burst.num_prompt_tokens:

@@ -25,7 +25,10 @@ class HostTransfer:
         yield
 
     def keep_for_steps(self, values: Tensor) -> None:
-        """Steps read what was computed inside `beside_steps`: its memory is not used again before they have."""
+        """Steps read what was computed inside `beside_steps`: its memory is not used again before they have.
+
+        To be called behind that block, among the steps' own work.
+        """
 
     def settle(self) -> None:
         """Work that is given to the device from now on sees all that was moved beside the steps."""

@@ -43,7 +43,7 @@ class RowCache:
         with self._transfer.beside_steps():
             moved = self._transfer.move(host)
             values = dequantise(moved, fetched.num_levels, self._dtype) if is_int8 else moved.to(self._dtype)
-            self._transfer.keep_for_steps(values)
+        self._transfer.keep_for_steps(values)
         self._parts.setdefault(fetched.key, {})[fetched.rows] = values
 
     def drop(self, key: ContentKey, dropped: RowRange) -> None:

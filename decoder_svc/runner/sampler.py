@@ -16,6 +16,8 @@ from torch import Tensor
 
 from decoder_svc.request import SamplingParams, TokenLogprobs
 
+_LIMITS = torch.finfo(torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
@@ -69,9 +71,12 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
     """In place on one row `[vocab]`. Repetition penalty as in CTRL (arXiv:1909.05858), over prompt and output."""
     params = row.params
     if params.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(row.token_ids)).to(logits.device)
+        seen = np.unique(row.token_ids)
+        # Placeholders of images may have ids that no logit belongs to.
+        seen = torch.from_numpy(seen[seen < len(logits)]).to(logits.device)
         scores = logits[seen]
-        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+        scores = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+        logits[seen] = scores.clamp(min=_LIMITS.min, max=_LIMITS.max)
     if params.presence_penalty != 0 or params.frequency_penalty != 0:
         ids, counts = np.unique(row.token_ids[row.num_prompt_tokens :], return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(logits)
@@ -88,16 +93,20 @@ def _draw(logits: Tensor, row: SampleRow) -> Tensor:
     A single id, left on the device.
     """
     params = row.params
-    values, ids = (logits / params.temperature).sort(descending=True)
+    values, ids = logits.sort(descending=True)
+    # The largest is 0 at any temperature: none is too low for the exponentials, and dividing leaves the order as it is.
+    values = (values.double() - values[0]) / params.temperature
     if params.top_k is not None:
         values, ids = values[: params.top_k], ids[: params.top_k]
-    probabilities = values.double().softmax(dim=-1)
+    probabilities = values.softmax(dim=-1)
     keep = torch.ones_like(probabilities, dtype=torch.bool)
     if params.top_p < 1:
-        # A token stays while the mass before it is below top_p: the first one always does.
+        # A token stays while the mass before it is below top_p.
         keep &= probabilities.cumsum(dim=-1) - probabilities < params.top_p
     if params.min_p > 0:
         keep &= probabilities >= params.min_p * probabilities[0]
+    # The likeliest one always stays, also where the model's numbers are none: one such row must not fail a step.
+    keep[0] = True
     mass = torch.where(keep, probabilities, 0.0).cumsum(dim=-1)
     point = _uniform(params.seed or 0, row.num_output_tokens) * mass[-1]
     index = torch.minimum(torch.searchsorted(mass, point, right=True), keep.sum() - 1)

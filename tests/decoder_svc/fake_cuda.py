@@ -36,8 +36,14 @@ class FakeGraph:
 class FakeStream:
     """`torch.cuda.Stream`: there is one order of work here."""
 
+    # The stream that work is given to; the steps' own outside of all blocks.
+    current: ClassVar[FakeStream]
+    steps: ClassVar[FakeStream]
+
     def __init__(self, _device: object = None) -> None:
         self.num_waits = 0
+        # Addresses of memory that the allocator asks this stream for.
+        self.recorded: set[int] = set()
 
     def wait_stream(self, _other: FakeStream) -> None:
         """Everything has happened already."""
@@ -66,7 +72,13 @@ class FakeTriton(TensorBackend):
 def install(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Until the end of the test; returns the list that the pools of recorded graphs are noted in."""
     pools: list[object] = []
-    current = FakeStream()
+    FakeStream.current = FakeStream.steps = FakeStream()
+
+    @contextlib.contextmanager
+    def inside(stream: FakeStream) -> Iterator[None]:
+        outer, FakeStream.current = FakeStream.current, stream
+        yield
+        FakeStream.current = outer
 
     @contextlib.contextmanager
     def graph(recorded: FakeGraph, pool: object) -> Iterator[None]:
@@ -84,7 +96,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     replaced: dict[str, Callable[..., object]] = {
         "CUDAGraph": FakeGraph,
         "Stream": FakeStream,
-        "current_stream": lambda _device=None: current,
+        "current_stream": lambda _device=None: FakeStream.current,
         "empty_cache": lambda: None,
         "get_device_properties": lambda _device: properties,
         "graph": graph,
@@ -93,13 +105,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         "mem_get_info": lambda _device: free(),
         "memory_allocated": lambda _device: ALLOCATED_BYTES,
         "reset_peak_memory_stats": lambda _device: None,
-        "stream": lambda _stream: contextlib.nullcontext(),
+        "stream": inside,
         "synchronize": lambda _device: None,
     }
     for name, replacement in replaced.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: stream.recorded.add(self.data_ptr()))
     module = types.SimpleNamespace(TritonBackend=FakeTriton)
     monkeypatch.setitem(sys.modules, "decoder_svc.runner.triton_attention", module)
     return pools

@@ -18,6 +18,7 @@ from tests.decoder_svc.fake_cuda import (
     NUM_PROCESSORS,
     PEAK_BYTES,
     FakeGPURunner,
+    FakeStream,
     FakeTriton,
     install,
 )
@@ -103,3 +104,13 @@ def test_steps_wait_for_rows_before_they_read_them(
     assert settled == []
     assert session.ask([with_images.prompt]).token_ids == [with_images.expected]
     assert settled
+
+
+def test_rows_memory_is_not_used_again_before_steps_have_read_them(model: offline.OfflineModel) -> None:
+    """Rows come on a stream of their own, so the allocator must be told of the steps' one."""
+    session = offline.Session(model)
+    with_images = next(question for question in model.questions if question.prompt.images)
+    assert session.ask([with_images.prompt]).token_ids == [with_images.expected]
+    kept = [values for parts in model.runner.row_cache._parts.values() for values in parts.values()]
+    assert kept
+    assert {values.data_ptr() for values in kept} <= FakeStream.steps.recorded

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,39 @@ def test_the_draw_changes_from_token_to_token() -> None:
     params = SamplingParams(temperature=3.0, seed=1)
     drawn = [sample(LOGITS[None], [row(params, output=(2,) * index)])[0][0] for index in range(20)]
     assert len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-6, 0.01])
+def test_a_very_low_temperature_is_nearly_greedy(temperature: float, narrowing: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, **narrowing)
+    assert sample(LOGITS[None], [row(params)])[0] == [int(LOGITS.argmax())]
+
+
+@pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e-3])
+def test_a_very_small_repetition_penalty_makes_seen_tokens_sure(penalty: float, narrowing: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=1.0, repetition_penalty=penalty, seed=3, **narrowing)
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    assert sample(logits, [row(params, prompt=(1,))])[0] == [1]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
+def test_numbers_that_are_none_fail_nobody_else(wrong: float, narrowing: dict[str, Any]) -> None:
+    """A model whose numbers ran over answers its own request with anything, and the others as ever."""
+    sick = torch.full_like(LOGITS, wrong)
+    params = SamplingParams(temperature=0.7, seed=3, **narrowing)
+    (of_sick, of_well), _ = sample(torch.stack([sick, LOGITS]), [row(params), row(params)])
+    assert of_sick in range(len(LOGITS))
+    assert [of_well] == sample(LOGITS[None], [row(params)])[0]
+
+
+def test_ids_beyond_the_vocabulary_have_no_logits_to_penalise() -> None:
+    """Of placeholders, whose rows come from the encoder."""
+    params = SamplingParams(repetition_penalty=1.5)
+    logits = torch.tensor([[2.0, 1.9, 0.0]])
+    assert sample(logits, [row(params, prompt=(0, 3, 99, 99))])[0] == [1]
 
 
 def test_seeds_may_have_64_bits() -> None:

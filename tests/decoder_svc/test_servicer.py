@@ -319,6 +319,20 @@ async def test_an_id_is_taken_while_its_request_lives_and_free_afterwards(decode
     assert (await generate(decoder, again)).request_id == "mine"
 
 
+@pytest.mark.parametrize("extreme", [{"temperature": 1e-40}, {"temperature": 1.0, "repetition_penalty": 1e-40}])
+async def test_extreme_sampling_values_are_answered_and_fail_nobody(
+    decoder: RunningDecoder, extreme: dict[str, float]
+) -> None:
+    wanted = (await generate(decoder, params("what", max_tokens=6, temperature=0.0))).choices[0]
+    for top_p in (1.0, 0.9, 0.9, 0.9):
+        beside = asyncio.create_task(generate(decoder, params("what", max_tokens=6, temperature=0.0)))
+        answer = await generate(decoder, params("what", max_tokens=6, top_p=top_p, **extreme))
+        assert len(answer.choices[0].token_ids) == 6
+        assert (await beside).choices[0] == wanted
+        if "repetition_penalty" not in extreme:
+            assert answer.choices[0].token_ids == wanted.token_ids
+
+
 async def test_requests_without_id_get_their_own(decoder: RunningDecoder) -> None:
     responses = [await generate(decoder, params("what", max_tokens=1)) for _ in range(2)]
     assert len({response.request_id for response in responses} - {""}) == 2
