@@ -36,10 +36,10 @@ class Admission:
         self._num_tokens = 0.0
 
     @contextmanager
-    def entered(self, priority: int, max_tokens: int | None, remaining_s: float | None) -> Iterator[None]:
-        """Counts a request for the duration of the block. `remaining_s` is the time to its deadline.
+    def entered(self, priority: int, max_tokens: int | None, remaining_s: float | None) -> Iterator[Callable[[], None]]:
+        """Counts a request until the block ends, or what it yields is called: the engine is done with the request.
 
-        Raises OverloadedError when it would not end before.
+        `remaining_s` is the time to its deadline. Raises OverloadedError when it would not end before.
         """
         if remaining_s is not None:
             expected_s = self.expected_s(priority, max_tokens)
@@ -49,12 +49,20 @@ class Admission:
                     retry_after_s=expected_s - _SAFE_SHARE * remaining_s,
                 )
         self._live[priority] += 1
+        is_live = True
+
+        def leave() -> None:
+            nonlocal is_live
+            if is_live:
+                is_live = False
+                self._live[priority] -= 1
+                if not self._live[priority]:
+                    del self._live[priority]
+
         try:
-            yield
+            yield leave
         finally:
-            self._live[priority] -= 1
-            if not self._live[priority]:
-                del self._live[priority]
+            leave()
 
     def expected_s(self, priority: int, max_tokens: int | None) -> float:
         """Seconds until a request that arrives now would have its answer; 0 while it need not wait to run.

@@ -104,7 +104,8 @@ class EncoderClient:
         )
         self._token = settings.token
         self._info: EncoderInfo | None = None
-        self._info_lock = asyncio.Lock()
+        # Everybody who wants to know waits for one question, and hears of its failure with the others.
+        self._asking: asyncio.Task[EncoderInfo] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,6 +118,8 @@ class EncoderClient:
     async def close(self) -> None:
         """Closes the channel; calls in flight fail with UnavailableError."""
         await self._channel.close()
+        if self._asking is not None:
+            await asyncio.wait({self._asking})
 
     @property
     def _stub(self) -> encoder_service_pb2_grpc.EncoderServiceAsyncStub:
@@ -131,16 +134,28 @@ class EncoderClient:
         Raises FingerprintMismatchError when its rows do not fit this decoder's model, UnavailableError when it cannot
         be reached.
         """
-        async with self._info_lock:
-            if self._info is None:
-                request = encoder_service_pb2.GetEncoderInfoRequest()
-                call = self._stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata())
-                try:
-                    response = await call
-                except grpc.aio.AioRpcError as error:
-                    raise _typed(error, _INFO_TIMEOUT_S) from None
-                self._info = self._checked(response)
+        if self._info is not None:
             return self._info
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask_info())
+            self._asking.add_done_callback(self._note_asked)
+        # Who stops waiting leaves the others their answer.
+        return await asyncio.shield(self._asking)
+
+    async def _ask_info(self) -> EncoderInfo:
+        request = encoder_service_pb2.GetEncoderInfoRequest()
+        try:
+            call = self._stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata())
+            response = await call
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error, _INFO_TIMEOUT_S) from None
+        return self._checked(response)
+
+    def _note_asked(self, asking: asyncio.Task[EncoderInfo]) -> None:
+        self._asking = None
+        # Looking at the error keeps asyncio from reporting one that nobody was left to hear.
+        if not asking.cancelled() and asking.exception() is None:
+            self._info = asking.result()
 
     async def encode(
         self,

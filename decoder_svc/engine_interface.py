@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +74,15 @@ class OutputStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """The outputs in order."""
+        ...
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the last output was given, monotonic clock, seconds, whether or not it has been read; None: not yet."""
+        ...
+
+    def when_ended(self, action: Callable[[], None]) -> None:
+        """Calls `action` once, at that moment."""
         ...
 
 

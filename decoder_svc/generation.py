@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from decoder_svc.engine_interface import Engine
+from decoder_svc.engine_interface import Engine, OutputStream
 from decoder_svc.generated_text import GeneratedText, TextIncrement
 from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.output_stream import slices
 from decoder_svc.preparation import PreparedRequest
 from decoder_svc.request import CacheScope, FinishReason, RequestId, RequestOutput, RequestUsage
 from decoder_svc.text_tokenizer import TextTokenizer
 from lookonce import tracing
 from lookonce.errors import InternalError
+
+# Tokens whose text is made before the event loop looks elsewhere; a reader who was away may find thousands at once.
+_TOKENS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,12 @@ class GenerationOptions:
 class Generation:
     """A request that the engine has admitted."""
 
-    def __init__(self, outputs: AsyncIterator[RequestOutput], text: GeneratedText, arrival_s: float) -> None:
+    def __init__(self, stream: OutputStream, text: GeneratedText, arrival_s: float) -> None:
         """`arrival_s` is before submission, monotonic clock; the time between counts as waiting."""
-        self._outputs = outputs
+        self._stream = stream
+        self._outputs = aiter(stream)
+        # Came in place of an admission: the request was ended while it waited.
+        self._early_end: RequestOutput | None = None
         self._text = text
         self._arrival_s = arrival_s
         self._prepared_s = time.monotonic() - arrival_s
@@ -44,7 +52,7 @@ class Generation:
         self._latest = RequestUsage()
         # Set with the last increment.
         self.finish_reason: FinishReason | None = None
-        # Seconds from the first step that computed a token of it to the last increment; None: it was aborted.
+        # Seconds from the first step that computed a token of it to the engine's last output; None: it was aborted.
         self.served_s: float | None = None
 
     @property
@@ -62,22 +70,29 @@ class Generation:
         )
 
     async def admission(self) -> RequestUsage:
-        """Waits until the scheduler has admitted the request; returns prompt-side usage."""
-        self._latest = (await self._next()).usage
+        """Waits until the scheduler has admitted the request, or it was ended before; returns prompt-side usage."""
+        output = await self._next()
+        self._latest = output.usage
+        if output.finish_reason is not None:
+            self._early_end = output
         return self.usage
 
     async def increments(self) -> AsyncIterator[TextIncrement]:
         """What is generated, as it comes. The last increment has the finish reason; a failure raises its error."""
         while True:
-            output = await self._next()
-            increment = self._text.push(output)
-            self._latest = output.usage
-            self.finish_reason = increment.finish_reason
-            if increment.finish_reason not in (None, FinishReason.ABORT):
-                self.served_s = time.monotonic() - self._arrival_s - self.usage.queue_time_s
-            yield increment
-            if increment.finish_reason is not None:
-                return
+            for number, output in enumerate(slices(self._early_end or await self._next(), _TOKENS_AT_ONCE)):
+                if number:
+                    await asyncio.sleep(0)
+                increment = self._text.push(output)
+                self._latest = output.usage
+                self.finish_reason = increment.finish_reason
+                if increment.finish_reason not in (None, FinishReason.ABORT):
+                    # Who reads slowly was not served slowly.
+                    ended_s = self._stream.ended_s or time.monotonic()
+                    self.served_s = ended_s - self._arrival_s - self.usage.queue_time_s
+                yield increment
+                if increment.finish_reason is not None:
+                    return
 
     def record_spans(self) -> None:
         """What became of it so far, as parts of the call's trace."""
@@ -112,9 +127,11 @@ async def generating(
     options: GenerationOptions,
     tokenizer: TextTokenizer,
     metrics: DecoderMetrics,
+    when_ended: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Generation]:
     """Submits a request; on leaving the block, for whatever reason, the engine frees what it still holds.
 
+    `when_ended` is called when the engine has given its last output, which may be long before it has been read.
     Raises OverloadedError and ContextTooLongError.
     """
     stream = engine.submit(
@@ -125,8 +142,9 @@ async def generating(
         deadline_s=options.deadline_s,
         cache_scope=options.cache_scope,
     )
+    stream.when_ended(when_ended)
     text = GeneratedText(tokenizer, prepared.sampling)
-    generation = Generation(aiter(stream), text, options.arrival_s)
+    generation = Generation(stream, text, options.arrival_s)
     try:
         yield generation
     finally:

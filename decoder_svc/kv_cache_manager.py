@@ -219,7 +219,7 @@ class KVCacheManager:
 
         Call it when these tokens are computed, or scheduled in the step in hand.
         """
-        if not self._is_shared or request.is_private:
+        if not self._may_share(request) or request.is_private:
             return
         if self._deterministic:
             num_tokens = min(num_tokens, request.num_prompt_tokens)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from decoder_svc.request import RequestOutput
 from lookonce.errors import LookonceError
@@ -25,6 +26,8 @@ class OutputStream:
         self._is_closed = False
         self._has_tokens = False
         self._changed = asyncio.Event()
+        self._ended_s: float | None = None
+        self._on_end: Callable[[], None] | None = None
         # That of the call which made this stream: whoever works for the request elsewhere says its id in logs.
         self.context = contextvars.copy_context()
 
@@ -32,6 +35,15 @@ class OutputStream:
     def is_closed(self) -> bool:
         """Whether the terminal answer has been given."""
         return self._is_closed
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the terminal answer was given, monotonic clock, seconds; its reader may come to it much later."""
+        return self._ended_s
+
+    def when_ended(self, action: Callable[[], None]) -> None:
+        """Calls `action` once, when the terminal answer is given."""
+        self._on_end = action
 
     @property
     def has_tokens(self) -> bool:
@@ -47,7 +59,8 @@ class OutputStream:
             self._outputs.append(_merged(self._outputs.pop(), output))
         else:
             self._outputs.append(output)
-        self._is_closed = output.finish_reason is not None
+        if output.finish_reason is not None:
+            self._close()
 
     def wake(self) -> None:
         """Tells the reader to look."""
@@ -57,8 +70,14 @@ class OutputStream:
         """Ends the stream with an error; after a terminal answer it is ignored."""
         if not self._is_closed:
             self._error = error
-            self._is_closed = True
+            self._close()
             self._changed.set()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._ended_s = time.monotonic()
+        if self._on_end is not None:
+            self._on_end()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -72,6 +91,22 @@ class OutputStream:
             self._changed.clear()
             await self._changed.wait()
         return self._outputs.popleft()
+
+
+def slices(output: RequestOutput, num_tokens: int) -> Iterator[RequestOutput]:
+    """The same in outputs of at most so many tokens; the last one has the finish reason."""
+    if len(output.token_ids) <= num_tokens:
+        yield output
+        return
+    for start in range(0, len(output.token_ids), num_tokens):
+        stop = start + num_tokens
+        yield RequestOutput(
+            token_ids=output.token_ids[start:stop],
+            logprobs=output.logprobs[start:stop],
+            finish_reason=output.finish_reason if stop >= len(output.token_ids) else None,
+            usage=output.usage,
+            was_draft=output.was_draft[start:stop],
+        )
 
 
 def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -200,7 +200,7 @@ class CacheScope:
     salt: bytes = b""
     # Adapter that changes keys and values; None: the base model.
     adapter: str | None = None
-    # Do not look for cached blocks; what is computed may still serve others.
+    # Neither look for cached blocks nor let others find what is computed.
     bypass: bool = False
 
 

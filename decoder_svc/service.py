@@ -189,6 +189,7 @@ def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
         max_images_per_prompt=settings.max_images_per_prompt,
         max_video_frames=settings.max_video_frames_per_prompt if text.takes_videos else 0,
         max_message_bytes=settings.max_message_bytes,
+        rows_depend_on_image_count=text.family.depends_on_image_count,
         version=__version__,
     )
 

@@ -57,6 +57,8 @@ class ServedModel:
     # Of all videos of a prompt; 0: the model takes none.
     max_video_frames: int
     max_message_bytes: int
+    # Whether an image has other rows where the prompt shows others, too.
+    rows_depend_on_image_count: bool
     # Version of the package.
     version: str
 
@@ -96,19 +98,18 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         """One answer at the end."""
         async with self._generating(request.params, context) as (live, generation):
             await generation.admission()
-            increments = [increment async for increment in generation.increments()]
-            reason = increments[-1].finish_reason
-            assert reason is not None, "the last increment has a reason"
-            choice = decoder_service_pb2.Choice(
-                text="".join(increment.text for increment in increments),
-                token_ids=[token_id for increment in increments for token_id in increment.token_ids],
-                finish_reason=wire_response.finish_reason(reason),
-                logprobs=[
-                    message for increment in increments for message in wire_response.token_logprobs(increment.logprobs)
-                ],
-            )
-            usage = wire_response.usage(generation.usage)
-            return decoder_service_pb2.GenerateResponse(request_id=live.request_id, choices=[choice], usage=usage)
+            response = decoder_service_pb2.GenerateResponse(request_id=live.request_id)
+            choice, texts = response.choices.add(), []
+            # Log probabilities become messages as they come: thousands at once would hold up the event loop.
+            async for increment in generation.increments():
+                texts.append(increment.text)
+                choice.token_ids.extend(increment.token_ids)
+                choice.logprobs.extend(wire_response.token_logprobs(increment.logprobs))
+                if increment.finish_reason is not None:
+                    choice.finish_reason = wire_response.finish_reason(increment.finish_reason)
+            choice.text = "".join(texts)
+            response.usage.CopyFrom(wire_response.usage(generation.usage))
+            return response
 
     async def GenerateStream(
         self, request: decoder_service_pb2.GenerateStreamRequest, context: Context
@@ -135,7 +136,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.TokenizeRequest, context: Context
     ) -> decoder_service_pb2.TokenizeResponse:
         """The prompt's tokens as Generate would see them, whether or not they fit the context."""
-        spec = wire_request.parse_prompt(request)
+        spec = wire_request.parse_prompt(request, self._engine.limits.max_context_tokens)
         self._quotas.charge(current_identity(), Resource.IMAGE_BYTES, num_inline_bytes(spec))
         prompt = await self._preparer.build_prompt(spec, self._tenant())
         images = [wire_response.placeholder_range(item) for item in prompt.images]
@@ -145,10 +146,10 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.DetokenizeRequest, context: Context
     ) -> decoder_service_pb2.DetokenizeResponse:
         """The ids' text, special tokens included."""
-        token_ids = tuple(request.token_ids)
         limit = self._engine.limits.max_context_tokens
-        if len(token_ids) > limit:
-            raise ContextTooLongError(f"{len(token_ids)} ids were sent, the limit is the context of {limit}")
+        if len(request.token_ids) > limit:
+            raise ContextTooLongError(f"{len(request.token_ids)} ids were sent, the limit is the context of {limit}")
+        token_ids = tuple(request.token_ids)
         unknown_ids = self._tokenizer.unknown_ids(token_ids)
         if unknown_ids:
             raise InvalidParameterError("token_ids", f"{min(unknown_ids)} is not in the vocabulary")
@@ -179,6 +180,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             model_type=model.model_type,
             image_placeholder=model.image_placeholder,
             max_video_frames=model.max_video_frames,
+            rows_depend_on_image_count=model.rows_depend_on_image_count,
         )
 
     async def GetLoad(
@@ -210,21 +212,18 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
         with (
             self._live.claimed(params.request_id, identity.tenant) as live,
-            self._admission.entered(params.priority, max_tokens, remaining_s),
+            self._admission.entered(params.priority, max_tokens, remaining_s) as leave,
         ):
-            spec = wire_request.parse_prompt(params)
+            sampling = wire_request.parse_sampling(params.sampling)
+            spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)
             self._quotas.charge(identity, Resource.IMAGE_BYTES, num_inline_bytes(spec))
-            prepared = await self._preparer.prepare(
-                spec,
-                wire_request.parse_sampling(params.sampling),
-                tenant,
-            )
+            prepared = await self._preparer.prepare(spec, sampling, tenant)
             if live.is_aborted:
                 raise AbortedError("the request was aborted before it began")
             scope = wire_request.parse_cache_scope(params, tenant)
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope)
             async with generating(
-                self._engine, live.engine_id, prepared, options, self._tokenizer, self._metrics
+                self._engine, live.engine_id, prepared, options, self._tokenizer, self._metrics, leave
             ) as generation:
                 try:
                     yield live, generation

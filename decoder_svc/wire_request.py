@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from decoder_svc.prompt_spec import (
     CachedImage,
@@ -24,11 +24,11 @@ from decoder_svc.prompt_spec import (
     VideoSource,
 )
 from decoder_svc.request import CacheScope
-from decoder_svc.sampling_check import SamplingSpec
+from decoder_svc.sampling_check import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
 from lookonce.decoder.v1 import decoder_service_pb2
-from lookonce.errors import InvalidParameterError
+from lookonce.errors import ContextTooLongError, InvalidParameterError
 from lookonce.families.video import DEFAULT_FPS, MAX_FPS, MIN_FPS
 
 _ROLES = {
@@ -38,11 +38,19 @@ _ROLES = {
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2
+# Of messages and their parts together, of images, of frames and of stop strings: far above what a server allows, and
+# few enough to be looked at on an event loop (a few milliseconds). A message of 64 MiB holds millions.
+_MAX_ELEMENTS = 4096
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
 
-def parse_prompt(message: decoder_service_pb2.GenerateParams | decoder_service_pb2.TokenizeRequest) -> PromptSpec:
-    """The prompt of a request. Raises InvalidParameterError naming the field."""
+def parse_prompt(
+    message: decoder_service_pb2.GenerateParams | decoder_service_pb2.TokenizeRequest, max_context_tokens: int
+) -> PromptSpec:
+    """The prompt of a request.
+
+    Raises InvalidParameterError naming the field, and ContextTooLongError for more ids than the context has tokens.
+    """
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidParameterError("prompt", "is missing; set one of its kinds")
@@ -51,16 +59,29 @@ def parse_prompt(message: decoder_service_pb2.GenerateParams | decoder_service_p
     if kind == "text":
         return TextPrompt(message.text.text, _images("text.images", message.text.images))
     assert isinstance(message, decoder_service_pb2.GenerateParams), "only these have token prompts"
+    num_tokens = len(message.tokens.token_ids)
+    if num_tokens > max_context_tokens:
+        raise ContextTooLongError(f"the prompt has {num_tokens} tokens, the context {max_context_tokens}")
     return TokenPrompt(tuple(message.tokens.token_ids), _images("tokens.images", message.tokens.images))
 
 
 def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
     """A conversation. Raises InvalidParameterError naming the field."""
+    num_elements = len(chat.messages)
+    for message in chat.messages[:_MAX_ELEMENTS]:
+        num_elements += len(message.parts)
+        if num_elements > _MAX_ELEMENTS:
+            break
+    if num_elements > _MAX_ELEMENTS:
+        raise InvalidParameterError("chat.messages", f"must have at most {_MAX_ELEMENTS} messages and parts together")
     return ChatPrompt(tuple(_message(f"chat.messages[{i}]", message) for i, message in enumerate(chat.messages)))
 
 
 def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
-    """Sampling values as stated, in no way checked."""
+    """Sampling values as stated; only checked for being few enough to be looked at. Raises InvalidParameterError."""
+    _check_number("sampling.logit_bias", message.logit_bias, MAX_LOGIT_BIAS_ENTRIES)
+    _check_number("sampling.stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    _check_number("sampling.stop", message.stop)
     # Optional scalars are listed when they are set, be it to zero.
     stated = {field.name: value for field, value in message.ListFields()}
     return SamplingSpec(
@@ -112,7 +133,13 @@ def _part(field: str, part: decoder_service_pb2.ContentPart) -> TextPart | Image
     return ImagePart(_image(f"{field}.image", part.image))
 
 
+def _check_number(field: str, elements: Sized, limit: int = _MAX_ELEMENTS) -> None:
+    if len(elements) > limit:
+        raise InvalidParameterError(field, f"must be at most {limit}, got {len(elements)}")
+
+
 def _video(field: str, video: decoder_service_pb2.VideoSource) -> VideoSource:
+    _check_number(f"{field}.frames", video.frames)
     if len(video.frames) < _MIN_FRAMES:
         raise InvalidParameterError(f"{field}.frames", f"must be at least {_MIN_FRAMES}; a single one is an image")
     fps = video.fps if video.HasField("fps") else DEFAULT_FPS
@@ -139,6 +166,7 @@ def _frame(field: str, frame: common_pb2.ImageSource) -> VideoFrame:
 
 
 def _images(field: str, images: Sequence[common_pb2.ImageSource]) -> tuple[ImageSource, ...]:
+    _check_number(field, images)
     return tuple(_image(f"{field}[{i}]", image) for i, image in enumerate(images))
 
 

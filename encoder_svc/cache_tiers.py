@@ -56,8 +56,9 @@ class CacheTiers:
         self.store = store
         self._metrics = metrics
         self._admission = StoreAdmission()
-        # Whether rows of this process may be put back where they went away.
-        self.may_restore: Callable[[], bool] = lambda: True
+        # Token of the last word to forget images that this process heard; None while it might miss one, and then
+        # nothing is put back. Where nobody ever says such words (no function), everything may be.
+        self.heard: Callable[[], bytes | None] | None = None
         self._num_forgets = 0
         self._num_queries: Counter[str] = Counter()
         self._num_hits: Counter[str] = Counter()
@@ -93,9 +94,18 @@ class CacheTiers:
             return False
         if await self._in_thread(lambda: store.touch(key)):
             return True
-        if not self.may_restore() or not self.holds(key):
+        if not self.holds(key):
             return False
-        return await self._write(key, entry, overwrite=False)
+        num_forgets = self._num_forgets
+        heard = None if self.heard is None else self.heard()
+        if heard is None and self.heard is not None:
+            return False
+
+        def may_write() -> bool:
+            # The last moment: a subscription may be dead without saying so, and writes may have to wait for a thread.
+            return (heard is None or store.forget_token() == heard) and num_forgets == self._num_forgets
+
+        return await self._write(key, entry, may_write=may_write)
 
     async def lookup(self, keys: Sequence[ContentKey], *, touch: bool) -> list[EmbeddingMeta | None]:
         """The description of each key's rows, None where no tier holds them; `touch` prolongs the shared lives."""
@@ -160,8 +170,18 @@ class CacheTiers:
         """Waits for the operations in work; the store itself stays open."""
         self._threads.shutdown()
 
-    async def _write(self, key: ContentKey, entry: LocalEmbedding, *, overwrite: bool) -> bool:
-        """Never raises: rows that cannot be written can still be read from this process."""
+    async def _write(
+        self,
+        key: ContentKey,
+        entry: LocalEmbedding,
+        *,
+        overwrite: bool = False,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Never raises: rows that cannot be written can still be read from this process.
+
+        `may_write` is asked right before, where Redis may be talked to.
+        """
         store = self.store
         if store is None:
             return False
@@ -172,6 +192,8 @@ class CacheTiers:
         def write() -> tuple[WriteOutcome, float]:
             started_s = time.monotonic()
             try:
+                if not may_write():
+                    return WriteOutcome.FAILED, 0.0
                 outcome = store.try_write(key, entry.meta, entry.rows, overwrite=overwrite)
             except Exception:
                 _log.exception("writing to the shared cache failed")

@@ -30,12 +30,17 @@ from lookonce.errors import (
     ImageUndecodableError,
     InternalError,
     LookonceError,
+    UnavailableError,
 )
 from lookonce.image_header import ImageFormat, ImageHeader, ImageLimits
 
 _LENGTH = struct.Struct("<Q")
 _READY = b"r"
 _START_TIMEOUT_S = 30.0
+# Between closing its socket and being gone.
+_END_TIMEOUT_S = 1.0
+# What an image does to its process ends it by other signals; more memory than it may have is an error of Python's.
+_FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM})
 # Sizes, or an error's text.
 _MAX_HEADER_BYTES = 16 << 10
 _ERRORS = {error.__name__: error for error in (ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError)}
@@ -64,7 +69,8 @@ class DecodeWorker:
         """The first frame, upright, as RGB.
 
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError for an image that takes too long or too
-        much memory, and ImagePoisonousError for one under which the worker died.
+        much memory, ImagePoisonousError for one under which the worker died, and UnavailableError when it was ended
+        from outside, as by a kernel that is short of memory.
         """
         connection = self._connected()
         try:
@@ -75,7 +81,10 @@ class DecodeWorker:
                 f"decoding the image takes more than {self._timeout_s:g} s; save it in a simpler form"
             ) from None
         except (EOFError, OSError):
+            was_killed = self._exit_status() in _FROM_OUTSIDE
             self.close()
+            if was_killed:
+                raise UnavailableError("the process that decoded the image was ended from outside; try again") from None
             raise ImagePoisonousError("decoding the image killed its process; the file is not accepted") from None
 
     def close(self) -> None:
@@ -87,6 +96,14 @@ class DecodeWorker:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def _exit_status(self) -> int | None:
+        """Of a worker that has closed its end; None while it runs."""
+        assert self._process is not None, "there is one at the other end"
+        try:
+            return self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _connected(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:

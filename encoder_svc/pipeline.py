@@ -19,6 +19,7 @@ from encoder_svc.fleet_flight import FleetFlight
 from encoder_svc.forward_queue import CallerId, EncodedRows
 from encoder_svc.local_cache import LocalEmbedding
 from encoder_svc.metrics import EncoderMetrics
+from encoder_svc.prepared_room import PreparedRoom
 from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine
 from encoder_svc.single_flight import SingleFlight
@@ -98,10 +99,11 @@ class EncodePipeline:
         metrics: EncoderMetrics,
         *,
         max_queued_images: int,
+        room: PreparedRoom,
         quarantine: Quarantine,
         fleet: FleetFlight[EncodeOutcome] | None,
     ) -> None:
-        """`max_queued_images` bounds the images between a miss and the end of their forward pass.
+        """`max_queued_images` bounds the images between a miss and the end of their forward pass, `room` their pixels.
 
         `quarantine` holds the keys of images on which the model fails; a key says options and tenant, too.
         `fleet` None: there is no shared cache over which replicas could agree.
@@ -114,6 +116,7 @@ class EncodePipeline:
         self.metrics = metrics
         self._max_queued_images = max_queued_images
         self._num_queued = 0
+        self._room = room
         self._flights: SingleFlight[EncodeOutcome] = SingleFlight()
         self._order: CallerOrder[CallerId] = CallerOrder()
         self._quarantine = quarantine
@@ -266,12 +269,16 @@ class EncodePipeline:
         self._admit()
         admitted_s = time.monotonic()
         try:
-            with self._batcher.expecting():
-                inputs, header = await self._preprocessor.prepare(data, key.digest, options)
-                await turn.wait()
-                submitted = self._batcher.submit(inputs, turn.caller, turn.number)
-                turn.pass_on()
-            encoded = await self._judged(key, submitted)
+            async with self._room.entered() as place:
+                with self._batcher.expecting():
+                    inputs, header = await self._preprocessor.prepare(data, key.digest, options)
+                    place.holds(inputs.size_bytes)
+                    await turn.wait()
+                    submitted = self._batcher.submit(inputs, turn.caller, turn.number)
+                    turn.pass_on()
+                # The queue's alone now, which lets go of the pixels when their pass ends.
+                del inputs
+                encoded = await self._judged(key, submitted)
             self.metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
         finally:
             self._num_queued -= 1

@@ -18,6 +18,7 @@ from encoder_svc.fleet_flight import FleetFlight
 from encoder_svc.local_cache import LocalCache
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.pipeline import EncodeOutcome, EncodePipeline
+from encoder_svc.prepared_room import PreparedRoom
 from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine, Stage
 from encoder_svc.row_format import stored_forward
@@ -73,6 +74,7 @@ async def open_pipeline(
             limits,
             metrics,
             max_queued_images=settings.max_queued_images,
+            room=PreparedRoom(settings.max_prepared_bytes, settings.preprocess_workers),
             quarantine=Quarantine(Stage.FORWARD, settings.quarantine_s, metrics),
             fleet=fleet,
         )
@@ -96,7 +98,7 @@ async def open_control(settings: EncoderSettings, pipeline: EncodePipeline) -> A
         if settings.redis_url is not None:
             url = settings.redis_url.get_secret_value()
             listener = ForgetListener(url, settings.redis_budget_s, control.forget)
-            pipeline.tiers.may_restore = lambda: listener.is_listening
+            pipeline.tiers.heard = lambda: listener.heard
             listener.start()
             stack.push_async_callback(listener.close)
         yield control

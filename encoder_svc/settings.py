@@ -36,6 +36,12 @@ class EncoderSettings(ServiceSettings):
         "its oldest image was ready. 0: it begins as soon as the model is free.",
     )
     max_queued_images: int = Field(256, ge=1, description="Images waiting for preprocessing or a forward pass.")
+    max_prepared_bytes: int = Field(
+        1024 * MIB,
+        ge=1,
+        description="Pixel bytes that wait for a forward pass; beyond them images wait as files. It may be passed by "
+        "as many images as there are preprocess_workers.",
+    )
     preprocess_workers: int = Field(
         2, ge=1, description="Threads that preprocess images, each with a process that decodes them."
     )

@@ -179,7 +179,7 @@ class AsyncClient:
 
     async def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
-        ahead = prepared.supply(error, (await self._model_info(deadline)).max_message_bytes // 2)
+        ahead = prepared.supply(error, await self._model_info(deadline))
         if ahead:
             await self.encode(ahead, timeout_s=deadline.remaining_s())
 

@@ -62,6 +62,8 @@ class CallerOrder(Generic[CallerT]):
             yield turn
         finally:
             turn.pass_on()
+            # Else a caller with always one more image on its way would keep all that it ever had.
+            turn._earlier = ()
             line.remove(turn)
             if not line:
                 del self._turns[caller]

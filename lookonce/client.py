@@ -176,7 +176,7 @@ class Client:
 
     def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
-        ahead = prepared.supply(error, self._model_info(deadline).max_message_bytes // 2)
+        ahead = prepared.supply(error, self._model_info(deadline))
         if ahead:
             self.encode(ahead, timeout_s=deadline.remaining_s())
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lookonce import embedding_codec, tracing
-from lookonce.cache_names import data_key, metadata_key
+from lookonce.cache_names import FORGET_TOKEN, data_key, metadata_key
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.content_key import ContentKey
 from lookonce.embedding_codec import MAX_ENTRY_BYTES, NONCE_BYTES, EmbeddingCodec, PackedEntry
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.entry_reader import EntryReader
+from lookonce.forgotten import TOKEN_BYTES
 from lookonce.miss_reason import (
     UNREACHABLE_REASONS,
     CacheMissError,
@@ -196,6 +197,23 @@ class EmbeddingStore:
 
         return self._succeeds(StoreOperation.DELETE, unlink, data_key(key))
 
+    def forget_token(self) -> bytes | None:
+        """Of the last word to forget images (forget_channel.py), empty where there was none; None for any trouble."""
+        token = memoryview(bytearray(TOKEN_BYTES))
+
+        def get(exchange: Exchange) -> bytes:
+            exchange.send(b"GETRANGE", FORGET_TOKEN, 0, TOKEN_BYTES - 1)
+            return bytes(token[: exchange.read_bulk_into(token)])
+
+        with tracing.redis_span(StoreOperation.FORGETS.value):
+            try:
+                found = self.ask(get, FORGET_TOKEN)
+            except CacheMissError as miss:
+                self._count(StoreOperation.FORGETS, miss.reason.value)
+                return None
+            self._count(StoreOperation.FORGETS, "ok")
+            return found
+
     def ping(self) -> bool:
         """Whether Redis answers. While the breaker is open this is False without asking."""
 
@@ -314,11 +332,16 @@ class EmbeddingStore:
         self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry, *, overwrite: bool
     ) -> str:
         """What the counters call the outcome."""
-        is_pinned = overwrite and self._remove_for_overwrite(exchange, key)
-        exchange.send(b"EXISTS", data_key(key))
-        if exchange.read_integer() and _holds_bytes(exchange, data_key(key)):
-            # SET NX alone would send all rows only to learn that they are not wanted.
-            return "exists"
+        is_pinned = False
+        if overwrite:
+            # What is there stays until the new entry replaces it, by one command that may be sent again.
+            exchange.send(b"PTTL", data_key(key))
+            is_pinned = exchange.read_integer() == _NO_END
+        else:
+            exchange.send(b"EXISTS", data_key(key))
+            if exchange.read_integer() and _holds_bytes(exchange, data_key(key)):
+                # SET NX alone would send all rows only to learn that they are not wanted.
+                return "exists"
         max_memory_bytes = self._link.max_memory_bytes(exchange)
         limit_bytes = self._max_entry_bytes
         if max_memory_bytes is not None:
@@ -328,18 +351,11 @@ class EmbeddingStore:
         metadata = self._codec.pack_metadata(key.value, meta)
         life = () if is_pinned else (b"PX", self._ttl_ms)
         metadata_life = () if is_pinned else (b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
-        exchange.send(b"SET", data_key(key), (entry.header, *entry.blocks), b"NX", *life)
+        first_only = () if overwrite else (b"NX",)
+        exchange.send(b"SET", data_key(key), (entry.header, *entry.blocks), *first_only, *life)
         exchange.send(b"SET", metadata_key(key), metadata, *metadata_life)
         was_first, _ = exchange.read_status(), exchange.read_status()
         return "ok" if was_first else "exists"
-
-    @staticmethod
-    def _remove_for_overwrite(exchange: Exchange, key: ContentKey) -> bool:
-        """Makes room for another write of the entry. Returns whether it was pinned."""
-        exchange.send(b"PTTL", data_key(key))
-        exchange.send(b"UNLINK", data_key(key), metadata_key(key))
-        life_ms, _ = exchange.read_integer(), exchange.read_integer()
-        return life_ms == _NO_END
 
     def _reader(self, exchange: Exchange, key: ContentKey) -> EntryReader:
         return EntryReader(exchange, self._codec, data_key(key), key.value)

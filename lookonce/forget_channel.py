@@ -41,6 +41,11 @@ class ForgetListener:
         """Whether every message of now would be heard."""
         return self._is_listening.is_set()
 
+    @property
+    def heard(self) -> bytes | None:
+        """Token of the last message, empty where there never was one; None while messages might be missed."""
+        return self._token if self.is_listening else None
+
     def start(self) -> None:
         """Begins to listen; call it on the event loop."""
         self._subscriber.start(self._listen, self._is_listening.clear, FORGET_TOKEN)

@@ -14,7 +14,7 @@ from lookonce.content_key import ContentKey
 
 _EVERYTHING = b"*"
 _KEY_BYTES = 32
-_TOKEN_BYTES = 32
+TOKEN_BYTES = 32
 # A message of more keys than an operator may name in a call is not one of ours, and is not looked into.
 _MAX_KEYS = 256
 
@@ -47,7 +47,7 @@ EVERYTHING = Forgotten(None)
 
 def new_token() -> bytes:
     """Names a message."""
-    return secrets.token_hex(_TOKEN_BYTES // 2).encode()
+    return secrets.token_hex(TOKEN_BYTES // 2).encode()
 
 
 def to_message(token: bytes, forgotten: Forgotten) -> bytes:
@@ -57,7 +57,7 @@ def to_message(token: bytes, forgotten: Forgotten) -> bytes:
 
 def parse_message(message: bytes) -> tuple[bytes, Forgotten]:
     """(token, images); what says nothing sensible means everything, which costs time only."""
-    token, keys = message[:_TOKEN_BYTES], message[_TOKEN_BYTES:]
+    token, keys = message[:TOKEN_BYTES], message[TOKEN_BYTES:]
     if not keys or len(keys) % _KEY_BYTES or len(keys) > _MAX_KEYS * _KEY_BYTES:
         return token, EVERYTHING
     return token, Forgotten(frozenset(keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)))

@@ -19,7 +19,7 @@ from PIL import ExifTags
 
 from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidParameterError
 from lookonce.image_file import ImageFile, files_of
-from lookonce.image_metadata import check_metadata
+from lookonce.image_metadata import check_exif, check_metadata
 
 # Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
 PIL.Image.MAX_IMAGE_PIXELS = None
@@ -138,6 +138,8 @@ def _header(image: PIL.Image.Image) -> ImageHeader:
 
 def _orientation(image: PIL.Image.Image) -> int:
     """1..8. Raises ImageUndecodableError for a broken EXIF block: guessing would turn the picture."""
+    # Written as hexadecimal text by some tools, in PNG maybe compressed.
+    check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
     try:
         if "exif" in image.info:
             # Pillow swallows the fault when it opens a JPEG, and never reports it again.

@@ -8,36 +8,55 @@ file. What is in them, and whether the structure is sound, is its business.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from lookonce.errors import ImageDecodeLimitError
 
 # A photo has a few dozen blocks of some hundred kilobytes; with depth maps inside some megabytes.
 _MAX_BLOCKS = 10_000
 _MAX_BYTES = 8 << 20
+# Of EXIF, whose every number becomes objects: 8 MB of one tag of fractions take 240 MB and seconds. A camera writes one
+# JPEG segment, 64 KiB at most.
+MAX_EXIF_BYTES = 128 << 10
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXELS = frozenset({b"IDAT", b"fdAT"})
-_JPEG_FILL, _JPEG_START_OF_SCAN = 0xFF, 0xDA
+_JPEG_FILL, _JPEG_START_OF_SCAN, _JPEG_APP1 = 0xFF, 0xDA, 0xE1
 # Markers without a length: RST0 … EOI, and those that Pillow passes over.
 _JPEG_LONE = frozenset({0x00, *range(0x01, 0xC0), 0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)})
 _WEBP_PIXELS = frozenset({b"VP8 ", b"VP8L", b"ALPH", b"ANMF"})
 _GIF_EXTENSION, _GIF_PIXELS, _GIF_END = 0x21, 0x2C, 0x3B
 
 
+class _Block(NamedTuple):
+    num_bytes: int
+    is_exif: bool = False
+
+
 def check_metadata(data: bytes) -> None:
     """Raises ImageDecodeLimitError for a file with too much beside its pixels, and passes everything else."""
-    num_bytes = 0
-    for number, size in enumerate(_block_sizes(data), 1):
-        num_bytes += size
+    num_bytes = num_exif_bytes = 0
+    for number, block in enumerate(_blocks(data), 1):
+        num_bytes += block.num_bytes
+        num_exif_bytes += block.num_bytes if block.is_exif else 0
         if number > _MAX_BLOCKS or num_bytes > _MAX_BYTES:
             raise ImageDecodeLimitError(
                 f"the image file holds more than {_MAX_BLOCKS} blocks or {_MAX_BYTES} bytes of metadata; "
                 "save it without them"
             )
+    check_exif(num_exif_bytes)
 
 
-def _block_sizes(data: bytes) -> Iterator[int]:
-    """Bytes of each block, at most what the file has left."""
+def check_exif(num_bytes: int) -> None:
+    """Raises ImageDecodeLimitError for so many bytes of EXIF that nobody should look into them."""
+    if num_bytes > MAX_EXIF_BYTES:
+        raise ImageDecodeLimitError(
+            f"the image file holds more than {MAX_EXIF_BYTES} bytes of EXIF; save it without them"
+        )
+
+
+def _blocks(data: bytes) -> Iterator[_Block]:
+    """With the bytes of each, at most what the file has left."""
     if data.startswith(_PNG_SIGNATURE):
         return _png_blocks(data)
     if data.startswith(b"\xff\xd8"):
@@ -49,57 +68,59 @@ def _block_sizes(data: bytes) -> Iterator[int]:
     return iter(())
 
 
-def _png_blocks(data: bytes) -> Iterator[int]:
+def _png_blocks(data: bytes) -> Iterator[_Block]:
     """Up to the pixels: what follows is read by the decoding process only."""
     position = len(_PNG_SIGNATURE)
     while position < len(data) and data[position + 4 : position + 8] not in _PNG_PIXELS:
         size = int.from_bytes(data[position : position + 4], "big")
-        yield min(size, len(data) - position)
+        yield _Block(min(size, len(data) - position), data[position + 4 : position + 8] == b"eXIf")
         # Length, name and checksum.
         position += 12 + size
 
 
-def _jpeg_blocks(data: bytes) -> Iterator[int]:
+def _jpeg_blocks(data: bytes) -> Iterator[_Block]:
     """Up to the first scan. Each byte that belongs to no segment counts as a block: Pillow reads them one by one."""
     position = 2
     while position + 1 < len(data):
         is_marker, marker = data[position] == _JPEG_FILL, data[position + 1]
         if not is_marker or marker == _JPEG_FILL:
-            yield 1
+            yield _Block(1)
             position += 1
         elif marker == _JPEG_START_OF_SCAN:
             return
         elif marker in _JPEG_LONE:
-            yield 2
+            yield _Block(2)
             position += 2
         else:
             size = max(2, int.from_bytes(data[position + 2 : position + 4], "big"))
-            yield min(size, len(data) - position)
+            is_exif = marker == _JPEG_APP1 and data[position + 4 : position + 8] == b"Exif"
+            yield _Block(min(size, len(data) - position), is_exif)
             position += 2 + size
 
 
-def _gif_blocks(data: bytes) -> Iterator[int]:
+def _gif_blocks(data: bytes) -> Iterator[_Block]:
     """Up to the first frame, each sub-block of an extension for itself."""
     palette_bits = (data[10] & 7) + 1 if len(data) > 10 and data[10] & 0x80 else 0
     position = 13 + (3 << palette_bits if palette_bits else 0)
     while position < len(data) and data[position] not in (_GIF_PIXELS, _GIF_END):
-        yield 1
+        yield _Block(1)
         is_extension = data[position] == _GIF_EXTENSION
         position += 1
         if is_extension:
             position += 1
             while position < len(data) and data[position]:
-                yield data[position]
+                yield _Block(data[position])
                 position += 1 + data[position]
             position += 1
 
 
-def _webp_blocks(data: bytes) -> Iterator[int]:
+def _webp_blocks(data: bytes) -> Iterator[_Block]:
     """Of the whole file: metadata come last, and all frames are listed at the beginning."""
     position = 12
     while position < len(data):
         size = int.from_bytes(data[position + 4 : position + 8], "little")
-        is_pixels = data[position : position + 4] in _WEBP_PIXELS
-        yield 0 if is_pixels else min(size, len(data) - position)
+        name = data[position : position + 4]
+        num_bytes = 0 if name in _WEBP_PIXELS else min(size, len(data) - position)
+        yield _Block(num_bytes, is_exif=name == b"EXIF")
         # Name, length, and a byte of padding behind an odd number.
         position += 8 + size + size % 2

@@ -80,19 +80,22 @@ class PreparedPrompt:
                 index += 1
         return params
 
-    def supply(self, error: EmbeddingNotCachedError, limit_bytes: int) -> list[ImageRef]:
+    def supply(self, error: EmbeddingNotCachedError, info: decoder_pb2.GetModelInfoResponse) -> list[ImageRef]:
         """Lets what the server asked for travel as bytes from now on, and answers which images must go ahead instead.
 
-        Those are all images asked for when together they have more than `limit_bytes`; videos always travel in their
-        message. Raises `error` when bytes are not at hand.
+        Those are all images asked for when together they have more than half of a message's bytes; videos always travel
+        in their message. Raises `error` when bytes are not at hand.
         """
         asked = self._asked_for(error)
-        if sum(_num_bytes(self._visuals[index]) for index in asked) <= limit_bytes:
+        if sum(_num_bytes(self._visuals[index]) for index in asked) <= info.max_message_bytes // 2:
             self._inline |= asked
             return []
         self._inline |= {index for index in asked if isinstance(self._visuals[index], Video)}
         visuals = [self._visuals[index] for index in sorted(asked)]
-        return [visual for visual in visuals if isinstance(visual, ImageRef)]
+        images = [visual for visual in visuals if isinstance(visual, ImageRef)]
+        if info.rows_depend_on_image_count and sum(isinstance(visual, ImageRef) for visual in self._visuals) > 1:
+            return [replace(image, beside_others=True) for image in images]
+        return images
 
     def _asked_for(self, error: EmbeddingNotCachedError) -> set[int]:
         """Which images and videos the server lacks."""

@@ -18,6 +18,7 @@ class StoreOperation(enum.Enum):
     DELETE = "delete"
     PING = "ping"
     LEASE = "lease"
+    FORGETS = "forgets"
 
 
 class StoreStats:

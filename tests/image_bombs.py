@@ -102,6 +102,29 @@ def exif_of(num_entries: int, size: int = 1, offset: int = 8) -> bytes:
     return b"II*\0\x08\0\0\0" + struct.pack("<H", num_entries) + b"".join(entries) + bytes(4)
 
 
+def exif_of_fractions(num_fractions: int) -> bytes:
+    """An orientation of so many fractions, 8 bytes each."""
+    data_offset = 8 + 2 + 12 + 4
+    entry = struct.pack("<HHII", 0x0112, 5, num_fractions, data_offset)
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", 1) + entry + bytes(4) + struct.pack("<II", 1, 3) * num_fractions
+
+
+def jpeg_with_exif(exif: bytes) -> bytes:
+    """In as many segments as it takes, which Pillow puts together."""
+    good = image_files.encoded(image_files.noise(1, 90, 40), "JPEG")
+    pieces = (exif[start : start + 65_000] for start in range(0, len(exif), 65_000))
+    segments = (b"\xff\xe1" + struct.pack(">H", 8 + len(piece)) + b"Exif\0\0" + piece for piece in pieces)
+    return good[:2] + b"".join(segments) + good[2:]
+
+
+def webp_with_exif(exif: bytes) -> bytes:
+    """As a chunk behind the pixels."""
+    good = image_files.encoded(image_files.noise(1, 90, 40), "WEBP", exif=exif_of(1))
+    start = good.index(b"EXIF")
+    body = good[12:start] + b"EXIF" + struct.pack("<I", len(exif)) + exif + bytes(len(exif) % 2)
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WEBP" + body
+
+
 def exif_of_noise(seed: int, num_bytes: int = 4000) -> bytes:
     """A right beginning with anything behind it."""
     return b"II*\0\x08\0\0\0" + random.Random(seed).randbytes(num_bytes)

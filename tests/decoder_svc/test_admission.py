@@ -51,6 +51,20 @@ def test_while_there_are_places_nobody_is_refused(service: Service) -> None:
     assert service.admission.expected_s(0, None) > 0, "each of them has a place"
 
 
+def test_who_is_done_leaves_its_place_before_its_answer_has_been_read(service: Service) -> None:
+    with contextlib.ExitStack() as readers:
+        leaves = [readers.enter_context(service.admission.entered(0, None, None)) for _ in range(NUM_PLACES + 3)]
+        assert service.admission.expected_s(0, None) > 0
+        for leave in leaves:
+            leave()
+            leave()
+        assert service.admission.expected_s(0, None) == 0
+    service.enter(NUM_PLACES - 1)
+    assert service.admission.expected_s(0, None) == 0, "nobody left twice"
+    service.enter()
+    assert service.admission.expected_s(0, None) > 0
+
+
 def test_a_request_that_would_end_too_late_is_refused_with_advice(service: Service) -> None:
     service.enter(NUM_PLACES + 3)
     # Four are ahead of it for four places: 2 s until it runs, 2 s until it is done.

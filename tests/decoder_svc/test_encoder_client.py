@@ -455,6 +455,26 @@ async def test_concurrent_callers_ask_for_info_once() -> None:
         assert servicer.num_calls <= 2
 
 
+async def test_who_asks_together_of_a_silent_encoder_hears_of_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Scripted):
+        num_calls = 0
+
+        async def GetEncoderInfo(self, request: Any, context: Any) -> pb.GetEncoderInfoResponse:
+            self.num_calls += 1
+            await asyncio.sleep(3600)
+            return self.info()
+
+    monkeypatch.setattr("decoder_svc.encoder_client._INFO_TIMEOUT_S", 0.3)
+    servicer = Silent()
+    async with scripted_encoder(servicer) as target, client(target) as encoder:
+        found = await asyncio.gather(*(encoder.info() for _ in range(50)), return_exceptions=True)
+        assert {type(error) for error in found} == {errors.UnavailableError}
+        assert servicer.num_calls == 1
+        with pytest.raises(errors.UnavailableError):
+            await encoder.info()
+        assert servicer.num_calls == 2
+
+
 async def test_the_buffer_must_fit_the_rows() -> None:
     async with client("127.0.0.1:1") as encoder:
         for start, stop, size in [(0, 3, 256), (2, 2, 0), (3, 2, 256)]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from decoder_svc import engine_interface
 from decoder_svc.engine_interface import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.generated_text import TextIncrement
 from decoder_svc.generation import GenerationOptions, generating
@@ -25,6 +26,24 @@ from tests.otlp_collector import Traces, traced_process
 
 REQUEST = RequestId("r")
 DEFAULTS = SamplingSpec()
+
+
+class ScriptedStream:
+    """Gives each output when it is asked for; the engine's end is the last one's, unless a test says earlier."""
+
+    ended_s: float | None = None
+
+    def __init__(self, outputs: Sequence[RequestOutput | Exception]) -> None:
+        self._outputs = outputs
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        for output in self._outputs:
+            if isinstance(output, Exception):
+                raise output
+            yield output
+
+    def when_ended(self, action: Callable[[], None]) -> None:
+        """Nobody asks."""
 
 
 class ScriptedEngine:
@@ -46,17 +65,12 @@ class ScriptedEngine:
         priority: int,
         deadline_s: float | None,
         cache_scope: CacheScope,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> engine_interface.OutputStream:
         self.deadlines_s.append(deadline_s)
         if not self.outputs:
             raise OverloadedError("full")
-        return self._play()
-
-    async def _play(self) -> AsyncIterator[RequestOutput]:
-        for output in self.outputs:
-            if isinstance(output, Exception):
-                raise output
-            yield output
+        self.stream = ScriptedStream(self.outputs)
+        return self.stream
 
     def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
         self.aborted.append((request_id, reason))
@@ -120,6 +134,57 @@ async def test_admission_comes_first_and_carries_prompt_side_usage(
         assert [increment.finish_reason for increment in increments] == [FinishReason.LENGTH]
         assert generation.usage.completion_tokens == 1
     assert engine.aborted == [(REQUEST, FinishReason.LENGTH)]
+
+
+async def test_who_is_ended_while_waiting_has_an_answer_all_the_same(
+    llava_text: LoadedText, registry: CollectorRegistry
+) -> None:
+    engine = ScriptedEngine([output(reason=FinishReason.ABORT)])
+    increments, usage = await run(engine, llava_text, registry)
+    assert [(one.text, one.token_ids, one.finish_reason) for one in increments] == [("", (), FinishReason.ABORT)]
+    assert usage.completion_tokens == 0
+
+
+async def test_many_tokens_at_once_are_taken_in_parts_and_the_loop_goes_on_between(
+    llava_text: LoadedText, registry: CollectorRegistry
+) -> None:
+    ids = (ids_of(llava_text, "one. two three") * 200)[:700]
+    whole = RequestOutput(
+        tuple(ids), (), FinishReason.LENGTH, RequestUsage(), tuple(index % 2 == 1 for index in range(700))
+    )
+    engine = ScriptedEngine([output(), whole])
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    increments, usage = await run(engine, llava_text, registry)
+    counting.cancel()
+    assert num_turns >= 700 // 64
+    assert max(len(one.token_ids) for one in increments) <= 64
+    assert [token_id for one in increments for token_id in one.token_ids] == ids
+    assert [one.finish_reason for one in increments[:-1]] == [None] * (len(increments) - 1)
+    assert increments[-1].finish_reason is FinishReason.LENGTH
+    assert (usage.completion_tokens, usage.accepted_draft_tokens) == (700, 350)
+    alone, _ = await run(ScriptedEngine([output(), *(output(one) for one in ids), output(reason=FinishReason.LENGTH)]),
+                         llava_text, CollectorRegistry())  # fmt: skip
+    assert "".join(one.text for one in increments) == "".join(one.text for one in alone)
+
+
+async def test_who_reads_late_was_not_served_long(llava_text: LoadedText, registry: CollectorRegistry) -> None:
+    engine = ScriptedEngine([output(), output(5, reason=FinishReason.LENGTH)])
+    metrics = DecoderMetrics(registry)
+    request = options(age_s=600.0)
+    async with generating(engine, REQUEST, prepared(llava_text), request, llava_text.tokenizer, metrics) as generation:
+        await generation.admission()
+        # The engine was done two seconds after the request had come; its caller came back ten minutes later.
+        engine.stream.ended_s = request.arrival_s + 2.0
+        assert [one.finish_reason async for one in generation.increments()] == [FinishReason.LENGTH]
+        assert generation.served_s == pytest.approx(2.0)
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine_and_counts_no_token_after_it(

@@ -76,7 +76,7 @@ PREFIX = [
     Prefix(18, "another adapter", Ask(16), 0, 4, (Ask(16, scope=LORA),)),
     Prefix(19, "the same adapter", Ask(16, scope=LORA), 15, 0, (Ask(16, scope=LORA),)),
     Prefix(20, "a request that does not look", Ask(16, scope=CacheScope(bypass=True)), 0, 4, (Ask(16),)),
-    Prefix(21, "what did not look is found by others", Ask(16), 15, 0, (Ask(16, scope=CacheScope(bypass=True)),)),
+    Prefix(21, "what did not look is not found either", Ask(16), 0, 4, (Ask(16, scope=CacheScope(bypass=True)),)),
     Prefix(22, "the same image", Ask(12, images=(image("x", 2, 8),)), 11, 0, (Ask(12, images=(image("x", 2, 8),)),)),
     Prefix(23, "another image from block 0 on", Ask(12, images=(image("y", 2, 8),)), 0, 3,
            (Ask(12, images=(image("x", 2, 8),)),)),

@@ -319,6 +319,69 @@ async def test_an_id_is_taken_while_its_request_lives_and_free_afterwards(decode
     assert (await generate(decoder, again)).request_id == "mine"
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_abort_of_a_request_that_waits_is_its_answer(folder: pathlib.Path, is_streamed: bool) -> None:
+    async with running_decoder(folder, max_num_seqs=1) as decoder:
+        first = decoder.stub.GenerateStream(endless("first"), timeout=60)
+        await begun(first)
+        waiting = endless("second")
+        answer: asyncio.Task[Any] = asyncio.create_task(
+            rest(decoder.stub.GenerateStream(waiting, timeout=60)) if is_streamed else generate(decoder, waiting.params)
+        )
+        async with asyncio.timeout(30):
+            while not (await decoder.stub.GetLoad(pb.GetLoadRequest())).waiting_requests:
+                await asyncio.sleep(0.01)
+        await decoder.stub.AbortRequest(pb.AbortRequestRequest(request_id="second"))
+        found = await answer
+        if is_streamed:
+            assert [event.WhichOneof("event") for event in found] == ["started", "finished"]
+            assert found[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
+        else:
+            assert found.choices[0].finish_reason == pb.FINISH_REASON_ABORT
+            assert not found.choices[0].token_ids
+        await decoder.stub.AbortRequest(pb.AbortRequestRequest(request_id="first"))
+        assert (await rest(first))[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
+
+
+MANY: dict[str, tuple[pb.GenerateParams, type[errors.LookonceError], str]] = {
+    "parts": (pb.GenerateParams(chat=chat(*[""] * 5000)), errors.InvalidParameterError, "chat.messages"),
+    "messages": (
+        pb.GenerateParams(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role=pb.ROLE_USER)] * 5000)),
+        errors.InvalidParameterError,
+        "chat.messages",
+    ),
+    "ids": (pb.GenerateParams(tokens=pb.TokenPrompt(token_ids=[5] * 2001)), errors.ContextTooLongError, ""),
+    "images": (
+        pb.GenerateParams(text=pb.TextPrompt(text="a", images=[reference(bytes(32))] * 5000)),
+        errors.InvalidParameterError,
+        "text.images",
+    ),
+    "stop strings": (params("what", stop=["a"] * 5000), errors.InvalidParameterError, "sampling.stop"),
+    "stop ids": (params("what", stop_token_ids=[1] * 2000), errors.InvalidParameterError, "sampling.stop_token_ids"),
+    "biases": (
+        params("what", logit_bias=dict.fromkeys(range(2000), 1.0)),
+        errors.InvalidParameterError,
+        "sampling.logit_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MANY))
+async def test_more_elements_than_anybody_needs_are_refused_before_they_are_looked_at(
+    decoder: RunningDecoder, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, kind, field = MANY[name]
+
+    def looked_at(*_: Any) -> Any:
+        raise AssertionError("nobody looks at single elements")
+
+    monkeypatch.setattr("decoder_svc.wire_request._part", looked_at)
+    monkeypatch.setattr("decoder_svc.wire_request._image", looked_at)
+    error = await failure(generate(decoder, request))
+    assert type(error) is kind
+    assert getattr(error, "field", "") == field
+
+
 @pytest.mark.parametrize("extreme", [{"temperature": 1e-40}, {"temperature": 1.0, "repetition_penalty": 1e-40}])
 async def test_extreme_sampling_values_are_answered_and_fail_nobody(
     decoder: RunningDecoder, extreme: dict[str, float]

@@ -29,6 +29,8 @@ from lookonce.errors import (
     ImageTooLargeError,
     ImageUndecodableError,
     InternalError,
+    LookonceError,
+    UnavailableError,
 )
 from lookonce.image_header import ImageHeader, ImageLimits
 from tests import image_files
@@ -101,7 +103,19 @@ def test_an_image_that_takes_too_long_is_given_up_and_its_process_killed() -> No
     worker.close()
 
 
-def test_an_image_under_which_the_process_dies_is_poisonous_and_the_next_one_is_right(worker: DecodeWorker) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGSEGV, ImagePoisonousError),
+        (signal.SIGABRT, ImagePoisonousError),
+        # By a kernel that is short of memory, or somebody who ends processes: the image is not to blame.
+        (signal.SIGKILL, UnavailableError),
+        (signal.SIGTERM, UnavailableError),
+    ],
+)
+def test_what_ends_the_process_decides_whose_fault_it_was_and_the_next_image_is_right(
+    worker: DecodeWorker, number: signal.Signals, error: type[LookonceError]
+) -> None:
     check(worker, GOOD)
     pid = worker.pid
     assert pid is not None
@@ -110,11 +124,11 @@ def test_an_image_under_which_the_process_dies_is_poisonous_and_the_next_one_is_
     def kill_while_it_decodes() -> None:
         while sum(psutil.Process(pid).cpu_times()[:2]) < busy_s + 0.05:
             time.sleep(0.005)
-        os.kill(pid, signal.SIGSEGV)
+        os.kill(pid, number)
 
     killer = threading.Thread(target=kill_while_it_decodes)
     killer.start()
-    with pytest.raises(ImagePoisonousError):
+    with pytest.raises(error):
         worker.decode(SLOW)
     killer.join()
     check(worker, GOOD)

@@ -59,6 +59,18 @@ BOMBS: dict[str, Bomb] = {
         lambda: image_bombs.png_with_exif(image_bombs.exif_of(10) + bytes(9 << 20)),
         ImageDecodeLimitError,
     ),
+    "EXIF of a million fractions": (
+        lambda: image_bombs.png_with_exif(image_bombs.exif_of_fractions(1_000_000)),
+        ImageDecodeLimitError,
+    ),
+    "the same in a WebP": (
+        lambda: image_bombs.webp_with_exif(image_bombs.exif_of_fractions(1_000_000)),
+        ImageDecodeLimitError,
+    ),
+    "the same in a JPEG": (
+        lambda: image_bombs.jpeg_with_exif(image_bombs.exif_of_fractions(1_000_000)),
+        ImageDecodeLimitError,
+    ),
     "PNG blocks": (lambda: image_bombs.png_of_blocks(8 << 20), ImageDecodeLimitError),
     "JPEG blocks": (lambda: image_bombs.jpeg_of_blocks(4 << 20), ImageDecodeLimitError),
     "JPEG fill bytes": (lambda: image_bombs.jpeg_of_fill_bytes(8 << 20), ImageDecodeLimitError),

@@ -23,6 +23,7 @@ from encoder_svc.image_inputs import PixelInputs
 from encoder_svc.local_cache import LocalCache
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput, Origin
+from encoder_svc.prepared_room import PreparedRoom
 from encoder_svc.preprocess import Preprocessor
 from encoder_svc.quarantine import Quarantine, Stage
 from encoder_svc.vision_model import VisionModel, row_bytes
@@ -85,7 +86,12 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
 
     @asynccontextmanager
     async def open_one(
-        redis_url: str | None = None, *, local_bytes: int = 1 << 20, max_queued: int = 100, name: str = "llava_clip"
+        redis_url: str | None = None,
+        *,
+        local_bytes: int = 1 << 20,
+        max_queued: int = 100,
+        max_prepared_bytes: int = 1 << 30,
+        name: str = "llava_clip",
     ) -> AsyncIterator[Harness]:
         model = vision_model(name)
         metrics = EncoderMetrics(CollectorRegistry())
@@ -107,6 +113,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
             metrics,
             fleet=None,
             max_queued_images=max_queued,
+            room=PreparedRoom(max_prepared_bytes, 2),
             quarantine=Quarantine(Stage.FORWARD, 60.0, metrics),
         )
         yield Harness(pipeline, store, gate, passes)

@@ -27,8 +27,10 @@ class Knowledge:
     """What both servers share: what is cached, and what arrived."""
 
     def __init__(self) -> None:
-        # (digest, max_pixels or 0).
-        self.cached: set[tuple[bytes, int]] = set()
+        # (digest, max_pixels or 0, beside others).
+        self.cached: set[tuple[bytes, int, bool]] = set()
+        # Whether an image has other rows in a prompt that shows several.
+        self.tells_apart = False
         # Sizes of the images that came as bytes, in order.
         self.uploads: list[int] = []
         # (method, request id, seconds of deadline) of each call.
@@ -42,14 +44,16 @@ class Knowledge:
     def count(self, method: str) -> int:
         return sum(name == method for name, _, _ in self.calls)
 
-    def resolve(self, images: list[common_pb2.ImageSource]) -> list[bytes]:
+    def resolve(self, images: list[common_pb2.ImageSource], *, are_beside_others: bool = False) -> list[bytes]:
         """Digests of the images. Raises EmbeddingNotCachedError for the unknown ones."""
-        keys = [(self._digest(image), image.max_pixels) for image in images]
+        if not self.tells_apart and any(image.beside_others for image in images):
+            raise InvalidParameterError("beside_others", "makes no difference here")
+        keys = [(self._digest(image), image.max_pixels, image.beside_others or are_beside_others) for image in images]
         self.cached.update(key for key, image in zip(keys, images, strict=True) if image.HasField("data"))
         missing = [index for index, key in enumerate(keys) if key not in self.cached]
         if missing:
             raise EmbeddingNotCachedError("not cached", indexes=missing)
-        return [digest for digest, _ in keys]
+        return [digest for digest, _, _ in keys]
 
     def _digest(self, image: common_pb2.ImageSource) -> bytes:
         if not image.HasField("data"):
@@ -100,7 +104,8 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
         self.last = params
         await asyncio.sleep(self.delay_s)
         parts = [part for message in params.chat.messages for part in message.parts]
-        digests = self.knowledge.resolve([part.image for part in parts if part.HasField("image")])
+        images = [part.image for part in parts if part.HasField("image")]
+        digests = self.knowledge.resolve(images, are_beside_others=self.knowledge.tells_apart and len(images) > 1)
         words = " ".join(part.text for part in parts if part.HasField("text")).split()
         usage = decoder_pb2.Usage(prompt_tokens=len(words), image_tokens=NUM_ROWS * len(digests))
         usage.time_to_first_token.FromMilliseconds(250)
@@ -111,7 +116,10 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
     ) -> decoder_pb2.GetModelInfoResponse:
         self.knowledge.note("GetModelInfo", context)
         return decoder_pb2.GetModelInfoResponse(
-            model="echo", encoder_target=self.encoder_target, max_message_bytes=self.max_message_bytes
+            model="echo",
+            encoder_target=self.encoder_target,
+            max_message_bytes=self.max_message_bytes,
+            rows_depend_on_image_count=self.knowledge.tells_apart,
         )
 
     async def Tokenize(self, request: decoder_pb2.TokenizeRequest, context: Any) -> decoder_pb2.TokenizeResponse:
@@ -169,7 +177,9 @@ class CountingEncoder(UnsupportedEncoder):
             raise InvalidParameterError("keys", "too many")
         response = encoder_pb2.LookupEmbeddingsResponse()
         for key in request.keys:
-            result = response.results.add(cached=(key.digest, request.max_pixels) in self.knowledge.cached)
+            result = response.results.add(
+                cached=(key.digest, request.max_pixels, request.beside_others) in self.knowledge.cached
+            )
             if result.cached:
                 result.embedding.CopyFrom(_embedding(key.digest))
         return response

@@ -213,6 +213,21 @@ def test_an_overwritten_entry_stays_pinned(url: str, admin: CacheAdmin, store: E
         assert entry.ttl_s is not None
 
 
+def test_an_entry_stays_where_another_cannot_be_put_in_its_place(
+    url: str, admin: CacheAdmin, store: EmbeddingStore
+) -> None:
+    key = fresh_key()
+    assert store.write(key, SMALL, memoryview(ROWS))
+    admin.pin([key])
+    with contextlib.closing(EmbeddingStore(url, 1.0, 60, max_entry_bytes=10)) as narrow:
+        other_rows = make_rows(SMALL, seed=1)
+        assert narrow.try_write(key, SMALL, memoryview(other_rows), overwrite=True) is WriteOutcome.FAILED
+    assert read(store, key, SMALL, 0, SMALL.num_rows) == ROWS
+    entry = admin.describe([key])[0]
+    assert entry is not None
+    assert entry.ttl_s is None
+
+
 def test_a_closed_operator_stops_in_the_middle_and_does_not_open_again(server: EmbeddedRedis) -> None:
     admin = CacheAdmin(server.url)
     assert admin.evict([fresh_key()]) == 0

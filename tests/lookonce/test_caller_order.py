@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 from collections.abc import Sequence
 
 import pytest
 
 from lookonce import caller_order
-from lookonce.caller_order import CallerOrder
+from lookonce.caller_order import CallerOrder, Turn
 
 HANG_S = 30.0
 
@@ -35,6 +37,24 @@ async def order_of(images: Sequence[tuple[str, asyncio.Event]], ready: Sequence[
             for _ in range(5):
                 await asyncio.sleep(0)
     return gone
+
+
+def test_a_caller_that_always_has_one_more_keeps_none_of_those_that_are_gone() -> None:
+    def num_turns() -> int:
+        gc.collect()
+        return sum(type(one) is Turn for one in gc.get_objects())
+
+    order: CallerOrder[str] = CallerOrder()
+    num_before = num_turns()
+    latest = contextlib.ExitStack()
+    latest.enter_context(order.entered("a"))
+    for _ in range(100):
+        following = contextlib.ExitStack()
+        following.enter_context(order.entered("a"))
+        latest.close()
+        latest = following
+    assert num_turns() - num_before <= 2
+    latest.close()
 
 
 @pytest.fixture

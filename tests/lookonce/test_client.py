@@ -150,7 +150,7 @@ async def test_a_large_image_travels_only_when_the_server_lacks_it(driver: Any, 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_vanished_entry_is_uploaded_again_once_and_alone(driver: Any, system: System, streamed: bool) -> None:
     kept, vanished = ImageRef.from_bytes(large_image(1)), ImageRef.from_bytes(large_image(2))
-    system.knowledge.cached = {(bytes(kept.digest), 0)}
+    system.knowledge.cached = {(bytes(kept.digest), 0, False)}
     if streamed:
         _, answer = await driver.stream("compare", images=[kept, vanished])
     else:
@@ -177,6 +177,19 @@ async def test_images_too_large_for_one_message_go_to_the_encoder_first(driver: 
     assert answer.text == "what +2"
     assert system.encoder.batch_sizes == [2]
     assert system.knowledge.uploads == [LARGE, LARGE]
+
+
+@pytest.mark.parametrize("num_images", [1, 2])
+async def test_images_that_go_first_are_encoded_as_the_prompt_shows_them(
+    driver: Any, system: System, num_images: int
+) -> None:
+    system.decoder.max_message_bytes = LARGE
+    system.knowledge.tells_apart = True
+    images = [large_image(10 * num_images + number) for number in range(num_images)]
+    answer = await driver.call("generate", "what", images=images)
+    assert answer.text == f"what +{num_images}"
+    assert system.knowledge.uploads == [LARGE] * num_images
+    assert {is_beside for _, _, is_beside in system.knowledge.cached} == {num_images > 1}
 
 
 async def test_a_stream_yields_pieces_then_the_whole(driver: Any) -> None:
@@ -279,7 +292,7 @@ async def test_bytes_serve_for_a_digest_of_the_same_image(driver: Any) -> None:
 
 async def test_more_than_256_images_are_looked_up_in_several_calls(driver: Any, system: System) -> None:
     images = [ImageRef.from_digest(index.to_bytes(32, "big")) for index in range(300)]
-    system.knowledge.cached = {(bytes(images[299].digest), 0)}
+    system.knowledge.cached = {(bytes(images[299].digest), 0, False)}
     assert await driver.call("lookup", images) == [False] * 299 + [True]
     assert system.knowledge.count("LookupEmbeddings") == 2
 
