@@ -38,8 +38,8 @@ _ROLES = {
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2
-# Of messages and their parts together, of images, of frames and of stop strings: far above what a server allows, and
-# few enough to be looked at on an event loop (a few milliseconds). A message of 64 MiB holds millions.
+# Of messages, their parts and frames of videos together, of images, and of stop strings: far above what a server
+# allows, and few enough to be looked at on an event loop (a few milliseconds). A message of 64 MiB holds millions.
 _MAX_ELEMENTS = 4096
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
@@ -70,10 +70,13 @@ def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
     num_elements = len(chat.messages)
     for message in chat.messages[:_MAX_ELEMENTS]:
         num_elements += len(message.parts)
+        num_elements += sum(len(part.video.frames) for part in message.parts[:_MAX_ELEMENTS])
         if num_elements > _MAX_ELEMENTS:
             break
     if num_elements > _MAX_ELEMENTS:
-        raise InvalidParameterError("chat.messages", f"must have at most {_MAX_ELEMENTS} messages and parts together")
+        raise InvalidParameterError(
+            "chat.messages", f"must have at most {_MAX_ELEMENTS} messages, parts and video frames together"
+        )
     return ChatPrompt(tuple(_message(f"chat.messages[{i}]", message) for i, message in enumerate(chat.messages)))
 
 
@@ -139,7 +142,6 @@ def _check_number(field: str, elements: Sized, limit: int = _MAX_ELEMENTS) -> No
 
 
 def _video(field: str, video: decoder_service_pb2.VideoSource) -> VideoSource:
-    _check_number(f"{field}.frames", video.frames)
     if len(video.frames) < _MIN_FRAMES:
         raise InvalidParameterError(f"{field}.frames", f"must be at least {_MIN_FRAMES}; a single one is an image")
     fps = video.fps if video.HasField("fps") else DEFAULT_FPS

@@ -138,10 +138,7 @@ class ForwardBatcher:
         image alone raised. Cancelling it before its pass begins takes the image out of the queue.
         """
         with self._changed:
-            if self._closed:
-                raise UnavailableError("the encoder is shutting down; retry on another replica")
-            if not self._is_answering:
-                raise UnavailableError("the encoder's model does not answer; retry on another replica")
+            self.check_answering()
             if len(self._queue) >= self._limits.max_queued:
                 raise OverloadedError(f"{len(self._queue)} images wait for the model, which is the limit")
             number = self._last_number + 1 if number is None else number
@@ -152,6 +149,13 @@ class ForwardBatcher:
         # Not the job itself: the future would keep its own pixels.
         job.future.add_done_callback(functools.partial(self._drop_cancelled, job.caller, job.number))
         return job.future
+
+    def check_answering(self) -> None:
+        """Raises UnavailableError after `close` or while the model hangs."""
+        if self._closed:
+            raise UnavailableError("the encoder is shutting down; retry on another replica")
+        if not self._is_answering:
+            raise UnavailableError("the encoder's model does not answer; retry on another replica")
 
     def close(self) -> None:
         """Ends the thread after the pass in work, which is waited for a while; waiting images get UnavailableError."""
@@ -178,6 +182,8 @@ class ForwardBatcher:
                 elif not plan:
                     self._is_model_working()
                 self._in_hand = []
+                # Whose pixels would stay here until the next image comes.
+                plan.clear()
         except BaseException:
             _log.exception("the forward thread ended")
             self._die()

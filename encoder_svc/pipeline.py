@@ -269,7 +269,8 @@ class EncodePipeline:
         self._admit()
         admitted_s = time.monotonic()
         try:
-            async with self._room.entered() as place:
+            self._batcher.check_answering()
+            async with self._room.entered(turn.caller) as place:
                 with self._batcher.expecting():
                     inputs, header = await self._preprocessor.prepare(data, key.digest, options)
                     place.holds(inputs.size_bytes)

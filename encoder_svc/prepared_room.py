@@ -8,9 +8,11 @@ have the room.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+
+from encoder_svc.forward_queue import CallerId
 
 
 class Place:
@@ -28,7 +30,7 @@ class Place:
 
 
 class PreparedRoom:
-    """First come, first served."""
+    """Callers take turns, as in the queue behind it; images of one come in in their order."""
 
     def __init__(self, max_bytes: int, max_preparing: int) -> None:
         """Images begin while others hold less than `max_bytes`, at most `max_preparing` at a time.
@@ -39,7 +41,8 @@ class PreparedRoom:
         self._max_preparing = max_preparing
         self._num_bytes = 0
         self._num_preparing = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        # Only callers that wait, the next one first.
+        self._lines: OrderedDict[CallerId, deque[asyncio.Future[None]]] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
@@ -47,10 +50,10 @@ class PreparedRoom:
         return self._num_bytes
 
     @asynccontextmanager
-    async def entered(self) -> AsyncIterator[Place]:
+    async def entered(self, caller: CallerId) -> AsyncIterator[Place]:
         """Waits until an image may be prepared; its pixels have their place until the block ends."""
-        if self._waiting or not self._has_room:
-            await self._turn()
+        if self._lines or not self._has_room:
+            await self._turn(caller)
         self._num_preparing += 1
         place = Place(self)
         try:
@@ -72,9 +75,9 @@ class PreparedRoom:
     def _has_room(self) -> bool:
         return self._num_preparing < self._max_preparing and self._num_bytes < self._max_bytes
 
-    async def _turn(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+    async def _turn(self, caller: CallerId) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(caller, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -87,8 +90,12 @@ class PreparedRoom:
         self._num_preparing -= 1
 
     def _call_next(self) -> None:
-        while self._waiting and self._has_room:
-            turn = self._waiting.popleft()
+        while self._lines and self._has_room:
+            caller, line = self._lines.popitem(last=False)
+            turn = line.popleft()
+            if line:
+                self._lines[caller] = line
+            # Who was cancelled is done.
             if not turn.done():
                 self._num_preparing += 1
                 turn.set_result(None)

@@ -171,7 +171,7 @@ class GrpcService:
             signalled.cancel()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-                # A second signal ends the process even when the loop hangs.
+                # A second signal ends the process even when the loop hangs; in a container while Python runs.
                 end_by(number)
         if readiness.done():
             await self._drain(0.0, _LAST_ANSWERS_S)

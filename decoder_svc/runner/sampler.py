@@ -99,13 +99,13 @@ def _draw(logits: Tensor, row: SampleRow) -> Tensor:
     if params.top_k is not None:
         values, ids = values[: params.top_k], ids[: params.top_k]
     probabilities = values.softmax(dim=-1)
-    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    # None where the model's numbers ran over: such a row gets the first of its ids, and fails no step.
+    keep = ~probabilities.isnan()
     if params.top_p < 1:
         # A token stays while the mass before it is below top_p.
         keep &= probabilities.cumsum(dim=-1) - probabilities < params.top_p
     if params.min_p > 0:
         keep &= probabilities >= params.min_p * probabilities[0]
-    # The likeliest one always stays, also where the model's numbers are none: one such row must not fail a step.
     keep[0] = True
     mass = torch.where(keep, probabilities, 0.0).cumsum(dim=-1)
     point = _uniform(params.seed or 0, row.num_output_tokens) * mass[-1]

@@ -458,15 +458,20 @@ async def test_concurrent_callers_ask_for_info_once() -> None:
 async def test_who_asks_together_of_a_silent_encoder_hears_of_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(Scripted):
         num_calls = 0
+        is_silent = False
 
         async def GetEncoderInfo(self, request: Any, context: Any) -> pb.GetEncoderInfoResponse:
             self.num_calls += 1
-            await asyncio.sleep(3600)
+            if self.is_silent:
+                await asyncio.sleep(3600)
             return self.info()
 
-    monkeypatch.setattr("decoder_svc.encoder_client._INFO_TIMEOUT_S", 0.3)
     servicer = Silent()
     async with scripted_encoder(servicer) as target, client(target) as encoder:
+        # Connected from here on: only the answer can take time.
+        await encoder.info()
+        encoder._info, servicer.num_calls, servicer.is_silent = None, 0, True
+        monkeypatch.setattr("decoder_svc.encoder_client._INFO_TIMEOUT_S", 0.5)
         found = await asyncio.gather(*(encoder.info() for _ in range(50)), return_exceptions=True)
         assert {type(error) for error in found} == {errors.UnavailableError}
         assert servicer.num_calls == 1

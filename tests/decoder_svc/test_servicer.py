@@ -350,6 +350,20 @@ MANY: dict[str, tuple[pb.GenerateParams, type[errors.LookonceError], str]] = {
         errors.InvalidParameterError,
         "chat.messages",
     ),
+    "frames": (
+        pb.GenerateParams(
+            chat=pb.ChatPrompt(
+                messages=[
+                    pb.ChatMessage(
+                        role=pb.ROLE_USER,
+                        parts=[pb.ContentPart(video=pb.VideoSource(frames=[source(b"")] * 10))] * 500,
+                    )
+                ]
+            )
+        ),
+        errors.InvalidParameterError,
+        "chat.messages",
+    ),
     "ids": (pb.GenerateParams(tokens=pb.TokenPrompt(token_ids=[5] * 2001)), errors.ContextTooLongError, ""),
     "images": (
         pb.GenerateParams(text=pb.TextPrompt(text="a", images=[reference(bytes(32))] * 5000)),

@@ -244,7 +244,7 @@ def test_a_request_is_its_tenant_s_to_name_and_to_end(guarded: Guarded) -> None:
     chat = decoder_pb.ChatPrompt(
         messages=[decoder_pb.ChatMessage(role=decoder_pb.ROLE_USER, parts=[decoder_pb.ContentPart(text="hello")])]
     )
-    sampling = decoder_pb.SamplingParams(max_tokens=900, ignore_eos=True, temperature=0.0)
+    sampling = decoder_pb.SamplingParams(max_tokens=1900, ignore_eos=True, temperature=0.0)
     params = decoder_pb.GenerateParams(request_id="order-17", chat=chat, sampling=sampling)
     with guarded.channel(guarded.stack.decoder_targets[0]) as channel:
         stub = DecoderServiceStub(channel)

@@ -308,6 +308,35 @@ async def test_a_full_queue_refuses_new_images_but_neither_hits_nor_joiners(open
         assert (await harness.encode(png(3))).origin is Origin.COMPUTED
 
 
+async def test_pixels_that_wait_for_the_model_are_bounded_by_their_bytes(
+    open_harness: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_harness(max_prepared_bytes=1) as harness:
+        prepared: list[bytes] = []
+        prepare = harness.pipeline._preprocessor._prepare
+
+        def noted(data: bytes, *others: Any) -> Any:
+            prepared.append(data)
+            return prepare(data, *others)
+
+        monkeypatch.setattr(harness.pipeline._preprocessor, "_prepare", noted)
+        harness.gate.clear()
+        waiting = [asyncio.create_task(harness.encode(png(seed))) for seed in range(1, 7)]
+        await settled(lambda: len(prepared) == 2)
+        await asyncio.sleep(0.1)
+        assert len(prepared) == 2, "as many as are prepared at a time pass the bound"
+        leaving = waiting.pop(0)
+        leaving.cancel()
+        harness.gate.set()
+        assert {outcome.origin for outcome in await asyncio.gather(*waiting)} == {Origin.COMPUTED}
+        # A flight outlives who began it.
+        assert len(prepared) == harness.num_encoded == 6
+        with pytest.raises(ImageUndecodableError):
+            await harness.encode(b"no image")
+        assert (await harness.encode(png(9))).origin is Origin.COMPUTED
+        assert harness.pipeline._room.num_bytes == 0
+
+
 async def test_a_wrong_digest_stores_nothing(open_harness: Callable[..., Any], own_redis: EmbeddedRedis) -> None:
     async with open_harness(own_redis.url) as harness:
         with pytest.raises(DigestMismatchError):

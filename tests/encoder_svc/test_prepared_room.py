@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from encoder_svc.forward_queue import CallerId
 from encoder_svc.prepared_room import PreparedRoom
 
 HANG_S = 30.0
@@ -15,14 +16,15 @@ HANG_S = 30.0
 class Visitor:
     """One image: waits for room, is prepared, has its pixels encoded, each when it is told to."""
 
-    def __init__(self, room: PreparedRoom, num_bytes: int) -> None:
+    def __init__(self, room: PreparedRoom, num_bytes: int, caller: str = "a") -> None:
         self.num_bytes = num_bytes
+        self.caller = CallerId(caller)
         self.is_in = asyncio.Event()
         self.is_prepared, self.is_encoded = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self._visit(room))
 
     async def _visit(self, room: PreparedRoom) -> None:
-        async with room.entered() as place:
+        async with room.entered(self.caller) as place:
             self.is_in.set()
             await self.is_prepared.wait()
             place.holds(self.num_bytes)
@@ -63,6 +65,23 @@ async def test_images_wait_while_others_hold_the_room_and_come_in_in_their_order
     assert room.num_bytes == 0
 
 
+async def test_a_caller_with_many_images_keeps_nobody_waiting_for_all_of_them() -> None:
+    room = PreparedRoom(max_bytes=10, max_preparing=1)
+    many = [Visitor(room, 10, "many") for _ in range(10)]
+    await idle()
+    few = [Visitor(room, 10, "few"), Visitor(room, 10, "few")]
+    came: list[str] = []
+    for _ in range(4):
+        await idle()
+        (inside,) = [one for one in (*many, *few) if one.is_in.is_set() and not one.task.done()]
+        came.append(inside.caller)
+        inside.is_prepared.set()
+        inside.is_encoded.set()
+    assert came == ["many", "many", "few", "many"]
+    for one in (*many, *few):
+        one.task.cancel()
+
+
 async def test_an_image_larger_than_the_room_is_let_in_alone() -> None:
     room = PreparedRoom(max_bytes=10, max_preparing=4)
     visitors = [Visitor(room, 1000)]
@@ -82,9 +101,9 @@ async def test_an_image_that_cannot_be_prepared_leaves_its_room() -> None:
     room = PreparedRoom(max_bytes=10, max_preparing=1)
     for _ in range(3):
         with pytest.raises(ValueError, match="no image"):
-            async with room.entered():
+            async with room.entered(CallerId("a")):
                 raise ValueError("no image")
-    async with asyncio.timeout(HANG_S), room.entered() as place:
+    async with asyncio.timeout(HANG_S), room.entered(CallerId("a")) as place:
         place.holds(3)
         assert room.num_bytes == 3
     assert room.num_bytes == 0
@@ -98,7 +117,7 @@ async def test_whoever_leaves_whenever_nobody_waits_for_room_that_there_is(seed:
     for _ in range(200):
         choice = rng.random()
         if choice < 0.4 or not visitors:
-            visitors.append(Visitor(room, rng.randrange(1, 12)))
+            visitors.append(Visitor(room, rng.randrange(1, 12), rng.choice("abc")))
         elif choice < 0.6:
             rng.choice(visitors).task.cancel()
         elif choice < 0.8:

@@ -162,4 +162,5 @@ def test_decoders_and_clients_are_told_the_proxys_name(
 ) -> None:
     settings = parsed_settings(manifests, DECODER, monkeypatch)
     assert isinstance(settings, DecoderSettings)
-    assert settings.encoder_target == f"dns:///{NAME}:{service_port(manifests, NAME, 'grpc')}"
+    namespace = find(manifests, "Service", NAME)["metadata"]["namespace"]
+    assert settings.encoder_target == f"dns:///{NAME}.{namespace}:{service_port(manifests, NAME, 'grpc')}"

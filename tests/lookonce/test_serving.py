@@ -293,8 +293,9 @@ async def test_a_cancelled_stream_closes_its_handler_at_once() -> None:
 async def test_who_leaves_while_a_message_is_being_written_is_no_fault(way: str, log_lines: Any) -> None:
     async with _running() as running:
         for _ in range(5):
-            timeout_s = 0.3 if way == "runs out of time" else 60
+            timeout_s = 1.0 if way == "runs out of time" else 60
             channel = grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS)
+            await channel.channel_ready()
             method: Any = channel.unary_stream(f"/{KINDS}/Flood")
             call = method(b"", timeout=timeout_s)
             await call.read()
@@ -303,7 +304,7 @@ async def test_who_leaves_while_a_message_is_being_written_is_no_fault(way: str,
             if way == "cancels":
                 call.cancel()
             elif way == "runs out of time":
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(1.0)
             await channel.close()
 
         async def counted() -> bool:
