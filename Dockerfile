@@ -53,6 +53,7 @@ COPY k8s/image/check_health.py k8s/image/compile_kernels.py /opt/lookonce/share/
 ENV PATH=/opt/lookonce/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
+    PYTHONSAFEPATH=1 \
     XDG_CACHE_HOME=/var/cache/lookonce \
     HOME=/tmp \
     HF_HOME=/tmp/huggingface \

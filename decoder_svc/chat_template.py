@@ -17,6 +17,7 @@ from decoder_svc.prompt_spec import ChatMessage, ImagePart, Role, TextPart, Vide
 from decoder_svc.text_tokenizer import TextPiece
 from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
 from lookonce.model_folder import chat_template_source
+from lookonce.template_errors import TEMPLATE_ERRORS
 
 # Marks consist of digits only: no case filter or escaping of a template changes them.
 _NONCE_DIGITS = 32
@@ -70,14 +71,14 @@ class ChatTemplate:
         return marks.whole_pieces(self._rendered(messages, marks.whole))
 
     def _rendered(self, messages: Sequence[ChatMessage], mark: Callable[[str], str]) -> str:
-        conversation = [
-            {"role": message.role.value, "content": [_template_part(part, mark) for part in message.parts]}
-            for message in messages
-        ]
         try:
-            return self._apply(conversation)
-        except jinja2.TemplateError as error:
-            # The class itself: the template's author speaks. A subclass: Jinja does, and its words stay here.
+            try:
+                return self._apply([_in_parts(message, mark) for message in messages])
+            except TypeError:
+                # Some templates take what is not a user's for strings (Pixtral's does).
+                return self._apply([_in_text(message, mark) for message in messages])
+        except TEMPLATE_ERRORS as error:
+            # The class itself: the template's author speaks. Another: Jinja or Python does, and its words stay here.
             reason = str(error) if type(error) is jinja2.TemplateError else "it could not be rendered"
             raise InvalidParameterError("chat.messages", f"the model's chat template refuses: {reason}") from None
 
@@ -90,7 +91,7 @@ class ChatTemplate:
     def _check_image_placement(self, image_token: str) -> None:
         try:
             num_written = self._num_written("image", image_token)
-        except jinja2.TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise ModelFolderError(f"the chat template cannot be rendered: {error}") from error
         if num_written != 1:
             raise ModelFolderError(
@@ -101,11 +102,11 @@ class ChatTemplate:
         """Whether it writes the text once for one video, rather than nothing or a refusal."""
         try:
             return self._num_written("video", text) == 1
-        except jinja2.TemplateError:
+        except TEMPLATE_ERRORS:
             return False
 
     def _num_written(self, part_type: str, text: str) -> int:
-        """How often the template writes this text for one part of this type. Raises Jinja's TemplateError."""
+        """How often the template writes this text for one part of this type. Raises one of TEMPLATE_ERRORS."""
         return self._apply([{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]).count(
             text
         )
@@ -190,6 +191,18 @@ class _Marks:
 
 def _non_empty(pieces: list[TextPiece]) -> list[TextPiece]:
     return [piece for piece in pieces if piece.text]
+
+
+def _in_parts(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any]:
+    return {"role": message.role.value, "content": [_template_part(part, mark) for part in message.parts]}
+
+
+def _in_text(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any]:
+    """Where the message is not a user's and has nothing but text."""
+    texts = [mark(part.text) for part in message.parts if isinstance(part, TextPart)]
+    if message.role is Role.USER or len(texts) < len(message.parts):
+        return _in_parts(message, mark)
+    return {"role": message.role.value, "content": "".join(texts)}
 
 
 def _template_part(part: TextPart | ImagePart | VideoPart, mark: Callable[[str], str]) -> dict[str, str]:

@@ -92,7 +92,9 @@ def load_text(settings: DecoderSettings) -> LoadedText:
     return LoadedText(
         folder=folder,
         tokenizer=TextTokenizer(pretrained),
-        template=ChatTemplate.load(folder.path, pretrained, family.placeholder, family.video_placeholder),
+        template=None
+        if family.finish_text is not None
+        else ChatTemplate.load(folder.path, pretrained, family.placeholder, family.video_placeholder),
         family=family,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,

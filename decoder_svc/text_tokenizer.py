@@ -142,8 +142,9 @@ class _AliasedTokenizer:
         for token_id, token, is_post_processed in rows:
             original_id = self._id_of_name.get(token)
             if original_id is None:
-                # A control token that strips its surroundings carries their whitespace.
-                original_id = self._id_of_name.get(token.strip())
+                # A control token that strips its surroundings carries their whitespace, and a normalised one what the
+                # normaliser writes for a space.
+                original_id = self._id_of_name.get(token.strip().strip("▁"))
             if original_id is not None:
                 ids.append(original_id)
             elif token_id in self._control_content and not is_post_processed:

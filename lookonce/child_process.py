@@ -61,7 +61,8 @@ class ChildProcess:
         self._ready_path.unlink(missing_ok=True)
         self._ready: ReadyRecord | None = None
         starter = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid())]
-        command = [sys.executable, "-m", module, *arguments, "--ready-file", str(self._ready_path)]
+        # Without the current folder among those that modules come from: it may be a model's.
+        command = [sys.executable, "-P", "-m", module, *arguments, "--ready-file", str(self._ready_path)]
         self._is_asked_to_end = False
         with self.log_path.open("wb") as log:
             self._popen = subprocess.Popen(

@@ -91,10 +91,11 @@ def up(
 ) -> None:
     """Start Redis, encoder and decoder on this machine and keep them until Ctrl-C."""
     from lookonce.local_stack import LocalStack
-    from lookonce.model_source import resolve_model
+    from lookonce.model_source import resolve_model, served_name
 
     settings = CliSettings()
     folder = resolve_model(model or _demo_model())
+    named = served_name(model or "", folder)
     # SIGTERM ends everything as orderly as Ctrl-C does. SIGINT is set too: what a script starts in its background
     # inherits it ignored, and then Python installs no handler of its own.
     for ending in (signal.SIGTERM, signal.SIGINT):
@@ -109,6 +110,8 @@ def up(
                 num_decoders=decoders,
                 decoder_port=port,
                 dtype=dtype,
+                encoder_arguments=named,
+                decoder_arguments=named,
                 on_progress=lambda text: status.update(f"{text} …"),
             )
             exits.enter_context(stack)
@@ -166,7 +169,8 @@ def _become(module: str, arguments: Sequence[str]) -> Never:
     """Replaces this process, so that signals and the exit status are the service's own."""
     from lookonce.model_source import with_resolved_model
 
-    os.execv(sys.executable, [sys.executable, "-m", module, *with_resolved_model(arguments)])
+    # Without the current folder among those that modules come from: it may be a model's.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *with_resolved_model(arguments)])
 
 
 @app.command()

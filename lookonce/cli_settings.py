@@ -87,8 +87,7 @@ def _check_private(directory: pathlib.Path) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
+        # Somebody else's is not the one that wrote the record: the number has been given away again.
         return False
-    except PermissionError:
-        return True
     return True

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jinja2
 import transformers
 from transformers.utils import logging as transformers_logging
 
@@ -23,6 +22,7 @@ from lookonce.families.video import DEFAULT_FPS
 from lookonce.half_check import HalfWeights, check_half
 from lookonce.half_model import Half, load_vision_half
 from lookonce.model_folder import ModelFolder, chat_template_source
+from lookonce.template_errors import TEMPLATE_ERRORS
 from lookonce.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
@@ -116,6 +116,9 @@ def _prompts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
         source = chat_template_source(folder.path, tokenizer.chat_template)
     except LookonceError as error:
         return [Finding("chat template", False, str(error))]
+    if source is not None and model.data.finish_text is not None:
+        # Its processor puts images in front of everything, which no template does.
+        return [Finding("chat template", True, "not used: this family takes text and token prompts only")]
     if source is None:
         return [Finding("chat template", True, "none: text and token prompts only"), _videos(model, takes_videos=False)]
     placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
@@ -135,7 +138,7 @@ def _num_written(tokenizer: Any, source: str, part_type: str, text: str) -> int:
         rendered = tokenizer.apply_chat_template(
             conversation, chat_template=source, add_generation_prompt=True, tokenize=False
         )
-    except jinja2.TemplateError:
+    except TEMPLATE_ERRORS:
         return 0
     return str(rendered).count(text)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 from collections.abc import Sequence
 
 from lookonce.errors import ModelFolderError
 
+_SERVED_NAME, _SERVED_NAME_VARIABLE = "--served-model-name", "LOOKONCE_SERVED_MODEL_NAME"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Weights as safetensors only: pickled ones can run code and are never loaded, so they are not fetched either.
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -27,14 +29,30 @@ def resolve_model(name: str) -> pathlib.Path:
 
 
 def with_resolved_model(arguments: Sequence[str]) -> list[str]:
-    """A service's flags with the value of `--model` resolved; other flags stay as they are."""
-    resolved = list(arguments)
+    """A service's flags with the value of `--model` resolved; other flags stay as they are.
+
+    What came from the hub is served under its name there, unless another one was asked for.
+    """
+    resolved, named = list(arguments), []
     for index, argument in enumerate(resolved):
         if argument == "--model" and index + 1 < len(resolved):
-            resolved[index + 1] = str(resolve_model(resolved[index + 1]))
+            name = resolved[index + 1]
+            folder = resolve_model(name)
+            resolved[index + 1] = str(folder)
+            named = served_name(name, folder)
         elif argument.startswith("--model="):
-            resolved[index] = f"--model={resolve_model(argument.removeprefix('--model='))}"
-    return resolved
+            name = argument.removeprefix("--model=")
+            folder = resolve_model(name)
+            resolved[index] = f"--model={folder}"
+            named = served_name(name, folder)
+    has_name = any(argument.split("=")[0] == _SERVED_NAME for argument in resolved)
+    return resolved if has_name else [*resolved, *named]
+
+
+def served_name(name: str, folder: pathlib.Path) -> list[str]:
+    """Flags for a folder that came from the hub, which is called after a commit; none for a folder as it was named."""
+    is_folder = not name or folder == pathlib.Path(name)
+    return [] if is_folder or _SERVED_NAME_VARIABLE in os.environ else [_SERVED_NAME, name]
 
 
 def _download(name: str) -> pathlib.Path:

@@ -62,7 +62,7 @@ def load_library(sources: pathlib.Path) -> NativeLibrary:
         path = cache_folder() / f"lookonce-{_fingerprint(compiler, flags, sources)}.so"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(path.parent)
-        if not path.exists():
+        if not path.exists() or not _can_be_loaded(path):
             _compile(compiler, flags, sources, path)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         # RuntimeError: a user without a home.
@@ -71,6 +71,15 @@ def load_library(sources: pathlib.Path) -> NativeLibrary:
         return NativeLibrary(ctypes.CDLL(str(path)))
     except OSError as error:
         raise NativeLibraryError(f"the compiled library cannot be loaded: {error}") from error
+
+
+def _can_be_loaded(path: pathlib.Path) -> bool:
+    """A file that lost its contents with the machine's power would be in the way for ever."""
+    try:
+        ctypes.CDLL(str(path))
+    except OSError:
+        return False
+    return True
 
 
 def cache_folder() -> pathlib.Path:

@@ -35,6 +35,9 @@ def vision_fingerprint(
         "arguments": dict(family.data.processor_arguments(family.source, ProcessorOptions())),
         "inputs": family.data.inputs,
     }
+    # A further entry only where there is one: what a family has no need of leaves its keys as they are.
+    if text_settings := dict(family.data.text_settings(model.config)):
+        settings["text"] = text_settings
     if family.video is not None:
         settings["frames"] = dict(family.video.settings.pixels)
     return encoder_fingerprint(

@@ -128,6 +128,10 @@ def _no_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[
     return {}
 
 
+def _nothing_of_text(_config: Any) -> Mapping[str, Any]:
+    return {}
+
+
 def _one_frame(_source: FamilySource) -> int:
     return 1
 
@@ -173,6 +177,8 @@ class Family:
     processor_arguments: Callable[[FamilySource, ProcessorOptions], Mapping[str, Any]] = _no_arguments
     # Whether an image is processed differently beside others in its prompt.
     depends_on_image_count: bool = False
+    # What of the language model's configuration decides rows, too, from the whole configuration.
+    text_settings: Callable[[Any], Mapping[str, Any]] = _nothing_of_text
     # How often an image stands in its own pass; only the first one's rows count.
     num_copies: Callable[[ImageShape, ProcessorOptions], int] = _one_copy
     # A rendered text as the model wants it, from the text and the tokenizer's BOS; None: as it is.

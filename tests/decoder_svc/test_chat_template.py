@@ -180,6 +180,27 @@ def test_a_conversation_that_the_template_refuses_is_refused_in_its_words(
     assert caught.value.field == "chat.messages"
 
 
+def test_a_template_that_takes_a_system_message_for_a_string_is_given_one(
+    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    """As Pixtral's does."""
+    source = "{% if messages[0].role == 'system' %}{{ '<' + messages[0].content + '>' }}"
+    source += "{% set messages = messages[1:] %}{% endif %}" + PARTS.replace("TEXT", "{{ p.text }}")
+    template = with_template(model_folder("llava_clip"), tmp_path / "model", source)
+    assert shown(template.render([user("what")])) == "user:[what];"
+    pieces = template.render([message(Role.SYSTEM, "be <image>", " brief"), user(IMAGE, "what"), user("and")])
+    assert shown(pieces) == "<[be <image>] [brief]>user:<image>[what];user:[and];"
+
+
+def test_a_template_that_stumbles_is_a_refusal(
+    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    source = "{% if messages | length > 1 %}{{ 1 + messages[0].role }}{% endif %}" + PARTS
+    template = with_template(model_folder("llava_clip"), tmp_path / "model", source)
+    with pytest.raises(InvalidParameterError, match="could not be rendered"):
+        template.render([user("what"), user("what")])
+
+
 def test_what_jinja_says_stays_inside(model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path) -> None:
     source = "{% if messages | length > 1 %}{{ missing.attribute }}{% endif %}" + PARTS
     template = with_template(model_folder("llava_clip"), tmp_path / "model", source)
@@ -196,7 +217,10 @@ def test_the_assistants_turn_cannot_be_continued(llava_text: LoadedText) -> None
         llava_text.template.render([])
 
 
-@pytest.mark.parametrize("source", ["{{ messages[0].role }}", "<image><image>", "{{ missing.attribute }}"])
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages[0].role }}", "<image><image>", "{{ missing.attribute }}", "{{ '[' + messages[0].content + ']' }}"],
+)
 def test_a_template_that_does_not_place_images_is_refused_at_start(
     model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path, source: str
 ) -> None:

@@ -94,6 +94,15 @@ def test_look_alikes_that_the_normalizer_folds_stay_plain_text() -> None:
     assert tool_id in tokenizer.encode_pieces(trusted("<tool>"))
 
 
+def test_a_control_token_keeps_its_id_where_the_normalizer_puts_something_before_it() -> None:
+    backend = byte_level()
+    backend.normalizer = normalizers.Prepend("▁")
+    backend.add_tokens([AddedToken("<tool>", normalized=True)])
+    found = wrapped(backend).encode_pieces(trusted("<tool>"))
+    assert backend.token_to_id("<tool>") in found
+    assert max(found) < backend.get_vocab_size()
+
+
 def test_flags_of_control_tokens_are_kept() -> None:
     backend = byte_level()
     backend.add_special_tokens([AddedToken("<|sep|>", lstrip=True, rstrip=True, normalized=False)])

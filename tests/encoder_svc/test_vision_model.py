@@ -155,6 +155,21 @@ def test_the_fingerprint_ignores_the_language_model(
     assert load(copy).fingerprint == vision_model("llava_clip").fingerprint
 
 
+def test_what_a_projector_takes_from_the_language_models_settings_is_part_of_the_fingerprint(
+    tiny_folder: Folders, vision_model: Models, tmp_path: pathlib.Path
+) -> None:
+    copy = shutil.copytree(tiny_folder("mistral3"), tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    changed_json(copy, "config.json", text_config=config["text_config"] | {"rms_norm_eps": 0.25})
+    model, other = load(copy), vision_model("mistral3")
+    image = image_files.noise(1)
+    rows, of_other = (
+        one.forward([one.adapter.pixel_inputs(image, ProcessorOptions())])[0].float() for one in (model, other)
+    )
+    assert not torch.allclose(rows, of_other, rtol=1e-3)
+    assert model.fingerprint != other.fingerprint
+
+
 def test_the_dtype_is_part_of_the_fingerprint_and_of_the_rows(tiny_folder: Folders, vision_model: Models) -> None:
     model = load(tiny_folder("llava_clip"), dtype="bfloat16")
     assert model.dtype is RowDtype.BFLOAT16

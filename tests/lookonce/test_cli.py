@@ -147,6 +147,25 @@ def test_a_folder_and_other_flags_stay_as_they_are(tmp_path: pathlib.Path) -> No
     assert with_resolved_model(flags) == flags
 
 
+def test_what_came_from_the_hub_is_served_under_its_name_there(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, folder = "Qwen/Qwen2-VL-2B-Instruct", str(tmp_path / "snapshots" / "0123abc")
+    monkeypatch.setattr("lookonce.model_source._download", lambda _name: pathlib.Path(folder))
+    named = ["--served-model-name", name]
+    assert with_resolved_model(["--model", name]) == ["--model", folder, *named]
+    assert with_resolved_model([f"--model={name}", "--dtype", "auto"]) == [
+        f"--model={folder}",
+        "--dtype",
+        "auto",
+        *named,
+    ]
+    for own in (["--served-model-name", "mine"], ["--served-model-name=mine"]):
+        assert with_resolved_model(["--model", name, *own]) == ["--model", folder, *own]
+    monkeypatch.setenv("LOOKONCE_SERVED_MODEL_NAME", "mine")
+    assert with_resolved_model(["--model", name]) == ["--model", folder]
+
+
 @pytest.mark.parametrize("name", ["", "no/such/folder", "../up", "a b/c", "/absolute"])
 def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
     with pytest.raises(ModelFolderError, match="neither a folder nor a name"):

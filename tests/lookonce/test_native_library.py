@@ -61,6 +61,18 @@ def test_a_folder_is_compiled_with_the_shared_headers_once_and_anew_when_it_chan
     assert written(folder) == 32.0
 
 
+def test_a_library_that_was_damaged_is_made_anew(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
+    folder = sources(tmp_path / "sources", "0.5f")
+    # In another process: this one would still have the library that it had loaded.
+    program = (
+        "import pathlib, sys; from lookonce.native_library import load_library; load_library(pathlib.Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
+    (library,) = cache.iterdir()
+    library.write_bytes(b"")
+    assert written(folder) == 8.0
+
+
 def test_two_folders_in_one_process_keep_their_own_functions(tmp_path: pathlib.Path) -> None:
     one, other = sources(tmp_path / "one", "1.0f"), sources(tmp_path / "other", "3.0f")
     assert (written(one), written(other), written(one)) == (16.0, 48.0, 16.0)
