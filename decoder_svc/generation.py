@@ -20,6 +20,9 @@ from lookonce.errors import InternalError
 
 # Tokens whose text is made before the event loop looks elsewhere; a reader who was away may find thousands at once.
 _TOKENS_AT_ONCE = 64
+# An answer takes its time from the engine to its reader, which callers wait for as for the rest; what takes longer is
+# the reader's own time.
+_LONGEST_READING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class Generation:
         self._latest = RequestUsage()
         # Set with the last increment.
         self.finish_reason: FinishReason | None = None
-        # Seconds from the first step that computed a token of it to the engine's last output; None: it was aborted.
+        # Seconds from the first step that computed a token of it to the last increment, of which no more than a second
+        # may be the reader's; None: it was aborted.
         self.served_s: float | None = None
 
     @property
@@ -87,8 +91,8 @@ class Generation:
                 self._latest = output.usage
                 self.finish_reason = increment.finish_reason
                 if increment.finish_reason not in (None, FinishReason.ABORT):
-                    # Who reads slowly was not served slowly.
-                    ended_s = self._stream.ended_s or time.monotonic()
+                    now_s = time.monotonic()
+                    ended_s = min(now_s, (self._stream.ended_s or now_s) + _LONGEST_READING_S)
                     self.served_s = ended_s - self._arrival_s - self.usage.queue_time_s
                 yield increment
                 if increment.finish_reason is not None:

@@ -24,6 +24,7 @@ from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
+from lookonce.forget_channel import token_in
 from lookonce.forgotten import Forgotten
 
 ResultT = TypeVar("ResultT")
@@ -103,7 +104,7 @@ class CacheTiers:
 
         def may_write() -> bool:
             # The last moment: a subscription may be dead without saying so, and writes may have to wait for a thread.
-            return (heard is None or store.forget_token() == heard) and num_forgets == self._num_forgets
+            return (heard is None or token_in(store) == heard) and num_forgets == self._num_forgets
 
         return await self._write(key, entry, may_write=may_write)
 

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lookonce import embedding_codec, tracing
-from lookonce.cache_names import FORGET_TOKEN, data_key, metadata_key
+from lookonce.cache_names import data_key, metadata_key
 from lookonce.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.content_key import ContentKey
 from lookonce.embedding_codec import MAX_ENTRY_BYTES, NONCE_BYTES, EmbeddingCodec, PackedEntry
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.entry_reader import EntryReader
-from lookonce.forgotten import TOKEN_BYTES
 from lookonce.miss_reason import (
     UNREACHABLE_REASONS,
     CacheMissError,
@@ -196,23 +195,6 @@ class EmbeddingStore:
             return exchange.read_integer() > 0
 
         return self._succeeds(StoreOperation.DELETE, unlink, data_key(key))
-
-    def forget_token(self) -> bytes | None:
-        """Of the last word to forget images (forget_channel.py), empty where there was none; None for any trouble."""
-        token = memoryview(bytearray(TOKEN_BYTES))
-
-        def get(exchange: Exchange) -> bytes:
-            exchange.send(b"GETRANGE", FORGET_TOKEN, 0, TOKEN_BYTES - 1)
-            return bytes(token[: exchange.read_bulk_into(token)])
-
-        with tracing.redis_span(StoreOperation.FORGETS.value):
-            try:
-                found = self.ask(get, FORGET_TOKEN)
-            except CacheMissError as miss:
-                self._count(StoreOperation.FORGETS, miss.reason.value)
-                return None
-            self._count(StoreOperation.FORGETS, "ok")
-            return found
 
     def ping(self) -> bool:
         """Whether Redis answers. While the breaker is open this is False without asking."""

@@ -13,7 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lookonce.cache_names import FORGET_CHANNEL, FORGET_TOKEN
-from lookonce.forgotten import EVERYTHING, Forgotten, parse_message
+from lookonce.embedding_store import EmbeddingStore
+from lookonce.forgotten import EVERYTHING, TOKEN_BYTES, Forgotten, parse_message
+from lookonce.miss_reason import CacheMissError
+from lookonce.redis_exchange import Exchange
 from lookonce.redis_subscriber import RedisSubscriber
 
 _POLL_S = 1.0
@@ -87,6 +90,20 @@ class ForgetListener:
         self._token = token
         self._forget(EVERYTHING)
         return True
+
+
+def token_in(store: EmbeddingStore) -> bytes | None:
+    """Of the last message, from the cache itself; empty where there never was one, None for any trouble. Blocks."""
+    token = memoryview(bytearray(TOKEN_BYTES))
+
+    def get(exchange: Exchange) -> bytes:
+        exchange.send(b"GETRANGE", FORGET_TOKEN, 0, TOKEN_BYTES - 1)
+        return bytes(token[: exchange.read_bulk_into(token)])
+
+    try:
+        return store.ask(get, FORGET_TOKEN)
+    except CacheMissError:
+        return None
 
 
 def _is_confirmation(message: Any) -> bool:

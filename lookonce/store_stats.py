@@ -18,7 +18,6 @@ class StoreOperation(enum.Enum):
     DELETE = "delete"
     PING = "ping"
     LEASE = "lease"
-    FORGETS = "forgets"
 
 
 class StoreStats:

@@ -184,7 +184,7 @@ async def test_who_reads_late_was_not_served_long(llava_text: LoadedText, regist
         # The engine was done two seconds after the request had come; its caller came back ten minutes later.
         engine.stream.ended_s = request.arrival_s + 2.0
         assert [one.finish_reason async for one in generation.increments()] == [FinishReason.LENGTH]
-        assert generation.served_s == pytest.approx(2.0)
+        assert generation.served_s == pytest.approx(2.0 + 1.0)
 
 
 async def test_a_stop_string_ends_the_request_in_the_engine_and_counts_no_token_after_it(

@@ -13,6 +13,7 @@ from encoder_svc.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.metrics import EncoderMetrics
 from lookonce.cache_admin import CacheAdmin
 from lookonce.embedding_store import EmbeddingStore
+from lookonce.forget_channel import token_in
 from lookonce.forgotten import Forgotten
 from lookonce.redis_server import EmbeddedRedis
 from tests.lookonce.entries import SMALL, fresh_key, make_rows
@@ -38,7 +39,7 @@ async def tiers(shared_redis: EmbeddedRedis) -> AsyncIterator[CacheTiers]:
 def heard_of(tiers: CacheTiers) -> bytes:
     """What a subscription that misses nothing would have heard."""
     assert tiers.store is not None
-    token = tiers.store.forget_token()
+    token = token_in(tiers.store)
     assert token is not None
     return token
 
@@ -81,17 +82,15 @@ async def test_not_when_the_word_comes_while_the_write_waits_for_a_thread(
     tiers: CacheTiers, admin: CacheAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = fresh_key()
-    store = tiers.store
-    assert store is not None
     assert await tiers.put(key, ENTRY, overwrite=False)
     heard = heard_of(tiers)
     tiers.heard = lambda: heard
     assert admin.evict([key]) == 1
 
-    def forgotten_meanwhile() -> bytes:
+    def forgotten_meanwhile(_store: EmbeddingStore) -> bytes:
         tiers.forget(Forgotten.of([key]))
         return heard
 
-    monkeypatch.setattr(store, "forget_token", forgotten_meanwhile)
+    monkeypatch.setattr("encoder_svc.cache_tiers.token_in", forgotten_meanwhile)
     assert not await tiers.keep_stored(key, ENTRY)
     assert await tiers.find_shared(key) is None
