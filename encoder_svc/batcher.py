@@ -105,7 +105,7 @@ class ForwardBatcher:
     @property
     def is_healthy(self) -> bool:
         """Whether passes end, and not all of them in failure."""
-        return self._is_answering and self._num_failed_controls < _MAX_FAILED_CONTROLS
+        return self.is_answering and self._num_failed_controls < _MAX_FAILED_CONTROLS
 
     @property
     def has_died(self) -> bool:
@@ -113,7 +113,7 @@ class ForwardBatcher:
         return self._has_died
 
     @property
-    def _is_answering(self) -> bool:
+    def is_answering(self) -> bool:
         """Whether the thread lives and its pass in work is not overdue. A pass that hangs cannot be ended from here."""
         return self._thread.is_alive() and not self._has_died and self.running_s <= self._limits.max_pass_s
 
@@ -154,7 +154,7 @@ class ForwardBatcher:
         """Raises UnavailableError after `close` or while the model hangs."""
         if self._closed:
             raise UnavailableError("the encoder is shutting down; retry on another replica")
-        if not self._is_answering:
+        if not self.is_answering:
             raise UnavailableError("the encoder's model does not answer; retry on another replica")
 
     def close(self) -> None:

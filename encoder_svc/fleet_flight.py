@@ -1,8 +1,8 @@
 """One encode per image over all replicas: who has the lease encodes, the others wait for the rows in the shared cache.
 
-In this process only one flight per key comes here (single_flight.py). Nothing depends on the lease: without Redis,
-after the holder's death, after too long a wait, or when the holder could not store its rows, whoever waits encodes for
-itself.
+In this process only one flight per key comes here (single_flight.py). The holder is waited for as long as it renews
+its lease, however long its queue is; it renews while its model answers. Nothing depends on the lease: without Redis,
+after the holder's death, or when the holder could not store its rows, whoever waits encodes for itself.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _STORED, _NOT_STORED, _FAILED = b"stored", b"not stored", b"failed"
 # Between looks while waiting: a message usually comes first, but it may be lost, and without a connection none comes.
 _LOOK_S = 0.25
 _LOOK_UNHEARD_S = 0.025
-# The end of others' encodes is waited for so many lives of a lease; then nobody is believed to be at it any more.
-_MAX_WAIT_LIVES = 8
+# So many holders whose leases ended without rows to be found are enough: one more is not waited for.
+_MAX_HOLDERS = 4
+# No queue is as long: a lease that is said to be held after that is nobody's.
+_MAX_WAIT_S = 600.0
 # A lease is renewed so often during its life.
 _RENEWALS_PER_LIFE = 3
 
@@ -47,7 +49,17 @@ _RENEWALS_PER_LIFE = 3
 class FleetFlight(Generic[OutcomeT]):
     """Owned by the pipeline, on its event loop; Redis is talked to in threads."""
 
-    def __init__(self, leases: EncodeLeases, done: DoneChannel, metrics: EncoderMetrics, *, num_threads: int) -> None:
+    def __init__(
+        self,
+        leases: EncodeLeases,
+        done: DoneChannel,
+        metrics: EncoderMetrics,
+        *,
+        num_threads: int,
+        is_answering: Callable[[], bool],
+    ) -> None:
+        """`is_answering`: whether this process's model works at all; else its leases are for others."""
+        self._is_answering = is_answering
         self._leases = leases
         self._done = done
         self._metrics = metrics
@@ -64,15 +76,15 @@ class FleetFlight(Generic[OutcomeT]):
 
         `find` looks into the shared cache and never raises for trouble with it. Raises what `encode` raises.
         """
-        give_up_s = time.monotonic() + _MAX_WAIT_LIVES * self._leases.ttl_s
-        has_waited = False
-        while time.monotonic() < give_up_s:
+        give_up_s = time.monotonic() + _MAX_WAIT_S
+        holders: set[bytes] = set()
+        while len(holders) < _MAX_HOLDERS and time.monotonic() < give_up_s:
             attempt = await self._in_thread(self._leases.acquire, key)
             if attempt.state is LeaseState.UNAVAILABLE:
                 return await encode(), False
             if attempt.state is LeaseState.HELD:
-                return await self._lead(key, attempt.token, find, encode, was_waiting=has_waited)
-            has_waited = True
+                return await self._lead(key, attempt.token, find, encode, was_waiting=bool(holders))
+            holders.add(attempt.token)
             found, must_encode = await self._follow(key, attempt, find)
             if found is not None:
                 self._metrics.coalesced.labels("fleet").inc()
@@ -136,12 +148,13 @@ class FleetFlight(Generic[OutcomeT]):
 
     @contextlib.asynccontextmanager
     async def _kept_alive(self, key: ContentKey, token: bytes) -> AsyncIterator[None]:
-        """Renews the lease as long as the block runs."""
+        """Renews the lease as long as the block runs and the model answers."""
 
         async def renew() -> None:
             while True:
                 await asyncio.sleep(self._leases.ttl_s / _RENEWALS_PER_LIFE)
-                await self._in_thread(self._leases.renew, key, token)
+                if self._is_answering():
+                    await self._in_thread(self._leases.renew, key, token)
 
         heartbeat = asyncio.create_task(renew())
         try:

@@ -61,15 +61,16 @@ async def open_pipeline(
         if store is not None:
             stack.callback(store.close)
             registry.register(StoreCollector(store, "encoder"))
-        fleet = None if store is None else _open_fleet(settings, store, metrics)
+        batcher = ForwardBatcher(
+            stored_forward(model, metrics), model.warm_up, batch_limits(settings, model.device), metrics
+        )
+        fleet = None if store is None else _open_fleet(settings, store, metrics, batcher)
         pipeline = EncodePipeline(
             model,
             Preprocessor(
                 model.adapter, limits, settings.preprocess_workers, settings.decode_timeout_s, poisonous_files
             ),
-            ForwardBatcher(
-                stored_forward(model, metrics), model.warm_up, batch_limits(settings, model.device), metrics
-            ),
+            batcher,
             CacheTiers(LocalCache(settings.local_cache_bytes), store, metrics, store_workers=settings.store_workers),
             limits,
             metrics,
@@ -130,13 +131,15 @@ def batch_limits(settings: EncoderSettings, device: torch.device) -> BatchLimits
 
 
 def _open_fleet(
-    settings: EncoderSettings, store: EmbeddingStore, metrics: EncoderMetrics
+    settings: EncoderSettings, store: EmbeddingStore, metrics: EncoderMetrics, batcher: ForwardBatcher
 ) -> FleetFlight[EncodeOutcome]:
     assert settings.redis_url is not None, "where there is a store there is a URL"
     done = DoneChannel(settings.redis_url.get_secret_value(), settings.redis_budget_s)
     done.start()
     leases = EncodeLeases(store, settings.encode_lease_s)
-    return FleetFlight(leases, done, metrics, num_threads=settings.store_workers)
+    return FleetFlight(
+        leases, done, metrics, num_threads=settings.store_workers, is_answering=lambda: batcher.is_answering
+    )
 
 
 def _open_store(settings: EncoderSettings) -> EmbeddingStore | None:
