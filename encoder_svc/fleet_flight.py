@@ -1,8 +1,8 @@
 """One encode per image over all replicas: who has the lease encodes, the others wait for the rows in the shared cache.
 
-In this process only one flight per key comes here (single_flight.py). The holder is waited for as long as it renews
-its lease, however long its queue is; it renews while its model answers. Nothing depends on the lease: without Redis,
-after the holder's death, or when the holder could not store its rows, whoever waits encodes for itself.
+In this process only one flight per key comes here (single_flight.py). A holder renews its lease while its model
+answers. Nothing depends on the lease: without Redis, after the holder's death, after too long a wait, or when the
+holder could not store its rows, whoever waits encodes for itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _STORED, _NOT_STORED, _FAILED = b"stored", b"not stored", b"failed"
 # Between looks while waiting: a message usually comes first, but it may be lost, and without a connection none comes.
 _LOOK_S = 0.25
 _LOOK_UNHEARD_S = 0.025
-# So many holders whose leases ended without rows to be found are enough: one more is not waited for.
-_MAX_HOLDERS = 4
-# No queue is as long: a lease that is said to be held after that is nobody's.
-_MAX_WAIT_S = 600.0
+# The end of others' encodes is waited for so many lives of a lease; then nobody is believed to be at it any more,
+# whatever Redis says. With the defaults that is 40 s, of the 60 s that a decoder waits for rows.
+_MAX_WAIT_LIVES = 8
 # A lease is renewed so often during its life.
 _RENEWALS_PER_LIFE = 3
 
@@ -76,15 +75,15 @@ class FleetFlight(Generic[OutcomeT]):
 
         `find` looks into the shared cache and never raises for trouble with it. Raises what `encode` raises.
         """
-        give_up_s = time.monotonic() + _MAX_WAIT_S
-        holders: set[bytes] = set()
-        while len(holders) < _MAX_HOLDERS and time.monotonic() < give_up_s:
+        give_up_s = time.monotonic() + _MAX_WAIT_LIVES * self._leases.ttl_s
+        has_waited = False
+        while time.monotonic() < give_up_s:
             attempt = await self._in_thread(self._leases.acquire, key)
             if attempt.state is LeaseState.UNAVAILABLE:
                 return await encode(), False
             if attempt.state is LeaseState.HELD:
-                return await self._lead(key, attempt.token, find, encode, was_waiting=bool(holders))
-            holders.add(attempt.token)
+                return await self._lead(key, attempt.token, find, encode, was_waiting=has_waited)
+            has_waited = True
             found, must_encode = await self._follow(key, attempt, find)
             if found is not None:
                 self._metrics.coalesced.labels("fleet").inc()

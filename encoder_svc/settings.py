@@ -61,7 +61,7 @@ class EncoderSettings(ServiceSettings):
         gt=0,
         le=300,
         description="Life of the lease by which one replica encodes an image, seconds; it is renewed meanwhile. "
-        "So long an image waits when its encoder dies.",
+        "So long an image waits when its encoder dies, and at most eight times as long for an encoder that lives.",
     )
     local_cache_bytes: int = Field(
         256 * MIB, ge=0, description="Rows kept in this process for ReadEmbedding and hot images."

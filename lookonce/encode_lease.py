@@ -45,7 +45,7 @@ class LeaseAttempt:
     """The outcome of `acquire`."""
 
     state: LeaseState
-    # Of who holds it, and proof of it; empty when UNAVAILABLE, or when the holder ended while it was asked for.
+    # Proves who holds it; empty unless HELD.
     token: bytes = b""
     # How long it lasts at most if its holder dies now, seconds; 0 when UNAVAILABLE.
     remaining_s: float = 0.0
@@ -75,7 +75,7 @@ class EncodeLeases:
             if remaining_ms == _ENDLESS:
                 raise CorruptEntryError(MissReason.WRONG_TYPE)
             # Whatever the server says, nobody waits longer than for a lease of one's own before looking again.
-            return LeaseAttempt(LeaseState.BUSY, holder or b"", min(max(0, remaining_ms), self._ttl_ms) / 1000)
+            return LeaseAttempt(LeaseState.BUSY, remaining_s=min(max(0, remaining_ms), self._ttl_ms) / 1000)
 
         try:
             with tracing.redis_span(StoreOperation.LEASE.value):

@@ -176,8 +176,7 @@ async def test_an_encode_longer_than_the_lease_keeps_it(fleet: Callable[..., Any
     leading = asyncio.create_task(holder.ask(key("a")))
     await until(lambda: holder.num_encodes == 1)
     following = asyncio.create_task(waiter.ask(key("a")))
-    # Ten lives of the lease, as behind a long queue.
-    await asyncio.sleep(3.0)
+    await asyncio.sleep(1.5)
     holder.gate.set()
     await asyncio.gather(leading, following)
     assert waiter.num_encodes == 0
@@ -191,27 +190,10 @@ async def test_a_holder_whose_model_hangs_lets_its_lease_go(fleet: Callable[...,
     holder.is_answering = False
     outcome, was_elsewhere = await waiter.ask(key("a"))
     assert (outcome.where, was_elsewhere, leading.done()) == (waiter.name, False, False)
+    # By the lease, not because its patience was at an end.
+    assert waiter.metrics.lease_takeovers._value.get() == 1
     holder.gate.set()
     await leading
-
-
-async def test_holders_that_leave_no_rows_one_after_another_are_not_waited_for_forever(
-    fleet: Callable[..., Any], own_redis: EmbeddedRedis
-) -> None:
-    (waiter,) = await fleet(1, ttl_s=0.3)
-    with redis.Redis.from_url(own_redis.url) as client:
-
-        async def hold_in_turn() -> None:
-            for number in range(1000):
-                client.set(lease_key(key("a")), f"holder {number}", px=10_000)
-                await asyncio.sleep(0.4)
-
-        client.set(lease_key(key("a")), b"the first", px=10_000)
-        holding = asyncio.create_task(hold_in_turn())
-        outcome, was_elsewhere = await waiter.ask(key("a"))
-        assert not holding.done()
-        holding.cancel()
-    assert (outcome.where, was_elsewhere) == (waiter.name, False)
 
 
 async def test_a_dead_holder_s_lease_is_taken_over(fleet: Callable[..., Any], own_redis: EmbeddedRedis) -> None:

@@ -70,7 +70,7 @@ def _is_sound(attempt: LeaseAttempt) -> bool:
     """A lease that is held has a token; another's ends some time."""
     if attempt.state is LeaseState.HELD:
         return bool(attempt.token)
-    return attempt.state is LeaseState.BUSY and 0 <= attempt.remaining_s <= _LEASE_S
+    return attempt.state is LeaseState.BUSY and not attempt.token and 0 <= attempt.remaining_s <= _LEASE_S
 
 
 def _is_true(answer: bool) -> bool:
