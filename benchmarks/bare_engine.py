@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine
-from decoder_svc.engine import Engine
-from decoder_svc.fetch_metrics import FetchMetrics
-from decoder_svc.request import Prompt, RequestId, SamplingParams
+from decoder_svc.engine.engine import Engine
+from decoder_svc.rows.fetch_metrics import FetchMetrics
+from decoder_svc.scheduling.request import Prompt, RequestId, SamplingParams
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
-from lookonce.settings import parse_settings
+from lookonce.server.settings import parse_settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import psutil
 from benchmarks.workloads import Ask
 from lookonce.client import Client
 from lookonce.generation import Generation
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _TIMEOUT_S = 600.0
 

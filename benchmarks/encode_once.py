@@ -20,7 +20,7 @@ import PIL.Image
 
 from benchmarks import report
 from lookonce.client import Client
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "encode_once"
 _MODEL = pathlib.Path(__file__).parents[1] / "models/demo"

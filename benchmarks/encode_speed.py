@@ -27,15 +27,15 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from benchmarks import models, peer, report
-from encoder_svc.forward_queue import CallerId
-from encoder_svc.image_inputs import PixelInputs
-from encoder_svc.pipeline import CacheUse, ImageInput
+from encoder_svc.cache.pipeline import CacheUse, ImageInput
+from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.service import open_pipeline
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel
+from encoder_svc.vision.forward_queue import CallerId
+from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions
-from lookonce.half_model import load_vision_half
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.model.half_model import load_vision_half
 
 _NAME = "encode_speed"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

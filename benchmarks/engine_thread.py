@@ -12,11 +12,11 @@ from typing import Any, Self, TypeVar
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine
-from decoder_svc.fetch_metrics import FetchMetrics
-from decoder_svc.request import Prompt, RequestId, SamplingParams
+from decoder_svc.rows.fetch_metrics import FetchMetrics
+from decoder_svc.scheduling.request import Prompt, RequestId, SamplingParams
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
-from lookonce.settings import parse_settings
+from lookonce.server.settings import parse_settings
 
 _STOP_TIMEOUT_S = 60.0
 _Result = TypeVar("_Result")

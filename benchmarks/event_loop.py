@@ -27,8 +27,8 @@ from benchmarks.frozen_redis import quantile
 from benchmarks.models import demo_model, small_llava
 from benchmarks.workloads import ask_about, picture
 from lookonce.aio import AsyncClient
-from lookonce.child_process import ChildProcess
-from lookonce.local_stack import LocalStack
+from lookonce.local.child_process import ChildProcess
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "event_loop"
 _TIMEOUT_S = 600.0

@@ -27,7 +27,6 @@ from typing import Any
 import redis
 
 from benchmarks import report
-from lookonce.cache_names import data_key
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -37,9 +36,10 @@ from lookonce.content_key import (
     image_digest,
 )
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.redis_server import EmbeddedRedis
-from lookonce.sealing import AesGcm, Checksum
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.store.cache_names import data_key
+from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.sealing import AesGcm, Checksum
 
 _NAME = "fetch_speed"
 _MB = 1_000_000

@@ -28,7 +28,7 @@ from demo.chats import Message
 from demo.evaluate import DemoModel
 from demo.scenes import png_bytes, random_scene
 from lookonce.client import Client
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "frozen_redis"
 _MODEL = pathlib.Path(__file__).parents[1] / "models/demo"

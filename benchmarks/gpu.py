@@ -18,19 +18,19 @@ import torch
 from benchmarks import models, report
 from benchmarks.gpu_peers import continuous_batching_s, matrix_peak, memory_bandwidth, seconds_of
 from benchmarks.gpu_steps import Run, StepDriver, largest_difference
-from decoder_svc.family import load_family
+from decoder_svc.prompt.family import load_family
+from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
-from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.runner.flash_attention import FlashBackend, load_flash_functions
-from decoder_svc.runner.gpu import GPUModelRunner
-from decoder_svc.text_tokenizer import load_pretrained
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.cuda.attention_trial import AttentionTrial
+from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
+from decoder_svc.runner.cuda.runner import GPUModelRunner
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel
+from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
-from lookonce.model_folder import ModelFolder
-from lookonce.settings import parse_settings
+from lookonce.model.model_folder import ModelFolder
+from lookonce.server.settings import parse_settings
 
 _NAME = "gpu"
 # Largest distance of a log probability from the CPU's in float32 that passes.
@@ -135,7 +135,7 @@ def cuda_backends(device: torch.device) -> dict[str, Callable[[], AttentionBacke
     """Every backend that can be made here."""
     found: dict[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaBackend}
     try:
-        from decoder_svc.runner.triton_attention import TritonBackend
+        from decoder_svc.runner.cuda.triton_attention import TritonBackend
     except ImportError:
         print("Triton is not installed")
     else:

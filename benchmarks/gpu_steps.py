@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from decoder_svc.request import RequestId, SamplingParams
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
+from decoder_svc.scheduling.request import RequestId, SamplingParams
+from decoder_svc.scheduling.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
 
 # Alternatives that answers are compared by.
 _NUM_LOGPROBS = 5

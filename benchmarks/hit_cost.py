@@ -20,7 +20,7 @@ from benchmarks import report
 from benchmarks.models import demo_model, small_llava
 from benchmarks.workloads import Ask, u40
 from lookonce.client import Client
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "hit_cost"
 _TIMEOUT_S = 300.0

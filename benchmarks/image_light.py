@@ -21,9 +21,9 @@ from benchmarks import report
 from benchmarks.burst import ask_together
 from benchmarks.models import demo_model, small_llava
 from benchmarks.workloads import Ask, ask_about, picture
-from lookonce.child_process import ChildProcess
 from lookonce.generation import Generation
-from lookonce.local_stack import LocalStack
+from lookonce.local.child_process import ChildProcess
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "image_light"
 _START_TIMEOUT_S = 300.0

@@ -23,7 +23,7 @@ from benchmarks import report
 from benchmarks.models import demo_model, small_llava
 from benchmarks.workloads import Ask, ask_about, picture
 from lookonce.client import Client
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "overlap"
 _TIMEOUT_S = 300.0

@@ -109,9 +109,9 @@ def compare_videos(family: ModuleType, processor_name: str, settings: Mapping[st
     """The family's video processor and our pairs, on the same frames. Raises ValueError for other shapes."""
     import transformers
 
-    from encoder_svc.image_inputs import VisionAdapter
+    from encoder_svc.images.image_inputs import VisionAdapter
     from lookonce.content_key import ProcessorOptions
-    from lookonce.model_folder import ModelFolder
+    from lookonce.model.model_folder import ModelFolder
 
     with tempfile.TemporaryDirectory() as base:
         folder = family.build(pathlib.Path(base) / family.NAME)

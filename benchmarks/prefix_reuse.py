@@ -22,7 +22,7 @@ from benchmarks.burst import Burst, run_burst
 from benchmarks.models import demo_model, kv_token_bytes, small_llava
 from benchmarks.peer import Peer, PeerInstall, PeerPrompts, PeerRun, add_arguments, all_paused, named_peer
 from benchmarks.workloads import WORKLOADS, Ask, Workload, u40
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "prefix_reuse"
 _MAX_TOKENS = 16

@@ -25,9 +25,9 @@ from tokenizers import Tokenizer
 from benchmarks import report
 from benchmarks.models import large_image_qwen2_vl
 from lookonce.client import Client
-from lookonce.embedding_codec import BLOCK_TARGET_BYTES
 from lookonce.generation import Generation, Message
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
+from lookonce.store.codec import BLOCK_TARGET_BYTES
 
 _NAME = "rows_moved"
 _TIMEOUT_S = 300.0

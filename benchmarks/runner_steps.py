@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from decoder_svc.family import load_family
-from decoder_svc.request import RequestId, SamplingParams
+from decoder_svc.prompt.family import load_family
+from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.attention import PAGED_ATTENTION, SdpaBackend
 from decoder_svc.runner.base import RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
-from decoder_svc.text_tokenizer import load_pretrained
-from lookonce.half_model import load_text_half
-from lookonce.model_folder import ModelFolder
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.scheduling.request import RequestId, SamplingParams
+from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
+from lookonce.model.half_model import load_text_half
+from lookonce.model.model_folder import ModelFolder
 
 _BLOCK_SIZE = 16
 # Of a round on transformers' modules, where one may take seconds.

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks import report
-from decoder_svc.block_hash import BlockHasher
-from decoder_svc.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.request import ImageItem, Prompt, Request, RequestId, SamplingParams, Span
-from decoder_svc.scheduler import Scheduler, SchedulerLimits
-from decoder_svc.scheduler_output import SampledToken
+from decoder_svc.scheduling.block_hash import BlockHasher
+from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.request import ImageItem, Prompt, Request, RequestId, SamplingParams, Span
+from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.scheduler_output import SampledToken
 from lookonce.content_key import (
     DEFAULT_TENANT,
     EncoderFingerprint,

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.encoder_client import EncodedImage, EncoderClient, EncoderInfo
+from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient, EncoderInfo
 from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
-from encoder_svc.forward_queue import CallerId
-from encoder_svc.pipeline import CacheUse, EncodePipeline, ImageInput, Origin
+from encoder_svc.cache.pipeline import CacheUse, EncodePipeline, ImageInput, Origin
 from encoder_svc.service import open_pipeline
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel
-from lookonce import serving
+from encoder_svc.vision.forward_queue import CallerId
+from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
-from lookonce.quotas import load_quotas
-from lookonce.settings import parse_settings
-from lookonce.telemetry import Telemetry
+from lookonce.server import serving
+from lookonce.server.quotas import load_quotas
+from lookonce.server.settings import parse_settings
+from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import load_tenants
 
 _CALLER = CallerId("this process")

@@ -18,16 +18,16 @@ from dataclasses import asdict, dataclass
 from torch import Tensor
 
 from benchmarks import models, report
-from decoder_svc.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.family import load_family
-from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.request import Prompt, Request, RequestId, SamplingParams
+from decoder_svc.prompt.family import load_family
+from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.base import Embedded, PreparedInputs, RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.scheduler import Scheduler, SchedulerLimits
-from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
-from decoder_svc.text_tokenizer import load_pretrained
-from lookonce.model_folder import ModelFolder
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.request import Prompt, Request, RequestId, SamplingParams
+from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
+from lookonce.model.model_folder import ModelFolder
 
 _NAME = "speculation"
 _BLOCK_SIZE = 16

@@ -21,7 +21,7 @@ from benchmarks.models import demo_model, kv_token_bytes, small_llava
 from benchmarks.peer import Peer, PeerInstall, PeerPrompts, add_arguments, memory_bytes, named_peer
 from benchmarks.workloads import Ask, ask_about, u40
 from lookonce.client import Client
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "startup"
 _TIMEOUT_S = 600.0

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks import models, report
 from benchmarks.runner_steps import COPIED_BYTES, RunnerSteps, read_bandwidth
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.runner.native_stack import NativeStack
-from decoder_svc.runner.native_structures import PHASES
+from decoder_svc.runner.cpu.native_stack import NativeStack
+from decoder_svc.runner.cpu.native_structures import PHASES
+from decoder_svc.runner.cpu.runner import CPUModelRunner
 
 _NAME = "step_profile"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

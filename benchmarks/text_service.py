@@ -12,7 +12,7 @@ import psutil
 from lookonce.aio import AsyncClient
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _WORDS = "what colour is the small cat near that red boat and why do you see it under a tree".split()
 # Of a prompt, before the template.

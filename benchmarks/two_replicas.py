@@ -30,7 +30,7 @@ from benchmarks.peer import (
     named_peer,
 )
 from benchmarks.workloads import WORKLOADS, Ask, Workload
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _NAME = "two_replicas"
 _NUM_REPLICAS = 2

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 
 from decoder_svc.settings import DecoderSettings
-from lookonce import serving, tracing
-from lookonce.cache_health import watched_cache
-from lookonce.garbage import long_lived_objects
-from lookonce.openmp import limit_patience
-from lookonce.quotas import load_quotas
-from lookonce.settings import TracingVariables, parse_settings
-from lookonce.telemetry import Telemetry
+from lookonce import tracing
+from lookonce.model.openmp import limit_patience
+from lookonce.server import serving
+from lookonce.server.garbage import long_lived_objects
+from lookonce.server.quotas import load_quotas
+from lookonce.server.settings import TracingVariables, parse_settings
+from lookonce.server.telemetry import Telemetry
+from lookonce.store.health import watched_cache
 
 
 async def serve(arguments: list[str]) -> None:

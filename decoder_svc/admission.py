@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from decoder_svc.engine_interface import EngineLoad
+from decoder_svc.engine.engine_interface import EngineLoad
 from lookonce.errors import OverloadedError
 
 # Of a newly ended request in the means; they follow a change of traffic within some tens of requests.

@@ -6,29 +6,29 @@ import logging
 
 import torch
 
-from decoder_svc.embedding_fetcher import EmbeddingFetcher
-from decoder_svc.encoder_budget import encoder_budget
-from decoder_svc.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.encoder_client import EncoderClient
-from decoder_svc.engine import Engine
-from decoder_svc.engine_interface import EngineLimits
-from decoder_svc.family import DecoderFamily
-from decoder_svc.fetch_metrics import FetchMetrics
-from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.kv_group import SlidingGroupSize
-from decoder_svc.kv_pool_size import BlockCosts, KVPoolWish, num_kv_blocks, sliding_group_size
+from decoder_svc.engine.engine import Engine
+from decoder_svc.engine.engine_interface import EngineLimits
+from decoder_svc.prompt.family import DecoderFamily
+from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
+from decoder_svc.rows.encoder_client import EncoderClient
+from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.row_cache import ROW_DTYPES
 from decoder_svc.runner.worst_case import WorstCase
-from decoder_svc.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.encoder_budget import encoder_budget
+from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_group import SlidingGroupSize
+from decoder_svc.scheduling.kv_pool_size import BlockCosts, KVPoolWish, num_kv_blocks, sliding_group_size
+from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from decoder_svc.settings import DecoderSettings
-from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
-from lookonce.device import chosen_device
-from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
-from lookonce.openmp import in_passing_thread
+from lookonce.model.device import chosen_device
+from lookonce.model.openmp import in_passing_thread
+from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:
     if chosen_device(settings.device).type == "cpu":
         return CPUModelRunner
     # Late: nobody else needs what runs on CUDA.
-    from decoder_svc.runner.gpu import GPUModelRunner
+    from decoder_svc.runner.cuda.runner import GPUModelRunner
 
     return GPUModelRunner
 

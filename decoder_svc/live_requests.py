@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from decoder_svc.request import RequestId
+from decoder_svc.scheduling.request import RequestId
 from lookonce.errors import InvalidParameterError, OverloadedError
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -11,33 +11,33 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine
-from decoder_svc.chat_template import ChatTemplate
-from decoder_svc.encoder_channel import ChannelSettings, watched_credentials
-from decoder_svc.encoder_client import EncoderClient, ExpectedRows
-from decoder_svc.engine import Engine
-from decoder_svc.family import DecoderFamily, load_family
-from decoder_svc.fetch_metrics import FetchMetrics
-from decoder_svc.generation_defaults import load_defaults
-from decoder_svc.image_reference import ImageResolver
+from decoder_svc.engine.engine import Engine
 from decoder_svc.metrics import DecoderMetrics
-from decoder_svc.preparation import RequestPreparer
-from decoder_svc.prompt import PromptBuilder, PromptLimits
-from decoder_svc.sampling_check import SamplingLimits
+from decoder_svc.prompt.chat_template import ChatTemplate
+from decoder_svc.prompt.family import DecoderFamily, load_family
+from decoder_svc.prompt.generation_defaults import load_defaults
+from decoder_svc.prompt.image_reference import ImageResolver
+from decoder_svc.prompt.preparation import RequestPreparer
+from decoder_svc.prompt.prompt import PromptBuilder, PromptLimits
+from decoder_svc.prompt.sampling_check import SamplingLimits
+from decoder_svc.prompt.text_tokenizer import TextTokenizer, load_pretrained
+from decoder_svc.prompt.video_frames import VideoSplitter
+from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials
+from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
+from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.servicer import SERVICE_NAME, DecoderServicer, ServedModel
 from decoder_svc.settings import DecoderSettings
-from decoder_svc.text_tokenizer import TextTokenizer, load_pretrained
-from decoder_svc.video_frames import VideoSplitter
 from lookonce import __version__
-from lookonce.authentication import parse_token
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.forget_channel import ForgetListener
-from lookonce.image_header import ImageLimits
-from lookonce.model_folder import ModelFolder
-from lookonce.quotas import Quotas
-from lookonce.sealing import load_sealer
-from lookonce.serving import ServiceEntry
-from lookonce.store_metrics import StoreCollector
+from lookonce.media.image_header import ImageLimits
+from lookonce.model.model_folder import ModelFolder
+from lookonce.server.authentication import parse_token
+from lookonce.server.quotas import Quotas
+from lookonce.server.serving import ServiceEntry
+from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.forget_channel import ForgetListener
+from lookonce.store.metrics import StoreCollector
+from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants, load_tenants
 from lookonce.watched_files import WatchedFiles
 

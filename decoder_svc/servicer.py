@@ -18,19 +18,19 @@ import grpc.aio
 
 from decoder_svc import wire_request, wire_response
 from decoder_svc.admission import Admission
-from decoder_svc.encoder_client import EncoderClient
-from decoder_svc.engine_interface import Engine
-from decoder_svc.generation import Generation, GenerationOptions, generating
+from decoder_svc.answer.generation import Generation, GenerationOptions, generating
+from decoder_svc.engine.engine_interface import Engine
 from decoder_svc.live_requests import LiveRequest, LiveRequests
 from decoder_svc.metrics import DecoderMetrics
-from decoder_svc.preparation import RequestPreparer
-from decoder_svc.prompt_spec import num_inline_bytes
-from decoder_svc.text_tokenizer import TextTokenizer
+from decoder_svc.prompt.preparation import RequestPreparer
+from decoder_svc.prompt.prompt_spec import num_inline_bytes
+from decoder_svc.prompt.text_tokenizer import TextTokenizer
+from decoder_svc.rows.encoder_client import EncoderClient
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
 from lookonce.identity import Role, current_identity
-from lookonce.quotas import Quotas, Resource
+from lookonce.server.quotas import Quotas, Resource
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"

@@ -6,7 +6,7 @@ import pathlib
 
 from pydantic import Field
 
-from lookonce.settings import ServiceSettings
+from lookonce.server.settings import ServiceSettings
 
 
 class DecoderSettings(ServiceSettings):

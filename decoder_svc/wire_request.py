@@ -7,7 +7,7 @@ import hmac
 import re
 from collections.abc import Sequence, Sized
 
-from decoder_svc.prompt_spec import (
+from decoder_svc.prompt.prompt_spec import (
     CachedImage,
     ChatMessage,
     ChatPrompt,
@@ -23,8 +23,8 @@ from decoder_svc.prompt_spec import (
     VideoPart,
     VideoSource,
 )
-from decoder_svc.request import CacheScope
-from decoder_svc.sampling_check import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
+from decoder_svc.prompt.sampling_check import MAX_LOGIT_BIAS_ENTRIES, MAX_STOP_TOKEN_IDS, SamplingSpec
+from decoder_svc.scheduling.request import CacheScope
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, Tenant, parse_digest
 from lookonce.decoder.v1 import decoder_service_pb2

@@ -22,7 +22,7 @@ from lookonce.client import Client
 from lookonce.errors import LookonceError
 from lookonce.generation import Message, Usage
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 _MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
 # On the hub, of a family that is served.

@@ -13,15 +13,15 @@ from typing import Literal, cast
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from decoder_svc.engine_interface import Engine, EngineCounters, EngineLoad
-from decoder_svc.fetch_metrics import FetchMetrics
+from decoder_svc.engine.engine_interface import Engine, EngineCounters, EngineLoad
 from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.rows.fetch_metrics import FetchMetrics
 from encoder_svc.metrics import EncoderMetrics
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.interceptors import CallMetrics
-from lookonce.quotas import Quotas
-from lookonce.serving_metrics import ServingMetrics
-from lookonce.store_metrics import StoreCollector
+from lookonce.server.interceptors import CallMetrics
+from lookonce.server.metrics import ServingMetrics
+from lookonce.server.quotas import Quotas
+from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.metrics import StoreCollector
 
 PAGE = pathlib.Path(__file__).with_name("operations.md")
 BEGIN = "<!-- metrics: written by `make docs` -->"

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from decoder_svc.settings import DecoderSettings
 from encoder_svc.settings import EncoderSettings
-from lookonce.settings import ServiceSettings
+from lookonce.server.settings import ServiceSettings
 
 PAGE = pathlib.Path(__file__).with_name("operations.md")
 BEGIN = "<!-- settings: written by `make docs` -->"

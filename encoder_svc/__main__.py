@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 
 from encoder_svc.settings import EncoderSettings
-from lookonce import serving, tracing
-from lookonce.cache_health import watched_cache
-from lookonce.garbage import long_lived_objects
-from lookonce.openmp import limit_patience
-from lookonce.quotas import load_quotas
-from lookonce.settings import TracingVariables, parse_settings
-from lookonce.telemetry import Telemetry
+from lookonce import tracing
+from lookonce.model.openmp import limit_patience
+from lookonce.server import serving
+from lookonce.server.garbage import long_lived_objects
+from lookonce.server.quotas import load_quotas
+from lookonce.server.settings import TracingVariables, parse_settings
+from lookonce.server.telemetry import Telemetry
+from lookonce.store.health import watched_cache
 from lookonce.tenants import load_tenants
 
 
@@ -31,7 +32,7 @@ async def serve(arguments: list[str]) -> None:
         import transformers
 
         from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry
-        from encoder_svc.vision_model import VisionModel
+        from encoder_svc.vision.vision_model import VisionModel
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)

@@ -11,10 +11,10 @@ import structlog
 from google.protobuf import duration_pb2
 
 from encoder_svc import wire
-from encoder_svc.cache_control import CacheControl, TierStatistics
-from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.cache.cache_admin import EntryStatistics
+from encoder_svc.cache.cache_control import CacheControl, TierStatistics
+from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.servicer import MAX_LOOKUP_KEYS
-from lookonce.cache_admin import EntryStatistics
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb

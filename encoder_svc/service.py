@@ -10,35 +10,35 @@ from prometheus_client import CollectorRegistry
 
 from encoder_svc.admin_servicer import SERVICE_NAME as ADMIN_SERVICE_NAME
 from encoder_svc.admin_servicer import EncoderAdminServicer
-from encoder_svc.batcher import BatchLimits, ForwardBatcher
-from encoder_svc.cache_control import CacheControl
-from encoder_svc.cache_tiers import CacheTiers
-from encoder_svc.done_channel import DoneChannel
-from encoder_svc.fleet_flight import FleetFlight
-from encoder_svc.local_cache import LocalCache
+from encoder_svc.cache.cache_admin import CacheAdmin
+from encoder_svc.cache.cache_control import CacheControl
+from encoder_svc.cache.cache_tiers import CacheTiers
+from encoder_svc.cache.done_channel import DoneChannel
+from encoder_svc.cache.encode_lease import EncodeLeases
+from encoder_svc.cache.fleet_flight import FleetFlight
+from encoder_svc.cache.local_cache import LocalCache
+from encoder_svc.cache.pipeline import EncodeOutcome, EncodePipeline
+from encoder_svc.images.prepared_room import PreparedRoom
+from encoder_svc.images.preprocess import Preprocessor
+from encoder_svc.images.quarantine import Quarantine, Stage
 from encoder_svc.metrics import EncoderMetrics
-from encoder_svc.pipeline import EncodeOutcome, EncodePipeline
-from encoder_svc.prepared_room import PreparedRoom
-from encoder_svc.preprocess import Preprocessor
-from encoder_svc.quarantine import Quarantine, Stage
-from encoder_svc.row_format import stored_forward
 from encoder_svc.servicer import SERVICE_NAME, EncoderServicer
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel
-from lookonce.cache_admin import CacheAdmin
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.encode_lease import EncodeLeases
+from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
+from encoder_svc.vision.row_format import stored_forward
+from encoder_svc.vision.vision_model import VisionModel
 from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderAdminServiceServicer_to_server,
     add_EncoderServiceServicer_to_server,
 )
-from lookonce.forget_channel import ForgetListener
-from lookonce.image_header import ImageLimits
-from lookonce.quotas import Quotas
-from lookonce.sealing import load_sealer
-from lookonce.serving import ServiceEntry
-from lookonce.settings import MIB
-from lookonce.store_metrics import StoreCollector
+from lookonce.media.image_header import ImageLimits
+from lookonce.server.quotas import Quotas
+from lookonce.server.serving import ServiceEntry
+from lookonce.server.settings import MIB
+from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.forget_channel import ForgetListener
+from lookonce.store.metrics import StoreCollector
+from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants
 
 # Pixel bytes of a pass that are enough to be fast. On 2 × AMD EPYC an image of 576 patches (1.7 MiB) took as long alone

@@ -12,10 +12,10 @@ import structlog
 
 import lookonce
 from encoder_svc import wire
+from encoder_svc.cache.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput
 from encoder_svc.concurrent_map import map_concurrently
-from encoder_svc.forward_queue import CallerId
-from encoder_svc.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput
 from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision.forward_queue import CallerId
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
@@ -29,9 +29,9 @@ from lookonce.errors import (
 )
 from lookonce.identity import current_identity
 from lookonce.image_file import num_file_bytes
-from lookonce.quotas import Quotas, Resource
+from lookonce.server.quotas import Quotas, Resource
+from lookonce.server.telemetry import current_request_id
 from lookonce.status_codes import code_number, from_reason, status_row
-from lookonce.telemetry import current_request_id
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderService"

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from lookonce.settings import MIB, ServiceSettings
+from lookonce.server.settings import MIB, ServiceSettings
 
 
 class EncoderSettings(ServiceSettings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from encoder_svc.pipeline import CacheUse, EncodeOutcome, ImageInput, Origin
+from encoder_svc.cache.pipeline import CacheUse, EncodeOutcome, ImageInput, Origin
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, parse_digest
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype

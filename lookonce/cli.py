@@ -19,16 +19,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lookonce.cli_settings import CliSettings, StackRecord, find_stack
 from lookonce.client import Client
 from lookonce.errors import ConfigurationError, LookonceError, StartupError, UnavailableError
 from lookonce.families.base import Family, Mask, PositionAxes
 from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
+from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
 
 if TYPE_CHECKING:
-    from lookonce.local_stack import LocalStack
+    from lookonce.local.local_stack import LocalStack
 
 _POLL_S = 0.5
 _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
@@ -90,8 +90,8 @@ def up(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Start Redis, encoder and decoder on this machine and keep them until Ctrl-C."""
-    from lookonce.local_stack import LocalStack
-    from lookonce.model_source import resolve_model, served_name
+    from lookonce.local.local_stack import LocalStack
+    from lookonce.local.model_source import resolve_model, served_name
 
     settings = CliSettings()
     folder = resolve_model(model or _demo_model())
@@ -167,7 +167,7 @@ def serve_decoder(context: typer.Context) -> None:
 
 def _become(module: str, arguments: Sequence[str]) -> Never:
     """Replaces this process, so that signals and the exit status are the service's own."""
-    from lookonce.model_source import with_resolved_model
+    from lookonce.local.model_source import with_resolved_model
 
     # Without the current folder among those that modules come from: it may be a model's.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *with_resolved_model(arguments)])
@@ -273,7 +273,7 @@ def token(
     role: Annotated[str, typer.Option(help="client, service (decoders that ask encoders) or operator.")] = "client",
 ) -> None:
     """Make a bearer token: the token on stdout, its entry for the services' auth_tokens_file on stderr."""
-    from lookonce.token_entry import new_token
+    from lookonce.local.token_entry import new_token
 
     made, entry = new_token(name, tenant, role)
     sys.stdout.write(made + "\n")
@@ -285,7 +285,7 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="Model folder or hub name to look into.")] = None,
 ) -> None:
     """Check what this machine has of what Lookonce needs."""
-    from lookonce.doctor import examine
+    from lookonce.local.doctor import examine
 
     findings = examine(CliSettings(), model)
     table = Table.grid(padding=(0, 2))

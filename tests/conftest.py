@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 
 # Nothing is downloaded; tiny models are faster on one thread, and the servers need the other core.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -45,8 +45,8 @@ def stack() -> Iterator[LocalStack]:
 def library() -> None:
     """Skips where the decoder's compiled library cannot be had."""
     # They import torch, which reads the settings above.
-    from decoder_svc.runner.cpu_attention import SOURCES
-    from lookonce.native_library import NativeLibraryError, load_library
+    from decoder_svc.runner.cpu.attention import SOURCES
+    from lookonce.model.native_library import NativeLibraryError, load_library
 
     try:
         load_library(SOURCES)

@@ -16,7 +16,7 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from lookonce import tracing
-from lookonce.settings import TracingVariables
+from lookonce.server.settings import TracingVariables
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import torch
 from lookonce.aio import AsyncClient
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions, content_key
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
-from lookonce.embedding_store import EmbeddingStore
 from lookonce.generation import Generation, Message
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
+from lookonce.store.embedding_store import EmbeddingStore
 from tests import fingerprint_model
 from tests.conftest import ONE_THREAD
 from tests.fingerprint_model import COLOURS, NUM_ROWS, Answer, Board, Reference

@@ -32,7 +32,7 @@ _METHODS = {"eval", "evalsha", "fcall", "register_script"}
 _FETCHING_MODULES = {"requests", "httpx", "aiohttp", "urllib3", "ftplib", "http.client"}
 # (file, what): why it is not what it looks like.
 _ALLOWED = {
-    ("lookonce/local_stack.py", "urllib.request"): "reads the metrics of its own processes on loopback",
+    ("lookonce/local/local_stack.py", "urllib.request"): "reads the metrics of its own processes on loopback",
 }
 
 

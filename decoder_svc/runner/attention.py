@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from decoder_svc.request import Span
 from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.runner.pool_memory import pool_zeros
+from decoder_svc.scheduling.request import Span
 
 PAGED_ATTENTION = "lookonce_paged"
 

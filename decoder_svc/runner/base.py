@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoder_svc.family import DecoderFamily
-from decoder_svc.fetched_rows import FetchedRows
-from decoder_svc.request import RequestId
+from decoder_svc.prompt.family import DecoderFamily
+from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.attention import (
     AttentionBackend,
     AttentionMetadata,
@@ -34,7 +33,8 @@ from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import SampleRow, sample
 from decoder_svc.runner.step_metadata import decode_metadata, step_metadata
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
-from decoder_svc.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.families.base import Mask
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from decoder_svc.request import ImageItem, RequestId, SamplingParams, Span
-from decoder_svc.scheduler_output import AdmittedRequest, ScheduledChunk
+from decoder_svc.scheduling.request import ImageItem, RequestId, SamplingParams, Span
+from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
 
 IntArray = npt.NDArray[np.int64]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decoder_svc.fetched_rows import FetchedRows
-from decoder_svc.request import ImageItem
-from decoder_svc.row_range import RowRange, RowRangeSet
+from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.host_transfer import HostTransfer
+from decoder_svc.scheduling.request import ImageItem
+from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
-from lookonce.int8_rows import dequantise
+from lookonce.store.int8_rows import dequantise
 
 # Of rows that are plain floats.
 TORCH_DTYPES = {

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decoder_svc.request import SamplingParams, TokenLogprobs
+from decoder_svc.scheduling.request import SamplingParams, TokenLogprobs
 
 _LIMITS = torch.finfo(torch.float32)
 

@@ -1,7 +1,7 @@
 """Compiles the services' C++ parts into the image, for every kind of processor that they are told apart by.
 
 A container with a read-only root cannot do that later, and nodes are seldom the machine that built the image. Where the
-libraries go is lookonce.native_library's affair (XDG_CACHE_HOME); run it as the user that the services run as.
+libraries go is lookonce.model.native_library's affair (XDG_CACHE_HOME); run it as the user that the services run as.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 import decoder_svc
 import encoder_svc
-from lookonce import native_library
+from lookonce.model import native_library
 
 # What PyTorch says of a processor, and whether it has products of pairs (AVX512_BF16).
 _PROCESSORS = (("DEFAULT", False), ("AVX2", False), ("AVX512", False), ("AVX512", True))

@@ -14,8 +14,8 @@ from benchmarks import gpu, report
 from benchmarks.gpu_peers import matrix_peak, memory_bandwidth
 from benchmarks.gpu_steps import Answer, StepDriver, largest_difference
 from decoder_svc.runner.attention import SdpaBackend
-from tests.decoder_svc.recording_runner import RecordingRunner
-from tests.decoder_svc.tensor_backend import TensorBackend
+from tests.decoder_svc.runner.recording_runner import RecordingRunner
+from tests.decoder_svc.runner.tensor_backend import TensorBackend
 from tests.tiny_models import build_llava_clip
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import models, report, speculation
 from benchmarks.speculation import WORKLOADS, SpeculationBench, copied, misleading, quoting, section
-from decoder_svc.speculation import SpeculationLimits
+from decoder_svc.scheduling.speculation import SpeculationLimits
 
 
 def test_copies_are_guessed_and_nothing_is_lost() -> None:

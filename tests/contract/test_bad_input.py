@@ -18,7 +18,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.content_key import image_digest
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as pb_grpc
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from tests.e2e.pictures import QUESTION, Picture, fresh
 
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 256 << 20)]

@@ -9,19 +9,19 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.encoder_channel import ChannelSettings
-from decoder_svc.encoder_client import EncoderClient, ExpectedRows
+from decoder_svc.rows.encoder_channel import ChannelSettings
+from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
 from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel
+from encoder_svc.vision.vision_model import VisionModel
 from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     EncoderServiceServicer,
     add_EncoderServiceServicer_to_server,
 )
-from lookonce.quotas import Quotas
-from lookonce.serving import GrpcService, ServiceEntry
-from lookonce.settings import MIB, ServiceSettings
-from lookonce.telemetry import Telemetry
+from lookonce.server.quotas import Quotas
+from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.settings import MIB, ServiceSettings
+from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import Tenants
 
 CHANNEL = ChannelSettings(max_message_bytes=MIB, keepalive_time_s=30, keepalive_timeout_s=5)

@@ -8,10 +8,10 @@ import sys
 from decoder_svc import assembly
 from decoder_svc.__main__ import serve
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.scheduler_output import SampledToken, SchedulerOutput
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from decoder_svc.settings import DecoderSettings
-from lookonce import serving
+from lookonce.server import serving
 from tests.fault_file import FaultFile
 
 

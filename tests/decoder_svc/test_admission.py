@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from decoder_svc.admission import Admission
-from decoder_svc.engine_interface import EngineLoad
+from decoder_svc.engine.engine_interface import EngineLoad
 from lookonce.errors import InternalError, OverloadedError
 
 NUM_PLACES = 4

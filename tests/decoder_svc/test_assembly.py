@@ -10,13 +10,13 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from decoder_svc import assembly
-from decoder_svc.fetch_metrics import FetchMetrics
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.runner.gpu import GPUModelRunner
+from decoder_svc.rows.fetch_metrics import FetchMetrics
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError
-from lookonce.settings import parse_settings
+from lookonce.server.settings import parse_settings
 from tests import tiny_models
 from tests.decoder_svc.decoders import running_decoder
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from decoder_svc.family import load_family
-from decoder_svc.request import Span
+from decoder_svc.prompt.family import load_family
+from decoder_svc.scheduling.request import Span
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError
-from lookonce.half_model import load_text_half
-from lookonce.model_folder import ModelFolder
+from lookonce.model.half_model import load_text_half
+from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
 
 SIZES = [(80, 60), (56, 56), (140, 60), (60, 140), (400, 300), (28, 28), (500, 40)]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from decoder_svc import wire_request, wire_response
-from decoder_svc.chat_template import ChatTemplate
-from decoder_svc.detokenizer import StopFilter
+from decoder_svc.answer.detokenizer import StopFilter
+from decoder_svc.prompt.chat_template import ChatTemplate
+from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.scheduler import Scheduler
-from decoder_svc.text_tokenizer import TextTokenizer
+from decoder_svc.scheduling.scheduler import Scheduler
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests.decoder_svc.decoders import params, running_decoder
 

@@ -15,17 +15,17 @@ import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lookonce.aio import AsyncClient
-from lookonce.cache_health import PART_NAME
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import image_digest
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderAdminServiceStub, EncoderServiceStub
 from lookonce.errors import EmbeddingNotCachedError
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
+from lookonce.store.health import PART_NAME
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, Picture, fresh
-from tests.lookonce.faults import kill_child
+from tests.lookonce.store.faults import kill_child
 
 TIMEOUT_S = 20.0
 

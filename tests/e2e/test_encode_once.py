@@ -7,7 +7,7 @@ import asyncio
 from lookonce.aio import AsyncClient
 from lookonce.generation import Generation
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from tests.e2e.pictures import QUESTION, Picture, fresh
 
 

@@ -17,7 +17,7 @@ import torch
 from lookonce.aio import AsyncClient
 from lookonce.generation import Message
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from tests import tiny_models
 from tests.conftest import ONE_THREAD
 from tests.parity import offline

@@ -20,9 +20,9 @@ from demo.scenes import png_bytes
 from demo.wordings import Split
 from lookonce.aio import AsyncClient
 from lookonce.generation import Message, Part
-from lookonce.int8_rows import dequantise, quantise
-from lookonce.local_stack import LocalStack
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.local_stack import LocalStack
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.store.int8_rows import dequantise, quantise
 from tests import tiny_models
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e import test_generate_parity as parity

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from docs.generate_metrics import SERVICES, MetricRow, Service, service_metrics
 from lookonce.aio import AsyncClient
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from tests.e2e.pictures import QUESTION, fresh
 
 # Not ours: the client library's own, of the process and of when a counter began.

@@ -8,7 +8,7 @@ import pytest
 
 from lookonce.aio import AsyncClient
 from lookonce.generation import GenerateOptions, Generation
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from tests.e2e.pictures import QUESTION, Picture, fresh
 
 BLOCK_SIZE = 16

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from tests.conftest import REPOSITORY
 from tests.e2e.pictures import Picture, fresh
 

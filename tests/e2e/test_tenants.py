@@ -29,9 +29,9 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
+from lookonce.local.token_entry import new_token
 from lookonce.status_codes import from_rpc_error
-from lookonce.token_entry import new_token
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, fresh
 

@@ -13,7 +13,7 @@ import pytest
 
 from lookonce import tracing
 from lookonce.client import Client
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, Picture, fresh
 from tests.otlp_collector import SeenSpan, running_collector

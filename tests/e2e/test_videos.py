@@ -23,7 +23,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, FingerprintMismatchError, InvalidInputError, UnsupportedError
 from lookonce.generation import Generation, Message, Part
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack
 from lookonce.videos import Video
 from tests.conftest import ONE_THREAD, REPOSITORY
 from tests.parity import offline, videos

@@ -15,16 +15,16 @@ import structlog
 import torch
 import transformers
 
-from encoder_svc.image_inputs import PixelInputs
-from encoder_svc.pipeline import EncodePipeline
+from encoder_svc.cache.pipeline import EncodePipeline
+from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision_model import VisionModel
+from encoder_svc.vision.vision_model import VisionModel
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
-from lookonce.quotas import Quotas
-from lookonce.redis_server import EmbeddedRedis
-from lookonce.serving import GrpcService
-from lookonce.telemetry import Telemetry
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.server.quotas import Quotas
+from lookonce.server.serving import GrpcService
+from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import Tenants
 from tests.tiny_families import FAMILIES
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from encoder_svc import vision_model
 from encoder_svc.__main__ import serve
-from encoder_svc.image_inputs import PixelInputs
-from lookonce import serving
+from encoder_svc.images.image_inputs import PixelInputs
+from encoder_svc.vision import vision_model
+from lookonce.server import serving
 from tests.fault_file import FaultFile
 
 

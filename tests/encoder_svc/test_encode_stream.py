@@ -13,7 +13,7 @@ from google.rpc import code_pb2
 
 from lookonce.common.v1 import common_pb2
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.redis_server import EmbeddedRedis
 from tests.encoder_svc.conftest import SickModel, StartEncoder
 from tests.encoder_svc.encode_requests import (
     INTERNALS,

@@ -11,7 +11,7 @@ import grpc
 from encoder_svc.admin_servicer import EncoderAdminServicer
 from encoder_svc.service import open_control
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.tenants import Tenants
 from tests.encoder_svc.conftest import StartEncoder, encoder_settings
 from tests.encoder_svc.encode_requests import encode_one, failure, key_of, png, request, source

@@ -18,8 +18,8 @@ import grpc
 from lookonce.common.v1 import common_pb2
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
-from lookonce.redis_server import EmbeddedRedis
-from lookonce.reserved_port import reserved_port
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.local.reserved_port import reserved_port
 from tests import image_files
 
 START_TIMEOUT_S = 90

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from encoder_svc.cache_tiers import CacheTiers
-from encoder_svc.local_cache import LocalCache, LocalEmbedding
+from encoder_svc.cache.cache_tiers import CacheTiers
+from encoder_svc.cache.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.metrics import EncoderMetrics
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.forgotten import Forgotten
 from tests.encoder_svc.conftest import StartEncoder
 from tests.encoder_svc.encode_requests import encode_one, png
-from tests.lookonce.entries import fresh_key
+from tests.lookonce.store.entries import fresh_key
 
 
 async def test_entries_and_bytes_of_the_local_cache_are_those_that_it_keeps() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from encoder_svc.service import batch_limits
-from lookonce.settings import MIB
+from lookonce.server.settings import MIB
 from tests.encoder_svc.conftest import encoder_settings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -14,12 +14,12 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from encoder_svc.vision_model import VisionModel, row_bytes
+from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import status_codes
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, image_digest
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.redis_server import EmbeddedRedis
 from tests import image_files
 from tests.encoder_svc.conftest import RunningEncoder, StartEncoder
 from tests.encoder_svc.encode_requests import encode_one, failure, key_of, png, request, source

@@ -6,7 +6,7 @@ import pytest
 
 from encoder_svc.settings import EncoderSettings
 from lookonce.errors import ConfigurationError
-from lookonce.settings import parse_settings
+from lookonce.server.settings import parse_settings
 
 
 def parsed(*arguments: str) -> EncoderSettings:

@@ -16,11 +16,11 @@ import pytest
 import redis
 
 from lookonce.aio import AsyncClient
-from lookonce.child_process import ChildProcess
 from lookonce.errors import DeadlineError, UnavailableError
 from lookonce.generation import Generation
 from lookonce.images import ImageRef
-from lookonce.local_stack import LocalStack
+from lookonce.local.child_process import ChildProcess
+from lookonce.local.local_stack import LocalStack
 from tests.conftest import ONE_THREAD
 from tests.faults.conftest import Fingerprint, Picture, describe, tell_story
 

@@ -16,24 +16,24 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.embedding_fetcher import EmbeddingFetcher
-from decoder_svc.encoder_client import EncoderClient
-from decoder_svc.fetch_metrics import FetchMetrics
-from decoder_svc.fetched_rows import FetchedRows
-from decoder_svc.request import RequestId
-from decoder_svc.row_range import RowRange
-from decoder_svc.scheduler_output import RowFetch
-from lookonce import embedding_store
-from lookonce.cache_names import data_key, lease_key, metadata_key
-from lookonce.circuit_breaker import CircuitBreaker
+from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
+from decoder_svc.rows.encoder_client import EncoderClient
+from decoder_svc.rows.fetch_metrics import FetchMetrics
+from decoder_svc.rows.fetched_rows import FetchedRows
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, content_key, image_digest
-from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import LookonceError
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.store import embedding_store
+from lookonce.store.cache_names import data_key, lease_key, metadata_key
+from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.redis.circuit_breaker import CircuitBreaker
 from tests import image_files, tiny_models
 from tests.decoder_svc.encoders import client, running_encoder
-from tests.lookonce import damage
-from tests.lookonce.resp_server import After, Lie, RespServer, always, changed, instead
+from tests.lookonce.store import damage
+from tests.lookonce.store.redis.resp_server import After, Lie, RespServer, always, changed, instead
 
 NUM_ROWS = 16
 PART = RowRange(3, 9)

@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from lookonce.aio import AsyncClient
-from lookonce.local_stack import LocalStack
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.local_stack import LocalStack
+from lookonce.local.redis_server import EmbeddedRedis
 from tests.conftest import ONE_THREAD
 from tests.faults.conftest import STORY, STORY_TOKENS, Fingerprint, Picture, describe
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from lookonce.redis_server import find_server
+from lookonce.local.redis_server import find_server
 from tests.k8s.render import Manifest, containers_of, render
 
 BASE = pathlib.Path(__file__).parents[2] / "k8s/base"

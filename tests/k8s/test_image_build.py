@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from lookonce.client import Client
-from lookonce.redis_server import EmbeddedRedis
-from lookonce.reserved_port import reserved_port
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.local.reserved_port import reserved_port
 from tests.e2e.pictures import QUESTION, fresh
 from tests.k8s.image_container import Container, Image, kernels, skip_without_a_builder
 

@@ -44,7 +44,7 @@ SECRETS = {
     "lookonce-tokens",
     "lookonce-decoder-token",
 }
-# How long the shell still waits for expelled calls to hear their status; see lookonce/serving.py.
+# How long the shell still waits for expelled calls to hear their status; see lookonce/server/serving.py.
 _FLUSH_S = 1.0
 services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

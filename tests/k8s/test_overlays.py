@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lookonce.redis_url import DeploymentKind, parse_redis_url
+from lookonce.store.redis.url import DeploymentKind, parse_redis_url
 from tests.k8s.manifests import (
     CASES,
     FROM_SECRET,

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
-from lookonce.interceptors import CallMetrics
+from lookonce.server.interceptors import CallMetrics
 from tests.k8s.manifests import APP, CASES, ServiceCase, find, of_kind, parsed_settings, port_of, selects, service_port
 from tests.k8s.variants import SERVICE_MONITOR, rendered
 

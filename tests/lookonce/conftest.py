@@ -13,10 +13,10 @@ import pytest
 import redis
 import structlog
 
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.redis_server import EmbeddedRedis
-from lookonce.telemetry import configure_logging
-from tests.lookonce.faults import FaultProxy
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.server.telemetry import configure_logging
+from lookonce.store.embedding_store import EmbeddingStore
+from tests.lookonce.store.faults import FaultProxy
 
 # Long enough that a busy machine does not miss it, short enough for a test of a frozen server.
 BUDGET_S = 2.0

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from lookonce.authentication import parse_tokens
-from lookonce.cli_settings import CliSettings, StackRecord, find_stack
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.identity import Role
-from lookonce.model_source import resolve_model, with_resolved_model
-from tests.lookonce.sdk_servers import System, running_system
+from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.local.model_source import resolve_model, with_resolved_model
+from lookonce.server.authentication import parse_tokens
+from tests.lookonce.sdk.sdk_servers import System, running_system
 from tests.tiny_models import build_llava_clip, random_image
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_what_came_from_the_hub_is_served_under_its_name_there(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, folder = "Qwen/Qwen2-VL-2B-Instruct", str(tmp_path / "snapshots" / "0123abc")
-    monkeypatch.setattr("lookonce.model_source._download", lambda _name: pathlib.Path(folder))
+    monkeypatch.setattr("lookonce.local.model_source._download", lambda _name: pathlib.Path(folder))
     named = ["--served-model-name", name]
     assert with_resolved_model(["--model", name]) == ["--model", folder, *named]
     assert with_resolved_model([f"--model={name}", "--dtype", "auto"]) == [

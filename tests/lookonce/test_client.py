@@ -18,9 +18,9 @@ from lookonce import errors
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.generation import Generation, Message
 from lookonce.images import ImageRef
-from lookonce.sdk_messages import SMALL_IMAGE_BYTES
-from lookonce.settings import MIB
-from tests.lookonce.sdk_servers import NUM_ROWS, System, running_system, stream_of
+from lookonce.sdk.messages import SMALL_IMAGE_BYTES
+from lookonce.server.settings import MIB
+from tests.lookonce.sdk.sdk_servers import NUM_ROWS, System, running_system, stream_of
 
 LARGE = SMALL_IMAGE_BYTES + 1
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce import content_key as module
-from lookonce.cache_names import data_key, lease_key, metadata_key, pattern_of_fingerprint, pattern_of_tenant
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -26,6 +25,7 @@ from lookonce.content_key import (
 )
 from lookonce.errors import InvalidParameterError
 from lookonce.image_file import FramePair, file_digest, files_of
+from lookonce.store.cache_names import data_key, lease_key, metadata_key, pattern_of_fingerprint, pattern_of_tenant
 
 DIGEST = image_digest(b"picture")
 NO_OPTIONS = ProcessorOptions()

@@ -19,13 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import lookonce
 from lookonce import tracing
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
-from lookonce.embedding_store import EmbeddingStore
 from lookonce.errors import ConfigurationError, OverloadedError, UnavailableError
-from lookonce.sdk_messages import SMALL_IMAGE_BYTES
-from lookonce.serving import GrpcService, ServiceEntry
-from lookonce.settings import ServiceSettings, TracingVariables
-from lookonce.telemetry import Telemetry
-from tests.lookonce.sdk_servers import System, running_system
+from lookonce.sdk.messages import SMALL_IMAGE_BYTES
+from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.settings import ServiceSettings, TracingVariables
+from lookonce.server.telemetry import Telemetry
+from lookonce.store.embedding_store import EmbeddingStore
+from tests.lookonce.sdk.sdk_servers import System, running_system
 from tests.otlp_collector import Traces, traced_process
 
 KINDS = "lookonce.test.v1.Kinds"
@@ -77,7 +77,7 @@ def test_the_standard_variables_say_who_exports(
     assert TracingVariables().exporters == exporters
 
 
-@pytest.mark.parametrize("module", ["lookonce", "lookonce.client", "lookonce.aio", "lookonce.interceptors"])
+@pytest.mark.parametrize("module", ["lookonce", "lookonce.client", "lookonce.aio", "lookonce.server.interceptors"])
 def test_nothing_of_opentelemetry_is_imported_by(module: str) -> None:
     program = f"import sys, {module}; print(*(name for name in sys.modules if name.startswith('opentelemetry')))"
     listed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout

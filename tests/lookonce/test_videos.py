@@ -13,16 +13,16 @@ import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_of_all
 
-from encoder_svc.vision_model import VisionModel
+from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
-from lookonce.families.model import FamilyModel
 from lookonce.families.video import VideoModel
-from lookonce.half_model import load_vision_half
 from lookonce.images import ImageRef
-from lookonce.model_folder import ModelFolder
+from lookonce.model.family_model import FamilyModel
+from lookonce.model.half_model import load_vision_half
+from lookonce.model.model_folder import ModelFolder
+from lookonce.model.vision_fingerprint import vision_fingerprint
 from lookonce.videos import Video
-from lookonce.vision_fingerprint import vision_fingerprint
 from tests.encoder_svc.conftest import encoder_settings
 from tests.tiny_families import FAMILIES
 

@@ -16,8 +16,8 @@ from typing import Any
 import PIL.Image
 import torch
 
-from decoder_svc.prompt import PromptBuilder, PromptLimits, ResolvedImage
-from decoder_svc.prompt_spec import (
+from decoder_svc.prompt.prompt import PromptBuilder, PromptLimits, ResolvedImage
+from decoder_svc.prompt.prompt_spec import (
     ChatMessage,
     ChatPrompt,
     ImagePart,
@@ -28,10 +28,10 @@ from decoder_svc.prompt_spec import (
     TextPrompt,
     TokenPrompt,
 )
-from decoder_svc.request import Prompt
 from decoder_svc.runner.base import RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
-from encoder_svc.image_inputs import VisionAdapter
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.scheduling.request import Prompt
+from encoder_svc.images.image_inputs import VisionAdapter
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -40,8 +40,8 @@ from lookonce.content_key import (
     content_key,
     image_digest,
 )
-from lookonce.half_model import load_vision_half
-from lookonce.model_folder import ModelFolder
+from lookonce.model.half_model import load_vision_half
+from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
 from tests.decoder_svc.conftest import loaded
 from tests.parity import offline

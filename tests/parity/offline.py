@@ -10,18 +10,27 @@ from typing import Any
 
 import torch
 
-from decoder_svc.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.family import DecoderFamily, load_family
-from decoder_svc.fetched_rows import FetchedRows
-from decoder_svc.kv_cache_manager import KVCacheManager
-from decoder_svc.kv_pool_size import sliding_group_size
-from decoder_svc.request import ImageItem, Prompt, Request, RequestId, RowSource, SamplingParams, Span, TokenLogprobs
+from decoder_svc.prompt.family import DecoderFamily, load_family
+from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.row_cache import RowCache
-from decoder_svc.scheduler import Scheduler, SchedulerLimits
-from decoder_svc.scheduler_output import RowFetch, SchedulerOutput
-from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
+from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.kv_pool_size import sliding_group_size
+from decoder_svc.scheduling.request import (
+    ImageItem,
+    Prompt,
+    Request,
+    RequestId,
+    RowSource,
+    SamplingParams,
+    Span,
+    TokenLogprobs,
+)
+from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.scheduler_output import RowFetch, SchedulerOutput
+from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.content_key import (
     DEFAULT_TENANT,
     ContentKey,
@@ -31,8 +40,8 @@ from lookonce.content_key import (
     image_digest,
 )
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.model_folder import ModelFolder
+from lookonce.model.model_folder import ModelFolder
+from lookonce.store.embedding_store import EmbeddingStore
 from tests import tiny_models
 
 MAX_NEW_TOKENS = 8

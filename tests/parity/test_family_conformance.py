@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from decoder_svc.request import Prompt
-from decoder_svc.runner.cpu import CPUModelRunner
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.scheduling.request import Prompt
 from lookonce.content_key import ProcessorOptions
-from lookonce.embedding_store import EmbeddingStore
 from lookonce.families.base import Mask
-from lookonce.half_model import load_vision_half
-from lookonce.redis_server import EmbeddedRedis
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.model.half_model import load_vision_half
+from lookonce.store.embedding_store import EmbeddingStore
 from tests import tiny_models
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from decoder_svc.request import Prompt, Span
-from lookonce.embedding_store import EmbeddingStore
-from lookonce.redis_server import EmbeddedRedis
+from decoder_svc.scheduling.request import Prompt, Span
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.store.embedding_store import EmbeddingStore
 from tests import tiny_models
 from tests.parity import offline
 

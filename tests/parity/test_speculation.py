@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.request import FinishReason, Prompt, SamplingParams
 from decoder_svc.runner.input_batch import IntArray, RequestRow
-from decoder_svc.speculation import NO_SPECULATION, SpeculationLimits
-from tests.decoder_svc.mutation import Mutations, Patch
+from decoder_svc.scheduling.request import FinishReason, Prompt, SamplingParams
+from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
+from tests.decoder_svc.scheduling.mutation import Mutations, Patch
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 

@@ -21,8 +21,8 @@ import numpy as np
 import PIL.Image
 import torch
 
-from decoder_svc.prompt import PromptBuilder, PromptLimits, ResolvedImage
-from decoder_svc.prompt_spec import (
+from decoder_svc.prompt.prompt import PromptBuilder, PromptLimits, ResolvedImage
+from decoder_svc.prompt.prompt_spec import (
     ChatMessage,
     ChatPrompt,
     ImagePart,
@@ -33,15 +33,15 @@ from decoder_svc.prompt_spec import (
     VideoPart,
     VideoSource,
 )
+from decoder_svc.prompt.video_frames import VideoSplitter
 from decoder_svc.runner.base import RunnerConfig
-from decoder_svc.runner.cpu import CPUModelRunner
-from decoder_svc.video_frames import VideoSplitter
-from encoder_svc.image_inputs import VisionAdapter
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from encoder_svc.images.image_inputs import VisionAdapter
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions, content_key
-from lookonce.half_model import load_vision_half
 from lookonce.image_file import ImageFile, file_digest, files_of
-from lookonce.image_header import ImageLimits
-from lookonce.model_folder import ModelFolder
+from lookonce.media.image_header import ImageLimits
+from lookonce.model.half_model import load_vision_half
+from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
 from tests.decoder_svc.conftest import loaded
 from tests.parity import offline

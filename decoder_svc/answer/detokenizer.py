@@ -1,0 +1,122 @@
+"""Generated ids → text as it becomes final: never half a character, and nothing from a stop string on.
+
+Pure text work for one choice of one request; knows neither the engine nor the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decoder_svc.prompt.text_tokenizer import TextTokenizer
+
+_REPLACEMENT = "\ufffd"
+# A character has at most 4 bytes, so the bytes of 4 further tokens settle any character that was begun before them.
+_SETTLING_TOKENS = 4
+# Pending tokens before the settled ones among them are let go, although the text still ends in U+FFFD.
+_MAX_PENDING_TOKENS = 12
+
+
+class IncrementalDecoder:
+    """Decodes ids one by one; the pieces joined are the text of all ids.
+
+    The one exception: with a byte-fallback vocabulary, ids that break off inside a character at the very end decode to
+    the characters before it plus U+FFFD here, while decoding at once turns the whole run of byte tokens into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = tokenizer.special_token_ids
+        # Ids of the piece given out last: decoders treat the first token of a text differently (its leading space).
+        self._context: list[int] = []
+        self._context_text = ""
+        # Ids whose text is not given out yet.
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that this id makes final, often "". Special tokens have none."""
+        if token_id in self._special_ids:
+            return ""
+        self._pending.append(token_id)
+        text = self._text_with(self._pending)
+        if not text.endswith(_REPLACEMENT):
+            return self._give_out(len(self._pending), text)
+        return self._give_out_settled(text) if len(self._pending) > _MAX_PENDING_TOKENS else ""
+
+    def flush(self) -> str:
+        """The rest; what cannot become a character any more is U+FFFD."""
+        if not self._pending:
+            return ""
+        return self._give_out(len(self._pending), self._text_with(self._pending))
+
+    def _give_out_settled(self, text: str) -> str:
+        """Splits the pending ids where their text can no longer change."""
+        for count in range(len(self._pending) - _SETTLING_TOKENS, 0, -1):
+            settled = self._text_with(self._pending[:count])
+            if text.startswith(settled):
+                return self._give_out(count, settled)
+        return ""
+
+    def _give_out(self, count: int, text: str) -> str:
+        """Takes `count` pending ids; `text` is that of the context and these ids."""
+        new_text = text.removeprefix(self._context_text)
+        if not text.startswith(self._context_text):
+            new_text = self._tokenizer.decode(self._pending[:count], skip_special_tokens=True)
+        self._context, self._pending = self._pending[:count], self._pending[count:]
+        self._context_text = self._tokenizer.decode(self._context, skip_special_tokens=True)
+        return new_text
+
+    def _text_with(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode([*self._context, *token_ids], skip_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True)
+class FilteredText:
+    """What passed a stop filter."""
+
+    text: str
+    # Whether a stop string was met; nothing passes after it.
+    is_stopped: bool
+
+
+class StopFilter:
+    """Lets text through up to the first stop string, and holds back what may be the beginning of one.
+
+    The first stop string is the one that is complete first, so the result does not depend on how the text is cut.
+    """
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._stop_strings = tuple(stop_strings)
+        self._held = ""
+
+    def push(self, text: str) -> FilteredText:
+        """Adds text that follows the former."""
+        if not self._stop_strings:
+            return FilteredText(text, is_stopped=False)
+        self._held += text
+        start = self._first_stop()
+        if start is not None:
+            passed, self._held = self._held[:start], ""
+            return FilteredText(passed, is_stopped=True)
+        end = len(self._held) - self._num_held_back()
+        passed, self._held = self._held[:end], self._held[end:]
+        return FilteredText(passed, is_stopped=False)
+
+    def flush(self) -> str:
+        """What was held back, once nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_stop(self) -> int | None:
+        """Where the stop string that is complete first begins."""
+        found = [(self._held.find(stop), stop) for stop in self._stop_strings]
+        ends = [(start + len(stop), start) for start, stop in found if start >= 0]
+        return min(ends)[1] if ends else None
+
+    def _num_held_back(self) -> int:
+        """Characters at the end that begin a stop string."""
+        longest = min(max(map(len, self._stop_strings)) - 1, len(self._held))
+        for count in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-count:]) for stop in self._stop_strings):
+                return count
+        return 0

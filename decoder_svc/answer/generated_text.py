@@ -1,0 +1,65 @@
+"""Engine outputs of one request → text, ids and log probabilities for its caller. Knows neither engine nor wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoder_svc.answer.detokenizer import IncrementalDecoder, StopFilter
+from decoder_svc.prompt.sampling_check import CheckedSampling
+from decoder_svc.prompt.text_tokenizer import TextTokenizer
+from decoder_svc.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TextIncrement:
+    """What one engine output adds to the answer."""
+
+    # Final text; may be "" although there are tokens.
+    text: str
+    # Ids up to the one that completed a stop string, if one did.
+    token_ids: tuple[int, ...]
+    # One per token where they were asked for.
+    logprobs: tuple[TokenLogprobs, ...]
+    # Set in the last increment only.
+    finish_reason: FinishReason | None
+
+
+class GeneratedText:
+    """The answer of one request while it grows."""
+
+    def __init__(self, tokenizer: TextTokenizer, sampling: CheckedSampling) -> None:
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._filter = StopFilter(sampling.stop_strings)
+        self._stop_token_ids = sampling.params.stop_token_ids
+        # Stop strings count for nothing before, as the end of sequence does.
+        self._min_tokens = sampling.params.min_tokens
+        # Tokens taken over so far, and how many of them had been guessed.
+        self.num_tokens = 0
+        self.num_accepted_drafts = 0
+
+    def push(self, output: RequestOutput) -> TextIncrement:
+        """Takes over the next output; after an increment with a finish reason there is none."""
+        pieces: list[str] = []
+        for index, token_id in enumerate(output.token_ids):
+            is_last = output.finish_reason is not None and index + 1 == len(output.token_ids)
+            is_stop_token = is_last and output.finish_reason is FinishReason.STOP and token_id in self._stop_token_ids
+            text = "" if is_stop_token else self._decoder.push(token_id)
+            self.num_tokens += 1
+            self.num_accepted_drafts += index < len(output.was_draft) and output.was_draft[index]
+            if self.num_tokens < self._min_tokens:
+                pieces.append(text)
+                continue
+            filtered = self._filter.push(text)
+            pieces.append(filtered.text)
+            if filtered.is_stopped:
+                count = index + 1
+                return TextIncrement(
+                    "".join(pieces), output.token_ids[:count], output.logprobs[:count], FinishReason.STOP
+                )
+        reason = output.finish_reason
+        if reason is not None:
+            rest = self._filter.push(self._decoder.flush())
+            pieces.append(rest.text)
+            pieces.append("" if rest.is_stopped else self._filter.flush())
+            reason = FinishReason.STOP if rest.is_stopped else reason
+        return TextIncrement("".join(pieces), output.token_ids, output.logprobs, reason)

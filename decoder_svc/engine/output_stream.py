@@ -1,0 +1,124 @@
+"""What one request produces, on its way from the engine thread to the coroutine that answers the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from decoder_svc.scheduling.request import RequestOutput
+from lookonce.errors import LookonceError
+
+
+class OutputStream:
+    """An async iterator of RequestOutput. All methods belong to the event loop.
+
+    The first output is the admission, the last one has a finish reason; a failure raises its error instead. A reader
+    that is behind, or was not told of what came, finds the steps between coalesced, so the backlog never grows beyond
+    two outputs.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: deque[RequestOutput] = deque()
+        self._error: LookonceError | None = None
+        self._is_closed = False
+        self._has_tokens = False
+        self._changed = asyncio.Event()
+        self._ended_s: float | None = None
+        self._on_end: Callable[[], None] | None = None
+        # That of the call which made this stream: whoever works for the request elsewhere says its id in logs.
+        self.context = contextvars.copy_context()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the terminal answer has been given."""
+        return self._is_closed
+
+    @property
+    def ended_s(self) -> float | None:
+        """When the terminal answer was given, monotonic clock, seconds; its reader may come to it much later."""
+        return self._ended_s
+
+    def when_ended(self, action: Callable[[], None]) -> None:
+        """Calls `action` once, when the terminal answer is given."""
+        self._on_end = action
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an output with tokens has come."""
+        return self._has_tokens
+
+    def push(self, output: RequestOutput) -> None:
+        """Appends an output; after the terminal one it is ignored. A reader who waits hears of it by `wake`."""
+        if self._is_closed:
+            return
+        self._has_tokens = self._has_tokens or bool(output.token_ids)
+        if self._outputs and self._outputs[-1].token_ids:
+            self._outputs.append(_merged(self._outputs.pop(), output))
+        else:
+            self._outputs.append(output)
+        if output.finish_reason is not None:
+            self._close()
+
+    def wake(self) -> None:
+        """Tells the reader to look."""
+        self._changed.set()
+
+    def fail(self, error: LookonceError) -> None:
+        """Ends the stream with an error; after a terminal answer it is ignored."""
+        if not self._is_closed:
+            self._error = error
+            self._close()
+            self._changed.set()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._ended_s = time.monotonic()
+        if self._on_end is not None:
+            self._on_end()
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        return self._outputs.popleft()
+
+
+def slices(output: RequestOutput, num_tokens: int) -> Iterator[RequestOutput]:
+    """The same in outputs of at most so many tokens; the last one has the finish reason."""
+    if len(output.token_ids) <= num_tokens:
+        yield output
+        return
+    for start in range(0, len(output.token_ids), num_tokens):
+        stop = start + num_tokens
+        yield RequestOutput(
+            token_ids=output.token_ids[start:stop],
+            logprobs=output.logprobs[start:stop],
+            finish_reason=output.finish_reason if stop >= len(output.token_ids) else None,
+            usage=output.usage,
+            was_draft=output.was_draft[start:stop],
+        )
+
+
+def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    return RequestOutput(
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        finish_reason=second.finish_reason,
+        usage=second.usage,
+        was_draft=_flags(first) + _flags(second),
+    )
+
+
+def _flags(output: RequestOutput) -> tuple[bool, ...]:
+    """One per token."""
+    return output.was_draft or (False,) * len(output.token_ids)

@@ -1,0 +1,1 @@
+"""Turns a request as stated into token ids and image spans."""

@@ -1,0 +1,142 @@
+"""The model's family as the decoder needs it: placeholder, layout of an image's tokens, positions, mask. No pixels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decoder_svc.prompt.image_layout import ImageLayout, layout_of
+from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions
+from decoder_svc.scheduling.request import Positions, Span
+from lookonce.content_key import ProcessorOptions
+from lookonce.errors import ModelFolderError, UnsupportedError
+from lookonce.families.base import PositionAxes
+from lookonce.families.video import DEFAULT_FPS
+from lookonce.image_file import FRAMES_PER_PAIR
+from lookonce.model.family_model import FamilyModel
+from lookonce.model.model_folder import ModelFolder
+
+# Layouts that are kept: a chat shows the same pictures again in every turn.
+_NUM_LAYOUTS = 256
+
+
+class DecoderFamily:
+    """One model's family; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        model: FamilyModel,
+        image_token: str,
+        image_token_id: int,
+        placeholder_id: int | None,
+        video_token: str | None,
+        encode: Callable[[str], Sequence[int]],
+    ) -> None:
+        """`encode` tokenizes trusted text without adding special tokens. `video_token` None: videos are not taken.
+
+        Raises ModelFolderError when the tokenizer cannot write what stands around an image's rows.
+        """
+        data = model.data
+        self._model = model
+        self._encode = encode
+        self.title = data.title
+        # The token that takes rows.
+        self.image_token = image_token
+        self.image_token_id = image_token_id
+        # What stands for one image in a rendered prompt, and its id; None where it is plain text.
+        self.placeholder = data.placeholder(model.source) or image_token
+        self.placeholder_id = placeholder_id
+        self._video_token = video_token or ""
+        self._video = model.video if video_token else None
+        # Says why, where videos are not taken.
+        self.no_video_reason = model.no_video_reason or ("" if video_token else "the tokenizer has no video token")
+        # What stands for one video in a rendered prompt; None: videos are not taken.
+        self.video_placeholder = None if self._video is None else self._video.rule.placeholder(self._video_token)
+        self.num_position_axes = 3 if data.axes is PositionAxes.MROPE else 1
+        self.mask = data.mask
+        # Feature levels beside each row.
+        self.num_levels = model.num_levels
+        self.finish_text = data.finish_text
+        # Whether an image is processed differently beside others in its prompt.
+        self.depends_on_image_count = data.depends_on_image_count
+        self._layout = functools.lru_cache(_NUM_LAYOUTS)(self._new_layout)
+        try:
+            largest = layout_of(model.sizing.largest, image_token, image_token_id, encode)
+            if self._video is not None:
+                self.video_layouts((self._video.settings.factor,) * 2, FRAMES_PER_PAIR, DEFAULT_FPS)
+        except ValueError as error:
+            raise ModelFolderError(f"the tokenizer does not fit {data.title}: {error}") from error
+        # Of the largest image (or pair of frames) that the processor can make: rows, and tokens from the first row's to
+        # the last one's.
+        self.max_rows_per_image = max(largest.num_rows, 0 if self._video is None else self._video.most_rows)
+        self.max_tokens_per_image = max(largest.span_length, self.max_rows_per_image)
+
+    def check_options(self, options: ProcessorOptions) -> None:
+        """Raises InvalidParameterError for options that the model does not have or values out of range."""
+        self._model.check_options(options)
+
+    def image_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
+        """Layout of an upright image of this size in pixels.
+
+        Raises ImageTooLargeError for a size that the model cannot take and InvalidParameterError for wrong options.
+        """
+        return self._layout(width, height, options)
+
+    def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
+        """Width and height that the frames of a video of this size in pixels are resized to.
+
+        Raises UnsupportedError, InvalidParameterError for `max_pixels` and ImageTooLargeError.
+        """
+        if self._video is None:
+            raise UnsupportedError(f"{self.no_video_reason}; send single images")
+        return self._model.frame_size(width, height, num_frames, max_pixels)
+
+    def num_pairs(self, num_frames: int) -> int:
+        """The most pairs that videos of so many frames have together; 0 where videos are not taken.
+
+        Videos of three frames have the most, two each.
+        """
+        return 0 if self._video is None else -(-num_frames * 2 // 3)
+
+    def video_layouts(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageLayout]:
+        """Layout of each pair of frames of a video; together they take its placeholder's place."""
+        assert self._video is not None, "frame_size() comes first"
+        shapes = self._video.shapes(frame_size, num_frames, fps)
+        return [layout_of(shape, self._video_token, self._video.token_id, self._encode) for shape in shapes]
+
+    def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
+        """Rotary positions of an expanded prompt, None for 0, 1, 2, …"""
+        if self.num_position_axes == 1:
+            return sequence_positions(num_tokens, self._model.data.first_position)
+        placed = zip(spans, layouts, strict=True)
+        grids = [PlacedGrid(span, layout.grid, layout.place) for span, layout in placed if layout.grid is not None]
+        return mrope_positions(num_tokens, grids)
+
+    def _new_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
+        shape = self._model.image_shape(width, height, options)
+        return layout_of(shape, self.image_token, self.image_token_id, self._encode)
+
+
+def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:
+    """The family of a folder; `tokenizer` is the folder's fast tokenizer of transformers.
+
+    Raises ModelFolderError when tokenizer and configuration do not name the placeholder.
+    """
+    config = folder.config
+    token_id = config.get("image_token_index", config.get("image_token_id"))
+    if token_id is None:
+        raise ModelFolderError("config.json names no image token (image_token_index or image_token_id)")
+    token = tokenizer.convert_ids_to_tokens(int(token_id))
+    if token is None:
+        raise ModelFolderError(f"the tokenizer has no token with the image token's id {token_id}")
+    model = FamilyModel.load(folder)
+    placeholder = model.data.placeholder(model.source)
+    placeholder_id = int(token_id) if placeholder is None else tokenizer.get_vocab().get(placeholder)
+
+    def encode(text: str) -> Sequence[int]:
+        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    video_token = None if model.video is None else tokenizer.convert_ids_to_tokens(model.video.token_id)
+    return DecoderFamily(model, str(token), int(token_id), placeholder_id, video_token, encode)

@@ -1,0 +1,143 @@
+"""Image sources of a prompt → identity and size, without rows and without pixels.
+
+Bytes are hashed and their header is read; a digest is looked up in the shared cache's metadata, then at the encoder.
+The key is always derived here, from the fingerprint of the encoder that is served now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Protocol, TypeVar
+
+from decoder_svc.prompt.prompt import ResolvedImage
+from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage
+from decoder_svc.rows.encoder_client import EncoderClient
+from lookonce import tracing
+from lookonce.content_key import (
+    ContentKey,
+    EncoderFingerprint,
+    ImageDigest,
+    ProcessorOptions,
+    Tenant,
+    content_key,
+)
+from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.errors import (
+    DigestMismatchError,
+    EmbeddingNotCachedError,
+    FingerprintMismatchError,
+    UnavailableError,
+    located_in_image,
+)
+from lookonce.image_file import file_digest, files_of
+from lookonce.media.image_header import ImageHeader, ImageLimits, check_file_size, probe_file
+
+ResultT = TypeVar("ResultT")
+
+
+class MetadataSource(Protocol):
+    """The part of the shared cache that is needed here."""
+
+    def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
+        """Shape of an image's rows, None for an unknown image. Blocks; never raises."""
+        ...
+
+
+class ImageResolver:
+    """Resolves the images of prompts, all images of a prompt at once. Use it from the event loop."""
+
+    def __init__(
+        self,
+        encoder: EncoderClient | None,
+        metadata: MetadataSource | None,
+        limits: ImageLimits,
+        threads: Executor,
+    ) -> None:
+        """`threads` hash, read headers and ask the shared cache."""
+        self._encoder = encoder
+        self._metadata = metadata
+        self._limits = limits
+        self._threads = threads
+
+    async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant) -> list[ResolvedImage]:
+        """One per source, in order.
+
+        Raises the first of DigestMismatchError, ImageUndecodableError, ImageTooLargeError (each with the image's index
+        in its metadata), FingerprintMismatchError, UnavailableError; else, where digests are unknown,
+        EmbeddingNotCachedError with the indexes of all of them.
+        """
+        if not sources:
+            return []
+        for index, source in enumerate(sources):
+            if isinstance(source, InlineImage):
+                with located_in_image(index):
+                    for file in files_of(source.data):
+                        check_file_size(file, self._limits)
+        with tracing.span("generate.lookup", num_images=len(sources)):
+            return await self._resolve_all(sources, tenant)
+
+    async def _resolve_all(self, sources: Sequence[ImageSource], tenant: Tenant) -> list[ResolvedImage]:
+        fingerprint = await self._fingerprint()
+        found = await asyncio.gather(
+            *(self._resolve(index, source, fingerprint, tenant) for index, source in enumerate(sources)),
+            return_exceptions=True,
+        )
+        failures = [result for result in found if isinstance(result, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, EmbeddingNotCachedError):
+                raise failure
+        if failures:
+            indexes = [index for index, result in enumerate(found) if isinstance(result, BaseException)]
+            raise EmbeddingNotCachedError(
+                f"{len(indexes)} of {len(sources)} images are not cached; send their bytes", indexes=indexes
+            )
+        return [result for result in found if isinstance(result, ResolvedImage)]
+
+    async def _resolve(
+        self, index: int, source: ImageSource, fingerprint: EncoderFingerprint, tenant: Tenant
+    ) -> ResolvedImage:
+        if isinstance(source, InlineImage):
+            with located_in_image(index):
+                digest, header = await self._in_thread(_inspect, source, self._limits)
+            key = content_key(digest, fingerprint, source.options, tenant)
+            return ResolvedImage(key, header.width, header.height, source.options, source.data)
+        return await self._resolve_cached(source, fingerprint, tenant)
+
+    async def _resolve_cached(
+        self, source: CachedImage, fingerprint: EncoderFingerprint, tenant: Tenant
+    ) -> ResolvedImage:
+        if source.fingerprint is not None and source.fingerprint != fingerprint:
+            raise FingerprintMismatchError(
+                "the key names another encoder fingerprint than the one served here; leave it empty or ask GetModelInfo"
+            )
+        key = content_key(source.digest, fingerprint, source.options, tenant)
+        meta = await self._stored_meta(key, source.options)
+        if meta is None:
+            raise EmbeddingNotCachedError("the image is not cached; send its bytes")
+        return ResolvedImage(key, meta.image_width, meta.image_height, source.options, None, meta.num_rows)
+
+    async def _stored_meta(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
+        if self._metadata is not None:
+            meta = await self._in_thread(self._metadata.metadata, key)
+            if meta is not None:
+                return meta
+        return None if self._encoder is None else await self._encoder.lookup(key, options)
+
+    async def _fingerprint(self) -> EncoderFingerprint:
+        if self._encoder is None:
+            raise UnavailableError("this decoder has no encoder service; it answers text prompts only")
+        return (await self._encoder.info()).fingerprint
+
+    async def _in_thread(self, action: Callable[..., ResultT], *arguments: object) -> ResultT:
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: run(action, *arguments))
+
+
+def _inspect(source: InlineImage, limits: ImageLimits) -> tuple[ImageDigest, ImageHeader]:
+    digest = file_digest(source.data)
+    if source.expected_digest is not None and source.expected_digest != digest:
+        raise DigestMismatchError("the image's bytes do not hash to its expected_digest; send them again")
+    return digest, probe_file(source.data, limits)

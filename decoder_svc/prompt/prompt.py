@@ -1,0 +1,336 @@
+"""Prompt and resolved images → token ids with every placeholder expanded and the images' spans. Knows no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from decoder_svc.prompt.chat_template import ChatTemplate
+from decoder_svc.prompt.family import DecoderFamily
+from decoder_svc.prompt.image_layout import ImageLayout, expanded
+from decoder_svc.prompt.prompt_spec import (
+    ChatPrompt,
+    ImageSource,
+    PromptSpec,
+    TextPart,
+    TextPrompt,
+    TokenPrompt,
+    VideoSource,
+)
+from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
+from decoder_svc.prompt.video_frames import SplitVideo
+from decoder_svc.scheduling.request import ImageItem, Prompt, Span
+from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.errors import (
+    ContextTooLongError,
+    ImageCountError,
+    InvalidParameterError,
+    PlaceholderMismatchError,
+    PromptEmptyError,
+    UnsupportedError,
+)
+from lookonce.image_file import ImageFile
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedImage:
+    """An image (or pair of video frames) whose identity and size are known; its rows need not exist yet."""
+
+    key: ContentKey
+    # Upright, in pixels.
+    width: int
+    height: int
+    options: ProcessorOptions
+    # The original file where the request brought it; None for a reference by digest.
+    data: ImageFile | None = field(repr=False)
+    # Rows that the cache says it has; None where it was not asked.
+    num_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimits:
+    """What a prompt may have at most."""
+
+    # Prompt plus completion, tokens.
+    max_context_tokens: int
+    max_images_per_prompt: int
+    # Rows of the model's embedding table: valid ids are 0..vocab_size - 1, and the image token.
+    vocab_size: int
+    max_video_frames_per_prompt: int = 0
+
+
+class PromptBuilder:
+    """Builds prompts for one model; safe to use from several threads at once."""
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate | None,
+        family: DecoderFamily,
+        limits: PromptLimits,
+    ) -> None:
+        """`template` None: chat prompts are refused."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._family = family
+        self._limits = limits
+
+    def check(self, spec: PromptSpec) -> None:
+        """What can be told at once, before any image is hashed or looked up.
+
+        Raises PromptEmptyError, ImageCountError, ContextTooLongError (more text than the context can hold in the
+        longest tokens), InvalidParameterError (ids outside the vocabulary, max_pixels that mean nothing here) and
+        UnsupportedError (chat without a template).
+        """
+        if len(spec.images) > self._limits.max_images_per_prompt:
+            raise ImageCountError(
+                f"the prompt has {len(spec.images)} images, the limit is {self._limits.max_images_per_prompt}"
+            )
+        if isinstance(spec, ChatPrompt) and spec.videos:
+            self._check_videos(spec.videos)
+        for index, source in enumerate(spec.images):
+            try:
+                self._family.check_options(source.options)
+            except InvalidParameterError as error:
+                raise InvalidParameterError(f"images[{index}].{error.field}", error.description) from None
+        if isinstance(spec, ChatPrompt):
+            self._check_chat(spec)
+        elif isinstance(spec, TextPrompt):
+            if not spec.text:
+                raise PromptEmptyError("text.text is empty; send some text")
+            self._check_text([spec.text])
+        else:
+            self._check_tokens(spec)
+
+    def image_sources(self, spec: PromptSpec, videos: Sequence[SplitVideo] = ()) -> tuple[ImageSource, ...]:
+        """The spec's images and, of its videos, the pairs, in reading order.
+
+        With what the prompt itself decides about how they are processed.
+        """
+        if isinstance(spec, ChatPrompt) and videos:
+            upcoming = iter(videos)
+            return tuple(
+                source
+                for one in spec.visuals
+                for source in (next(upcoming).sources if isinstance(one, VideoSource) else (one,))
+            )
+        if len(spec.images) < 2 or not self._family.depends_on_image_count:
+            return spec.images
+        return tuple(replace(one, options=replace(one.options, beside_others=True)) for one in spec.images)
+
+    def build(self, spec: PromptSpec, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo] = ()) -> Prompt:
+        """The prompt; `images` are those that `image_sources` names. Takes milliseconds: not for an event loop.
+
+        Chat: rendered by the model's template; control tokens spelled in the messages are plain text.
+        Text: rendered by the caller, so control tokens count, and each image placeholder stands for one image.
+        Tokens: one placeholder id per image, or every image's tokens already in place.
+        Raises ImageCountError, PlaceholderMismatchError, ImageTooLargeError, and InvalidParameterError for a
+        conversation that the template refuses.
+        """
+        layouts = self._layouts(images, videos)
+        for image, layout in zip(images, layouts, strict=True):
+            if image.num_rows is not None and image.num_rows != layout.num_rows:
+                raise PlaceholderMismatchError(
+                    f"an image has {image.num_rows} cached rows where this model's layout takes {layout.num_rows}"
+                )
+        token_ids, spans = self._placed(spec, layouts, videos)
+        items = tuple(
+            ImageItem(image.key, span, layout.num_rows, image.options, image.data, layout.row_tokens, _time_of(layout))
+            for image, span, layout in zip(images, spans, layouts, strict=True)
+        )
+        positions = self._family.positions(len(token_ids), spans, layouts)
+        return Prompt(tuple(token_ids), items, positions, self._family.mask)
+
+    def _layouts(self, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo]) -> list[ImageLayout]:
+        """Of images by their size, of pairs as their video says."""
+        of_pairs = (layout for video in videos for layout in video.layouts)
+        return [
+            next(of_pairs)
+            if image.options.frame_size is not None
+            else self._family.image_layout(image.width, image.height, image.options)
+            for image in images
+        ]
+
+    def _check_videos(self, videos: Sequence[VideoSource]) -> None:
+        if self._template is None or not self._template.takes_videos or not self._limits.max_video_frames_per_prompt:
+            reason = self._family.no_video_reason or "the chat template or this server's limits leave none"
+            raise UnsupportedError(f"videos are not taken with this model: {reason}; send single images")
+        num_frames = sum(len(video.frames) for video in videos)
+        if num_frames > self._limits.max_video_frames_per_prompt:
+            raise ImageCountError(
+                f"the prompt has {num_frames} video frames, the limit is {self._limits.max_video_frames_per_prompt}"
+            )
+
+    def _check_chat(self, spec: ChatPrompt) -> None:
+        if self._template is None:
+            raise UnsupportedError("this model has no chat template; send a text or token prompt")
+        if not spec.messages:
+            raise PromptEmptyError("chat.messages is empty; send at least one message")
+        for index, message in enumerate(spec.messages):
+            if not message.parts:
+                raise InvalidParameterError(f"chat.messages[{index}].parts", "must not be empty")
+        parts = (part for message in spec.messages for part in message.parts)
+        self._check_text(part.text for part in parts if isinstance(part, TextPart))
+
+    def _check_text(self, texts: Iterable[str]) -> None:
+        num_chars = sum(map(len, texts))
+        limit = self._limits.max_context_tokens * self._tokenizer.longest_token_chars
+        if num_chars > limit:
+            raise ContextTooLongError(
+                f"a text of {num_chars} characters cannot fit into {self._limits.max_context_tokens} tokens"
+            )
+
+    def _check_tokens(self, spec: TokenPrompt) -> None:
+        if not spec.token_ids:
+            raise PromptEmptyError("tokens.token_ids is empty; send at least one id")
+        if len(spec.token_ids) > self._limits.max_context_tokens:
+            raise ContextTooLongError(
+                f"the prompt has {len(spec.token_ids)} tokens, the context {self._limits.max_context_tokens}"
+            )
+        outside = {token_id for token_id in spec.token_ids if token_id >= self._limits.vocab_size}
+        outside.discard(self._family.image_token_id)
+        if outside:
+            raise InvalidParameterError(
+                "tokens.token_ids", f"must be below the vocabulary's {self._limits.vocab_size}, got {min(outside)}"
+            )
+
+    def _placed(
+        self, spec: PromptSpec, layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]
+    ) -> tuple[list[int], list[Span]]:
+        """Ids with every image's tokens in place, and where they are."""
+        if isinstance(spec, TokenPrompt):
+            return self._placed_in_tokens(spec.token_ids, layouts)
+        if isinstance(spec, TextPrompt):
+            pieces = [TextPiece(self._finished(spec.text), is_trusted=True)]
+            text = _filled(pieces, self._family.placeholder, [layout.text for layout in layouts])[0].text
+            token_ids = self._tokenizer.encode_trusted(text, is_complete=self._family.finish_text is not None)
+        else:
+            assert self._template is not None, "check() comes first"
+            pieces = self._filled_chat(self._template.render(spec.messages), layouts, videos)
+            token_ids = self._tokenizer.encode_pieces(pieces)
+            if not token_ids:
+                raise PromptEmptyError("the conversation has no token; send some text")
+        row_ids = {self._family.image_token_id, *(layout.row_token_id for layout in layouts)}
+        runs = [run for layout in layouts for run in layout.runs]
+        num_found = sum(map(token_ids.count, row_ids))
+        if num_found != len(runs):
+            raise PlaceholderMismatchError(
+                f"the prompt has {num_found} image tokens where its images take {len(runs)}; "
+                f"write {self._family.placeholder} once for each image, and nothing else for it"
+            )
+        token_ids = list(expanded(token_ids, row_ids, runs))
+        return token_ids, _found_spans(token_ids, layouts)
+
+    def _finished(self, text: str) -> str:
+        finish = self._family.finish_text
+        return text if finish is None else finish(text, self._tokenizer.bos_token or "")
+
+    def _filled_chat(
+        self, pieces: Sequence[TextPiece], layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]
+    ) -> list[TextPiece]:
+        """The rendered pieces with the texts of all images and videos in their places."""
+        image_id = self._family.image_token_id
+        of_images = [layout.text for layout in layouts if layout.row_token_id == image_id]
+        filled = _filled(pieces, self._family.placeholder, of_images)
+        if not videos:
+            return filled
+        assert self._family.video_placeholder is not None, "check() comes first"
+        of_videos = ["".join(layout.text for layout in video.layouts) for video in videos]
+        return _filled(filled, self._family.video_placeholder, of_videos)
+
+    def _placed_in_tokens(
+        self, token_ids: Sequence[int], layouts: Sequence[ImageLayout]
+    ) -> tuple[list[int], list[Span]]:
+        """Of a prompt that has one placeholder id per image, or every image's tokens already."""
+        image_id, placeholder_id = self._family.image_token_id, self._family.placeholder_id
+        num_image_tokens = token_ids.count(image_id)
+        num_placeholders = 0 if placeholder_id is None else token_ids.count(placeholder_id)
+        is_placed = num_image_tokens > 0 if image_id != placeholder_id else num_placeholders > len(layouts) > 0
+        if layouts and not is_placed and image_id == placeholder_id and _is_whole(token_ids, image_id, layouts):
+            # Images of one row each, whose tokens are as many as placeholders would be.
+            is_placed = True
+        if not is_placed:
+            if num_placeholders != len(layouts):
+                raise _wrong_count(len(layouts), num_placeholders)
+            return _placed_ids(token_ids, placeholder_id, layouts)
+        num_expected = sum(layout.num_rows for layout in layouts)
+        if num_image_tokens != num_expected:
+            raise PlaceholderMismatchError(
+                f"{num_image_tokens} placeholder tokens for images that take {num_expected}; "
+                "send one per image, or as many as Tokenize answers"
+            )
+        return list(token_ids), _found_spans(token_ids, layouts)
+
+
+def _time_of(layout: ImageLayout) -> int | None:
+    """Of a pair that continues a video; the first one is placed as an image is."""
+    return None if layout.place is None or layout.place.index == 0 else layout.place.time
+
+
+def _wrong_count(num_images: int, num_placeholders: int) -> ImageCountError:
+    return ImageCountError(f"{num_images} images for {num_placeholders} placeholders; each placeholder takes one image")
+
+
+def _filled(pieces: Sequence[TextPiece], placeholder: str, texts: Sequence[str]) -> list[TextPiece]:
+    """The pieces with the k-th text in the place of the k-th placeholder. Raises ImageCountError."""
+    num_placeholders = sum(piece.text.count(placeholder) for piece in pieces if piece.is_trusted)
+    if num_placeholders != len(texts):
+        raise _wrong_count(len(texts), num_placeholders)
+    upcoming = iter(texts)
+    return [
+        TextPiece(_replaced(piece.text, placeholder, upcoming), is_trusted=True) if piece.is_trusted else piece
+        for piece in pieces
+    ]
+
+
+def _replaced(text: str, placeholder: str, replacements: Iterator[str]) -> str:
+    first, *rest = text.split(placeholder)
+    return first + "".join(next(replacements) + part for part in rest)
+
+
+def _placed_ids(
+    token_ids: Sequence[int], placeholder_id: int | None, layouts: Sequence[ImageLayout]
+) -> tuple[list[int], list[Span]]:
+    """Replaces the k-th placeholder by the k-th layout's tokens."""
+    placed: list[int] = []
+    spans: list[Span] = []
+    for token_id in token_ids:
+        if token_id != placeholder_id:
+            placed.append(token_id)
+            continue
+        layout = layouts[len(spans)]
+        spans.append(Span(len(placed) + layout.span_start, layout.span_length))
+        placed.extend(layout.token_ids)
+    return placed, spans
+
+
+def _is_whole(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> bool:
+    """Whether every image stands there with all its tokens, those before and behind its rows included."""
+    end = 0
+    for layout in layouts:
+        if image_id not in token_ids[end:]:
+            return False
+        start = token_ids.index(image_id, end) - layout.span_start
+        if start < end or tuple(token_ids[start : start + len(layout.token_ids)]) != layout.token_ids:
+            return False
+        end = start + len(layout.token_ids)
+    return True
+
+
+def _found_spans(token_ids: Sequence[int], layouts: Sequence[ImageLayout]) -> list[Span]:
+    """Where the layouts' spans are, in order. Raises PlaceholderMismatchError when one is not whole."""
+    spans: list[Span] = []
+    end = 0
+    for index, layout in enumerate(layouts):
+        try:
+            offset = token_ids.index(layout.row_token_id, end)
+        except ValueError:
+            raise PlaceholderMismatchError("the chat template moves images and videos past each other") from None
+        span = Span(offset, layout.span_length)
+        if tuple(token_ids[span.offset : span.stop]) != layout.span_token_ids:
+            raise PlaceholderMismatchError(
+                f"the tokens of image {index} are not the {span.length} in a row that its size takes"
+            )
+        spans.append(span)
+        end = span.stop
+    return spans

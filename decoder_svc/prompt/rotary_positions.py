@@ -1,0 +1,65 @@
+"""Rotary positions of a prompt with images, by the scheme of its family. Plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decoder_svc.scheduling.request import Positions, Span
+from lookonce.families.base import FramePlace
+
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedGrid:
+    """An image's tokens, which are its grid's cells, or those of a pair of video frames."""
+
+    span: Span
+    grid: Grid
+    # Of a pair whose time counts from its video's beginning.
+    place: FramePlace | None = None
+
+
+def sequence_positions(num_tokens: int, first: int) -> Positions | None:
+    """first, first + 1, …; None for 0, 1, …"""
+    if first == 0:
+        return None
+    return Positions((tuple(range(first, first + num_tokens)),), delta=first)
+
+
+def mrope_positions(num_tokens: int, images: Sequence[PlacedGrid]) -> Positions:
+    """Time, height and width (arXiv:2409.12191, section 2.1): text advances all, an image spans its grid.
+
+    The pairs of one video begin at the same height and width, each at its own time; what follows a video follows the
+    largest position in it. `images` are in prompt order.
+    """
+    axes: tuple[list[int], list[int], list[int]] = ([], [], [])
+    # Where the next token stands, and where the image or video that it belongs to begins.
+    position = start = token = 0
+    for image in images:
+        position = _append_text(axes, position, image.span.offset - token)
+        if image.place is None or image.place.index == 0:
+            start = position
+        time = 0 if image.place is None else image.place.time
+        _append_grid(axes, start, time, image.grid)
+        position = max(position, start + max(time + image.grid[0], *image.grid[1:]))
+        token = image.span.stop
+    position = _append_text(axes, position, num_tokens - token)
+    return Positions(tuple(tuple(axis) for axis in axes), delta=position - num_tokens)
+
+
+def _append_text(axes: tuple[list[int], ...], position: int, num_tokens: int) -> int:
+    for axis in axes:
+        axis.extend(range(position, position + num_tokens))
+    return position + num_tokens
+
+
+def _append_grid(axes: tuple[list[int], ...], start: int, time: int, grid: Grid) -> None:
+    frames, height, width = grid
+    for frame in range(frames):
+        for row in range(height):
+            for column in range(width):
+                axes[0].append(start + time + frame)
+                axes[1].append(start + row)
+                axes[2].append(start + column)

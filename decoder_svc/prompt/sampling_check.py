@@ -1,0 +1,190 @@
+"""Checks the sampling values of a request and fills in what it left open. Knows neither the wire nor the sampler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from decoder_svc.prompt.generation_defaults import GenerationDefaults
+from decoder_svc.scheduling.request import SamplingParams
+from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
+
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_OCCURRENCE_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """Sampling values as a caller states them; None is "not stated"."""
+
+    # 0 is greedy.
+    temperature: float | None = None
+    top_p: float | None = None
+    # 0 is off.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    # Token id → addend.
+    logit_bias: Mapping[int, float] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    # Choices.
+    n: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    # Name of the constraint field that is set: json_schema, regex or grammar.
+    constraint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingLimits:
+    """What this server allows."""
+
+    # Ids of the model, 0..vocab_size - 1.
+    vocab_size: int
+    # Stop strings of a request.
+    max_stop_strings: int
+    # Alternatives per token.
+    max_logprobs: int
+    # max_tokens of a request that does not say.
+    default_max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSampling:
+    """Valid sampling values."""
+
+    params: SamplingParams
+    # Texts that end the generation; none is empty.
+    stop_strings: tuple[str, ...]
+    # Whether the caller stated max_tokens; if not, the default gives way to the context's end.
+    has_max_tokens: bool
+
+
+def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: SamplingLimits) -> CheckedSampling:
+    """Valid values with every gap filled.
+
+    Raises InvalidParameterError naming the field (`sampling.top_p`), its value and the limit, or UnsupportedError.
+    """
+    _check_supported(spec)
+    max_tokens = _integer("max_tokens", spec.max_tokens, 1, None, limits.default_max_tokens)
+    params = SamplingParams(
+        temperature=_number("temperature", spec.temperature, 0.0, MAX_TEMPERATURE, defaults.temperature),
+        top_p=_number("top_p", spec.top_p, 0.0, 1.0, defaults.top_p, is_low_excluded=True),
+        # 0 says "off"; None does so from here on.
+        top_k=(spec.top_k if spec.top_k is not None else defaults.top_k) or None,
+        min_p=_number("min_p", spec.min_p, 0.0, 1.0, defaults.min_p),
+        repetition_penalty=_number(
+            "repetition_penalty",
+            spec.repetition_penalty,
+            0.0,
+            MAX_REPETITION_PENALTY,
+            defaults.repetition_penalty,
+            is_low_excluded=True,
+        ),
+        presence_penalty=_occurrence_penalty("presence_penalty", spec.presence_penalty),
+        frequency_penalty=_occurrence_penalty("frequency_penalty", spec.frequency_penalty),
+        logit_bias=_logit_bias(spec.logit_bias or {}, limits.vocab_size),
+        max_tokens=max_tokens,
+        min_tokens=_integer("min_tokens", spec.min_tokens, 0, max_tokens, 0),
+        stop_token_ids=_stop_token_ids(spec, defaults, limits.vocab_size),
+        seed=spec.seed,
+        logprobs=None if spec.logprobs is None else _integer("logprobs", spec.logprobs, 0, limits.max_logprobs, 0),
+    )
+    return CheckedSampling(params, _stop_strings(spec.stop, limits), has_max_tokens=spec.max_tokens is not None)
+
+
+def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_context_tokens: int) -> SamplingParams:
+    """The parameters for a prompt of this length; a max_tokens that was not stated is clipped to what is left.
+
+    Raises ContextTooLongError when prompt and completion do not fit.
+    """
+    params = sampling.params
+    num_free = max_context_tokens - num_prompt_tokens
+    wanted = params.max_tokens if sampling.has_max_tokens else max(params.min_tokens, 1)
+    if wanted > num_free:
+        raise ContextTooLongError(
+            f"{num_prompt_tokens} prompt tokens plus {wanted} to generate are over the context of {max_context_tokens}"
+        )
+    return replace(params, max_tokens=min(params.max_tokens, num_free))
+
+
+def _check_supported(spec: SamplingSpec) -> None:
+    if spec.constraint is not None:
+        raise UnsupportedError(f"sampling.{spec.constraint}: structured output is not offered by this server")
+    if spec.n == 0:
+        raise _out_of_range("n", 0, "at least 1")
+    if spec.n is not None and spec.n > 1:
+        raise UnsupportedError(f"sampling.n: {spec.n} choices were asked for, this server offers one per request")
+
+
+def _number(
+    name: str, value: float | None, low: float, high: float, default: float, *, is_low_excluded: bool = False
+) -> float:
+    if value is None:
+        return default
+    is_inside = low <= value <= high and not (is_low_excluded and value == low)
+    if not is_inside:  # NaN is nowhere inside.
+        raise _out_of_range(name, value, f"in {'(' if is_low_excluded else '['}{low:g}, {high:g}]")
+    return value
+
+
+def _occurrence_penalty(name: str, value: float | None) -> float:
+    return _number(name, value, -MAX_OCCURRENCE_PENALTY, MAX_OCCURRENCE_PENALTY, 0.0)
+
+
+def _integer(name: str, value: int | None, low: int, high: int | None, default: int) -> int:
+    if value is None:
+        return default
+    if value < low or (high is not None and value > high):
+        raise _out_of_range(name, value, f"at least {low}" if high is None else f"in [{low}, {high}]")
+    return value
+
+
+def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise _out_of_range("logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")
+    _check_ids("logit_bias", tuple(bias), vocab_size)
+    for token_id, addend in bias.items():
+        if not -MAX_LOGIT_BIAS <= addend <= MAX_LOGIT_BIAS:
+            allowed = f"in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
+            raise _out_of_range("logit_bias", addend, f"{allowed} (token {token_id})")
+    return tuple(sorted(bias.items()))
+
+
+def _stop_token_ids(spec: SamplingSpec, defaults: GenerationDefaults, vocab_size: int) -> frozenset[int]:
+    if len(spec.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _out_of_range("stop_token_ids", len(spec.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
+    _check_ids("stop_token_ids", spec.stop_token_ids, vocab_size)
+    return frozenset(spec.stop_token_ids) | (frozenset() if spec.ignore_eos else defaults.eos_token_ids)
+
+
+def _stop_strings(stop: Sequence[str], limits: SamplingLimits) -> tuple[str, ...]:
+    if len(stop) > limits.max_stop_strings:
+        raise _out_of_range("stop", len(stop), f"at most {limits.max_stop_strings} strings")
+    for index, text in enumerate(stop):
+        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+            raise _out_of_range(f"stop[{index}]", len(text), f"1 to {MAX_STOP_STRING_CHARS} characters long")
+    return tuple(dict.fromkeys(stop))
+
+
+def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise _out_of_range(name, token_id, f"a token id in [0, {vocab_size - 1}]")
+
+
+def _out_of_range(name: str, value: float, allowed: str) -> InvalidParameterError:
+    shown = f"{value:g}" if math.isfinite(value) else str(value)
+    return InvalidParameterError(f"sampling.{name}", f"must be {allowed}, got {shown}")

@@ -1,0 +1,1 @@
+"""Fetches embedding rows from the shared cache or the encoder."""

@@ -1,0 +1,193 @@
+"""Brings ranges of embedding rows to the decoder, beside the engine loop: from the shared cache, else the encoder.
+
+One fetch of a range serves every request that needs it. Rows that nobody has, with no bytes to encode from, are an
+EmbeddingNotCachedError; trouble with the shared cache is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from decoder_svc.rows.encoder_client import EncoderClient, EncoderInfo
+from decoder_svc.rows.fetch_metrics import FetchMetrics, FetchTier
+from decoder_svc.rows.fetched_rows import FetchedRows
+from decoder_svc.rows.touch_queue import TouchQueue
+from decoder_svc.scheduling.request import RequestId, RowSource
+from decoder_svc.scheduling.scheduler_output import RowFetch
+from lookonce import tracing
+from lookonce.caller_order import CallerOrder, Turn
+from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
+from lookonce.image_file import ImageFile
+from lookonce.store.embedding_store import EmbeddingStore
+
+logger = logging.getLogger(__name__)
+
+_MAX_TOUCH_INTERVAL_S = 60.0
+_TOUCHES_PER_LIFE = 4
+# An image whose rows cannot be read after they were written, nor had from another replica, is encoded so often at most.
+_MAX_ENCODES = 6
+# After so many it seems that the encoder finds an entry whose rows nobody can read.
+_TRUSTING_ENCODES = 2
+
+
+class EmbeddingFetcher:
+    """Owns the fetches in flight. All methods belong to the event loop; reads of the shared cache run in threads."""
+
+    def __init__(
+        self,
+        store: EmbeddingStore | None,
+        encoder: EncoderClient | None,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        ttl_s: float,
+        metrics: FetchMetrics,
+    ) -> None:
+        """`ttl_s`: life of a shared cache entry; what is read is prolonged several times in a life."""
+        self._store = store
+        self._encoder = encoder
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._order: CallerOrder[RequestId] = CallerOrder()
+        self._touches = TouchQueue(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
+
+    def start(
+        self,
+        fetch: RowFetch,
+        on_arrived: Callable[[FetchedRows], None],
+        on_failed: Callable[[RowFetch, LookonceError], None],
+    ) -> None:
+        """Begins one fetch; exactly one of the two callbacks is called, on the event loop.
+
+        Of the images that a request lacks the encoder is asked in the order of these calls.
+        """
+        task = asyncio.get_running_loop().create_task(self._run(fetch, on_arrived, on_failed))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancels what is in flight and frees the threads."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._touches.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(
+        self,
+        fetch: RowFetch,
+        on_arrived: Callable[[FetchedRows], None],
+        on_failed: Callable[[RowFetch, LookonceError], None],
+    ) -> None:
+        started_s = time.monotonic()
+        self._metrics.begun(len(fetch.rows))
+        try:
+            with self._order.entered(fetch.request_id) as turn, _span(fetch) as span:
+                async with asyncio.timeout(self._timeout_s):
+                    rows, tier = await self._fetch(fetch, turn)
+                span.set(tier=tier.value, source=rows.source.value, num_bytes=len(rows.data))
+        except LookonceError as error:
+            self._fail(fetch, error, on_failed)
+        except TimeoutError:
+            late = UnavailableError(f"an image's embedding did not arrive within {self._timeout_s:g} s")
+            self._fail(fetch, late, on_failed)
+        except Exception:
+            incident = uuid.uuid4().hex
+            logger.exception("fetch of embedding rows failed, incident %s", incident)
+            self._fail(fetch, InternalError(f"internal error {incident}"), on_failed)
+        else:
+            self._metrics.arrived(tier, len(rows.rows), len(rows.data), time.monotonic() - started_s)
+            on_arrived(rows)
+
+    def _fail(
+        self, fetch: RowFetch, error: LookonceError, on_failed: Callable[[RowFetch, LookonceError], None]
+    ) -> None:
+        self._metrics.failed()
+        on_failed(fetch, error)
+
+    async def _fetch(self, fetch: RowFetch, turn: Turn[RequestId]) -> tuple[FetchedRows, FetchTier]:
+        if self._encoder is None:
+            raise UnavailableError("this decoder has no encoder; it serves text only")
+        info = await self._encoder.info()
+        if info.fingerprint != fetch.key.fingerprint:
+            # The prompt was laid out for another encoder's rows, of which this one's description says nothing.
+            raise UnavailableError("the encoder was replaced while the request waited; send it again")
+        buffer = bytearray(len(fetch.rows) * info.row_bytes)
+        if await self._read_shared(fetch, buffer):
+            self._touches.note(fetch.key, fetch.options)
+            return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.SHARED
+        if fetch.data is not None:
+            await turn.wait()
+            turn.pass_on()
+            return await self._encode(self._encoder, fetch, fetch.data, info, buffer), FetchTier.ENCODER
+        await self._read_rows(self._encoder, fetch, buffer)
+        return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.ENCODER
+
+    async def _encode(
+        self, encoder: EncoderClient, fetch: RowFetch, data: ImageFile, info: EncoderInfo, buffer: bytearray
+    ) -> FetchedRows:
+        source = RowSource.SHARED_CACHE
+        for number in range(_MAX_ENCODES):
+            refresh = number >= _TRUSTING_ENCODES
+            encoded = await encoder.encode(fetch.key, data, fetch.options, self._timeout_s, refresh=refresh)
+            if encoded.meta.num_rows != fetch.num_image_rows:
+                raise InternalError("the encoder made another number of rows than the prompt has placeholders")
+            if encoded.meta.dtype is not info.dtype:
+                raise UnavailableError("the encoder service changed the element type of its rows; retry")
+            if encoded.was_computed:
+                source = RowSource.ENCODED
+            if encoded.stored and await self._read_shared(fetch, buffer):
+                return _rows(fetch, buffer, info, source)
+            if encoded.rows is not None:
+                buffer[:] = encoded.rows[fetch.rows.start * info.row_bytes : fetch.rows.stop * info.row_bytes]
+                return _rows(fetch, buffer, info, source)
+            # The shared cache has lost the rows since, or does not answer. Calls go round the replicas; with one call
+            # more each time, one that has encoded the image is met for any number of them.
+            for _ in range(number + 1):
+                with contextlib.suppress(EmbeddingNotCachedError):
+                    await self._read_rows(encoder, fetch, buffer)
+                    return _rows(fetch, buffer, info, source)
+        raise UnavailableError(f"an image's embedding was lost {_MAX_ENCODES} times before it could be read; retry")
+
+    async def _read_rows(self, encoder: EncoderClient, fetch: RowFetch, buffer: bytearray) -> None:
+        await encoder.read_rows(
+            fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(buffer), self._timeout_s, options=fetch.options
+        )
+
+    async def _touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
+        if self._encoder is not None:
+            await self._encoder.touch(keys, options)
+
+    async def _read_shared(self, fetch: RowFetch, buffer: bytearray) -> bool:
+        """Whether the shared cache filled the buffer with verified rows."""
+        if self._store is None:
+            return False
+        read = functools.partial(
+            self._store.read_rows,
+            fetch.key,
+            fetch.rows.start,
+            fetch.rows.stop,
+            memoryview(buffer),
+            num_rows=fetch.num_image_rows,
+        )
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, read) is None
+
+
+def _span(fetch: RowFetch) -> tracing.Span:
+    return tracing.span("generate.fetch", num_rows=len(fetch.rows), num_image_rows=fetch.num_image_rows)
+
+
+def _rows(fetch: RowFetch, buffer: bytearray, info: EncoderInfo, source: RowSource) -> FetchedRows:
+    return FetchedRows(fetch.key, fetch.rows, buffer, info.dtype, source, info.num_levels)

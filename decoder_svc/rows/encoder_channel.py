@@ -1,0 +1,109 @@
+"""The decoder's gRPC channel to all encoders behind a target. Knows no call.
+
+Certificates change while calls go on: new calls take a channel of the files as they are, those in flight end on theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.watched_files import Current, WatchedFiles
+
+_SERVICE = "lookonce.encoder.v1.EncoderService"
+# gRPC's default grows to two minutes, so long after an encoder is back.
+_MAX_RECONNECT_BACKOFF_MS = 2000
+# gRPC's default is half a minute, in which a rollout may have put other pods behind the name.
+_MIN_RESOLUTION_INTERVAL_MS = 2000
+_SERVICE_CONFIG = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}
+)
+# So long calls may take on the channel of certificates that have been replaced.
+_GRACE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSettings:
+    """How to talk to the encoder."""
+
+    # Largest message, both directions.
+    max_message_bytes: int
+    # Idle time before a keepalive ping, seconds.
+    keepalive_time_s: float
+    # A peer that does not answer a ping so long is gone, seconds.
+    keepalive_timeout_s: float
+    # None: plaintext.
+    credentials: Current[grpc.ChannelCredentials] | None = None
+    # Bearer token that every call carries.
+    token: Current[str] | None = None
+
+
+def watched_credentials(
+    authorities: pathlib.Path | None, certificate: pathlib.Path | None, key: pathlib.Path | None
+) -> WatchedFiles[grpc.ChannelCredentials] | None:
+    """Of files that are read again when they change; None without authorities. Raises ConfigurationError."""
+    if channel_credentials(authorities, certificate, key) is None:
+        return None
+    # In the order of gRPC's arguments.
+    paths = tuple(path for path in (authorities, key, certificate) if path is not None)
+    return WatchedFiles("encoder_tls_ca, encoder_tls_cert, encoder_tls_key", paths, grpc.ssl_channel_credentials)
+
+
+class EncoderChannel:
+    """Event loop only."""
+
+    def __init__(self, target: str, settings: ChannelSettings) -> None:
+        """Connects on first use."""
+        self._target = target
+        self._settings = settings
+        self._credentials = None if settings.credentials is None else settings.credentials.value
+        self._channel = self._open()
+        # Of certificates that have been replaced: they close when their calls have ended.
+        self._closing: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+
+    def current(self) -> grpc.aio.Channel:
+        """For the next call."""
+        credentials = self._settings.credentials
+        if credentials is not None and credentials.value is not self._credentials:
+            self._credentials = credentials.value
+            old, self._channel = self._channel, self._open()
+            task = asyncio.get_running_loop().create_task(old.close(_GRACE_S))
+            self._closing[task] = old
+            task.add_done_callback(self._closing.pop)
+        return self._channel
+
+    async def close(self) -> None:
+        """Calls in flight end."""
+        closing = dict(self._closing)
+        for task in closing:
+            task.cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
+        for channel in (*closing.values(), self._channel):
+            await channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        options = _options(self._settings)
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(self._target, options=options)
+        return grpc.aio.secure_channel(self._target, self._credentials, options=options)
+
+
+def _options(settings: ChannelSettings) -> list[tuple[str, int | str]]:
+    timeout_ms = int(settings.keepalive_timeout_s * 1000)
+    return [
+        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+        ("grpc.dns_min_time_between_resolutions_ms", _MIN_RESOLUTION_INTERVAL_MS),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]

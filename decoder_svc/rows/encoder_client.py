@@ -1,0 +1,362 @@
+"""The decoder's client of the encoder service: what it serves, encode one image, describe it, read its rows.
+
+Every call has a deadline, and everything that goes wrong is a LookonceError whose text may be shown to a client:
+addresses and gRPC's own words stay in the log. All methods belong to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, TypedDict
+
+import grpc
+import grpc.aio
+import structlog
+
+from decoder_svc.rows.encoder_channel import ChannelSettings, EncoderChannel
+from decoder_svc.rows.row_stream import RowStreamReader
+from lookonce import errors, status_codes, tracing
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
+from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
+from lookonce.identity import TENANT_KEY, current_identity
+from lookonce.image_file import ImageFile, files_of
+from lookonce.server.telemetry import current_request_id
+
+_INFO_TIMEOUT_S = 5.0
+_LOOKUP_TIMEOUT_S = 5.0
+# A proxy in front of encoders may send calls about one image to one of them (k8s/components/affinity).
+_DIGEST_KEY = "x-lookonce-digest"
+_STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_DTYPES = {
+    common_pb2.DATA_TYPE_FLOAT32: RowDtype.FLOAT32,
+    common_pb2.DATA_TYPE_FLOAT16: RowDtype.FLOAT16,
+    common_pb2.DATA_TYPE_BFLOAT16: RowDtype.BFLOAT16,
+    common_pb2.DATA_TYPE_INT8_SCALED: RowDtype.INT8_SCALED,
+}
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """The rows that the decoder's language model takes."""
+
+    # Hugging Face model type, e.g. "llava".
+    model_type: str
+    # Width of one level of one row.
+    hidden_size: int
+    # Extra levels per row.
+    num_levels: int = 0
+    # Of the tenant under whose secret the encoder keeps them.
+    tenant_tag: str = DEFAULT_TENANT.tag
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo:
+    """What an encoder serves; checked against what the decoder expects."""
+
+    fingerprint: EncoderFingerprint
+    model_type: str
+    hidden_size: int
+    num_levels: int
+    # Element type of the rows.
+    dtype: RowDtype
+    # Largest image file, bytes.
+    max_image_bytes: int
+    # Largest image, width times height.
+    max_image_pixels: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row with its levels."""
+        return self.dtype.row_bytes(self.hidden_size, self.num_levels)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image whose rows exist."""
+
+    meta: EmbeddingMeta
+    # Whether the shared cache has the rows; if not, `read_rows` does for a while.
+    stored: bool
+    # Whether the rows were encoded for this call or for one that it joined, rather than found.
+    was_computed: bool
+    # All rows where the shared cache does not have them and they are small enough for a message, else None.
+    rows: bytes | None = field(default=None, repr=False)
+
+
+class EncoderClient:
+    """One gRPC channel to all replicas behind a target."""
+
+    def __init__(self, target: str, expected: ExpectedRows, settings: ChannelSettings) -> None:
+        """`target` is a gRPC target such as dns:///encoder:50051. Connects on first use."""
+        self._expected = expected
+        self._channel = EncoderChannel(target, settings)
+        self._stub_channel = self._channel.current()
+        self._current_stub: encoder_service_pb2_grpc.EncoderServiceAsyncStub = (
+            encoder_service_pb2_grpc.EncoderServiceStub(self._stub_channel)
+        )
+        self._token = settings.token
+        self._info: EncoderInfo | None = None
+        # Everybody who wants to know waits for one question, and hears of its failure with the others.
+        self._asking: asyncio.Task[EncoderInfo] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel; calls in flight fail with UnavailableError."""
+        await self._channel.close()
+        if self._asking is not None:
+            await asyncio.wait({self._asking})
+
+    @property
+    def _stub(self) -> encoder_service_pb2_grpc.EncoderServiceAsyncStub:
+        channel = self._channel.current()
+        if channel is not self._stub_channel:
+            self._stub_channel, self._current_stub = channel, encoder_service_pb2_grpc.EncoderServiceStub(channel)
+        return self._current_stub
+
+    async def info(self) -> EncoderInfo:
+        """What the encoder serves. Asked once, and again after the encoder refused the fingerprint.
+
+        Raises FingerprintMismatchError when its rows do not fit this decoder's model, UnavailableError when it cannot
+        be reached.
+        """
+        if self._info is not None:
+            return self._info
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask_info())
+            self._asking.add_done_callback(self._note_asked)
+        # Who stops waiting leaves the others their answer.
+        return await asyncio.shield(self._asking)
+
+    async def _ask_info(self) -> EncoderInfo:
+        request = encoder_service_pb2.GetEncoderInfoRequest()
+        try:
+            call = self._stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata())
+            response = await call
+        except grpc.aio.AioRpcError as error:
+            raise _typed(error, _INFO_TIMEOUT_S) from None
+        return self._checked(response)
+
+    def _note_asked(self, asking: asyncio.Task[EncoderInfo]) -> None:
+        self._asking = None
+        # Looking at the error keeps asyncio from reporting one that nobody was left to hear.
+        if not asking.cancelled() and asking.exception() is None:
+            self._info = asking.result()
+
+    async def encode(
+        self,
+        key: ContentKey,
+        data: ImageFile | None,
+        options: ProcessorOptions,
+        timeout_s: float,
+        *,
+        refresh: bool = False,
+    ) -> EncodedImage:
+        """Makes sure that the image's rows exist. Without `data` they must: else EmbeddingNotCachedError.
+
+        `refresh`: encodes `data` whatever the caches say that they hold.
+        Raises what is wrong with the image as its own type, else UnavailableError, OverloadedError or
+        FingerprintMismatchError.
+        """
+        policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
+        request = encoder_service_pb2.EncodeRequest(cache_policy=policy, expected_encoder_fingerprint=key.fingerprint)
+        # Filled where it lies: a message that is put into another is copied, photos and all.
+        image = request.items.add(image=common_pb2.ImageSource(**_wire_options(options)), rows_if_not_stored=True).image
+        if data is None:
+            image.key.CopyFrom(_wire_key(key))
+        else:
+            image.data, *others = files_of(data)
+            for other in others:
+                image.second_frame = other
+            image.expected_digest = key.digest
+        result = await self._encode(key, request, timeout_s)
+        was_computed = result.source in (
+            encoder_service_pb2.RESULT_SOURCE_COMPUTED,
+            encoder_service_pb2.RESULT_SOURCE_COALESCED,
+        )
+        meta = _meta(result.embedding)
+        if result.rows and len(result.rows) != meta.size_bytes:
+            raise UnavailableError("the encoder service sent other rows than it describes")
+        return EncodedImage(meta, result.stored, was_computed, result.rows or None)
+
+    async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
+        """Shape of the rows where the encoder knows them, without encoding; None for an unknown image."""
+        request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], **_wire_options(options))
+        try:
+            metadata = self._metadata(key)
+            response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
+        found = [result.embedding for result in response.results if result.cached]
+        if not found:
+            return None
+        _check_key(found[0], key)
+        return _meta(found[0])
+
+    async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
+        """Prolongs the lives of at most 256 shared cache entries."""
+        request = encoder_service_pb2.LookupEmbeddingsRequest(
+            keys=[_wire_key(key) for key in keys], **_wire_options(options), touch=True
+        )
+        try:
+            await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=self._metadata())
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
+
+    async def read_rows(
+        self, key: ContentKey, start: int, stop: int, out: memoryview, timeout_s: float, *, options: ProcessorOptions
+    ) -> None:
+        """Reads rows [start, stop) into `out`, which has exactly their size. Useful where the shared cache is away.
+
+        Raises EmbeddingNotCachedError when the encoder does not hold them, UnavailableError when they cannot be had.
+        """
+        reader = RowStreamReader(key, start, stop, out)
+        request = encoder_service_pb2.ReadEmbeddingRequest(
+            key=_wire_key(key), row_offset=start, row_count=stop - start, **_wire_options(options)
+        )
+        call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=self._metadata(key))
+        try:
+            async for chunk in call:
+                reader.take(chunk)
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_typed(error, timeout_s)) from None
+        finally:
+            call.cancel()
+        reader.finish()
+
+    async def _encode(
+        self, key: ContentKey, request: encoder_service_pb2.EncodeRequest, timeout_s: float
+    ) -> encoder_service_pb2.EncodeResult:
+        try:
+            response = await self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata(key))
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(_without_position(_typed(error, timeout_s))) from None
+        if len(response.results) != 1:
+            raise UnavailableError("the encoder service gave no result for an image")
+        _check_key(response.results[0].embedding, key)
+        return response.results[0]
+
+    def _checked(self, response: encoder_service_pb2.GetEncoderInfoResponse) -> EncoderInfo:
+        found = ExpectedRows(response.model_type, response.hidden_size, response.num_levels, response.tenant_tag)
+        if found.tenant_tag != self._expected.tenant_tag:
+            raise FingerprintMismatchError(
+                "the encoder service keeps rows under another tenant secret; tenant_secret_file must be the same"
+            )
+        if found != self._expected:
+            raise FingerprintMismatchError(
+                f"the encoder service makes rows for {found.model_type} of width {found.hidden_size} with "
+                f"{found.num_levels} levels; this decoder serves {self._expected.model_type} of width "
+                f"{self._expected.hidden_size} with {self._expected.num_levels} levels"
+            )
+        return EncoderInfo(
+            fingerprint=EncoderFingerprint(response.encoder_fingerprint),
+            model_type=response.model_type,
+            hidden_size=response.hidden_size,
+            num_levels=response.num_levels,
+            dtype=_dtype(response.dtype),
+            max_image_bytes=response.max_image_bytes,
+            max_image_pixels=response.max_image_pixels,
+        )
+
+    def _metadata(self, key: ContentKey | None = None) -> tuple[tuple[str, str], ...]:
+        """Who calls, and for whom; the request's ids, so that they find the log lines and spans of both services.
+
+        `key`: of the image that the call is about, by which a proxy may choose the encoder.
+        """
+        pairs = list(tracing.metadata())
+        if key is not None:
+            pairs.append((_DIGEST_KEY, key.digest.hex()))
+        request_id, tenant = current_request_id(), current_identity().tenant
+        if request_id is not None:
+            pairs.append(("x-request-id", request_id))
+        if tenant:
+            pairs.append((TENANT_KEY, tenant))
+        if self._token is not None:
+            pairs.append(("authorization", f"Bearer {self._token.value}"))
+        return tuple(pairs)
+
+    def _noted(self, error: LookonceError) -> LookonceError:
+        if isinstance(error, FingerprintMismatchError):
+            self._info = None
+        return error
+
+
+class _WireOptions(TypedDict):
+    """Fields by which messages carry processor options."""
+
+    max_pixels: int | None
+    beside_others: bool
+    frame_size: common_pb2.PixelSize | None
+
+
+def _wire_options(options: ProcessorOptions) -> _WireOptions:
+    frame_size = None
+    if options.frame_size is not None:
+        width, height = options.frame_size
+        frame_size = common_pb2.PixelSize(width=width, height=height)
+    return {"max_pixels": options.max_pixels, "beside_others": options.beside_others, "frame_size": frame_size}
+
+
+def _wire_key(key: ContentKey) -> common_pb2.ContentKey:
+    return common_pb2.ContentKey(
+        digest=key.digest, algorithm=common_pb2.HASH_ALGORITHM_SHA256, encoder_fingerprint=key.fingerprint
+    )
+
+
+def _check_key(info: common_pb2.EmbeddingInfo, expected: ContentKey) -> None:
+    if info.key.digest != expected.digest or info.key.encoder_fingerprint != expected.fingerprint:
+        raise UnavailableError("the encoder service answered for another image")
+
+
+def _meta(info: common_pb2.EmbeddingInfo) -> EmbeddingMeta:
+    return EmbeddingMeta(
+        num_rows=info.num_rows,
+        hidden_size=info.hidden_size,
+        num_levels=info.num_levels,
+        dtype=_dtype(info.dtype),
+        image_width=info.image_width,
+        image_height=info.image_height,
+    )
+
+
+def _dtype(value: common_pb2.DataType.ValueType) -> RowDtype:
+    dtype = _DTYPES.get(value)
+    if dtype is None:
+        raise UnavailableError("the encoder service uses an element type that this decoder does not know")
+    return dtype
+
+
+def _without_position(error: LookonceError) -> LookonceError:
+    """Drops where the image stood in the call to the encoder: our caller asked in other words."""
+    if isinstance(error, InvalidParameterError):
+        return InvalidParameterError(error.field.rpartition(".")[2], error.description)
+    error.metadata.pop("index", None)
+    return error
+
+
+def _typed(error: grpc.aio.AioRpcError, timeout_s: float) -> LookonceError:
+    """The encoder's own error, or UnavailableError for what gRPC says about the connection."""
+    typed = status_codes.from_rpc_error(error)
+    if isinstance(typed, errors.MessageTooLargeError):
+        return errors.ImageTooLargeError("the image is over the encoder service's message limit; send a smaller file")
+    speaks_for_itself = _STATUS_DETAILS_KEY in error.trailing_metadata()
+    if speaks_for_itself and not isinstance(typed, errors.DeadlineError | errors.AbortedError):
+        return typed
+    _log.warning("encoder call failed", code=error.code().name, details=error.details())
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(f"the encoder service did not answer within {timeout_s:g} s; retry")
+    return UnavailableError("the encoder service cannot be reached; retry")

@@ -1,0 +1,1 @@
+"""The CPU runner: native kernels and packed weights."""

@@ -1,0 +1,240 @@
+"""The layers of a Llama-like language model by our own kernels, in one call a step (native/stack.cpp).
+
+Filled from the modules that transformers loaded, and put in their place. What is like Llama is told by what the modules
+are made of; that the numbers are the same is checked when a model is loaded (stack_check.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoder_svc.runner.attention import LayerOptions, current_step
+from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
+from decoder_svc.runner.cpu.native_structures import Linear, Stack, StackLayer, StackStep
+from decoder_svc.runner.cpu.packed_weights import PackedWeights, packable, packed
+
+# Outputs of the MLP's first layer that lie side by side: gates, then what they gate.
+_LANES = 16
+# Classes of transformers whose layers are RMS norm, attention, RMS norm and gated MLP, and nothing else.
+_MODELS = {
+    "LlamaModel",
+    "MistralModel",
+    "Qwen2Model",
+    "Qwen2VLTextModel",
+    "Qwen2_5_VLTextModel",
+    "Qwen3Model",
+    "Qwen3VLTextModel",
+}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class StackOutput(NamedTuple):
+    """What wrappers of transformers read of a language model's output, and nothing that takes time to make."""
+
+    # [1, T, hidden]
+    last_hidden_state: Tensor
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights."""
+
+    input_norm: Tensor
+    attended_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    query_key_value: PackedWeights
+    attended: PackedWeights
+    gate_up: PackedWeights
+    down: PackedWeights
+
+
+def unlike_llama(text_model: Any) -> str | None:
+    """Why a language model's layers cannot be a stack; None when they can."""
+    config = text_model.config
+    if type(text_model).__name__ not in _MODELS:
+        return f"{type(text_model).__name__} has layers of its own kind"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}"
+    if config.hidden_size % _LANES:
+        return f"its hidden size is {config.hidden_size}, no multiple of {_LANES}"
+    for layer in text_model.layers:
+        linears = [getattr(layer.self_attn, name) for name in _PROJECTIONS] + [
+            getattr(layer.mlp, name) for name in _MLP
+        ]
+        if not all(type(linear) is torch.nn.Linear and packable(linear.weight) for linear in linears):
+            return "a layer has other weights than plain matrices of numbers"
+    return None
+
+
+class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Stands where transformers' language model stood, and takes and gives the same."""
+
+    def __init__(self, text_model: Any, backend: NativeBackend, options: Sequence[LayerOptions]) -> None:
+        """Copies the weights; `options` are each layer's. The modules that they come from may go afterwards."""
+        super().__init__()
+        self.config = text_model.config
+        self.embed_tokens = text_model.embed_tokens
+        self.rotary_emb = text_model.rotary_emb
+        self._backend = backend
+        self._options = tuple(options)
+        self._dtype: torch.dtype = text_model.layers[0].self_attn.q_proj.weight.dtype
+        self._layers = [_layer(layer) for layer in text_model.layers]
+        self._last_norm = _norm(text_model.norm)
+        self._num_heads = self._layers[0].attended.num_inputs // text_model.layers[0].self_attn.head_dim
+        self._structs = (StackLayer * len(self._layers))(*(_struct(layer) for layer in self._layers))
+        self._stack = Stack(
+            layers=self._structs,
+            last_norm=self._last_norm.data_ptr(),
+            hidden_size=self.config.hidden_size,
+            mlp_size=self._layers[0].down.num_inputs,
+            norm_epsilon=text_model.norm.variance_epsilon,
+        )
+        self._function = backend.library.function(f"lookonce_stack_{DTYPE_NAMES[self._dtype]}")
+        # The pools that the layers know.
+        self._pools: object = None
+        # Runs the last one of its layers only.
+        self._is_abridged = False
+        # `[len(PHASES)]` of int64, in whose order each step then adds its nanoseconds: for profiles.
+        self.phase_ns: Tensor | None = None
+
+    def weights(self) -> list[PackedWeights]:
+        """Of all linear layers, in the order in which a step reads them."""
+        parts = ((layer.query_key_value, layer.attended, layer.gate_up, layer.down) for layer in self._layers)
+        return [weights for layer in parts for weights in layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights that every step reads."""
+        return sum(weights.panels.nbytes for weights in self.weights())
+
+    @contextmanager
+    def last_layer_only(self) -> Iterator[None]:
+        """For profiles of memory: layers use the same, one after the other, and all of them take seconds."""
+        self._is_abridged = True
+        try:
+            yield
+        finally:
+            self._is_abridged = False
+
+    def get_input_embeddings(self) -> Any:
+        """The token table."""
+        return self.embed_tokens
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        visual_pos_masks: Tensor | None = None,
+        deepstack_visual_embeds: Sequence[Tensor] | None = None,
+        **_: Any,
+    ) -> StackOutput:
+        """As transformers': embeddings `[1, T, hidden]`, positions `[1, T]` or `[axes, 1, T]`; it knows the step."""
+        hidden = inputs_embeds[0].to(torch.float32, copy=True).contiguous()
+        cosines, sines = (part[0].contiguous() for part in self.rotary_emb(hidden[None], position_ids))
+        output = torch.empty(hidden.shape, dtype=self._dtype)
+        levels = deepstack_visual_embeds or ()
+        for index, level in enumerate(levels):
+            self._run(hidden, cosines, sines, None, index, index + 1)
+            assert visual_pos_masks is not None, "levels come with the tokens that they belong to"
+            hidden[visual_pos_masks[0]] += level.float()
+        first = len(self._layers) - 1 if self._is_abridged else len(levels)
+        self._run(hidden, cosines, sines, output, first, len(self._layers))
+        return StackOutput(output[None])
+
+    def _run(
+        self, hidden: Tensor, cosines: Tensor, sines: Tensor, output: Tensor | None, first: int, stop: int
+    ) -> None:
+        backend, metadata = current_step()
+        assert backend is self._backend, "a stack is bound to the backend that it was made for"
+        if self._pools is not self._backend.pools:
+            self._learn_pools()
+        step = self._backend.step(metadata)
+        io = StackStep(
+            hidden=hidden.data_ptr(),
+            cosines=cosines.data_ptr(),
+            sines=sines.data_ptr(),
+            output=None if output is None else output.data_ptr(),
+            rotary_dim=cosines.shape[-1],
+            first_layer=first,
+            stop_layer=stop,
+            phase_ns=None if self.phase_ns is None else self.phase_ns.data_ptr(),
+        )
+        self._function(ctypes.byref(self._stack), ctypes.byref(step.struct), ctypes.byref(io))
+
+    def _learn_pools(self) -> None:
+        for index, (struct, options) in enumerate(zip(self._structs, self._options, strict=True)):
+            struct.pools = self._backend.pools[index]
+            struct.options = self._backend.options(index, options)
+        self._stack.heads = self._backend.heads(self._num_heads)
+        self._pools = self._backend.pools
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    # To whole vectors: what is added is zero on both sides.
+    missing = -mlp.gate_proj.weight.shape[0] % _LANES
+    gate_up = _interleaved([_with_rows(linear.weight, missing) for linear in (mlp.gate_proj, mlp.up_proj)])
+    biases = [linear.bias for linear in (mlp.gate_proj, mlp.up_proj)]
+    gate_up_bias = None
+    if biases[0] is not None:
+        gate_up_bias = _interleaved([F.pad(bias, (0, missing)) for bias in biases])
+    return _Layer(
+        input_norm=_norm(layer.input_layernorm),
+        attended_norm=_norm(layer.post_attention_layernorm),
+        query_norm=None if query_norm is None else _norm(query_norm),
+        key_norm=None if key_norm is None else _norm(key_norm),
+        query_key_value=_merged([attention.q_proj, attention.k_proj, attention.v_proj]),
+        attended=packed(attention.o_proj.weight, attention.o_proj.bias),
+        gate_up=packed(gate_up, gate_up_bias),
+        down=packed(F.pad(mlp.down_proj.weight, (0, missing)), mlp.down_proj.bias),
+    )
+
+
+def _norm(module: Any) -> Tensor:
+    # A copy in any case: what is float32 already would lie in the file of weights.
+    return module.weight.to(torch.float32, copy=True).contiguous()
+
+
+def _with_rows(weight: Tensor, missing: int) -> Tensor:
+    return F.pad(weight, (0, 0, 0, missing))
+
+
+def _interleaved(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of two matrices, or elements of two vectors, in turns of 16."""
+    return torch.stack([part.unflatten(0, (-1, _LANES)) for part in parts], dim=1).flatten(0, 2)
+
+
+def _merged(linears: Sequence[Any]) -> PackedWeights:
+    biases = [linear.bias for linear in linears]
+    bias = None
+    if any(one is not None for one in biases):
+        sizes = [linear.weight.shape[0] for linear in linears]
+        bias = torch.cat([torch.zeros(n) if one is None else one.float() for one, n in zip(biases, sizes, strict=True)])
+    return packed(torch.cat([linear.weight for linear in linears]), bias)
+
+
+def _struct(layer: _Layer) -> StackLayer:
+    def pointer(norm: Tensor | None) -> int | None:
+        return None if norm is None else norm.data_ptr()
+
+    linears: list[Linear] = [
+        weights.struct() for weights in (layer.query_key_value, layer.attended, layer.gate_up, layer.down)
+    ]
+    return StackLayer(
+        pointer(layer.input_norm), pointer(layer.attended_norm), pointer(layer.query_norm), pointer(layer.key_norm),
+        *linears,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The CUDA runner: attention backends for paged KV blocks."""

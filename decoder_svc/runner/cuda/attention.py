@@ -1,0 +1,125 @@
+"""Which attention backend a CUDA device gets: flash-attn, else our Triton kernel, else PyTorch; and why.
+
+A backend is tried on a small step before it is taken. What does not compile here, or gives something else than PyTorch,
+is not used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
+from decoder_svc.runner.cuda import flash_attention
+from decoder_svc.runner.cuda.attention_trial import AttentionTrial
+from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
+from decoder_svc.runner.cuda.paged_backend import PagedBackend
+
+logger = logging.getLogger(__name__)
+
+# Of rounding in the element type, for values around 1.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# Cached and new tokens of the sequences that a backend is tried on: a chunk, then single tokens.
+_TRIAL_CHUNKS = ((5, 20), (40, 1), (0, 1))
+_TRIAL_DECODES = ((37, 1), (40, 1), (0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What the model wants and the device is."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    # Tokens of a KV block.
+    block_size: int
+    # Whether tokens of an image, or of a prompt, see those behind them.
+    has_mutual_spans: bool
+    device: torch.device
+    # As PyTorch has it: (major, minor), and streaming multiprocessors.
+    capability: tuple[int, int]
+    num_processors: int
+
+
+class _UnfitError(Exception):
+    """A backend cannot be used; the text says why."""
+
+
+def cuda_attention(needs: AttentionNeeds) -> AttentionBackend:
+    """The fastest that works here; logs why not a faster one."""
+    reasons = []
+    candidates: tuple[Callable[[AttentionNeeds], PagedBackend], ...] = (_flash, _triton)
+    for candidate in candidates:
+        try:
+            backend = candidate(needs)
+            _try_out(backend, needs)
+        except _UnfitError as error:
+            reasons.append(str(error))
+            continue
+        logger.info("attention backend %s%s", backend.name, _because(reasons))
+        return backend
+    plain = SdpaBackend()
+    logger.warning("attention backend %s, slower and without graphs%s", plain.name, _because(reasons))
+    return plain
+
+
+def _because(reasons: list[str]) -> str:
+    return f": {'; '.join(reasons)}" if reasons else ""
+
+
+def _flash(needs: AttentionNeeds) -> PagedBackend:
+    try:
+        functions = load_flash_functions()
+    except (ImportError, AttributeError) as error:
+        raise _UnfitError(f"flash-attn cannot be imported ({error})") from error
+    if needs.block_size % flash_attention.PAGE_MULTIPLE:
+        multiple = flash_attention.PAGE_MULTIPLE
+        raise _UnfitError(f"flash-attn wants a block_size that is a multiple of {multiple}, it is {needs.block_size}")
+    if needs.dtype not in flash_attention.DTYPES:
+        raise _UnfitError(f"flash-attn does not compute in {needs.dtype}")
+    if needs.head_dim > flash_attention.MAX_HEAD_DIM or needs.head_dim % 8:
+        raise _UnfitError(f"flash-attn does not take heads of {needs.head_dim}")
+    if needs.capability < flash_attention.MIN_CAPABILITY:
+        raise _UnfitError(f"flash-attn does not run on compute capability {needs.capability}")
+    return FlashBackend(functions, _triton(needs) if needs.has_mutual_spans else None)
+
+
+def _triton(needs: AttentionNeeds) -> PagedBackend:
+    try:
+        module = importlib.import_module("decoder_svc.runner.cuda.triton_attention")
+    except ImportError as error:
+        raise _UnfitError(f"Triton cannot be imported ({error})") from error
+    backend: PagedBackend = module.TritonBackend(needs.num_processors)
+    return backend
+
+
+def _try_out(backend: PagedBackend, needs: AttentionNeeds) -> None:
+    """Raises _UnfitError when the backend fails on a small step, or gives something else than PyTorch."""
+    for chunks in (_TRIAL_CHUNKS, _TRIAL_DECODES):
+        try:
+            difference = _difference(backend, needs, chunks)
+        except Exception as error:  # whatever compilers and drivers raise
+            logger.debug("attention backend %s failed its trial", backend.name, exc_info=True)
+            raise _UnfitError(f"{backend.name} fails here ({type(error).__name__})") from error
+        # Not a number is not less either.
+        if not difference < _TOLERANCES[needs.dtype]:
+            raise _UnfitError(f"{backend.name} is off by {difference:.2g} here")
+
+
+def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tuple[int, int], ...]) -> float:
+    """Largest distance between its results and PyTorch's, in one layer that sees everything."""
+    spec = KVCacheSpec(
+        num_layers=1,
+        num_kv_heads=needs.num_kv_heads,
+        head_dim=needs.head_dim,
+        dtype=needs.dtype,
+        block_size=needs.block_size,
+    )
+    trial = AttentionTrial(spec, needs.num_heads, chunks, needs.device)
+    one, other = (trial.prepared(each)().float() for each in (SdpaBackend(), backend))
+    return float((one - other).abs().max())

@@ -1,0 +1,62 @@
+"""A made-up step of one layer that sees everything, which any backend can compute: to try one out, or to time it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, LayerOptions
+from decoder_svc.runner.input_batch import InputBatch
+from decoder_svc.runner.step_metadata import step_metadata
+from decoder_svc.scheduling.request import RequestId, SamplingParams
+from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
+
+
+class AttentionTrial:
+    """Random queries, keys and values; the same for every backend."""
+
+    def __init__(
+        self, spec: KVCacheSpec, num_heads: int, chunks: Sequence[tuple[int, int]], device: torch.device
+    ) -> None:
+        """`spec` has one layer and no window. `chunks`: tokens of each sequence that are cached, and new ones."""
+        self._spec = spec
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+        batch = InputBatch(spec.block_size, 1, has_sliding_group=False)
+        scheduled, num_blocks = [], 0
+        for index, (num_cached, num_new) in enumerate(chunks):
+            name, num_tokens = RequestId(str(index)), num_cached + num_new
+            table = tuple(range(num_blocks, num_blocks + -(-num_tokens // spec.block_size)))
+            num_blocks += len(table)
+            params = SamplingParams(max_tokens=1)
+            batch.add(AdmittedRequest(name, (0,) * num_tokens, num_tokens, (), None, (), params))
+            scheduled.append(ScheduledChunk(name, num_cached, num_new, num_cached, 0, table, False))
+            batch[name].set_blocks(scheduled[-1])
+        batch.set_num_blocks(num_blocks, 0)
+        self._flat = batch.flatten(scheduled)
+        self._num_blocks = num_blocks
+        num_tokens = sum(num_new for _, num_new in chunks)
+        self._query = self._noise(num_tokens, num_heads, spec.head_dim)
+        self._key = self._noise(num_tokens, spec.num_kv_heads, spec.head_dim)
+        self._value = self._noise(num_tokens, spec.num_kv_heads, spec.head_dim)
+        pool = (num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self._contents = [self._noise(*pool) for _ in range(2)]
+
+    def _noise(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self._device, self._spec.dtype)
+
+    def prepared(self, backend: AttentionBackend) -> Callable[[], Tensor]:
+        """A function that computes the step on pools of the backend's own, `[num_tokens, heads, head_dim]`."""
+        pools = backend.allocate(self._spec, self._num_blocks + 1, 1, self._device)[0]
+        for pool, content in zip(pools, self._contents, strict=True):
+            pool.copy_(content)
+        metadata = step_metadata(
+            self._flat,
+            lambda host: host.to(self._device),
+            reads_tensors=backend.reads_tensors,
+            is_mutual_beyond_window=False,
+        )
+        options = LayerOptions(self._spec.head_dim**-0.5)
+        return lambda: backend.forward(0, self._query, self._key, self._value, metadata, options)

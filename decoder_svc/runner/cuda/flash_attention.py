@@ -1,0 +1,92 @@
+"""Attention by the flash-attn package (FlashAttention-2, arXiv:2307.08691), where it is installed and can be used.
+
+It has no word for spans that see each other: steps with such go to the backend beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
+from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
+
+# "Paged KV cache block size must be divisible by 256" (flash-attn 2.8).
+PAGE_MULTIPLE = 256
+DTYPES = frozenset({torch.float16, torch.bfloat16})
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashFunctions:
+    """What is called of the package."""
+
+    varlen: Callable[..., Tensor]
+    with_kvcache: Callable[..., Tensor]
+
+
+def load_flash_functions() -> FlashFunctions:
+    """Raises ImportError where the package is not installed, or was built for another PyTorch."""
+    package = importlib.import_module("flash_attn")
+    return FlashFunctions(package.flash_attn_varlen_func, package.flash_attn_with_kvcache)
+
+
+class FlashBackend(PagedBackend):
+    """Single tokens by the function for decoding, which divides long contexts; chunks by the one for many lengths."""
+
+    name = "flash-attn"
+
+    def __init__(self, functions: FlashFunctions, beside: PagedBackend | None) -> None:
+        """`beside`: for steps with spans; None for a model that has none."""
+        super().__init__()
+        self._functions = functions
+        self._beside = beside
+
+    def allocate(
+        self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
+        """See AttentionBackend."""
+        pools = super().allocate(spec, num_blocks, num_sliding_blocks, device)
+        if self._beside is not None:
+            self._beside.share_pools(self)
+        return pools
+
+    def attend_paged(
+        self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
+    ) -> Tensor:
+        """See PagedBackend."""
+        if step.mutual is not None:
+            assert self._beside is not None, "a model with spans has another backend beside this one"
+            return self._beside.attend_paged(layer, query, group, step, options)
+        keys, values = self._pools[layer]
+        # Tables begin with the first block that is kept: so do positions here. Only distances count.
+        kept_lens = step.kv_lens - group.first_keys
+        shared = {
+            "block_table": group.block_table,
+            "softmax_scale": options.scale,
+            # Of the last tokens, which the new ones are: the mask ends in the lower right corner.
+            "causal": True,
+            "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
+            "softcap": options.softcap or 0.0,
+        }
+        if step.max_query_len == 1:
+            attended = self._functions.with_kvcache(query[:, None], keys, values, cache_seqlens=kept_lens, **shared)
+            return attended[:, 0]
+        kept_starts = torch.zeros_like(step.query_starts)
+        torch.cumsum(kept_lens, 0, dtype=torch.int32, out=kept_starts[1:])
+        return self._functions.varlen(
+            query.contiguous(),
+            keys,
+            values,
+            cu_seqlens_q=step.query_starts,
+            cu_seqlens_k=kept_starts,
+            max_seqlen_q=step.max_query_len,
+            max_seqlen_k=step.max_kv_len,
+            **shared,
+        )

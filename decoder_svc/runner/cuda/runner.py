@@ -1,0 +1,108 @@
+"""The CUDA runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decoder_svc.runner.attention import PAGED_ATTENTION
+from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
+from decoder_svc.runner.graph_table import graph_batch_sizes
+from decoder_svc.runner.host_transfer import PinnedTransfer
+from decoder_svc.runner.worst_case import WorstCase
+from lookonce.families.base import Mask
+from lookonce.model.half_model import load_text_half
+
+logger = logging.getLogger(__name__)
+
+# Before a function is recorded it runs so often, on a stream of its own: libraries set themselves up when they are
+# first called, and that must not be recorded (CUDA semantics, "CUDA Graphs").
+_NUM_WARM_UPS = 2
+
+
+class GPUModelRunner(ModelRunnerBase):
+    """Runs on the first CUDA device that this process sees."""
+
+    def _cache_device_properties(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.properties = torch.cuda.get_device_properties(self.device)
+        self.transfer = PinnedTransfer(self.device)
+        self.tokenwise_graph_batch_sizes = graph_batch_sizes(self.config.max_num_seqs)
+        if self.config.num_threads is not None:
+            torch.set_num_threads(self.config.num_threads)
+        logger.info("tensor work on %s", self.properties.name)
+
+    def load_model(self) -> None:
+        """Loads the language half into the device's memory."""
+        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION).to(self.device)
+        text = self.model.config.get_text_config()
+        needs = AttentionNeeds(
+            num_heads=text.num_attention_heads,
+            num_kv_heads=text.num_key_value_heads,
+            head_dim=self.head_dim,
+            dtype=self.model.dtype,
+            block_size=self.config.block_size,
+            has_mutual_spans=self.family.mask is not Mask.CAUSAL,
+            device=self.device,
+            capability=(self.properties.major, self.properties.minor),
+            num_processors=self.properties.multi_processor_count,
+        )
+        self.backend = cuda_attention(needs)
+
+    def profile_run(self, worst: WorstCase) -> int:
+        """Measures by PyTorch's allocator what the step takes at its peak, and by the driver what graphs take."""
+        self._dummy_run(worst)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        resident = torch.cuda.memory_allocated(self.device)
+        self._dummy_run(worst)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - resident
+        torch.cuda.empty_cache()
+        graphs = self._graph_bytes()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        logger.info(
+            "the heaviest step takes %d MiB and graphs %d of %d that are free", peak >> 20, graphs >> 20, free >> 20
+        )
+        return max(0, int(free) - int(peak) - graphs)
+
+    def capture_model(self) -> None:
+        """Records CUDA graphs in one pool of memory."""
+        pool = torch.cuda.graph_pool_handle()
+
+        def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            current, beside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+            beside.wait_stream(current)
+            with torch.cuda.stream(beside):
+                for _ in range(_NUM_WARM_UPS):
+                    function()
+            current.wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = function()
+
+            def replay() -> Tensor:
+                graph.replay()
+                return output
+
+            return replay
+
+        self._capture_graphs(record)
+
+    def _graph_bytes(self) -> int:
+        """Of the largest graph, recorded once to see: smaller ones take their memory from it."""
+        sizes = self.tokenwise_graph_batch_sizes
+        free_before, _ = torch.cuda.mem_get_info(self.device)
+        self.tokenwise_graph_batch_sizes = sizes[-1:]
+        self.capture_model()
+        self.tokenwise_graph_batch_sizes = sizes
+        torch.cuda.synchronize(self.device)
+        free_after, _ = torch.cuda.mem_get_info(self.device)
+        self.graphs = None
+        torch.cuda.empty_cache()
+        return max(0, int(free_before) - int(free_after))

@@ -1,0 +1,1 @@
+"""The scheduler and its block tables, in plain Python."""

@@ -1,0 +1,108 @@
+"""Names KV blocks by what they hold, so that equal prefixes find each other's blocks.
+
+A block's hash covers its parent's hash, its token ids and all else that decides its keys and values: the adapter, the
+images that reach into it, and for the first block the salt, and the whole prompt where all its tokens see each other.
+An image enters with the distance from the block's start to the image's (negative where the image began before): its
+placeholder tokens are all alike, so without the distance the same image at two places could give two different blocks
+one name. A pair of video frames enters with its time, too, where that decides its positions. The full SHA-256 digest is
+kept; there is no shorter form anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from decoder_svc.scheduling.request import BlockHash, ImageItem, Prompt, Request
+from lookonce.families.base import Mask
+
+# Raise it whenever the encoding below changes.
+_ROOT_DOMAIN = b"lookonce/kv-block/3"
+_ADAPTER, _IMAGE, _SALT, _PROMPT, _FRAMES = b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"
+
+
+class BlockHasher:
+    """Hashes the blocks of requests for one model; the hashes themselves belong to the requests."""
+
+    def __init__(self, block_size: int, deployment: bytes = b"") -> None:
+        """`deployment` tells apart what must never share blocks: model, dtype and seed of the deployment."""
+        self.block_size = block_size
+        # Blocks hashed so far, of all requests.
+        self.num_hashed = 0
+        self._root = hashlib.sha256(_framed([_ROOT_DOMAIN, block_size.to_bytes(8, "little"), deployment])).digest()
+
+    def extend(self, request: Request) -> None:
+        """Appends the hashes of the request's full blocks that have none yet. Cheap when there are none."""
+        hashes = request.block_hashes
+        num_full = request.num_tokens // self.block_size
+        if len(hashes) == num_full:
+            return
+        parent = hashes[-1] if hashes else self._root
+        for index in range(len(hashes), num_full):
+            parent = self._hash(parent, request, index)
+            hashes.append(BlockHash(parent))
+            self.num_hashed += 1
+
+    def _hash(self, parent: bytes, request: Request, index: int) -> bytes:
+        start = index * self.block_size
+        stop = start + self.block_size
+        digest = hashlib.sha256(parent)
+        # Every block of a chain has the same number of ids, so these need no length.
+        digest.update(_token_bytes(request.token_ids[start:stop]))
+        digest.update(_extra_keys(request, start, stop))
+        return digest.digest()
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Eight bytes per id, little-endian on every machine."""
+    ids = array("q", token_ids)
+    if _IS_BIG_ENDIAN:
+        ids.byteswap()
+    return ids.tobytes()
+
+
+_IS_BIG_ENDIAN = array("H", [1]).tobytes() == b"\x00\x01"
+
+
+def _extra_keys(request: Request, start: int, stop: int) -> bytes:
+    fields: list[bytes] = []
+    if request.cache_scope.adapter:
+        fields.append(_ADAPTER + request.cache_scope.adapter.encode())
+    fields += [_item_field(item, start) for item in _images_between(request, start, stop)]
+    if start == 0 and request.cache_scope.salt:
+        fields.append(_SALT + request.cache_scope.salt)
+    if start == 0 and request.prompt.mask is Mask.PROMPT:
+        fields.append(_PROMPT + _prompt_digest(request.prompt))
+    return _framed(fields) if fields else b""
+
+
+def _item_field(item: ImageItem, start: int) -> bytes:
+    place = (item.span.offset - start).to_bytes(8, "little", signed=True)
+    if item.time is None:
+        return _IMAGE + place + item.key.value
+    # The same frames a second later in a video have other positions.
+    return _FRAMES + item.time.to_bytes(8, "little") + place + item.key.value
+
+
+def _prompt_digest(prompt: Prompt) -> bytes:
+    """Of a prompt whose tokens all see each other: each block depends on all of it, so only equal prompts share any."""
+    images = (item.span.offset.to_bytes(8, "little") + item.key.value for item in prompt.images)
+    return hashlib.sha256(_framed([_token_bytes(prompt.token_ids), *images])).digest()
+
+
+def _images_between(request: Request, start: int, stop: int) -> Iterable[ImageItem]:
+    """Images that reach into tokens [start, stop), in prompt order. Blocks are asked for in ascending order."""
+    images = request.prompt.images
+    # Those before have ended: skipped once per request rather than once per block.
+    while request.num_images_hashed < len(images) and images[request.num_images_hashed].span.stop <= start:
+        request.num_images_hashed += 1
+    for index in range(request.num_images_hashed, len(images)):
+        if images[index].span.offset >= stop:
+            return
+        yield images[index]
+
+
+def _framed(fields: Iterable[bytes]) -> bytes:
+    """Length-prefixed, so that no two lists of fields give the same bytes."""
+    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)

@@ -1,0 +1,1 @@
+"""Turns image files into pixels, in processes with bounded memory and time."""

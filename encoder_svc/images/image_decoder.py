@@ -1,0 +1,71 @@
+"""Image file → upright RGB pixels. Runs in a worker process (decode_worker.py): knows Pillow, not the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import PIL.Image
+
+from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError
+from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, open_image
+
+# A progressive JPEG is decoded once per scan. 10 scans are usual; hundreds turn 100 kB into seconds of work.
+_MAX_JPEG_SCAN_PIXELS = 1_000_000_000
+_JPEG_START_OF_SCAN = b"\xff\xda"
+_WHITE = (255, 255, 255, 255)
+
+_TRANSPOSE = PIL.Image.Transpose
+# EXIF 2.32, tag 274: what makes the stored image upright.
+_UPRIGHT = {
+    2: _TRANSPOSE.FLIP_LEFT_RIGHT,
+    3: _TRANSPOSE.ROTATE_180,
+    4: _TRANSPOSE.FLIP_TOP_BOTTOM,
+    5: _TRANSPOSE.TRANSPOSE,
+    6: _TRANSPOSE.ROTATE_270,
+    7: _TRANSPOSE.TRANSVERSE,
+    8: _TRANSPOSE.ROTATE_90,
+}
+
+
+def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, ImageHeader]:
+    """The first frame, upright, as RGB with transparency over white (as the model's processors do).
+
+    Raises ImageUndecodableError, ImageTooLargeError or, for a JPEG that asks for too much work, ImageDecodeLimitError.
+    """
+    with open_image(data, limits) as (stored, header):
+        _check_effort(data, header)
+        with _undecodable():
+            stored.load()
+            image = _to_rgb(stored)
+    turn = _UPRIGHT.get(header.orientation)
+    return (image if turn is None else image.transpose(turn)), header
+
+
+def _check_effort(data: bytes, header: ImageHeader) -> None:
+    """Bytes FF DA never occur inside entropy-coded data, so counting them bounds the scans from above."""
+    if header.format is not ImageFormat.JPEG:
+        return
+    effort = data.count(_JPEG_START_OF_SCAN) * header.width * header.height
+    if effort > _MAX_JPEG_SCAN_PIXELS:
+        raise ImageDecodeLimitError(
+            f"the JPEG takes {effort} pixel passes to decode, the limit is {_MAX_JPEG_SCAN_PIXELS}; "
+            "save it with fewer scans or as a baseline JPEG"
+        )
+
+
+@contextlib.contextmanager
+def _undecodable() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise ImageDecodeLimitError("decoding the image needs more memory than there is; send it smaller") from None
+    except Exception:
+        raise ImageUndecodableError("the image is broken or truncated; its pixels cannot be decoded") from None
+
+
+def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    if "A" in image.getbands() or "transparency" in image.info:
+        image = image.convert("RGBA")
+        return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,143 @@
+"""An image → what the vision half is called with; what it gives → rows of each image. One path for all families.
+
+What differs between families is data (`lookonce/families/`). Stateless after construction; used from several threads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import PIL.Image
+import torch
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.families.base import Family
+from lookonce.image_file import FRAMES_PER_PAIR
+from lookonce.model.family_model import FamilyModel
+from lookonce.model.model_folder import ModelFolder
+
+# Of RGB.
+_CHANNELS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PixelInputs:
+    """What the image processor makes of one image, or of a pair of video frames."""
+
+    # By the names of `get_image_features`, the image (or its patches, or its tiles) along the first axis; pixels fp32.
+    tensors: Mapping[str, torch.Tensor]
+    # Rows that the image's size says it takes.
+    num_rows: int
+    # How often the image is in the tensors; the rows of the first count.
+    num_copies: int = 1
+
+    @property
+    def pixel_values(self) -> torch.Tensor:
+        """The pixels themselves."""
+        return self.tensors["pixel_values"]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pixels."""
+        num_bytes: int = self.pixel_values.nbytes
+        return num_bytes
+
+    def goes_with(self, other: PixelInputs) -> bool:
+        """Whether both can be joined along the first axis, without padding."""
+        return self._joint_shapes() == other._joint_shapes()
+
+    def _joint_shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape[1:] for name, tensor in self.tensors.items()}
+
+
+class VisionAdapter:
+    """A model folder's image processor and the calling convention of its vision half."""
+
+    def __init__(self, model: FamilyModel) -> None:
+        self.family: Family = model.data
+        self.processor: Any = model.source.processor
+        self.num_levels = model.num_levels
+        self.model = model
+
+    @classmethod
+    def load(cls, folder: ModelFolder) -> VisionAdapter:
+        """Raises ModelFolderError when the folder has no image processor, or parts that its family does not know."""
+        return cls(FamilyModel.load(folder))
+
+    def check_options(self, options: ProcessorOptions) -> None:
+        """Raises InvalidParameterError for options that the model does not have or values out of range."""
+        self.model.check_options(options)
+
+    def check_size(self, width: int, height: int, options: ProcessorOptions) -> None:
+        """Raises ImageTooLargeError for an image of which the processor would make nothing."""
+        self.model.image_shape(width, height, options)
+
+    def pixel_inputs(self, image: PIL.Image.Image, options: ProcessorOptions) -> PixelInputs:
+        """Pixels of one upright RGB image; `options` have been checked.
+
+        Raises ImageTooLargeError for an image whose proportions the processor refuses.
+        """
+        shape = self.model.image_shape(image.width, image.height, options)
+        arguments = self.family.processor_arguments(self.model.source, options)
+        num_copies = self.family.num_copies(shape, options)
+        return PixelInputs(self._processed([image] * num_copies, arguments), shape.num_rows, num_copies)
+
+    def pair_inputs(self, frames: Iterable[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
+        """Pixels of a pair of video frames, upright and RGB; one frame stands for two equal ones.
+
+        `options` have been checked. No frame is kept in its own size while the next one is asked for. The processor
+        takes a frame for a pair of itself: patches [num_patches, channels, 2, side, side], of which the second half is
+        then the second frame's.
+        """
+        video = self.model.video
+        assert video is not None, "check_options() comes first"
+        assert options.frame_size is not None, "a pair has a size"
+        pixels = dict(video.settings.pixels)
+        resample = pixels.pop("resample", PIL.Image.Resampling.BICUBIC)
+        # A loop's variable would keep a frame while the next one is decoded.
+        sized = map(operator.methodcaller("resize", options.frame_size, resample), frames)
+        first, *others = [self._processed([frame], {"do_resize": False, **pixels}) for frame in sized]
+        side = self.processor.patch_size
+        for other in others:
+            halves, of_other = (
+                tensors["pixel_values"].view(-1, _CHANNELS, FRAMES_PER_PAIR, side, side) for tensors in (first, other)
+            )
+            halves[:, :, 1] = of_other[:, :, 1]
+        return PixelInputs(first, video.pair_shape(options.frame_size).num_rows)
+
+    def _processed(self, images: list[PIL.Image.Image], arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What goes to the vision half."""
+        # A list in a list: one prompt's images.
+        processed = self.processor(images=[images], return_tensors="pt", **arguments)
+        given = {name: processed[name] for name in self.family.inputs if name in processed}
+        return {name: torch.as_tensor(value) for name, value in given.items()}
+
+    def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        """One forward pass of images that go together: rows [num_rows, (1 + num_levels) * hidden_size] of each.
+
+        Raises ValueError when the vision half gives another number of rows than the images' sizes say: such rows would
+        stand under the wrong image's placeholders.
+        """
+        names = batch[0].tensors
+        joined = {name: torch.cat([inputs.tensors[name] for inputs in batch]) for name in names}
+        arguments = {
+            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
+            for name, tensor in joined.items()
+        }
+        # Of the model inside: not every class around it passes this on.
+        output = model.model.get_image_features(**arguments, return_dict=True)
+        levels = [output.pooler_output, *(output.deepstack_features if self.num_levels else ())]
+        rows = torch.cat([_flat(level) for level in levels], dim=-1)
+        counts = [inputs.num_rows * inputs.num_copies for inputs in batch]
+        if len(rows) != sum(counts):
+            raise ValueError(f"the vision half gave {len(rows)} rows for images that take {counts}")
+        return [part[: inputs.num_rows] for part, inputs in zip(rows.split(counts), batch, strict=True)]
+
+
+def _flat(features: Any) -> torch.Tensor:
+    """Rows of all images, one after the other: families give a tensor, or one per image."""
+    parts = [features] if isinstance(features, torch.Tensor) else list(features)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

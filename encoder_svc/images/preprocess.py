@@ -1,0 +1,102 @@
+"""Image files → pixel tensors: decoding in processes of their own, then the model's image processor in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import PIL.Image
+
+from encoder_svc.images.decode_worker import DecodeWorker
+from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
+from encoder_svc.images.quarantine import Quarantine
+from lookonce import tracing
+from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
+from lookonce.errors import ImagePoisonousError
+from lookonce.image_file import FramePair, ImageFile, files_of
+from lookonce.media.image_header import ImageHeader, ImageLimits, probe_file
+
+
+class Preprocessor:
+    """A pool of threads, each with a decoding process; image processors run in the threads and release the GIL."""
+
+    def __init__(
+        self,
+        adapter: VisionAdapter,
+        limits: ImageLimits,
+        num_workers: int,
+        decode_timeout_s: float,
+        quarantine: Quarantine,
+    ) -> None:
+        """`decode_timeout_s`: longest time one image may take to decode, seconds.
+
+        `quarantine` holds the digests of images that kill decoding processes, whatever the options.
+        """
+        self._adapter = adapter
+        self._limits = limits
+        self._decode_timeout_s = decode_timeout_s
+        self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="preprocess")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._decoders: list[DecodeWorker] = []
+        self._quarantine = quarantine
+
+    async def prepare(
+        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
+    ) -> tuple[PixelInputs, ImageHeader]:
+        """Pixels of one image file, or pair of frames, that has this digest; `options` have been checked.
+
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
+        InvalidParameterError for frames of different sizes.
+        """
+        run = contextvars.copy_context().run
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, run, self._prepare, data, digest, options)
+
+    def close(self) -> None:
+        """Waits for the images in work, drops the others and ends the decoding processes."""
+        self._workers.shutdown(cancel_futures=True)
+        for decoder in self._decoders:
+            decoder.close()
+
+    def _prepare(
+        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
+    ) -> tuple[PixelInputs, ImageHeader]:
+        # What the header tells costs nothing here, and no process there.
+        header = probe_file(data, self._limits)
+        self._adapter.check_size(header.width, header.height, options)
+        if not isinstance(data, FramePair):
+            image = self._decoded(data, digest)
+            with _span(header):
+                return self._adapter.pixel_inputs(image, options), header
+        # One after the other, each made small before the next one.
+        frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
+        with _span(header):
+            return self._adapter.pair_inputs(frames, options), header
+
+    def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
+        """Upright RGB pixels of a file that is not in quarantine."""
+        self._quarantine.check(digest)
+        try:
+            with tracing.span("encode.decode_image", num_bytes=len(data)):
+                image, _ = self._decoder().decode(data)
+        except ImagePoisonousError:
+            self._quarantine.strike(digest)
+            raise
+        self._quarantine.absolve(digest)
+        return image
+
+    def _decoder(self) -> DecodeWorker:
+        """This thread's."""
+        decoder: DecodeWorker | None = getattr(self._own, "decoder", None)
+        if decoder is None:
+            decoder = self._own.decoder = DecodeWorker(self._limits, self._decode_timeout_s)
+            with self._lock:
+                self._decoders.append(decoder)
+        return decoder
+
+
+def _span(header: ImageHeader) -> tracing.Span:
+    return tracing.span("encode.preprocess", width=header.width, height=header.height)

@@ -1,0 +1,1 @@
+"""Turns pixels into embedding rows: batches, forward passes and row formats."""

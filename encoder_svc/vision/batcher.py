@@ -1,0 +1,299 @@
+"""Images of all requests → forward passes: one thread, one bounded queue, one future per image.
+
+Which images share a pass says forward_queue.py. When a pass begins: at once, as soon as the model is free and an image
+waits; or, with `max_delay_s`, when the pass is full, when no other image is on its way, or when its oldest image has
+waited that long.
+
+When a pass of several images fails, each of them runs again alone, so that only the image at fault fails. Whether it
+*is* at fault shows a control, a pass over a picture known to be good: when that succeeds, the image is poisonous, when
+that fails, too, it is the model, and the image gets the error as it is. Lack of memory is never held against an image:
+it depends on what else was there, and after it the model may fail on every new shape although the control succeeds.
+
+A model that fails one control after another is unhealthy. Images are still taken, for those who have no other encoder;
+while none comes, the control runs again now and then, and the first pass that succeeds makes the model healthy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from encoder_svc.images.image_inputs import PixelInputs
+from encoder_svc.metrics import EncoderMetrics
+from encoder_svc.vision.forward_queue import CallerId, EncodedRows, ForwardJob, ForwardQueue
+from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
+
+Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
+
+# A pass that hangs does not keep the process from ending.
+_CLOSE_TIMEOUT_S = 10.0
+# So many failed controls, without a pass that succeeds in between, are no accident any more.
+_MAX_FAILED_CONTROLS = 3
+# While nobody asks a model that is unhealthy by its controls.
+_RECOVERY_PAUSE_S = 5.0
+# How torch's allocator of main memory, oneDNN and C++ say it, as a plain RuntimeError.
+_NO_MEMORY = ("can't allocate memory", "could not create a primitive", "std::bad_alloc")
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Bounds of queue and batch."""
+
+    # Images in one forward pass.
+    max_images: int
+    # Pixel bytes in one forward pass; one image alone may exceed it.
+    max_bytes: int
+    # Images that wait.
+    max_queued: int
+    # How long a pass that is not full waits for images on their way, seconds since its oldest image arrived.
+    max_delay_s: float = 0.0
+    # A pass that runs longer makes the batcher unhealthy, seconds.
+    max_pass_s: float = math.inf
+
+
+class ForwardBatcher:
+    """Owns the forward thread. `submit` and `expecting` may be called from any thread."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        control: Callable[[], object],
+        limits: BatchLimits,
+        metrics: EncoderMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`control` encodes a good picture and raises when the model does not work; it runs on the forward thread."""
+        self._forward = forward
+        self._control = control
+        self._limits = limits
+        self._metrics = metrics
+        self._clock = clock
+        self._queue = ForwardQueue(limits.max_images, limits.max_bytes)
+        self._last_number = -1
+        # Images that somebody prepares.
+        self._num_expected = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._has_died = False
+        # Taken out of the queue by the forward thread and not answered yet.
+        self._in_hand: list[ForwardJob] = []
+        self._pass_started_s: float | None = None
+        # Since the last pass that succeeded. Written by the forward thread only.
+        self._num_failed_controls = 0
+        metrics.forward_running_seconds.set_function(lambda: self.running_s)
+        self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
+        self._thread.start()
+
+    @property
+    def running_s(self) -> float:
+        """Age of the forward pass in work, seconds; 0 when there is none."""
+        started_s = self._pass_started_s
+        return 0.0 if started_s is None else self._clock() - started_s
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether passes end, and not all of them in failure."""
+        return self.is_answering and self._num_failed_controls < _MAX_FAILED_CONTROLS
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the thread has ended by itself: only a new process helps."""
+        return self._has_died
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the thread lives and its pass in work is not overdue. A pass that hangs cannot be ended from here."""
+        return self._thread.is_alive() and not self._has_died and self.running_s <= self._limits.max_pass_s
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """While the block runs an image is on its way, for which a pass that is not full may wait. Submit inside."""
+        with self._changed:
+            self._num_expected += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_expected -= 1
+                self._changed.notify()
+
+    def submit(self, inputs: PixelInputs, caller: CallerId, number: int | None = None) -> Future[EncodedRows]:
+        """Queues one image, the one asked for as the `number`-th, else behind all others.
+
+        Raises OverloadedError when the queue is full, UnavailableError after `close` or while the model hangs.
+
+        The future raises ImagePoisonousError when the model works but not on this image, else what the pass of this
+        image alone raised. Cancelling it before its pass begins takes the image out of the queue.
+        """
+        with self._changed:
+            self.check_answering()
+            if len(self._queue) >= self._limits.max_queued:
+                raise OverloadedError(f"{len(self._queue)} images wait for the model, which is the limit")
+            number = self._last_number + 1 if number is None else number
+            self._last_number = max(self._last_number, number)
+            job = ForwardJob(inputs, caller, number, self._clock())
+            self._queue.put(job)
+            self._changed.notify()
+        # Not the job itself: the future would keep its own pixels.
+        job.future.add_done_callback(functools.partial(self._drop_cancelled, job.caller, job.number))
+        return job.future
+
+    def check_answering(self) -> None:
+        """Raises UnavailableError after `close` or while the model hangs."""
+        if self._closed:
+            raise UnavailableError("the encoder is shutting down; retry on another replica")
+        if not self.is_answering:
+            raise UnavailableError("the encoder's model does not answer; retry on another replica")
+
+    def close(self) -> None:
+        """Ends the thread after the pass in work, which is waited for a while; waiting images get UnavailableError."""
+        with self._changed:
+            self._closed = True
+            dropped = self._queue.clear()
+            self._changed.notify()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.warning("a forward pass is left to the end of the process", running_s=round(self.running_s, 3))
+        _refuse(dropped, "the encoder is shutting down; retry on another replica")
+
+    def _drop_cancelled(self, caller: CallerId, number: int, future: Future[EncodedRows]) -> None:
+        if future.cancelled():
+            with self._changed:
+                self._queue.discard(caller, number)
+
+    def _run(self) -> None:
+        try:
+            while (plan := self._next_pass()) is not None:
+                self._in_hand = [job for job in plan if job.future.set_running_or_notify_cancel()]
+                if self._in_hand:
+                    self._encode(self._in_hand)
+                elif not plan:
+                    self._is_model_working()
+                self._in_hand = []
+                # Whose pixels would stay here until the next image comes.
+                plan.clear()
+        except BaseException:
+            _log.exception("the forward thread ended")
+            self._die()
+
+    def _die(self) -> None:
+        """What is in hand and what waits gets an answer; nothing is taken any more."""
+        with self._changed:
+            self._has_died = True
+            dropped = self._queue.clear()
+        unanswered = (job for job in self._in_hand if not job.future.done())
+        _refuse([*unanswered, *dropped], "the encoder's model stopped; retry on another replica")
+
+    def _next_pass(self) -> list[ForwardJob] | None:
+        """Blocks until a pass may begin. Empty: nothing waits, and it is time for a control. None after `close`."""
+        with self._changed:
+            while not self._closed:
+                plan = self._queue.plan()
+                left_s = self._delay_left_s(plan) if plan else self._control_pause_s()
+                if left_s is not None and left_s <= 0:
+                    self._queue.take(plan)
+                    return plan
+                if not self._changed.wait(left_s) and not plan:
+                    return []
+            return None
+
+    def _control_pause_s(self) -> float | None:
+        """After how long without images the control runs again; None: it need not."""
+        return None if self._num_failed_controls < _MAX_FAILED_CONTROLS else _RECOVERY_PAUSE_S
+
+    def _delay_left_s(self, plan: Sequence[ForwardJob]) -> float:
+        """How long this pass may still wait for further images, seconds."""
+        if not self._limits.max_delay_s or not self._num_expected or self._queue.is_full(plan):
+            return 0.0
+        return min(job.arrived_s for job in plan) + self._limits.max_delay_s - self._clock()
+
+    def _encode(self, jobs: Sequence[ForwardJob]) -> None:
+        now_s = self._clock()
+        for job in jobs:
+            self._metrics.batch_wait_seconds.observe(now_s - job.arrived_s)
+        if len(jobs) > 1 and self._attempt(jobs) is None:
+            return
+        failures = [(job, error) for job in jobs if (error := self._attempt([job])) is not None]
+        if failures:
+            self._blame(failures)
+
+    def _attempt(self, jobs: Sequence[ForwardJob]) -> Exception | None:
+        """One forward pass; returns its error, which keeps the pass's tensors alive as long as it is held."""
+        started_s = self._clock()
+        try:
+            with self._timed():
+                outputs = self._forward([job.inputs for job in jobs])
+            answers = list(zip(jobs, outputs, strict=True))
+        except Exception as error:
+            _log.warning("a forward pass failed", num_images=len(jobs), exc_info=error)
+            return error
+        compute_s = self._clock() - started_s
+        self._num_failed_controls = 0
+        self._metrics.forward_seconds.observe(compute_s)
+        self._metrics.forward_images.observe(len(jobs))
+        self._metrics.encodes.inc(len(jobs))
+        for job, rows in answers:
+            job.future.set_result(EncodedRows(rows, compute_s, started_s, len(jobs)))
+        return None
+
+    def _blame(self, failures: Sequence[tuple[ForwardJob, Exception]]) -> None:
+        """Answers the images that failed alone."""
+        works: bool | None = None
+        for job, error in failures:
+            if _is_lack_of_memory(error):
+                self._metrics.model_faults.inc()
+                job.future.set_exception(error)
+                continue
+            if works is None:
+                works = self._is_model_working()
+                if not works:
+                    self._metrics.model_faults.inc()
+            if works:
+                poisonous = ImagePoisonousError("the model fails on this image; it is not accepted")
+                poisonous.__cause__ = error
+                job.future.set_exception(poisonous)
+            else:
+                job.future.set_exception(error)
+
+    def _is_model_working(self) -> bool:
+        try:
+            with self._timed():
+                self._control()
+        except Exception:
+            self._num_failed_controls += 1
+            _log.exception("the model fails on a good picture, too; no image is held responsible")
+            return False
+        self._num_failed_controls = 0
+        return True
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        self._pass_started_s = self._clock()
+        try:
+            yield
+        finally:
+            self._pass_started_s = None
+
+
+def _refuse(jobs: Sequence[ForwardJob], reason: str) -> None:
+    for job in jobs:
+        if job.future.running() or job.future.set_running_or_notify_cancel():
+            job.future.set_exception(UnavailableError(reason))
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in _NO_MEMORY)

@@ -1,0 +1,120 @@
+"""Makes a loaded vision half faster on CPUs; what it gives stays the same. Knows modules by their form, no family.
+
+Linear layers are packed (lookonce/model/packed_linear.py), an activation between two of them joins the first one,
+attention is native (dense_attention.py), and layers behind the last one whose output is taken are passed over. Fingerprints are
+made before: they cover the weights as read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+import torch
+
+from encoder_svc.vision.dense_attention import use_dense_attention
+from lookonce.model.half_model import leave_file
+from lookonce.model.packed_linear import Activation, pack_linears, packed, unpackable_reason
+
+# Activations and blocks are told by what they do: their values here, or on so many random rows.
+_PROBE_END = 8.0
+_NUM_PROBES = 1001
+_NUM_ROWS = 4
+_ACTIVATION_TOLERANCE = 1e-5
+# Relative to the size of a block's output. In bfloat16 a fused activation is rounded once instead of twice.
+_BLOCK_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+def make_fast(model: Any) -> None:
+    """Changes the vision half in place; logs what was done, or why not."""
+    num_skipped = skip_unused_layers(model)
+    num_fused = 0
+    if unpackable_reason(model.dtype, model.device) is None:
+        num_fused = sum(fuse_activation(block) for block in list(model.modules()))
+    _log.info("vision half is made fast", num_fused_activations=num_fused, num_skipped_layers=num_skipped)
+    if pack_linears(model):
+        leave_file(model)
+    use_dense_attention(model)
+
+
+def skip_unused_layers(model: Any) -> int:
+    """Empties the tower's layers behind the last one whose output is a feature, as LLaVA-1.5's last; returns how many.
+
+    They still hand on what they get: transformers counts hidden states by the layers that it sees.
+    """
+    wanted = getattr(model.config, "vision_feature_layer", None)
+    tower = getattr(model.model, "vision_tower", None)
+    if wanted is None or tower is None:
+        return 0
+    num_layers: int = getattr(tower.config, "num_hidden_layers", 0)
+    stacks = [module for module in tower.modules() if isinstance(module, torch.nn.ModuleList)]
+    stacks = [stack for stack in stacks if num_layers and len(stack) == num_layers]
+    if len(stacks) != 1:
+        return 0
+    # Hidden state 0 is the first layer's input.
+    numbers = [number % (num_layers + 1) for number in ([wanted] if isinstance(wanted, int) else wanted)]
+    unused = list(stacks[0])[max(numbers) :]
+    for layer in unused:
+        for name, _ in list(layer.named_children()):
+            delattr(layer, name)
+        layer.forward = _hand_on
+    return len(unused)
+
+
+def fuse_activation(block: torch.nn.Module) -> bool:
+    """Whether this was a block linear → activation → linear, whose first part now is one packed layer."""
+    children = dict(block.named_children())
+    linears = [name for name, child in children.items() if type(child) is torch.nn.Linear]
+    others = [name for name, child in children.items() if not isinstance(child, (torch.nn.Linear, torch.nn.Dropout))]
+    if len(linears) != 2 or len(others) != 1:
+        return False
+    activation = _activation_of(children[others[0]])
+    if activation is None:
+        return False
+    for name in linears:
+        first = children[name]
+        if (layer := packed(first, activation)) is None:
+            continue
+        rows = torch.randn(_NUM_ROWS, first.in_features, generator=torch.Generator().manual_seed(0))
+        rows = rows.to(first.weight.dtype)
+        expected = _output(block, rows)
+        setattr(block, name, layer)
+        setattr(block, others[0], torch.nn.Identity())
+        if expected is not None and _is_close(_output(block, rows), expected):
+            return True
+        setattr(block, name, first)
+        setattr(block, others[0], children[others[0]])
+    return False
+
+
+def _hand_on(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """What an emptied layer does."""
+    return hidden_states
+
+
+def _activation_of(module: torch.nn.Module) -> Activation | None:
+    probes = torch.linspace(-_PROBE_END, _PROBE_END, _NUM_PROBES)
+    values = _output(module, probes)
+    if values is None or values.shape != probes.shape:
+        return None
+    known = (one for one in Activation if one is not Activation.NONE)
+    return next((one for one in known if (one.function(probes) - values).abs().max() < _ACTIVATION_TOLERANCE), None)
+
+
+def _output(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
+    """What a module makes of one tensor; None where it wants something else."""
+    try:
+        with torch.inference_mode():
+            output = module(rows)
+    except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError):
+        return None
+    return output if isinstance(output, torch.Tensor) else None
+
+
+def _is_close(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+    if found is None or found.shape != expected.shape:
+        return False
+    distance = (found.float() - expected.float()).norm()
+    return bool(distance <= _BLOCK_TOLERANCE[expected.dtype] * expected.float().norm())

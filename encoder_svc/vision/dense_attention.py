@@ -1,0 +1,155 @@
+"""Attention of a vision tower on CPUs in C++ (native/dense_attention.cpp), as one of transformers' implementations.
+
+It takes what towers usually ask for: every token of an image sees all others. Anything else (masks, causal attention,
+groups of query heads) goes to SDPA. Time of SDPA ÷ native for 576 tokens, 12 heads of 64, on 2 × AMD EPYC
+(AVX512-BF16), median of 9: bfloat16 2.0, float32 1.2; both as exact as SDPA. 2026-11-22.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+import torch
+import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lookonce.model.native_library import NativeLibraryError, load_library
+
+NAME = "lookonce_dense"
+_SOURCES = pathlib.Path(__file__).with_name("native")
+_FUNCTIONS = {torch.float32: "lookonce_attend_densely_float32", torch.bfloat16: "lookonce_attend_densely_bfloat16"}
+_WORD_BYTES = 4
+# Of transformers' arguments: those with which attention is another computation.
+_UNKNOWN_ARGUMENTS = ("position_bias", "cache", "softcap", "sliding_window", "s_aux")
+# Images, heads, tokens and elements of a head that are compared at the start, and how far from SDPA they may be,
+# relative to the size of the output.
+_CHECKED_SHAPES = ((2, 3, 45, 64), (1, 2, 33, 72), (1, 1, 1, 80))
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("image", "head", "token"))
+
+
+class _Shape(ctypes.Structure):
+    """As in the C++ source."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_images", "num_heads", "num_tokens", "head_dim")),
+        ("scale", ctypes.c_float),
+        *((name, _Strides) for name in ("queries", "keys", "values")),
+    )
+
+
+class DenseAttention:
+    """The compiled function. Stateless; used from any thread."""
+
+    def __init__(self) -> None:
+        """Raises NativeLibraryError where there is no library."""
+        library = load_library(_SOURCES)
+        self._functions: dict[torch.dtype, Callable[..., None]] = {
+            dtype: library.function(name) for dtype, name in _FUNCTIONS.items()
+        }
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
+    ) -> torch.Tensor | None:
+        """Output [num_images, num_tokens, num_heads, head_dim] for three tensors [num_images, num_heads, num_tokens,
+        head_dim] of one shape; None for what the C++ function does not take.
+        """
+        if not _is_taken(queries, keys, values):
+            return None
+        num_images, num_heads, num_tokens, head_dim = queries.shape
+        output = torch.empty((num_images, num_tokens, num_heads, head_dim), dtype=queries.dtype)
+        strides = (_Strides(*tensor.stride()[:3]) for tensor in (queries, keys, values))
+        shape = _Shape(num_images, num_heads, num_tokens, head_dim, scale, *strides)
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (queries, keys, values, output))
+        self._functions[queries.dtype](ctypes.byref(shape), ctypes.c_int64(torch.get_num_threads()), *pointers)
+        return output
+
+    def agrees_with_sdpa(self, dtype: torch.dtype) -> bool:
+        """Whether random heads of several forms give what PyTorch makes of them."""
+        generator = torch.Generator().manual_seed(0)
+        for num_images, num_heads, num_tokens, head_dim in _CHECKED_SHAPES:
+            size = (num_images, num_tokens, 3, num_heads, head_dim)
+            parts = torch.randn(size, generator=generator).to(dtype).permute(2, 0, 3, 1, 4).unbind()
+            expected = torch.nn.functional.scaled_dot_product_attention(*parts, scale=0.1).transpose(1, 2).float()
+            found = self.attend(*parts, scale=0.1)
+            if found is None or not (found.float() - expected).norm() <= _TOLERANCE[dtype] * expected.norm():
+                return False
+        return True
+
+
+def use_dense_attention(model: Any) -> bool:
+    """Lets a vision half's SDPA layers compute natively, where that is possible; logs the choice with its reason."""
+    if model.dtype not in _FUNCTIONS:
+        reason: str | None = f"there is no native attention in {model.dtype}"
+    else:
+        reason = _register(model.dtype)
+    if reason is None:
+        configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+        for config in configs:
+            # One with parts of its own would hand down what it is set to.
+            if getattr(config, "_attn_implementation", None) == "sdpa" and not config.sub_configs:
+                config._attn_implementation = NAME
+    _log.info("attention of the vision half", backend="sdpa" if reason else "native", reason=reason)
+    return reason is None
+
+
+def _register(dtype: torch.dtype) -> str | None:
+    """Makes the implementation known to transformers; returns why not."""
+    try:
+        native = DenseAttention()
+    except NativeLibraryError as error:
+        return str(error)
+    if not native.agrees_with_sdpa(dtype):
+        return "the native library gives other values than PyTorch"
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if attention_mask is None and _is_plain(module, arguments):
+            scaling = arguments.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            output = native.attend(query, key, value, scale=scale)
+            if output is not None:
+                return output, None
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **arguments
+        )
+        return found
+
+    transformers.AttentionInterface.register(NAME, forward)
+    transformers.AttentionMaskInterface.register(NAME, sdpa_mask)
+    return None
+
+
+def _is_plain(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
+    is_causal = arguments.get("is_causal")
+    if is_causal or (is_causal is None and getattr(module, "is_causal", True)) or arguments.get("dropout"):
+        return False
+    return all(arguments.get(name) is None for name in _UNKNOWN_ARGUMENTS)
+
+
+def _is_taken(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    tensors = (queries, keys, values)
+    if any(tensor.shape != queries.shape or tensor.dtype != queries.dtype for tensor in tensors):
+        return False
+    if queries.dtype not in _FUNCTIONS or queries.device.type != "cpu" or not queries.numel():
+        return False
+    # A head's elements lie beside each other, and rows of queries begin at words; keys and values are read one by one.
+    per_word = _WORD_BYTES // queries.element_size()
+    is_aligned = not any(number % per_word for number in (queries.shape[-1], *queries.stride()[:3]))
+    return is_aligned and queries.data_ptr() % _WORD_BYTES == 0 and all(tensor.stride(-1) == 1 for tensor in tensors)

@@ -1,0 +1,153 @@
+"""The vision half of a checkpoint: weights, fingerprint and forward pass. No threads, no queue, no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import PIL.Image
+import structlog
+import torch
+
+from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
+from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision.cpu_tower import make_fast
+from lookonce.content_key import ProcessorOptions
+from lookonce.embedding_meta import RowDtype
+from lookonce.errors import ModelFolderError
+from lookonce.model.device import chosen_device
+from lookonce.model.half_model import load_vision_half
+from lookonce.model.model_folder import ModelFolder
+from lookonce.model.openmp import in_passing_thread
+from lookonce.model.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
+from lookonce.store.int8_rows import quantise
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROW_DTYPES = {"native": None, "int8": RowDtype.INT8_SCALED}
+_WARM_UP_SIZES = ((64, 64), (96, 64))
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+class VisionModel:
+    """Vision tower and projector of one model; turns images into embedding rows."""
+
+    def __init__(
+        self, folder: ModelFolder, model: Any, adapter: VisionAdapter, row_dtype: RowDtype | None = None
+    ) -> None:
+        """`model` is the vision half, in evaluation mode. `row_dtype` None: rows are stored as the model gives them."""
+        self.model_type = folder.model_type
+        self.adapter = adapter
+        # Of the forward pass and of its rows.
+        self.dtype = RowDtype(dtype_name(model))
+        # Of the rows as they are stored and sent; row_format.py makes them.
+        self.row_dtype = row_dtype or self.dtype
+        self.hidden_size: int = model.config.get_text_config().hidden_size
+        # Extra feature levels beside the rows.
+        self.num_levels = adapter.num_levels
+        self.fingerprint = vision_fingerprint(folder, model, adapter.model, self.row_dtype)
+        self._model = model
+        self._is_warm = False
+
+    @classmethod
+    def load(cls, settings: EncoderSettings) -> VisionModel:
+        """Checks the folder and loads its vision half onto its device.
+
+        Raises ModelFolderError for a folder that cannot be served, ConfigurationError for a device that is not there.
+        """
+        device = chosen_device(settings.device)
+        folder = ModelFolder.open(settings.model)
+        adapter = VisionAdapter.load(folder)
+        model = load_vision_half(folder.path, _DTYPES[settings.dtype])
+        loaded = cls(folder, model, adapter, _ROW_DTYPES[settings.row_format])
+        # Not before: the fingerprint is made of the weights as they were read.
+        if device.type == "cpu":
+            make_fast(model)
+        else:
+            model.to(device)
+        _log.info(
+            "vision model loaded",
+            model_type=loaded.model_type,
+            device=str(loaded.device),
+            dtype=loaded.dtype.value,
+            row_dtype=loaded.row_dtype.value,
+            encoder_fingerprint=loaded.fingerprint,
+        )
+        return loaded
+
+    @classmethod
+    def load_warm(cls, settings: EncoderSettings) -> VisionModel:
+        """Loaded and tried, by a thread that has ended: passes belong to another one. Raises as both do."""
+
+        def loaded() -> VisionModel:
+            model = cls.load(settings)
+            model.warm_up()
+            return model
+
+        return in_passing_thread(loaded)
+
+    @property
+    def device(self) -> torch.device:
+        """Where forward passes run."""
+        device: torch.device = self._model.device
+        return device
+
+    def warm_up(self) -> None:
+        """Encodes two grey images of different shapes, and a pair of frames where the model takes videos.
+
+        So a folder whose parts do not fit never serves.
+
+        Raises ModelFolderError.
+        """
+        images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in _WARM_UP_SIZES]
+        try:
+            inputs = [self.adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
+            if (video := self.adapter.model.video) is not None:
+                options = ProcessorOptions(frame_size=(video.settings.factor, video.settings.factor))
+                inputs.append(self.adapter.pair_inputs([images[0], images[0]], options))
+            outputs = [rows for part in _joinable(inputs) for rows in self.forward(part)]
+        except (ValueError, RuntimeError, TypeError, KeyError) as error:
+            raise ModelFolderError(f"the image processor does not fit the vision tower: {error}") from error
+        if self.row_dtype is RowDtype.INT8_SCALED and not self._is_warm:
+            errors = [quantise(rows, self.num_levels).relative_error for rows in outputs]
+            _log.info("rows are rounded to int8", relative_error=round(max(errors), 5))
+        self._is_warm = True
+
+    def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        """Rows [num_rows, (1 + num_levels) * hidden_size] of each image, each contiguous in main memory of its own.
+
+        Raises ValueError when the model gives another shape or dtype, or values that are not finite: such rows must
+        never be stored.
+        """
+        with torch.inference_mode():
+            outputs = [rows.to("cpu", copy=True) for rows in self.adapter.image_rows(self._model, batch)]
+        if len(outputs) != len(batch):
+            raise ValueError(f"{len(batch)} images gave {len(outputs)} outputs")
+        for rows in outputs:
+            self._check_rows(rows)
+        return outputs
+
+    def _check_rows(self, rows: torch.Tensor) -> None:
+        width = (1 + self.num_levels) * self.hidden_size
+        if rows.ndim != 2 or not len(rows) or rows.shape[1] != width:
+            raise ValueError(f"rows have the shape {tuple(rows.shape)}, not [num_rows, {width}]")
+        if rows.dtype != self._model.dtype:
+            raise ValueError(f"rows have the element type {rows.dtype}, not {self._model.dtype}")
+        if not torch.isfinite(rows).all():
+            raise ValueError("rows hold values that are not finite")
+
+
+def _joinable(batch: Sequence[PixelInputs]) -> list[list[PixelInputs]]:
+    """The batch in parts that go into one pass each, in order."""
+    parts: list[list[PixelInputs]] = []
+    for inputs in batch:
+        if parts and parts[-1][0].goes_with(inputs):
+            parts[-1].append(inputs)
+        else:
+            parts.append([inputs])
+    return parts
+
+
+def row_bytes(rows: torch.Tensor) -> memoryview:
+    """The raw little-endian bytes of contiguous rows, without a copy; read-only."""
+    return raw_bytes(rows).toreadonly()

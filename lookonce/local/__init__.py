@@ -1,0 +1,1 @@
+"""Runs the system on one machine (`lookonce up`) and checks it (`lookonce doctor`)."""

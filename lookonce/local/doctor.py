@@ -1,0 +1,123 @@
+"""What this machine has of what Lookonce needs; each finding says what to do. Starts nothing, changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import platform
+import sys
+from dataclasses import dataclass
+
+from lookonce import __version__
+from lookonce.errors import LookonceError
+from lookonce.local.cli_settings import CliSettings, find_stack
+from lookonce.local.model_source import resolve_model
+from lookonce.local.redis_server import find_server
+from lookonce.model.model_folder import ModelFolder
+from lookonce.store.embedding_store import EmbeddingStore
+
+_PACKAGES = ("grpcio", "protobuf", "torch", "transformers", "tokenizers", "safetensors", "pillow", "redis")
+# Instruction sets that make a difference, in the words of /proc/cpuinfo: matrix work, bfloat16, SHA-256.
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "sha_ni", "asimd", "bf16", "sha2")
+_PING_BUDGET_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    subject: str
+    is_fine: bool
+    # What was found, or what is wrong and what to do.
+    detail: str
+
+
+def examine(settings: CliSettings, model: str | None) -> list[Finding]:
+    """All findings; `model` is a folder or a hub name to look into, None for none."""
+    findings = [
+        Finding("lookonce", True, __version__),
+        Finding("Python", sys.version_info >= (3, 11), f"{platform.python_version()} on {platform.platform()}"),
+        *(_package(name) for name in _PACKAGES),
+        _torch(),
+        Finding("CPU features", True, ", ".join(_cpu_features()) or "none of the known ones"),
+        _redis(settings),
+        _stack(settings),
+    ]
+    if model is not None:
+        findings += _model(model)
+    return findings
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed; pip install 'lookonce[serve]'")
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("tensor work", False, f"torch does not load: {error}")
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Finding("tensor work", True, f"{torch.get_num_threads()} CPU threads, {capability}, {device}")
+
+
+def _cpu_features() -> list[str]:
+    """Of the flags that matter, those that this CPU has; none on systems without /proc/cpuinfo."""
+    path = pathlib.Path("/proc/cpuinfo")
+    if not path.exists():
+        return []
+    flags: set[str] = set()
+    for line in path.read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            flags.update(line.partition(":")[2].split())
+    return [flag for flag in _CPU_FLAGS if flag in flags]
+
+
+def _redis(settings: CliSettings) -> Finding:
+    if settings.redis_url is not None:
+        return _configured_redis(settings.redis_url.get_secret_value())
+    try:
+        path, version = find_server()
+    except LookonceError as error:
+        return Finding("Redis", False, str(error))
+    return Finding("Redis", True, f"{path} {version[0]}.{version[1]}, started by `lookonce up`")
+
+
+def _configured_redis(url: str) -> Finding:
+    try:
+        store = EmbeddingStore(url, _PING_BUDGET_S, ttl_s=1, max_entry_bytes=1)
+    except LookonceError as error:
+        return Finding("Redis", False, str(error))
+    try:
+        is_up = store.ping()
+    finally:
+        store.close()
+    detail = "LOOKONCE_REDIS_URL answers" if is_up else "LOOKONCE_REDIS_URL does not answer; images are encoded anew"
+    return Finding("Redis", is_up, detail)
+
+
+def _stack(settings: CliSettings) -> Finding:
+    try:
+        record = find_stack(settings.record_dir)
+    except LookonceError as error:
+        return Finding("running stack", False, str(error))
+    detail = "none; `lookonce up` starts one" if record is None else f"decoder at {record.decoder_target}"
+    return Finding("running stack", True, detail)
+
+
+def _model(name: str) -> list[Finding]:
+    try:
+        folder = ModelFolder.open(resolve_model(name))
+    except LookonceError as error:
+        return [Finding("model", False, str(error))]
+    size_mb = sum(path.stat().st_size for path in folder.weight_files) / 1e6
+    found = Finding("model", True, f"{folder.architecture}, {size_mb:.0f} MB of weights in {folder.path}")
+    try:
+        from lookonce.local.doctor_model import examine_folder
+    except (ImportError, OSError) as error:
+        return [found, Finding("loading", False, f"{error}; pip install 'lookonce[serve]' to look into the model")]
+    return [found, *examine_folder(folder)]

@@ -1,0 +1,213 @@
+"""What `lookonce doctor` says about a model folder: whether both services will load it, and what images cost in it.
+
+Needs torch and transformers. Reads the vision half's weights, for the fingerprint, and of the others the headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.embedding_meta import RowDtype
+from lookonce.errors import ImageTooLargeError, LookonceError, ModelFolderError
+from lookonce.families.base import ImageShape
+from lookonce.families.video import DEFAULT_FPS
+from lookonce.local.doctor import Finding
+from lookonce.local.half_check import HalfWeights, check_half
+from lookonce.model.family_model import FamilyModel
+from lookonce.model.half_model import Half, load_vision_half
+from lookonce.model.model_folder import ModelFolder, chat_template_source
+from lookonce.model.template_errors import TEMPLATE_ERRORS
+from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
+
+_SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
+_SAMPLE_FRAMES = (16, 128)
+# Tokens of a KV block where the decoder is not told otherwise.
+_BLOCK_TOKENS = 16
+_MANY_TOKENS = 1024
+
+
+def examine_folder(folder: ModelFolder) -> list[Finding]:
+    """Findings on a folder that was opened; one that is not fine is a reason for which a service would not start."""
+    with _quiet_transformers():
+        try:
+            model = FamilyModel.load(folder)
+        except LookonceError as error:
+            return [Finding("family", False, str(error))]
+        findings = [
+            Finding("family", True, model.data.title),
+            *_vision(folder, model),
+            *_text(folder, model),
+            Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES)),
+            _largest_image(folder, model),
+            *_prompts(folder, model),
+        ]
+    if all(finding.is_fine for finding in findings):
+        findings.append(Finding("loading", True, "encoder and decoder can load this folder"))
+    return findings
+
+
+def _vision(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
+    """Weights, fingerprint and rows of the encoder."""
+    try:
+        weights = check_half(folder, model.source.config, Half.VISION)
+        half = load_vision_half(folder.path, None)
+        row_dtype = RowDtype(dtype_name(half))
+        fingerprint = vision_fingerprint(folder, half, model, row_dtype)
+    except (LookonceError, RuntimeError, ValueError, OSError) as error:
+        return [Finding("vision half", False, str(error))]
+    width = (1 + model.num_levels) * int(model.source.config.get_text_config().hidden_size)
+    row_bytes = width * weights.dtype.itemsize
+    level_bytes = row_bytes - row_bytes // (1 + model.num_levels)
+    levels = f", {level_bytes:,} of them feature levels" if level_bytes else ""
+    most = model.sizing.largest.num_rows
+    return [
+        Finding("vision half", True, _described(weights)),
+        Finding("encoder fingerprint", True, str(fingerprint)),
+        Finding("row", True, f"{row_bytes:,} bytes{levels}; {_size(row_bytes * most)} for the largest image"),
+    ]
+
+
+def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
+    """Weights and KV cache of the decoder."""
+    try:
+        weights = check_half(folder, model.source.config, Half.TEXT)
+    except LookonceError as error:
+        return [Finding("text half", False, str(error))]
+    text = model.source.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token_bytes = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * weights.dtype.itemsize
+    block = f"{token_bytes * _BLOCK_TOKENS:,} bytes per block of {_BLOCK_TOKENS} tokens"
+    many = f"{_size(token_bytes * _MANY_TOKENS)} per {_MANY_TOKENS:,} tokens"
+    return [Finding("text half", True, _described(weights)), Finding("KV cache", True, f"{block}, {many}")]
+
+
+def _described(weights: HalfWeights) -> str:
+    dtype = str(weights.dtype).removeprefix("torch.")
+    return f"{_size(weights.num_bytes)} as {dtype} in {weights.num_tensors} tensors"
+
+
+def _rows(model: FamilyModel, width: int, height: int) -> str:
+    try:
+        rows = f"{model.image_shape(width, height, ProcessorOptions()).num_rows:,}"
+    except ImageTooLargeError:
+        rows = "refused, too elongated"
+    return f"{width}×{height}: {rows}"
+
+
+def _largest_image(folder: ModelFolder, model: FamilyModel) -> Finding:
+    largest = model.sizing.largest
+    try:
+        num_tokens = _num_tokens(folder, largest)
+    except LookonceError as error:
+        return Finding("largest image", False, str(error))
+    return Finding("largest image", True, f"{largest.num_rows:,} rows, {num_tokens:,} tokens of the prompt")
+
+
+def _prompts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
+    """How images and videos come into a prompt."""
+    try:
+        tokenizer = _tokenizer(folder)
+        source = chat_template_source(folder.path, tokenizer.chat_template)
+    except LookonceError as error:
+        return [Finding("chat template", False, str(error))]
+    if source is not None and model.data.finish_text is not None:
+        # Its processor puts images in front of everything, which no template does.
+        return [Finding("chat template", True, "not used: this family takes text and token prompts only")]
+    if source is None:
+        return [Finding("chat template", True, "none: text and token prompts only"), _videos(model, takes_videos=False)]
+    placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
+    num_written = _num_written(tokenizer, source, "image", placeholder)
+    if num_written != 1:
+        return [Finding("chat template", False, f"writes {num_written} × {placeholder} for one image; it must be one")]
+    takes_videos = False
+    if model.video is not None and (token := tokenizer.convert_ids_to_tokens(model.video.token_id)) is not None:
+        takes_videos = _num_written(tokenizer, source, "video", model.video.rule.placeholder(token)) == 1
+    return [Finding("chat template", True, f"writes {placeholder}"), _videos(model, takes_videos=takes_videos)]
+
+
+def _num_written(tokenizer: Any, source: str, part_type: str, text: str) -> int:
+    """How often a chat template writes this text for one part of this type; 0 when it refuses the part."""
+    conversation = [{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]
+    try:
+        rendered = tokenizer.apply_chat_template(
+            conversation, chat_template=source, add_generation_prompt=True, tokenize=False
+        )
+    except TEMPLATE_ERRORS:
+        return 0
+    return str(rendered).count(text)
+
+
+def _videos(model: FamilyModel, *, takes_videos: bool) -> Finding:
+    if model.video is None:
+        return Finding("videos", True, f"not taken: {model.no_video_reason}")
+    if not takes_videos:
+        return Finding("videos", True, "not taken: the chat template does not write them")
+    width, height = _SAMPLE_SIZES[0]
+    rows = []
+    for num_frames in _SAMPLE_FRAMES:
+        frame_size = model.frame_size(width, height, num_frames, None)
+        pairs = model.video.shapes(frame_size, num_frames, DEFAULT_FPS)
+        rows.append(f"{num_frames} frames of {width}×{height}: {sum(pair.num_rows for pair in pairs):,} rows")
+    return Finding("videos", True, ", ".join(rows))
+
+
+def _num_tokens(folder: ModelFolder, shape: ImageShape) -> int:
+    """Tokens that an image's placeholder becomes. Raises ModelFolderError when the tokenizer does not know it."""
+    token_id = _image_token_id(folder)
+    tokenizer = _tokenizer(folder)
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    if token is None:
+        raise ModelFolderError(f"the tokenizer has no token with the image token's id {token_id}")
+    text = "".join(token if isinstance(part, int) else part for part in shape.parts)
+    ids = [token_id] if text == token else tokenizer.encode(text, add_special_tokens=False)
+    runs = [part for part in shape.parts if isinstance(part, int)]
+    if ids.count(token_id) != len(runs):
+        raise ModelFolderError(
+            f"the tokenizer does not fit the family: {text!r} has {ids.count(token_id)} image tokens, not {len(runs)}; "
+            "use the tokenizer that belongs to the weights"
+        )
+    return len(ids) - len(runs) + sum(runs)
+
+
+def _image_token_id(folder: ModelFolder) -> int:
+    token_id = folder.config.get("image_token_index", folder.config.get("image_token_id"))
+    if not isinstance(token_id, int):
+        raise ModelFolderError("config.json names no image token (image_token_index or image_token_id)")
+    return token_id
+
+
+def _tokenizer(folder: ModelFolder) -> Any:
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelFolderError(f"the tokenizer of {folder.path} cannot be loaded: {error}") from error
+    if not found.is_fast:
+        raise ModelFolderError(f"{folder.path} has no fast tokenizer (tokenizer.json)")
+    return found
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 1e3:.1f} kB"
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its progress bars and reports: what is wrong is said by findings."""
+    verbosity, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if has_bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,114 @@
+"""Whether a checkpoint holds what a half of its model needs, told from the headers of its files: no weight is read.
+
+The half is built on the meta device and gets tensors that have a shape and no values, through the same functions of
+transformers that `from_pretrained` calls: its renaming of legacy keys, merging of experts and tying of weights apply.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from lookonce.errors import ModelFolderError
+from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
+from lookonce.model.model_folder import ModelFolder
+
+_PROBLEMS = ("missing", "unexpected", "mismatched")
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class HalfWeights:
+    """What one half is when it is loaded with the element type of its checkpoint."""
+
+    dtype: torch.dtype
+    # Tied weights count once.
+    num_tensors: int
+    num_bytes: int
+
+
+def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
+    """Compares names and shapes; `config` is the folder's configuration as transformers reads it.
+
+    Raises ModelFolderError where loading this half would fail. With a transformers whose loading works in another way
+    than this module knows, the half is loaded instead.
+    """
+    tensors = _headers(folder)
+    report: dict[str, Any] | None = None
+    if tensors is not None:
+        model = _empty_half(folder, copy.deepcopy(config), half, tensors)
+        report = _loading_report(model, tensors, half)
+    if report is None:
+        model, report = _loaded(folder, half), {}
+    problems = {name: sorted(str(key) for key in report.get(f"{name}_keys", ())) for name in _PROBLEMS}
+    wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
+    if wrong:
+        raise ModelFolderError(
+            f"the {half.value} weights do not fit the configuration: {', '.join(wrong)}; download the model again"
+        )
+    parameters = list(model.parameters())
+    num_bytes = sum(parameter.nbytes for parameter in parameters)
+    return HalfWeights(model.dtype, len(parameters), num_bytes)
+
+
+def _loaded(folder: ModelFolder, half: Half) -> Any:
+    return load_vision_half(folder.path, None) if half is Half.VISION else load_text_half(folder.path, None, "sdpa")
+
+
+def _headers(folder: ModelFolder) -> dict[str, torch.Tensor] | None:
+    """All tensors of the folder, without values; None with a transformers that reads them in another way."""
+    try:
+        from transformers.modeling_utils import load_state_dict
+    except ImportError:
+        return None
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.weight_files:
+        try:
+            tensors.update(load_state_dict(file, map_location="meta"))
+        except (SafetensorError, ValueError) as error:
+            raise ModelFolderError(f"{file} cannot be read: {error}; download it again") from error
+    return tensors
+
+
+def _empty_half(folder: ModelFolder, config: Any, half: Half, tensors: Mapping[str, torch.Tensor]) -> Any:
+    base = getattr(transformers, folder.architecture, None)
+    if base is None:
+        raise ModelFolderError(f"architecture {folder.architecture} is not known to transformers; upgrade transformers")
+    dtype = config.dtype or next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), None)
+    try:
+        with _META:
+            return half_class(base, half)._from_config(config, dtype=dtype)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ModelFolderError(
+            f"config.json does not describe a model whose {half.value} half can be built: "
+            f"{type(error).__name__} {error}; use the config.json that belongs to the weights"
+        ) from error
+
+
+def _loading_report(model: Any, tensors: dict[str, torch.Tensor], half: Half) -> dict[str, Any] | None:
+    """What `from_pretrained` would have to say; None with a transformers that loads in another way."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        how = LoadStateDictConfig(
+            ignore_mismatched_sizes=True,
+            device_map={"": _META},
+            dtype=model.dtype,
+            dtype_plan=model._get_dtype_plan(model.dtype),
+            weight_mapping=get_model_conversion_mapping(model),
+        )
+        info, _ = type(model)._load_pretrained_model(model, tensors, None, how)
+        report: dict[str, Any] = type(model)._finalize_model_loading(model, how, info).to_dict()
+    except (ImportError, AttributeError, TypeError):
+        return None
+    except (RuntimeError, ValueError) as error:
+        raise ModelFolderError(f"the {half.value} weights do not fit the configuration: {error}") from error
+    return report

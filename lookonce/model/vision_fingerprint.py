@@ -1,0 +1,77 @@
+"""The fingerprint of an encoder: a hash of everything that decides what rows an image gets. Needs torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from lookonce.content_key import EncoderFingerprint, ProcessorOptions, encoder_fingerprint
+from lookonce.embedding_meta import RowDtype
+from lookonce.model.family_model import FamilyModel
+from lookonce.model.model_folder import ModelFolder
+
+# Parts of a configuration that have no influence on rows.
+_UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+
+
+def vision_fingerprint(
+    folder: ModelFolder, model: Any, family: FamilyModel, row_dtype: RowDtype | None = None
+) -> EncoderFingerprint:
+    """Covers weights, the configuration apart from the language model's, the image processor and both dtypes.
+
+    What the family calls processor and model with is part of it, so that a change there makes other keys. `model` is
+    the vision half. `row_dtype` None: rows are stored as the model gives them. Reads every weight once.
+    """
+    processor = family.source.processor
+    dtype = dtype_name(model)
+    configuration = _canonical_json(_related(model.config.to_dict()))
+    settings = {
+        "class": type(processor).__name__,
+        "backend": processor.backend,
+        "settings": _related(json.loads(processor.to_json_string())),
+        "arguments": dict(family.data.processor_arguments(family.source, ProcessorOptions())),
+        "inputs": family.data.inputs,
+    }
+    # A further entry only where there is one: what a family has no need of leaves its keys as they are.
+    if text_settings := dict(family.data.text_settings(model.config)):
+        settings["text"] = text_settings
+    if family.video is not None:
+        settings["frames"] = dict(family.video.settings.pixels)
+    return encoder_fingerprint(
+        architecture=f"{folder.architecture} {configuration}",
+        tensors=iter_vision_tensors(model),
+        processor_config=_canonical_json(settings).encode(),
+        dtype=dtype if row_dtype is None or row_dtype.value == dtype else f"{dtype} as {row_dtype.value}",
+    )
+
+
+def iter_vision_tensors(model: Any) -> Iterator[tuple[str, memoryview]]:
+    """(name, raw bytes) of every stored parameter and buffer of the vision half, in order of name."""
+    for name, tensor in sorted(model.state_dict().items()):
+        yield name, raw_bytes(tensor.contiguous())
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The little-endian bytes of a contiguous tensor on the CPU, without a copy."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def dtype_name(model: Any) -> str:
+    """Element type of a model's weights, as in `bfloat16`."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _related(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what cannot change rows, at every depth."""
+    return {
+        key: _related(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _UNRELATED_KEYS
+    }
+
+
+def _canonical_json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

@@ -1,0 +1,1 @@
+"""Channels, credentials and messages behind `lookonce.Client` and `lookonce.AsyncClient`."""

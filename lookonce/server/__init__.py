@@ -1,0 +1,1 @@
+"""The gRPC server around each service: settings, authentication, quotas, drain, metrics."""

@@ -1,0 +1,70 @@
+"""Who may make which call: identity by token, role, tenant, quota. One gate for each server address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import structlog
+
+from lookonce.errors import InvalidParameterError, PermissionDeniedError, UnauthenticatedError
+from lookonce.identity import ANYBODY, TENANT_KEY, TENANT_NAME, Identity, Role, acting_for
+from lookonce.server.authentication import Authenticator
+from lookonce.server.quotas import Quotas
+
+_AUTHORIZATION_KEY = "authorization"
+_SCHEME = "bearer "
+
+_audit: structlog.stdlib.BoundLogger = structlog.get_logger("lookonce.audit")
+
+
+class CallGate:
+    """Every call passes here before anything else of it is looked at."""
+
+    def __init__(
+        self, authenticator: Authenticator, quotas: Quotas, *, open_services: frozenset[str], role: Role | None = None
+    ) -> None:
+        """`open_services` (health) ask for nothing. `role`: of the callers that are let in; None: of any."""
+        self._authenticator = authenticator
+        self._quotas = quotas
+        self._open_services = open_services
+        self._role = role
+
+    @contextmanager
+    def passed(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
+        """The call of `method` ("/package.Service/Method"), with its caller as the current identity.
+
+        Raises UnauthenticatedError, PermissionDeniedError, InvalidParameterError for a tenant that cannot be, and
+        OverloadedError beyond the tenant's quota.
+        """
+        if method.strip("/").partition("/")[0] in self._open_services:
+            with acting_for(ANYBODY):
+                yield
+            return
+        identity = self._identity(method, {key: value for key, value in metadata if isinstance(value, str)})
+        with acting_for(identity), self._quotas.admitted(identity):
+            yield
+
+    def _identity(self, method: str, metadata: Mapping[str, str]) -> Identity:
+        try:
+            identity = self._authenticator.identify(_token(metadata.get(_AUTHORIZATION_KEY)))
+        except UnauthenticatedError:
+            _audit.warning("call refused", method=method, reason="unauthenticated")
+            raise
+        if self._role is not None and identity.role is not self._role:
+            _audit.warning("call refused", method=method, reason="role", identity=identity.name)
+            raise PermissionDeniedError(f"only a token of role {self._role.value} may make this call")
+        tenant = metadata.get(TENANT_KEY)
+        if tenant is None or identity.role is Role.CLIENT:
+            return identity
+        if not TENANT_NAME.fullmatch(tenant):
+            raise InvalidParameterError(TENANT_KEY, f"must match {TENANT_NAME.pattern}")
+        return replace(identity, tenant=tenant)
+
+
+def _token(authorization: str | None) -> str | None:
+    """Of the header, whose scheme may be written in any case; None where there is none."""
+    if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
+        return None
+    return authorization[len(_SCHEME) :].strip()

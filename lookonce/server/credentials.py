@@ -1,0 +1,50 @@
+"""TLS of a server, whose certificate changes while connections go on."""
+
+from __future__ import annotations
+
+import functools
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from lookonce.server.settings import ServiceSettings
+from lookonce.watched_files import WatchedFiles
+
+
+def server_credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
+    """Of the settings' certificate; None for plaintext. With `tls_client_ca` clients must show one, too.
+
+    New connections get what the files say then, those that exist go on. Raises ConfigurationError for unusable files.
+    """
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    paths = [settings.tls_key, settings.tls_cert]
+    if settings.tls_client_ca is not None:
+        paths.append(settings.tls_client_ca)
+    files = WatchedFiles("tls_cert, tls_key, tls_client_ca", tuple(paths), _configuration)
+    first = files.value
+    return grpc.dynamic_ssl_server_credentials(
+        first,
+        functools.partial(_current, files),
+        require_client_authentication=settings.tls_client_ca is not None,
+    )
+
+
+def _current(files: WatchedFiles[grpc.ServerCertificateConfiguration]) -> grpc.ServerCertificateConfiguration:
+    """Asked by gRPC at each handshake, on a thread of its own."""
+    return files.value
+
+
+def _configuration(
+    key: bytes, certificates: bytes, authorities: bytes | None = None
+) -> grpc.ServerCertificateConfiguration:
+    """Raises ValueError for what is no PEM, and for a key of another certificate: half a rotation."""
+    own = x509.load_pem_x509_certificates(certificates)[0]
+    if authorities is not None:
+        x509.load_pem_x509_certificates(authorities)
+    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    private = serialization.load_pem_private_key(key, password=None)
+    if private.public_key().public_bytes(*form) != own.public_key().public_bytes(*form):
+        raise ValueError("do not belong together")
+    return grpc.ssl_server_certificate_configuration([(key, certificates)], root_certificates=authorities)

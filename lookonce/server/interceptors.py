@@ -1,0 +1,265 @@
+"""The one border between handlers and the wire, for all four kinds of RPC.
+
+Every call runs inside `_CallBorder.cross`: it gets a request id, passes the gate (call_gate.py), is admitted or
+refused, turns exceptions into statuses, and leaves one access line, one span and two metrics. Requests are parsed and
+responses serialised inside of it too, so that no text of a library ever reaches a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, Never, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from lookonce import errors, status_codes, tracing
+from lookonce.server.call_gate import CallGate
+from lookonce.server.inflight_calls import InflightCalls
+from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id
+
+REQUEST_ID_KEY = "x-request-id"
+_STATUS_DETAILS_KEY = "grpc-status-details-bin"
+# A status travels in HTTP/2 headers, which peers cut off at 8 KiB; a character may take 12 bytes there.
+_MAX_MESSAGE_CHARS = 400
+_MAX_STATUS_BYTES = 3072
+_LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+# Any service's methods pass here: the types of their messages are the generated stubs' business.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+ResultT = TypeVar("ResultT")
+
+
+class CallMetrics:
+    """Count and duration of calls by method. Labels are bounded: unknown methods never get here."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "lookonce_grpc_requests", "Finished calls.", labelnames=("method", "code"), registry=registry
+        )
+        self.duration = Histogram(
+            "lookonce_grpc_request_seconds",
+            "Time from a call's arrival to its end.",
+            labelnames=("method",),
+            buckets=_LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+
+
+class BorderInterceptor(grpc.aio.ServerInterceptor):
+    """The outermost interceptor. `quiet_services` (health, reflection) neither delay a drain nor log at info level."""
+
+    def __init__(
+        self, calls: InflightCalls, gate: CallGate, metrics: CallMetrics, quiet_services: frozenset[str]
+    ) -> None:
+        self._calls = calls
+        self._gate = gate
+        self._metrics = metrics
+        self._quiet_services = quiet_services
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Wraps the method's handler; an unknown method stays gRPC's own UNIMPLEMENTED."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
+        return _wrapped(handler, _CallBorder(method, is_quiet, self._calls, self._gate, self._metrics))
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """How a call ended, for the access line."""
+
+    code: grpc.StatusCode
+
+
+class _CallBorder:
+    """Border of one call."""
+
+    def __init__(self, method: str, is_quiet: bool, calls: InflightCalls, gate: CallGate, metrics: CallMetrics) -> None:
+        self._method = method
+        self._is_quiet = is_quiet
+        self._calls = calls
+        self._gate = gate
+        self._metrics = metrics
+
+    async def cross(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Everything a handler does happens in `handle`. Raises only what gRPC expects: AbortError or cancellation."""
+        request_id = accept_request_id(_offered_request_id(context))
+        bind_request_id(request_id)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
+        with self._span(context, request_id) as span, self._accounted(span) as outcome:
+            bind_trace_id(tracing.trace_id())
+            try:
+                with (
+                    self._gate.passed(self._method, context.invocation_metadata() or ()),
+                    self._calls.admitted(delays_drain=not self._is_quiet),
+                ):
+                    result = await handle()
+                outcome.code = _code_so_far(context, grpc.StatusCode.OK)
+            except asyncio.CancelledError:
+                outcome.code = _cancellation_code(context)
+                raise
+            except grpc.aio.AbortError:
+                outcome.code = _code_so_far(context, grpc.StatusCode.UNKNOWN)
+                raise
+            except Exception as error:
+                status = _status_of(error)
+                outcome.code = _code_of(status)
+                await _abort(context, status, request_id)
+            return result
+
+    def _span(self, context: Context, request_id: str) -> tracing.Span:
+        """None for health and reflection: a watch of health lasts as long as its client."""
+        if self._is_quiet:
+            return tracing.NO_SPAN
+        return tracing.serving(self._method, context.invocation_metadata() or (), request_id)
+
+    @contextmanager
+    def _accounted(self, span: tracing.Span) -> Iterator[_Outcome]:
+        started_s = time.monotonic()
+        outcome = _Outcome(grpc.StatusCode.UNKNOWN)
+        try:
+            yield outcome
+        finally:
+            duration_s = time.monotonic() - started_s
+            span.answered(outcome.code.name)
+            self._metrics.requests.labels(self._method, outcome.code.name).inc()
+            self._metrics.duration.labels(self._method).observe(duration_s)
+            log = _log.debug if self._is_quiet else _log.info
+            log("rpc", method=self._method, code=outcome.code.name, duration_s=round(duration_s, 6))
+
+
+def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
+    """The same method behind the border. A unary request arrives as bytes, so that it is parsed behind it, too."""
+    parse, serialize = _parser(handler), handler.response_serializer
+    behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+    async def answer_once(request: Any, context: Context) -> bytes:
+        async def handle() -> bytes:
+            received = request if handler.request_streaming else parse(request)
+            response = await behaviour(received, context)
+            return bytes(response) if serialize is None else serialize(response)
+
+        return await border.cross(context, handle)
+
+    # A coroutine that writes, not a generator: when the call is cancelled it closes the handler's generator at once,
+    # while gRPC would leave that to the garbage collector.
+    async def answer_many(request: Any, context: Context) -> None:
+        async def handle() -> None:
+            received = request if handler.request_streaming else parse(request)
+            await _write_all(behaviour(received, context), context)
+
+        await border.cross(context, handle)
+
+    if handler.request_streaming and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(answer_many, parse, serialize)
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler(answer_once, parse, None)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(answer_many, None, serialize)
+    return grpc.unary_unary_rpc_method_handler(answer_once, None, None)
+
+
+async def _write_all(responses: Any, context: Context) -> None:
+    """Runs a streaming handler: an async generator of responses, or a coroutine that writes by itself.
+
+    Raises asyncio.CancelledError for a caller who has gone, which a write learns before the task does.
+    """
+    try:
+        if inspect.isawaitable(responses):
+            await responses
+            return
+        async with aclosing(responses):
+            async for response in responses:
+                await context.write(response)
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError("who waited for the message has gone") from None
+
+
+def _parser(handler: Handler) -> Callable[[bytes], Any]:
+    deserialize = handler.request_deserializer
+
+    def parse(raw_request: bytes) -> Any:
+        try:
+            return raw_request if deserialize is None else deserialize(raw_request)
+        except DecodeError:
+            raise errors.InvalidInputError("the request is not a valid protobuf message of its type") from None
+
+    return parse
+
+
+def _offered_request_id(context: Any) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            return value
+    return None
+
+
+def _code_so_far(context: Any, default: grpc.StatusCode) -> grpc.StatusCode:
+    """What the handler set by itself; gRPC says None when it set nothing."""
+    code: grpc.StatusCode | None = context.code()
+    return default if code is None else code
+
+
+def _cancellation_code(context: Any) -> grpc.StatusCode:
+    """A passed deadline and a client that went away both cancel the task."""
+    remaining_s: float | None = context.time_remaining()
+    return grpc.StatusCode.DEADLINE_EXCEEDED if remaining_s == 0 else grpc.StatusCode.CANCELLED
+
+
+def _status_of(error: Exception) -> status_pb2.Status:
+    """The status from the table; what has no line there is a fault of ours and says nothing but an id."""
+    if not isinstance(error, errors.LookonceError):
+        return _opaque_status(error)
+    is_fault = status_codes.status_row(error).exception is errors.InternalError
+    if is_fault and not isinstance(error, errors.InternalError):
+        return _opaque_status(error)
+    if is_fault:
+        _log.error("internal error in a call", exc_info=error)
+    return _shortened(status_codes.to_status(error))
+
+
+def _shortened(status: status_pb2.Status) -> status_pb2.Status:
+    """The same status, small enough for the headers; ErrorInfo, the first detail, always stays."""
+    if len(status.message) > _MAX_MESSAGE_CHARS:
+        status.message = status.message[: _MAX_MESSAGE_CHARS - 1] + "…"
+    if status.ByteSize() > _MAX_STATUS_BYTES:
+        del status.details[1:]
+    return status
+
+
+def _opaque_status(error: Exception) -> status_pb2.Status:
+    """INTERNAL with an id under which the log holds the traceback."""
+    fault_id = uuid.uuid4().hex
+    _log.error("unexpected error in a call", fault_id=fault_id, exc_info=error)
+    return status_codes.to_status(errors.InternalError(f"internal error {fault_id}"))
+
+
+def _code_of(status: status_pb2.Status) -> grpc.StatusCode:
+    code: grpc.StatusCode = rpc_status.to_status(status).code
+    return code
+
+
+async def _abort(context: Context, status: status_pb2.Status, request_id: str) -> Never:
+    trailing = ((REQUEST_ID_KEY, request_id), (_STATUS_DETAILS_KEY, status.SerializeToString()))
+    await context.abort(_code_of(status), status.message, trailing)

@@ -1,0 +1,350 @@
+"""The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
+
+SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, at most
+`drain_timeout_s` → what is left gets UNAVAILABLE → exit 0. A second signal kills the process, as one while the model is
+being loaded does.
+
+A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → what is in flight gets its
+answer within two seconds → exit 1, so that whoever started the process starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Never
+
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from lookonce.errors import ConfigurationError, StartupError
+from lookonce.identity import Role
+from lookonce.server.authentication import load_authenticator
+from lookonce.server.call_gate import CallGate
+from lookonce.server.credentials import server_credentials
+from lookonce.server.garbage import settle
+from lookonce.server.inflight_calls import InflightCalls
+from lookonce.server.interceptors import BorderInterceptor, CallMetrics
+from lookonce.server.metrics import ServingMetrics
+from lookonce.server.quotas import Quotas
+from lookonce.server.settings import ServiceSettings, exit_with
+from lookonce.server.telemetry import Telemetry
+
+_READY_POLL_S = 0.2
+# Time for the statuses of expelled calls to reach their clients before connections are cut.
+_FLUSH_S = 1.0
+# A service that has died gives its answers at once; this is for them to reach their clients.
+_LAST_ANSWERS_S = 2.0
+_MIN_CLIENT_PING_INTERVAL_MS = 1000
+# Their calls leave no access line.
+_QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
+# Ask for no token: probes have none, and neither has the health check that a client's channel makes by itself.
+_OPEN = frozenset({health.SERVICE_NAME})
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEntry:
+    """One service of the process."""
+
+    # As in the proto file, for example "lookonce.encoder.v1.EncoderService"; also its name in health and reflection.
+    full_name: str
+    # Registers the servicer, for example `lambda server: add_EncoderServiceServicer_to_server(servicer, server)`.
+    add_to_server: Callable[[grpc.aio.Server], None]
+
+
+def _always_ready() -> bool:
+    return True
+
+
+def _never_dies() -> bool:
+    return False
+
+
+class GrpcService:
+    """One gRPC server from its start to the end of its drain. Use it from one event loop."""
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        telemetry: Telemetry,
+        services: Sequence[ServiceEntry],
+        *,
+        admin_services: Sequence[ServiceEntry] = (),
+        quotas: Quotas | None = None,
+        is_ready: Callable[[], bool] = _always_ready,
+        has_died: Callable[[], bool] = _never_dies,
+        parts: Mapping[str, Callable[[], bool]] | None = None,
+    ) -> None:
+        """`is_ready` is asked several times a second and decides what health says; it must not block.
+        `has_died` is asked with it, and says once and for all that nothing but a new process helps.
+
+        `parts` are further names in health, each with a question of its own, asked as often: what is degraded without
+        the service being down. `admin_services` and reflection are served on the settings' `admin_listen`, if there is
+        one. `quotas` None: nobody has a limit. Raises ConfigurationError for files that the settings name in vain.
+        """
+        self._settings = settings
+        self._telemetry = telemetry
+        self._services = tuple(services)
+        self._admin_services = tuple(admin_services)
+        self._credentials = server_credentials(settings)
+        self._authenticator = load_authenticator(settings)
+        self._quotas = quotas or Quotas(None, CollectorRegistry())
+        self._is_ready = is_ready
+        self._has_died = has_died
+        self._parts = dict(parts or {})
+        # What health says of each part.
+        self._part_states: dict[str, bool] = {}
+        self._calls = InflightCalls()
+        self._metrics = ServingMetrics(telemetry.registry, settings.drain_delay_s + settings.drain_timeout_s)
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        # Those of the operators' calls and of health for probes, where they have addresses of their own.
+        self._side_servers: list[grpc.aio.Server] = []
+        self._readiness: asyncio.Task[None] | None = None
+        self._target = ""
+        self._admin_target: str | None = None
+        self._health_target: str | None = None
+
+    @property
+    def target(self) -> str:
+        """host:port that is served; empty before `start`."""
+        return self._target
+
+    @property
+    def admin_target(self) -> str | None:
+        """host:port of the operators' calls; None when they are not served."""
+        return self._admin_target
+
+    @property
+    def health_target(self) -> str | None:
+        """host:port of health for probes; None when it is not served apart."""
+        return self._health_target
+
+    async def start(self) -> str:
+        """Listens and returns the bound host:port. Raises ConfigurationError when the address cannot be taken.
+
+        Health says SERVING, and the ready file is written, once `is_ready` does.
+        """
+        self._telemetry.start_endpoint()
+        metrics = CallMetrics(self._telemetry.registry)
+        self._server = self._build_server(metrics, self._services, role=None)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._target = self._bind(self._server, "--listen", self._settings.listen, self._credentials)
+        await self._report(is_serving=False)
+        await self._server.start()
+        await self._start_side_servers(metrics)
+        self._readiness = asyncio.create_task(self._follow_readiness())
+        _log.info("listening", target=self._target, metrics_port=self._telemetry.metrics_port)
+        return self._target
+
+    async def serve_until_stopped(self) -> None:
+        """Starts if need be, serves until SIGTERM or SIGINT, drains, returns.
+
+        Raises RuntimeError when `has_died` says so, after all calls have ended.
+        """
+        if self._server is None:
+            await self.start()
+        assert self._readiness is not None, "a server that was started follows its readiness"
+        readiness = self._readiness
+        settle()
+        signal_came = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, signal_came.set)
+        signalled = asyncio.create_task(signal_came.wait())
+        try:
+            await asyncio.wait({signalled, readiness}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            signalled.cancel()
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+                # A second signal ends the process even when the loop hangs; in a container while Python runs.
+                end_by(number)
+        if readiness.done():
+            await self._drain(0.0, _LAST_ANSWERS_S)
+            await readiness
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Drains as the module says, then frees the port and the metrics endpoint. Idempotent."""
+        await self._drain(self._settings.drain_delay_s, self._settings.drain_timeout_s)
+
+    async def _drain(self, delay_s: float, timeout_s: float) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        _log.info("draining", calls=self._calls.num_delaying)
+        await self._stop_readiness()
+        self._metrics.begin_drain()
+        await self._health.enter_graceful_shutdown()
+        await asyncio.sleep(delay_s)
+        self._calls.refuse_new()
+        _log.info("refusing new calls", calls=self._calls.num_delaying)
+        # Tells connected clients to go elsewhere (GOAWAY) while their calls in flight run on.
+        closing = asyncio.create_task(server.stop(timeout_s + _FLUSH_S))
+        await self._calls.finished(timeout_s)
+        num_expelled = self._calls.expel_all()
+        await closing
+        for side_server in self._side_servers:
+            await side_server.stop(_FLUSH_S)
+        self._telemetry.stop_endpoint()
+        _log.info("stopped", expelled_calls=num_expelled)
+
+    async def _start_side_servers(self, metrics: CallMetrics) -> None:
+        settings = self._settings
+        if settings.admin_listen is not None:
+            server = self._build_server(metrics, self._admin_services, role=Role.OPERATOR)
+            names = [entry.full_name for entry in (*self._services, *self._admin_services)]
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+            self._admin_target = self._bind(server, "--admin-listen", settings.admin_listen, self._credentials)
+            await server.start()
+            self._side_servers.append(server)
+        if settings.health_listen is not None:
+            server = self._build_server(metrics, (), role=None)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            self._health_target = self._bind(server, "--health-listen", settings.health_listen, None)
+            await server.start()
+            self._side_servers.append(server)
+
+    def _build_server(
+        self, metrics: CallMetrics, services: Sequence[ServiceEntry], *, role: Role | None
+    ) -> grpc.aio.Server:
+        gate = CallGate(self._authenticator, self._quotas, open_services=_OPEN, role=role)
+        border = BorderInterceptor(self._calls, gate, metrics, _QUIET)
+        server = grpc.aio.server(interceptors=[border], options=server_options(self._settings))
+        for entry in services:
+            entry.add_to_server(server)
+        return server
+
+    def _bind(
+        self, server: grpc.aio.Server, flag: str, address: str, credentials: grpc.ServerCredentials | None
+    ) -> str:
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+        except RuntimeError:
+            raise ConfigurationError(f"{flag}: cannot listen on {address}; is the port taken?") from None
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    async def _follow_readiness(self) -> None:
+        """Keeps health equal to `is_ready`; writes the ready file the first time. Raises RuntimeError on `has_died`."""
+        was_ready, announced = False, False
+        while True:
+            if self._has_died():
+                raise RuntimeError("what answers the calls has ended; so does the process")
+            now_ready = self._is_ready()
+            if now_ready != was_ready:
+                await self._report(is_serving=now_ready)
+                _log.info("ready" if now_ready else "not ready", target=self._target)
+                was_ready = now_ready
+            await self._report_parts()
+            if now_ready and not announced:
+                announced = True
+                self._write_ready_file()
+            await asyncio.sleep(_READY_POLL_S)
+
+    async def _stop_readiness(self) -> None:
+        if self._readiness is None:
+            return
+        self._readiness.cancel()
+        await asyncio.gather(self._readiness, return_exceptions=True)
+        if self._settings.ready_file is not None:
+            self._settings.ready_file.unlink(missing_ok=True)
+
+    async def _report(self, *, is_serving: bool) -> None:
+        self._metrics.report(is_serving=is_serving)
+        for name in ("", *(entry.full_name for entry in self._services)):
+            await self._health.set(name, _status(is_serving=is_serving))
+
+    async def _report_parts(self) -> None:
+        for name, is_well in self._parts.items():
+            state = is_well()
+            if self._part_states.get(name) != state:
+                self._part_states[name] = state
+                await self._health.set(name, _status(is_serving=state))
+                _log.info("part is well" if state else "part is degraded", part=name)
+
+    def _write_ready_file(self) -> None:
+        path = self._settings.ready_file
+        if path is None:
+            return
+        record = {
+            "target": self._target,
+            "admin_target": self._admin_target,
+            "health_target": self._health_target,
+            "metrics_port": self._telemetry.metrics_port,
+            "pid": os.getpid(),
+        }
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            json.dump(record, file)
+        os.replace(file.name, path)
+
+
+def _status(*, is_serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+    response = health_pb2.HealthCheckResponse
+    return response.SERVING if is_serving else response.NOT_SERVING
+
+
+def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
+    """gRPC channel arguments: message limits both ways, keepalive that notices a frozen peer, no shared ports."""
+    keepalive_timeout_ms = int(settings.keepalive_timeout_s * 1000)
+    return [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_CLIENT_PING_INTERVAL_MS),
+        ("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(settings.max_connection_age_grace_s * 1000)),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def end_by(number: signal.Signals) -> None:
+    """From now on the signal ends the process at once.
+
+    To the first process of a container, which a service is there, the kernel passes on only what it has a handler for.
+    """
+    signal.signal(number, _exit_at_once if os.getpid() == 1 else signal.SIG_DFL)
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def run(main: Coroutine[Any, Any, None]) -> Never:
+    """Runs a service's main coroutine and ends the process.
+
+    Exit status: 0 after a drain, 2 with the reason on stderr when it must not start, 130 on Ctrl-C before it serves, 1
+    with a traceback in the log on anything else. SIGTERM before it serves ends it at once, as a second signal does.
+    """
+    # Nothing is lost by it, and a pod that is not wanted any more gives its memory back.
+    end_by(signal.SIGTERM)
+    try:
+        asyncio.run(main)
+    except StartupError as error:
+        exit_with(error)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception:
+        _log.exception("the service failed")
+        raise SystemExit(1) from None
+    sys.exit(0)

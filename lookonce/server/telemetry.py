@@ -1,0 +1,150 @@
+"""Logs, the request id and the metrics registry of one process. Knows no RPC, no model and no cache.
+
+Logs go to stderr, one line per event. Standard-library loggers and structlog loggers share one pipeline, so a library's
+warning looks like our own lines. Tracebacks never show local variables: they may hold prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+import uuid
+from typing import Literal, Self, TextIO
+from wsgiref.simple_server import WSGIServer
+
+import structlog
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+
+from lookonce.errors import ConfigurationError
+from lookonce.server.settings import ServiceSettings
+
+_HANDLER_NAME = "lookonce"
+# Loggers that follow the chosen level; every other library speaks from warnings on.
+_OWN_LOGGERS = ("lookonce", "encoder_svc", "decoder_svc", "__main__")
+# Speaks at any level that is chosen: a record with holes is none.
+_AUDIT_LOGGER = "lookonce.audit"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+# Libraries that print through a handler of their own unless told otherwise.
+_CAPTIVE_LOGGERS = ("transformers",)
+
+LogFormat = Literal["json", "console"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def configure_logging(log_format: LogFormat, log_level: LogLevel, stream: TextIO | None = None) -> None:
+    """Sends every log line of the process to `stream` (default: stderr). Calling it again replaces the former setup."""
+    stream = sys.stderr if stream is None else stream
+    processors: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *processors,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=processors,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(log_format, stream)],
+    )
+    _install_handler(formatter, stream, log_level)
+
+
+def _renderers(log_format: LogFormat, stream: TextIO) -> list[structlog.typing.Processor]:
+    if log_format == "json":
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    return [
+        structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback),
+    ]
+
+
+def _install_handler(formatter: logging.Formatter, stream: TextIO, log_level: LogLevel) -> None:
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if handler.name == _HANDLER_NAME]:
+        root.removeHandler(handler)
+    handler = logging.StreamHandler(stream)
+    handler.name = _HANDLER_NAME
+    handler.setFormatter(formatter)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    for name in _CAPTIVE_LOGGERS:
+        logging.getLogger(name).handlers = []
+        logging.getLogger(name).propagate = True
+    for name in _OWN_LOGGERS:
+        logging.getLogger(name).setLevel(log_level.upper())
+    logging.getLogger(_AUDIT_LOGGER).setLevel(logging.INFO)
+
+
+def accept_request_id(offered: str | None) -> str:
+    """The caller's id when it is 1..64 characters of [A-Za-z0-9._-], else a new one."""
+    if offered is not None and _REQUEST_ID.fullmatch(offered):
+        return offered
+    return uuid.uuid4().hex
+
+
+def bind_request_id(request_id: str) -> None:
+    """Puts the id on every later log line of this task (and of tasks that it starts)."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+
+
+def bind_trace_id(trace_id: str | None) -> None:
+    """The same for the id of the trace that the call is part of; None: of none."""
+    if trace_id is not None:
+        structlog.contextvars.bind_contextvars(trace_id=trace_id)
+
+
+def current_request_id() -> str | None:
+    """The id of the call that this task serves; None outside of a call."""
+    found = structlog.contextvars.get_contextvars().get("request_id")
+    return None if found is None else str(found)
+
+
+class Telemetry:
+    """The metrics registry of one process and, where asked for, its Prometheus endpoint."""
+
+    def __init__(self, metrics_listen: str | None = None) -> None:
+        """`metrics_listen` is host:port (port 0 takes a free one), None serves no endpoint."""
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._metrics_listen = metrics_listen
+        self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
+
+    @classmethod
+    def from_settings(cls, settings: ServiceSettings) -> Self:
+        """Configures the process' logs and makes its registry."""
+        configure_logging(settings.log_format, settings.log_level)
+        return cls(settings.metrics_listen)
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of the running endpoint, None without one."""
+        return None if self._endpoint is None else self._endpoint[0].server_port
+
+    def start_endpoint(self) -> None:
+        """Serves the registry in a daemon thread. Raises ConfigurationError when the address cannot be taken."""
+        if self._metrics_listen is None or self._endpoint is not None:
+            return
+        host, _, port = self._metrics_listen.rpartition(":")
+        try:
+            self._endpoint = start_http_server(int(port), host.strip("[]"), self.registry)
+        except OSError as error:
+            raise ConfigurationError(f"--metrics-listen: cannot listen on {self._metrics_listen}: {error}") from None
+
+    def stop_endpoint(self) -> None:
+        """Closes the endpoint and joins its thread."""
+        if self._endpoint is None:
+            return
+        server, thread = self._endpoint
+        self._endpoint = None
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,259 @@
+"""Rows ⇄ self-describing sealed bytes, and row range → byte ranges. Does no I/O.
+
+    entry    = header (4096 bytes) | row blocks
+    header   = fixed fields (112 bytes) | block seals | zeros | header seal
+    metadata = fixed fields (68 bytes)  | seal
+
+Everything is little-endian. A block is a whole number of rows, about 1 MiB. The header seal covers all bytes before it,
+the key included, so a value that belongs to another key, an older writer or another generation cannot be taken for this
+one. Seals are checksums, which detect accidents, or with a key file AES-GCM, which also prevents reading and forgery
+(sealing.py); a record says which, and a reader takes only its own kind.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.store.redis.miss_reason import CorruptEntryError, MissReason
+from lookonce.store.sealing import BlockCipher, Sealer
+
+HEADER_BYTES = 4096
+KEY_BYTES = 32
+NONCE_BYTES = 16
+FORMAT_VERSION = 1
+BLOCK_TARGET_BYTES = 1 << 20
+# Redis' own limit of one string (proto-max-bulk-len).
+MAX_ENTRY_BYTES = 512 << 20
+
+_ENTRY_MAGIC = b"LOOKONCE"
+_METADATA_MAGIC = b"LKNCMETA"
+# magic, format version, seal kind, key: the same in both records, so that a reader of any version can tell them apart.
+_PREAMBLE = struct.Struct("<8sHH32s")
+# dtype, rows, hidden size, levels, image width, image height.
+_SHAPE = struct.Struct("<B3xIIIII")
+# row bytes, rows per block, blocks, payload bytes, writer nonce, creation time.
+_LAYOUT = struct.Struct("<IIIQ16sQ")
+
+_LAYOUT_OFFSET = _PREAMBLE.size + _SHAPE.size
+_SEALS_OFFSET = _LAYOUT_OFFSET + _LAYOUT.size
+
+_DTYPE_CODES = {RowDtype.FLOAT32: 1, RowDtype.FLOAT16: 2, RowDtype.BFLOAT16: 3, RowDtype.INT8_SCALED: 4}
+_DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How the rows of an entry are cut into blocks."""
+
+    num_rows: int
+    row_bytes: int
+    # Rows of every block but the last.
+    block_rows: int
+
+    def block_bytes(self, index: int) -> int:
+        """Bytes of block `index`; the last one may be shorter."""
+        return min(self.block_rows, self.num_rows - index * self.block_rows) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EntryHeader:
+    """The first 4096 bytes of an entry, checked."""
+
+    meta: EmbeddingMeta
+    layout: BlockLayout
+    # Names the write that made this entry; a reader never mixes two of them.
+    nonce: bytes
+    # When it was written, seconds since 1970 by the writer's clock. For people; nothing depends on it.
+    created_s: int
+    # Of each block.
+    seals: tuple[bytes, ...]
+    # Opens the blocks.
+    cipher: BlockCipher
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of the whole entry, header included."""
+        return HEADER_BYTES + self.meta.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """One block and the part of it that a row range needs."""
+
+    # Position of the block in the entry.
+    index: int
+    # First byte of the block, counted from the start of the entry.
+    offset: int
+    # Bytes of the whole block; it can only be verified as a whole.
+    length: int
+    # Bytes before the first needed row.
+    skip_bytes: int
+    # Bytes of the needed rows.
+    take_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry:
+    """An entry ready to be written, in parts that need not be joined."""
+
+    # HEADER_BYTES.
+    header: bytes
+    # meta.size_bytes in all; with checksums the rows as they are, not copied.
+    blocks: tuple[memoryview, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Header and blocks."""
+        return len(self.header) + sum(block.nbytes for block in self.blocks)
+
+
+class EmbeddingCodec:
+    """The format with one way of sealing."""
+
+    def __init__(self, sealer: Sealer) -> None:
+        self._sealer = sealer
+        self._header_seal_offset = HEADER_BYTES - sealer.record_seal_bytes
+        self.max_blocks = (self._header_seal_offset - _SEALS_OFFSET) // sealer.block_seal_bytes
+        self.metadata_bytes = _PREAMBLE.size + _SHAPE.size + sealer.record_seal_bytes
+
+    def layout(self, num_rows: int, row_bytes: int) -> BlockLayout:
+        """What `pack` makes: blocks of about 1 MiB, or more where those would need more seals than the header holds."""
+        by_size = max(1, BLOCK_TARGET_BYTES // row_bytes)
+        by_seals = -(-num_rows // self.max_blocks)
+        return BlockLayout(num_rows, row_bytes, min(num_rows, max(by_size, by_seals)))
+
+    def pack(self, key: bytes, meta: EmbeddingMeta, rows: memoryview, nonce: bytes, created_s: int) -> PackedEntry:
+        """An entry of `rows`: `meta.size_bytes` contiguous bytes, [num_rows, (1 + num_levels) * hidden_size].
+
+        `nonce` must never have been used. Raises ValueError when key, nonce, shape or rows do not fit together.
+        """
+        rows = as_bytes(rows)
+        if len(key) != KEY_BYTES or len(nonce) != NONCE_BYTES:
+            raise ValueError(f"key and nonce must have {KEY_BYTES} and {NONCE_BYTES} bytes")
+        if rows.nbytes != meta.size_bytes or rows.nbytes == 0:
+            raise ValueError(f"rows have {rows.nbytes} bytes, their description says {meta.size_bytes}")
+        layout = self.layout(meta.num_rows, meta.row_bytes)
+        block_bytes = layout.block_bytes(0)
+        num_blocks = -(-rows.nbytes // block_bytes)
+        numbers = _LAYOUT.pack(meta.row_bytes, layout.block_rows, num_blocks, meta.size_bytes, nonce, created_s)
+        fixed = self._pack_identity(_ENTRY_MAGIC, key, meta) + numbers
+        cipher = self._sealer.blocks(0, fixed)
+        parts = [rows[offset : offset + block_bytes] for offset in range(0, rows.nbytes, block_bytes)]
+        blocks, seals = zip(*(cipher.seal(index, part) for index, part in enumerate(parts)), strict=True)
+        return PackedEntry(self._sealed((fixed + b"".join(seals)).ljust(self._header_seal_offset, b"\0")), blocks)
+
+    def parse_header(self, data: bytes | memoryview, key: bytes) -> EntryHeader:
+        """Checks the first HEADER_BYTES of an entry that was found under `key`.
+
+        Raises CorruptEntryError, and nothing else, for every input that `pack` did not make for this key.
+        """
+        data = as_bytes(memoryview(data))
+        if data.nbytes < HEADER_BYTES:
+            raise CorruptEntryError(MissReason.TOO_SHORT)
+        data = data[:HEADER_BYTES]
+        meta, key_index = self._parse_identity(data, _ENTRY_MAGIC, key)
+        row_bytes, block_rows, num_blocks, payload_bytes, nonce, created_s = _LAYOUT.unpack_from(data, _LAYOUT_OFFSET)
+        is_shape_right = (row_bytes, payload_bytes) == (meta.row_bytes, meta.size_bytes) and block_rows >= 1
+        if not is_shape_right or num_blocks > self.max_blocks or num_blocks != -(-meta.num_rows // block_rows):
+            raise CorruptEntryError(MissReason.BAD_SHAPE)
+        width = self._sealer.block_seal_bytes
+        offsets = range(_SEALS_OFFSET, _SEALS_OFFSET + num_blocks * width, width)
+        seals = tuple(bytes(data[offset : offset + width]) for offset in offsets)
+        cipher = self._sealer.blocks(key_index, bytes(data[:_SEALS_OFFSET]))
+        return EntryHeader(meta, BlockLayout(meta.num_rows, row_bytes, block_rows), nonce, created_s, seals, cipher)
+
+    def pack_metadata(self, key: bytes, meta: EmbeddingMeta) -> bytes:
+        """The `metadata_bytes` that describe an embedding without its rows."""
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key must have {KEY_BYTES} bytes")
+        return self._sealed(self._pack_identity(_METADATA_MAGIC, key, meta))
+
+    def parse_metadata(self, data: bytes | memoryview, key: bytes) -> EmbeddingMeta:
+        """Reverses `pack_metadata`. Raises CorruptEntryError, and nothing else, for every other input."""
+        data = as_bytes(memoryview(data))
+        if data.nbytes != self.metadata_bytes:
+            is_short = data.nbytes < self.metadata_bytes
+            raise CorruptEntryError(MissReason.TOO_SHORT if is_short else MissReason.LENGTH)
+        meta, _ = self._parse_identity(data, _METADATA_MAGIC, key)
+        return meta
+
+    def _pack_identity(self, magic: bytes, key: bytes, meta: EmbeddingMeta) -> bytes:
+        try:
+            shape = _SHAPE.pack(
+                _DTYPE_CODES[meta.dtype],
+                meta.num_rows,
+                meta.hidden_size,
+                meta.num_levels,
+                meta.image_width,
+                meta.image_height,
+            )
+        except struct.error as error:
+            raise ValueError(f"a shape that does not fit 32 bits: {meta}") from error
+        return _PREAMBLE.pack(magic, FORMAT_VERSION, self._sealer.kind, key) + shape
+
+    def _parse_identity(self, data: memoryview, magic: bytes, key: bytes) -> tuple[EmbeddingMeta, int]:
+        """Magic, version, seal and key of a record that ends with its seal; then its shape and who sealed it."""
+        found_magic, version, seal_kind, found_key = _PREAMBLE.unpack_from(data)
+        if found_magic != magic:
+            raise CorruptEntryError(MissReason.BAD_MAGIC)
+        if (version, seal_kind) != (FORMAT_VERSION, self._sealer.kind):
+            raise CorruptEntryError(MissReason.OTHER_VERSION)
+        seal_offset = data.nbytes - self._sealer.record_seal_bytes
+        key_index = self._sealer.key_of_record(data[:seal_offset], bytes(data[seal_offset:]))
+        if key_index is None:
+            raise CorruptEntryError(MissReason.HEADER_SEAL)
+        if found_key != key:
+            raise CorruptEntryError(MissReason.WRONG_KEY)
+        code, num_rows, hidden_size, num_levels, image_width, image_height = _SHAPE.unpack_from(data, _PREAMBLE.size)
+        if code not in _DTYPES or num_rows < 1 or hidden_size < 1:
+            raise CorruptEntryError(MissReason.BAD_SHAPE)
+        return EmbeddingMeta(num_rows, hidden_size, num_levels, _DTYPES[code], image_width, image_height), key_index
+
+    def _sealed(self, data: bytes) -> bytes:
+        return data + self._sealer.seal_record(data)
+
+
+def check_length(header: EntryHeader, entry_bytes: int) -> None:
+    """Raises CorruptEntryError when a stored value is shorter or longer than its header says, or than any can be."""
+    if entry_bytes != header.entry_bytes or entry_bytes > MAX_ENTRY_BYTES:
+        raise CorruptEntryError(MissReason.LENGTH)
+
+
+def block_span(layout: BlockLayout, start_row: int, stop_row: int) -> tuple[BlockSpan, ...]:
+    """The blocks that cover rows [start_row, stop_row), in order.
+
+    Raises CorruptEntryError when the entry has no such rows, ValueError when the range itself is empty or reversed.
+    """
+    if not 0 <= start_row < stop_row:
+        raise ValueError(f"rows [{start_row}, {stop_row}) are not a range")
+    if stop_row > layout.num_rows:
+        raise CorruptEntryError(MissReason.OTHER_SHAPE)
+    first, last = start_row // layout.block_rows, (stop_row - 1) // layout.block_rows
+    return tuple(_span_of_block(layout, index, start_row, stop_row) for index in range(first, last + 1))
+
+
+def open_block(header: EntryHeader, index: int, stored: memoryview, out: memoryview) -> None:
+    """Puts the bytes of block `index` into `out`, which has room for them and may be `stored` itself.
+
+    Raises CorruptEntryError unless `stored` is exactly what the header seals.
+    """
+    if stored.nbytes != header.layout.block_bytes(index):
+        raise CorruptEntryError(MissReason.LENGTH)
+    if not header.cipher.open(index, stored, header.seals[index], out):
+        raise CorruptEntryError(MissReason.BLOCK_SEAL)
+
+
+def as_bytes(view: memoryview) -> memoryview:
+    """The same memory as unsigned bytes. Raises ValueError when it is not contiguous."""
+    if not view.c_contiguous:
+        raise ValueError("rows must be contiguous")
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _span_of_block(layout: BlockLayout, index: int, start_row: int, stop_row: int) -> BlockSpan:
+    first_row, row_bytes, length = index * layout.block_rows, layout.row_bytes, layout.block_bytes(index)
+    skip_bytes = max(0, start_row - first_row) * row_bytes
+    stop_bytes = min(length, (stop_row - first_row) * row_bytes)
+    return BlockSpan(index, HEADER_BYTES + first_row * row_bytes, length, skip_bytes, stop_bytes - skip_bytes)

@@ -1,0 +1,397 @@
+"""The shared cache of embeddings in Redis: stat, read rows, write.
+
+Synchronous: call it from threads, never on an event loop. Redis is a cache: whatever it does (dead, frozen, full, not
+allowed, foreign values) is a miss or a False within `budget_s` seconds, counted by reason, and never an exception.
+
+Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN, PING, HELLO and, where that names a
+Valkey, GET; writing also EXISTS, SET, PEXPIRE, PTTL, UNLINK and, to learn maxmemory, INFO. A role without HELLO reads
+in pieces, one without INFO knows no limit.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lookonce import tracing
+from lookonce.content_key import ContentKey
+from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.store import codec as embedding_codec
+from lookonce.store.cache_names import data_key, metadata_key
+from lookonce.store.codec import MAX_ENTRY_BYTES, NONCE_BYTES, EmbeddingCodec, PackedEntry
+from lookonce.store.entry_reader import EntryReader
+from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
+from lookonce.store.redis.exchange import Exchange
+from lookonce.store.redis.link import RedisLink
+from lookonce.store.redis.miss_reason import (
+    UNREACHABLE_REASONS,
+    CacheMissError,
+    CorruptEntryError,
+    MissReason,
+    RedisReplyError,
+    RedisTroubleError,
+)
+from lookonce.store.sealing import Checksum, Sealer
+from lookonce.store.stats import StoreOperation, StoreStats
+
+ResultT = TypeVar("ResultT")
+
+# Asking again may help.
+_LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
+# Over TCP larger entries are read in pieces: that is faster there (1.2 × for 24 MB), and a reply of 24 MB held a small
+# GET up for 19 ms. Over a Unix socket one command is better at any size (benchmarks/fetch_speed.py).
+_MAX_WHOLE_BYTES_OVER_TCP = 4 << 20
+# What PTTL says of a key without an end; of one that is not there it says -2.
+_NO_END = -1
+# One value larger than maxmemory would evict everything and then fail.
+_MAX_MEMORY_SHARE = 8
+# The description of an image outlives its rows: prompts can still be laid out after an eviction.
+_METADATA_TTL_FACTOR = 7
+
+
+class WriteOutcome(enum.Enum):
+    """How a write ended."""
+
+    STORED = "stored"
+    # Rows were there; none were sent.
+    EXISTS = "exists"
+    # All of the time went into sending.
+    LATE = "late"
+    # Over a limit, refused, or out of reach.
+    FAILED = "failed"
+
+
+# By what the counters call it.
+_WRITE_OUTCOMES = {"ok": WriteOutcome.STORED, "exists": WriteOutcome.EXISTS}
+
+
+class EmbeddingStore:
+    """One image = one immutable, sealed string key, written by one command. Thread-safe.
+
+    `budget_s`: longest time of one attempt in seconds, connecting included. `ttl_s`: life of an entry after writing
+    or touching. `max_entry_bytes`: larger entries are not written. `sealer`: the checksum where nothing else is said.
+    `num_attempts`: how often a server that did not answer in time is asked, each time for `budget_s`, as long as the
+    breaker is closed; more than 1 where the alternative costs more than waiting. Reading rows is tried once.
+    Raises ConfigurationError for an unusable URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        budget_s: float,
+        ttl_s: int,
+        max_entry_bytes: int,
+        *,
+        sealer: Sealer | None = None,
+        breaker: CircuitBreaker | None = None,
+        num_attempts: int = 1,
+    ) -> None:
+        self._link = RedisLink(url, budget_s)
+        self._budget_s = budget_s
+        self._ttl_ms = ttl_s * 1000
+        self._max_entry_bytes = min(max_entry_bytes, MAX_ENTRY_BYTES)
+        self._codec = EmbeddingCodec(sealer or Checksum())
+        self._breaker = breaker or CircuitBreaker()
+        self._num_attempts = num_attempts
+        self.stats = StoreStats()
+
+    @property
+    def state(self) -> BreakerState:
+        """Whether Redis is being asked at all."""
+        return self._breaker.state
+
+    def stat(self, key: ContentKey) -> EmbeddingMeta | None:
+        """The shape of a complete entry, or None. Reads the header only: rows are verified when they are read."""
+        return self._find(
+            StoreOperation.STAT, key, data_key(key), lambda exchange: self._reader(exchange, key).read_header().meta
+        )
+
+    def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
+        """The shape of an image that was encoded some time ago; its rows may be gone."""
+        return self._find(
+            StoreOperation.METADATA, key, metadata_key(key), lambda exchange: self._read_metadata(exchange, key)
+        )
+
+    def read_rows(
+        self, key: ContentKey, start: int, stop: int, out: memoryview, *, num_rows: int | None = None
+    ) -> MissReason | None:
+        """Copies rows [start, stop) into `out`, which has room for exactly these rows, and returns None.
+
+        Every block is verified before None is returned, and all rows come from one write of the entry. After a miss,
+        which is returned as its reason, `out` may hold anything and must not be used. `num_rows`: how many rows the
+        entry should have, if the caller knows; that saves a round trip, and all of them come by one command where that
+        is better.
+        Raises ValueError when the range is empty or reversed or `out` is not writable and contiguous.
+        """
+        out = embedding_codec.as_bytes(out)
+        if out.readonly or not 0 <= start < stop:
+            raise ValueError(f"rows [{start}, {stop}) must be a range and their buffer writable")
+        deadline_s = self._deadline_s()
+        with tracing.redis_span(StoreOperation.READ_ROWS.value, num_bytes=out.nbytes):
+            first = self._try_read(key, start, stop, out, deadline_s, num_rows)
+            attempt = first
+            if first.reason is MissReason.BLOCK_SEAL:
+                # Either the entry was replaced between two pieces, or its bytes are damaged: a second look tells.
+                attempt = self._try_read(key, start, stop, out, deadline_s, num_rows)
+                if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
+                    attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
+            if attempt.is_corrupt:
+                self._discard(data_key(key), deadline_s)
+            self._count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
+        return attempt.reason
+
+    def write(self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False) -> bool:
+        """Whether the cache holds the entry after `try_write`."""
+        return self.try_write(key, meta, rows, overwrite=overwrite) in (WriteOutcome.STORED, WriteOutcome.EXISTS)
+
+    def try_write(
+        self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False
+    ) -> WriteOutcome:
+        """Stores `rows` ([num_rows, (1 + num_levels) * hidden_size], `meta.size_bytes` bytes) unless they are there.
+
+        Of two writers the first one's rows stay. `overwrite`: in place of what is there; a pinned entry stays pinned.
+        Never raises for trouble with Redis. Raises ValueError when `rows` and `meta` do not fit together.
+        """
+        rows = embedding_codec.as_bytes(rows)
+        entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
+        outcome, label = WriteOutcome.FAILED, ""
+        with tracing.redis_span(StoreOperation.WRITE.value, num_bytes=entry.size_bytes):
+            try:
+                # Not asked again when it was merely slow: all bytes would be sent once more over a link that is too
+                # slow.
+                label = self._ask_again(
+                    lambda exchange: self._write(exchange, key, meta, entry, overwrite=overwrite),
+                    data_key(key),
+                    frozenset({MissReason.TIMEOUT}),
+                )
+                outcome = _WRITE_OUTCOMES.get(label, WriteOutcome.FAILED)
+            except CacheMissError as miss:
+                label = miss.reason.value
+                outcome = WriteOutcome.LATE if miss.reason is MissReason.SLOW else WriteOutcome.FAILED
+            self._count(StoreOperation.WRITE, label)
+        return outcome
+
+    def touch(self, key: ContentKey) -> bool:
+        """Starts the entry's life anew. Returns whether it was there; False for any trouble."""
+
+        def expire(exchange: Exchange) -> bool:
+            # XX: a pinned entry has no life that could end, and is not given one.
+            exchange.send(b"EXISTS", data_key(key))
+            exchange.send(b"PEXPIRE", data_key(key), self._ttl_ms, b"XX")
+            exchange.send(b"PEXPIRE", metadata_key(key), self._ttl_ms * _METADATA_TTL_FACTOR, b"XX")
+            is_there, _, _ = exchange.read_integer(), exchange.read_integer(), exchange.read_integer()
+            return is_there == 1
+
+        return self._succeeds(StoreOperation.TOUCH, expire, data_key(key))
+
+    def delete(self, key: ContentKey) -> bool:
+        """Removes rows and metadata. Returns whether there was anything; False for any trouble."""
+
+        def unlink(exchange: Exchange) -> bool:
+            exchange.send(b"UNLINK", data_key(key), metadata_key(key))
+            return exchange.read_integer() > 0
+
+        return self._succeeds(StoreOperation.DELETE, unlink, data_key(key))
+
+    def ping(self) -> bool:
+        """Whether Redis answers. While the breaker is open this is False without asking."""
+
+        def ask(exchange: Exchange) -> bool:
+            exchange.send(b"PING")
+            return exchange.read_status()
+
+        return self._succeeds(StoreOperation.PING, ask)
+
+    def ask(self, action: Callable[[Exchange], ResultT], name: bytes | None = None) -> ResultT:
+        """Runs an exchange with Redis as one operation, behind the breaker. Raises CacheMissError.
+
+        `name`: one of the keys that it is about, all of which are in one cluster slot; None: it is about none, and any
+        server will do. `action` may be run again after Redis did it without an answer getting through.
+        """
+        return self._ask_again(action, name, _LATE_REASONS)
+
+    def close(self) -> None:
+        """Closes the connections; every later operation is a miss."""
+        self._link.close()
+
+    def _ask_again(
+        self, action: Callable[[Exchange], ResultT], name: bytes | None, reasons: frozenset[MissReason]
+    ) -> ResultT:
+        """Asks, and again as often as `num_attempts` allows when it failed for one of these reasons."""
+        for _ in range(self._num_attempts - 1):
+            try:
+                return self._ask(action, self._deadline_s(), name)
+            except RedisTroubleError as trouble:
+                if trouble.reason not in reasons:
+                    raise
+        return self._ask(action, self._deadline_s(), name)
+
+    def _ask(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None) -> ResultT:
+        """Runs `action` on a connection if there is time and the breaker lets it. Raises CacheMissError."""
+        if time.monotonic() >= deadline_s:
+            # A second step of an operation that took all its time: no verdict on the server.
+            raise RedisTroubleError(MissReason.SLOW)
+        permit = self._breaker.acquire()
+        if permit is None:
+            raise RedisTroubleError(MissReason.BREAKER_OPEN)
+
+        def counted(exchange: Exchange) -> ResultT:
+            try:
+                return action(exchange)
+            finally:
+                self.stats.add_bytes_read(exchange.num_bulk_bytes)
+
+        was_reached = True
+        try:
+            return self._link.run(counted, deadline_s, name)
+        except RedisReplyError as refusal:
+            if refusal.reason is MissReason.WRONG_TYPE:
+                raise CorruptEntryError(MissReason.WRONG_TYPE) from refusal
+            raise
+        except RedisTroubleError as trouble:
+            was_reached = trouble.reason not in UNREACHABLE_REASONS
+            raise
+        finally:
+            self._breaker.report(permit, was_reached)
+
+    def _find(
+        self, operation: StoreOperation, key: ContentKey, name: bytes, action: Callable[[Exchange], EmbeddingMeta]
+    ) -> EmbeddingMeta | None:
+        with tracing.redis_span(operation.value):
+            try:
+                meta = self.ask(action, name)
+            except CacheMissError as miss:
+                self._count(operation, miss.reason.value)
+                if isinstance(miss, CorruptEntryError):
+                    self._discard(name, self._deadline_s())
+                return None
+            self._count(operation, "ok")
+            return meta
+
+    def _succeeds(
+        self, operation: StoreOperation, action: Callable[[Exchange], bool], name: bytes | None = None
+    ) -> bool:
+        with tracing.redis_span(operation.value):
+            try:
+                succeeded = self.ask(action, name)
+            except CacheMissError as miss:
+                self._count(operation, miss.reason.value)
+                return False
+            self._count(operation, "ok" if succeeded else MissReason.ABSENT.value)
+            return succeeded
+
+    def _try_read(
+        self, key: ContentKey, start: int, stop: int, out: memoryview, deadline_s: float, num_rows: int | None
+    ) -> _ReadAttempt:
+        attempt = _ReadAttempt()
+        wants_all = (start, stop) == (0, num_rows)
+        row_bytes = out.nbytes // (stop - start)
+        expected = self._codec.layout(num_rows, row_bytes) if num_rows and row_bytes else None
+
+        def read(exchange: Exchange) -> None:
+            reader = self._reader(exchange, key)
+            may_be_whole = wants_all and (exchange.is_local or out.nbytes <= _MAX_WHOLE_BYTES_OVER_TCP)
+            if may_be_whole and self._link.replies_by_reference(exchange):
+                header = reader.begin_whole()
+                attempt.nonce = header.nonce
+                reader.finish_whole(header, out)
+            else:
+                header = reader.begin_range(start, stop, expected)
+                attempt.nonce = header.nonce
+                reader.finish_range(header, out)
+
+        try:
+            self._ask(read, deadline_s, data_key(key))
+        except CacheMissError as miss:
+            attempt.reason = miss.reason
+            attempt.is_corrupt = isinstance(miss, CorruptEntryError)
+        return attempt
+
+    def _write(
+        self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry, *, overwrite: bool
+    ) -> str:
+        """What the counters call the outcome."""
+        is_pinned = False
+        if overwrite:
+            # What is there stays until the new entry replaces it, by one command that may be sent again.
+            exchange.send(b"PTTL", data_key(key))
+            is_pinned = exchange.read_integer() == _NO_END
+        else:
+            exchange.send(b"EXISTS", data_key(key))
+            if exchange.read_integer() and _holds_bytes(exchange, data_key(key)):
+                # SET NX alone would send all rows only to learn that they are not wanted.
+                return "exists"
+        max_memory_bytes = self._link.max_memory_bytes(exchange)
+        limit_bytes = self._max_entry_bytes
+        if max_memory_bytes is not None:
+            limit_bytes = min(limit_bytes, max_memory_bytes // _MAX_MEMORY_SHARE)
+        if entry.size_bytes > limit_bytes:
+            return "too_large"
+        metadata = self._codec.pack_metadata(key.value, meta)
+        life = () if is_pinned else (b"PX", self._ttl_ms)
+        metadata_life = () if is_pinned else (b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
+        first_only = () if overwrite else (b"NX",)
+        exchange.send(b"SET", data_key(key), (entry.header, *entry.blocks), *first_only, *life)
+        exchange.send(b"SET", metadata_key(key), metadata, *metadata_life)
+        was_first, _ = exchange.read_status(), exchange.read_status()
+        return "ok" if was_first else "exists"
+
+    def _reader(self, exchange: Exchange, key: ContentKey) -> EntryReader:
+        return EntryReader(exchange, self._codec, data_key(key), key.value)
+
+    def _read_metadata(self, exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
+        # One byte more than expected, to notice a longer value without reading all of it.
+        exchange.send(b"GETRANGE", metadata_key(key), 0, self._codec.metadata_bytes)
+        data = memoryview(bytearray(self._codec.metadata_bytes + 1))
+        num_bytes = exchange.read_bulk_into(data)
+        if num_bytes == 0:
+            raise CacheMissError(MissReason.ABSENT)
+        return self._codec.parse_metadata(data[:num_bytes], key.value)
+
+    def _discard(self, name: bytes, deadline_s: float) -> None:
+        """Removes a value that is not what its key promises. A role that may only read cannot; then it stays a miss."""
+
+        def unlink(exchange: Exchange) -> None:
+            exchange.send(b"UNLINK", name)
+            exchange.read_integer()
+
+        with tracing.redis_span(StoreOperation.DELETE.value):
+            try:
+                self._ask(unlink, deadline_s, name)
+            except CacheMissError as miss:
+                self._count(StoreOperation.DELETE, miss.reason.value)
+            else:
+                self._count(StoreOperation.DELETE, "discarded")
+
+    def _count(self, operation: StoreOperation, outcome: str) -> None:
+        """In the counters and in the current span."""
+        self.stats.count(operation, outcome)
+        tracing.annotate(outcome=outcome)
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._budget_s
+
+
+@dataclass(slots=True)
+class _ReadAttempt:
+    """How one attempt to read rows ended."""
+
+    # None: all rows arrived.
+    reason: MissReason | None = None
+    # Which write of the entry was read; None when not even the header was good.
+    nonce: bytes | None = None
+    is_corrupt: bool = False
+
+
+def _holds_bytes(exchange: Exchange, name: bytes) -> bool:
+    """Whether a value that exists is more than an empty one, which readers take for none and which is removed here."""
+    exchange.send(b"STRLEN", name)
+    if exchange.read_integer():
+        return True
+    exchange.send(b"UNLINK", name)
+    exchange.read_integer()
+    return False

@@ -1,0 +1,1 @@
+"""The Redis protocol: connections, time budgets, and which server has a key."""

@@ -1,0 +1,316 @@
+"""One exchange of commands and replies with Redis on one socket, under one deadline.
+
+The bytes go through the socket here, so that rows are sent from and received into the caller's memory without a copy,
+and so that a deadline holds for the whole exchange: redis-py's own timeout starts anew with every packet. Whatever goes
+wrong is a RedisTroubleError with a bounded reason.
+
+On a plain socket Linux keeps the deadline (SO_RCVTIMEO, SO_SNDTIMEO) and fills a whole buffer in one call
+(MSG_WAITALL); Python's own timeouts take three calls for every packet. A TLS socket knows neither, and on other systems
+the kernel's timeout may start anew with every packet, too.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import ssl
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from lookonce.store.redis.miss_reason import MissReason, RedisReplyError, RedisTroubleError
+
+Argument: TypeAlias = bytes | int | tuple[bytes | memoryview, ...]
+"""One argument of a command; a tuple is one argument whose bytes lie in several places."""
+
+Nested: TypeAlias = "int | bytes | list[Nested] | None"
+"""A reply of any shape; None for nil."""
+
+_MAX_LINE_BYTES = 16 << 10
+_RECEIVE_BYTES = 4 << 10
+_SEND_BYTES = 1 << 20
+# Longest argument that is copied to travel with its neighbours in one packet.
+_INLINE_BYTES = 8 << 10
+_MAX_SMALL_BULK_BYTES = 64 << 10
+_MAX_TRANSACTION = 16
+_MAX_FIELDS = 1024
+_MAX_ARRAY_DEPTH = 4
+_ANY_TYPE = (b"$", b":", b"+", b"*")
+# The kernel is told anew when less than this share of what it was told last is left: so much may a deadline be overrun.
+_RENEWED_SHARE = 0.9
+_TIMEVAL = struct.Struct("@ll")
+_REASON_OF_CODE = {
+    "OOM": MissReason.OOM,
+    "READONLY": MissReason.READONLY,
+    "NOREPLICAS": MissReason.READONLY,
+    "NOPERM": MissReason.NOPERM,
+    "NOAUTH": MissReason.AUTH,
+    "WRONGPASS": MissReason.AUTH,
+    "LOADING": MissReason.LOADING,
+    "MISCONF": MissReason.MISCONF,
+    "WRONGTYPE": MissReason.WRONG_TYPE,
+    "MOVED": MissReason.MOVED,
+    "ASK": MissReason.MOVED,
+    "TRYAGAIN": MissReason.MOVED,
+    "CLUSTERDOWN": MissReason.CLUSTER_DOWN,
+    "MASTERDOWN": MissReason.CLUSTER_DOWN,
+}
+
+
+class RedisMovedError(RedisReplyError):
+    """Another node of the cluster has the key for good; the one that says so knows which."""
+
+
+class Exchange:
+    """Commands and replies until one deadline. Replies come in the order of the commands."""
+
+    def __init__(self, sock: socket.socket, deadline_s: float) -> None:
+        self.socket = sock
+        self._deadline_s = deadline_s
+        self._is_kept_by_kernel = sys.platform == "linux" and not isinstance(sock, ssl.SSLSocket)
+        if self._is_kept_by_kernel:
+            sock.settimeout(None)
+        # Seconds that a receive or a send may take by what the kernel was told last.
+        self._kernel_limits_s: dict[int, float] = {}
+        # Bytes that arrived behind the line that was asked for.
+        self._buffer = bytearray()
+        self._num_outstanding = 0
+        self._was_answered = False
+        # Of strings, also of those that were broken off.
+        self.num_bulk_bytes = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a Unix socket."""
+        return self.socket.family == socket.AF_UNIX
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every command has been answered and no byte is left over."""
+        return self._num_outstanding == 0 and not self._buffer
+
+    def send(self, *arguments: Argument) -> None:
+        """Sends one command. Large buffers go out as they lie in memory."""
+        self._num_outstanding += 1
+        pending = b"*%d\r\n" % len(arguments)
+        for argument in arguments:
+            parts = argument if isinstance(argument, tuple) else (_encode(argument),)
+            pending += b"$%d\r\n" % sum(map(len, parts))
+            for part in parts:
+                if len(part) <= _INLINE_BYTES:
+                    pending += part
+                else:
+                    self._send_all(memoryview(pending))
+                    self._send_all(memoryview(part))
+                    pending = b""
+            pending += b"\r\n"
+        self._send_all(memoryview(pending))
+
+    def read_integer(self) -> int:
+        """The reply to EXISTS, STRLEN, UNLINK, PEXPIRE."""
+        return self._number(self._reply(b":"))
+
+    def read_status(self) -> bool:
+        """The reply to PING and SET: True for a status, False for nil, i.e. a condition like NX did not hold."""
+        line = self._reply(b"+", b"$")
+        if line[:1] == b"$" and self._number(line) != -1:
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        return line[:1] == b"+"
+
+    def read_transaction(self) -> list[int] | None:
+        """The reply to EXEC whose commands all answer with integers; None when a watched key had changed."""
+        length = self._number(self._reply(b"*"))
+        if length == -1:
+            return None
+        if not 0 <= length <= _MAX_TRANSACTION:
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        return [self._number(self._typed_line(b":")) for _ in range(length)]
+
+    def read_fields(self) -> dict[bytes, bytes]:
+        """The reply to HELLO: those of its names and values that are strings."""
+        values = self.read_nested(_MAX_FIELDS)
+        if not isinstance(values, list):
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        pairs = zip(values[::2], values[1::2], strict=False)
+        return {name: value for name, value in pairs if isinstance(name, bytes) and isinstance(value, bytes)}
+
+    def read_nested(self, max_values: int) -> Nested:
+        """A reply of at most so many values, those in its arrays included."""
+        return self._nested(self._reply(*_ANY_TYPE), iter(range(max_values)), depth=0)
+
+    def read_bulk(self) -> bytes | None:
+        """A string of at most 64 KiB; None for nil."""
+        length = self.begin_bulk()
+        return None if length is None else self._small_bulk(length)
+
+    def read_bulk_into(self, view: memoryview) -> int:
+        """Receives a string straight into the first bytes of `view` and says how many there were; nil is none.
+
+        A string longer than `view` is a protocol error: a server never sends more than GETRANGE asked for.
+        """
+        length = self.begin_bulk()
+        if length is None:
+            return 0
+        if length > view.nbytes:
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        self.receive_bulk(view[:length])
+        self.end_bulk()
+        return length
+
+    def begin_bulk(self) -> int | None:
+        """The length of a string whose bytes are taken by `receive_bulk` and then `end_bulk`; None for nil."""
+        return self._length(self._reply(b"$"))
+
+    def receive_bulk(self, view: memoryview) -> None:
+        """Fills `view` with the next bytes of the string."""
+        num_bytes = min(len(self._buffer), view.nbytes)
+        view[:num_bytes] = self._buffer[:num_bytes]
+        del self._buffer[:num_bytes]
+        self.num_bulk_bytes += num_bytes
+        while num_bytes < view.nbytes:
+            num_received = self._receive_into(view[num_bytes:])
+            self.num_bulk_bytes += num_received
+            num_bytes += num_received
+
+    def end_bulk(self) -> None:
+        """All bytes of the string have been taken."""
+        while len(self._buffer) < 2:
+            self._fill()
+        if self._buffer[:2] != b"\r\n":
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        del self._buffer[:2]
+
+    def _small_bulk(self, length: int) -> bytes:
+        if length > _MAX_SMALL_BULK_BYTES:
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        data = bytearray(length)
+        self.receive_bulk(memoryview(data))
+        self.end_bulk()
+        return bytes(data)
+
+    def _nested(self, line: bytes, places: Iterator[int], depth: int) -> Nested:
+        """What `line` begins. Takes one of the places, and so does everything in it."""
+        if next(places, None) is None or depth > _MAX_ARRAY_DEPTH:
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        if line[:1] == b"+":
+            return line[1:]
+        if line[:1] == b":":
+            return self._number(line)
+        length = self._length(line)
+        if length is None:
+            return None
+        if line[:1] == b"$":
+            return self._small_bulk(length)
+        return [self._nested(self._typed_line(*_ANY_TYPE), places, depth + 1) for _ in range(length)]
+
+    def _reply(self, *types: bytes) -> bytes:
+        """The first line of the next command's reply. Raises RedisReplyError for an error."""
+        line = self._line()
+        self._num_outstanding -= 1
+        if line[:1] == b"-":
+            raise _error_of_text(line[1:].decode("utf-8", "replace"))
+        return _checked_type(line, types)
+
+    def _typed_line(self, *types: bytes) -> bytes:
+        return _checked_type(self._line(), types)
+
+    def _line(self) -> bytes:
+        while (end := self._buffer.find(b"\r\n")) < 0:
+            if len(self._buffer) > _MAX_LINE_BYTES:
+                raise RedisTroubleError(MissReason.PROTOCOL)
+            self._fill()
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 2]
+        return line
+
+    def _length(self, line: bytes) -> int | None:
+        length = self._number(line)
+        if length < -1:
+            raise RedisTroubleError(MissReason.PROTOCOL)
+        return None if length == -1 else length
+
+    @staticmethod
+    def _number(line: bytes) -> int:
+        try:
+            return int(line[1:])
+        except ValueError as error:
+            raise RedisTroubleError(MissReason.PROTOCOL) from error
+
+    # The socket, within what is left of the deadline.
+
+    def _fill(self) -> None:
+        """At least one more byte behind what is there."""
+        try:
+            self._limit(socket.SO_RCVTIMEO)
+            received = self.socket.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            raise self._trouble(error) from error
+        self._buffer += received
+        self._note_received(len(received))
+
+    def _receive_into(self, view: memoryview) -> int:
+        """Fills `view`, or less of it when the deadline came or there is no more yet."""
+        try:
+            self._limit(socket.SO_RCVTIMEO)
+            num_bytes = self.socket.recv_into(view, 0, socket.MSG_WAITALL if self._is_kept_by_kernel else 0)
+        except OSError as error:
+            raise self._trouble(error) from error
+        self._note_received(num_bytes)
+        return num_bytes
+
+    def _send_all(self, view: memoryview) -> None:
+        try:
+            while view:
+                self._limit(socket.SO_SNDTIMEO)
+                view = view[self.socket.send(view[:_SEND_BYTES]) :]
+        except OSError as error:
+            raise self._trouble(error) from error
+
+    def _limit(self, option: int) -> None:
+        remaining_s = self._deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        if self._is_kept_by_kernel:
+            if remaining_s >= _RENEWED_SHARE * self._kernel_limits_s.get(option, math.inf):
+                return
+            self._kernel_limits_s[option] = remaining_s
+            # A time of zero would be none at all.
+            remaining_us = max(1, int(remaining_s * 1_000_000))
+            self.socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(remaining_us, 1_000_000)))
+        else:
+            self.socket.settimeout(remaining_s)
+
+    def _note_received(self, num_bytes: int) -> None:
+        if not num_bytes:
+            raise RedisTroubleError(MissReason.CLOSED)
+        self._was_answered = True
+
+    def _trouble(self, error: OSError) -> RedisTroubleError:
+        if isinstance(error, TimeoutError | BlockingIOError):
+            # A server that answers too slowly lives: it must not open the breaker for smaller entries.
+            return RedisTroubleError(MissReason.SLOW if self._was_answered else MissReason.TIMEOUT)
+        return RedisTroubleError(MissReason.CLOSED)
+
+
+def reason_of_text(text: str) -> MissReason:
+    """The bounded label of an error reply; its text goes nowhere, since it may hold keys and addresses."""
+    if "max number of clients" in text:
+        return MissReason.MAX_CLIENTS
+    return _REASON_OF_CODE.get(text.partition(" ")[0], MissReason.SERVER_ERROR)
+
+
+def _error_of_text(text: str) -> RedisReplyError:
+    reason = reason_of_text(text)
+    return RedisMovedError(reason) if text.startswith("MOVED ") else RedisReplyError(reason)
+
+
+def _checked_type(line: bytes, types: tuple[bytes, ...]) -> bytes:
+    if line[:1] not in types:
+        raise RedisTroubleError(MissReason.PROTOCOL)
+    return line
+
+
+def _encode(argument: bytes | int) -> bytes:
+    return argument if isinstance(argument, bytes) else b"%d" % argument

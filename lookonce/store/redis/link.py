@@ -1,0 +1,123 @@
+"""Connections to Redis, lent for one exchange each: to the server that has the key, and to another once it has moved.
+
+`redis_deployment.py` says which server that is, connections come from redis-py's pools (`redis_node.py`), and commands
+and replies go through `redis_exchange.py`. Whatever goes wrong is a CacheMissError with a bounded reason, and a
+connection on which anything unexpected happened is closed, never put back in step.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from lookonce.store.redis.deployment import open_deployment
+from lookonce.store.redis.exchange import Exchange
+from lookonce.store.redis.miss_reason import MissReason, RedisReplyError, RedisTroubleError
+from lookonce.store.redis.node import RedisNode
+
+ResultT = TypeVar("ResultT")
+
+_MAX_DIGITS = 20
+
+
+class RedisLink:
+    """Connections to one Redis URL. Thread-safe; every thread that asks at the same time has its own connection.
+
+    The deadline holds for the exchange; before it, finding the server and connecting have half of `budget_s` each.
+    Raises ConfigurationError for an unusable URL.
+    """
+
+    def __init__(self, url: str, budget_s: float) -> None:
+        self._deployment = open_deployment(url, budget_s)
+        self._budget_s = budget_s
+        self._is_closed = False
+        # By socket, so that a reconnect (restart, failover) asks again.
+        self._max_memory: weakref.WeakKeyDictionary[socket.socket, int | None] = weakref.WeakKeyDictionary()
+        self._by_reference: weakref.WeakKeyDictionary[socket.socket, bool] = weakref.WeakKeyDictionary()
+
+    def run(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None = None) -> ResultT:
+        """Runs a few commands about `name` (None: about no key), until `deadline_s` on the monotonic clock.
+
+        Once more where the key has moved and at least half of the budget is left. The connection is used again only
+        when `action` returned and read all its replies. Raises what `action` raises, and RedisTroubleError.
+        """
+        until_s = self._find_until_s(deadline_s)
+        node, may_follow = self._node_of(name, until_s), True
+        while True:
+            try:
+                with node.exchange(deadline_s) as exchange:
+                    return action(exchange)
+            except RedisTroubleError as trouble:
+                is_doubtful = self._deployment.doubt(node, trouble)
+                other = self._other_node(node, name, until_s) if is_doubtful and may_follow else None
+                if other is None:
+                    reason = self._deployment.reason_of(node, trouble)
+                    if reason is trouble.reason:
+                        raise
+                    raise RedisTroubleError(reason) from trouble
+            node, may_follow = other, False
+
+    def max_memory_bytes(self, exchange: Exchange) -> int | None:
+        """The server's `maxmemory`, asked once per connection. None: no limit, or the role may not know."""
+        if exchange.socket not in self._max_memory:
+            try:
+                exchange.send(b"INFO", b"memory")
+                self._max_memory[exchange.socket] = _parse_max_memory(exchange.read_bulk() or b"")
+            except RedisReplyError:
+                self._max_memory[exchange.socket] = None
+        return self._max_memory[exchange.socket]
+
+    def replies_by_reference(self, exchange: Exchange) -> bool:
+        """Whether a GET costs the server no copy of the value (Valkey since 9), asked once per connection."""
+        if exchange.socket not in self._by_reference:
+            try:
+                exchange.send(b"HELLO")
+                self._by_reference[exchange.socket] = _is_valkey_since_9(exchange.read_fields())
+            except RedisReplyError:
+                self._by_reference[exchange.socket] = False
+        return self._by_reference[exchange.socket]
+
+    def close(self) -> None:
+        """Closes idle connections now and busy ones when their exchange ends."""
+        self._is_closed = True
+        self._deployment.close()
+
+    def _find_until_s(self, deadline_s: float) -> float:
+        """Half of the budget is for connecting and for the exchange."""
+        return deadline_s - self._budget_s / 2
+
+    def _node_of(self, name: bytes | None, until_s: float) -> RedisNode:
+        if self._is_closed:
+            raise RedisTroubleError(MissReason.STORE_CLOSED)
+        return self._deployment.node_of(name, until_s)
+
+    def _other_node(self, node: RedisNode, name: bytes | None, until_s: float) -> RedisNode | None:
+        """Another node than the one that there was trouble with; None when there is none or no time to find it."""
+        if time.monotonic() >= until_s:
+            return None
+        try:
+            other = self._node_of(name, until_s)
+        except RedisTroubleError:
+            return None
+        return None if other is node else other
+
+
+def _parse_max_memory(info: bytes) -> int | None:
+    for line in info.splitlines():
+        name, _, value = line.partition(b":")
+        if name == b"maxmemory":
+            return _number(value) or None
+    return None
+
+
+def _is_valkey_since_9(fields: dict[bytes, bytes]) -> bool:
+    major = _number(fields.get(b"version", b"").partition(b".")[0])
+    return fields.get(b"server") == b"valkey" and major is not None and major >= 9
+
+
+def _number(text: bytes) -> int | None:
+    """None for what is no number, or so long that Python refuses to read it."""
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else None

@@ -1,0 +1,233 @@
+"""The CPU's own kernel against loops in float64, in mixed steps too; and what happens where it cannot be had."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import shutil
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
+from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend, cpu_attention
+from decoder_svc.scheduling.request import Span
+from lookonce.model.native_library import load_library
+from tests.decoder_svc.runner.attention_reference import Chunk
+from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt
+
+pytestmark = pytest.mark.usefixtures("library")
+
+NUM_THREADS = 2
+
+
+class Native(NativeBackend):
+    """The kernel, its pools filled from others that are laid out token by token, as the steps of these tests are."""
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        super().__init__(load_library(SOURCES), num_threads)
+        self._plain: list[tuple[Tensor, Tensor]] = []
+
+    def allocate(
+        self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
+    ) -> list[tuple[Tensor, Tensor]]:
+        super().allocate(spec, num_blocks, num_sliding_blocks, device)
+        self._plain = SdpaBackend().allocate(spec, num_blocks, num_sliding_blocks, device)
+        return self._plain
+
+    def forward(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
+    ) -> Tensor:
+        for plain, own, arranged in zip(self._plain[layer], self._tensors[layer], (keys_in, values_in), strict=True):
+            # Nobody reads a block's slots behind its last token.
+            room = torch.full((len(plain), own.shape[2], *plain.shape[2:]), torch.nan, dtype=plain.dtype)
+            room[:, : plain.shape[1]] = plain
+            own.copy_(arranged(room).reshape(own.shape))
+        return super().forward(layer, query, key, value, metadata, options)
+
+
+def keys_in(slots: Tensor) -> Tensor:
+    """`[blocks, slots, heads, dim]` as `[blocks, heads, slots / 16, dim in words, 16, elements of a word]`."""
+    per_word = 4 // slots.itemsize
+    return slots.unflatten(1, (-1, 16)).unflatten(-1, (-1, per_word)).permute(0, 3, 1, 4, 2, 5)
+
+
+def values_in(slots: Tensor) -> Tensor:
+    """`[blocks, slots, heads, dim]` as `[blocks, heads, slots in words, dim, elements of a word]`."""
+    words = slots.unflatten(1, (-1, 4 // slots.itemsize)).permute(0, 3, 1, 4, 2).clone()
+    # As a token is written: nothing that is no number shares a word with it.
+    is_shared = ~words.isnan().all(dim=-1, keepdim=True)
+    return torch.where(is_shared & words.isnan(), 0.0, words)
+
+
+SIZES = st.builds(
+    Sizes,
+    block_size=st.sampled_from((2, 4, 10, 16, 18, 32)),
+    num_kv_heads=st.integers(1, 3),
+    num_groups=st.integers(1, 14),
+    head_dim=st.sampled_from((16, 32, 48, 80)),
+)
+
+
+@st.composite
+def decoding(draw: st.DrawFn) -> Chunk:
+    """One new token behind any number of others."""
+    stop = draw(st.integers(1, 40))
+    return Chunk(stop, stop - 1, draw(st.integers(stop - 1, stop)), stop)
+
+
+@settings(max_examples=200, deadline=None)
+@any_step(
+    torch.float32,
+    torch.bfloat16,
+    max_chunks=5,
+    chunk=decoding() | chunk_of_a_prompt(),
+    sizes=SIZES,
+    example_sizes=Sizes(head_dim=16),
+)
+def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+    case.check(Native)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("num_kv_heads", "num_groups", "head_dim"), [(3, 3, 64), (1, 8, 256), (8, 1, 80), (2, 7, 32)])
+def test_long_contexts_are_put_together_from_pieces(
+    dtype: torch.dtype, window: int | None, num_kv_heads: int, num_groups: int, head_dim: int
+) -> None:
+    """Around multiples of a piece's 256 tokens, in blocks that no piece ends with, beside a longer chunk."""
+    sizes = Sizes(48, num_kv_heads, num_groups, head_dim)
+    stops = (1, 255, 256, 257, 511, 800)
+    chunks = [Chunk(stop, stop - 1, stop - 1, stop) for stop in stops] + [Chunk(300, 290, 290, 300)]
+    options = LayerOptions(head_dim**-0.5, window)
+    outputs = Step(chunks, sizes, 5, dtype, backend=Native).run(options)
+    wanted = Step(chunks, sizes, 5, dtype).run(options)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for output, want in zip(outputs, wanted, strict=True):
+        torch.testing.assert_close(output.float(), want.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_tokens_result_does_not_depend_on_its_company(dtype: torch.dtype, window: int | None) -> None:
+    """The same bits with others in the step or alone, in a chunk of a prompt or as a single token, on any threads."""
+    num_tokens, sizes, options = 700, Sizes(16, 2, 3, 64), LayerOptions(0.125, window)
+    prompt = Step([Chunk(num_tokens, 0, 0, num_tokens)], sizes, 5, dtype, backend=Native)
+    (wanted,) = prompt.run(options)
+    for start, num_threads, is_alone in (
+        (699, 1, True),
+        (699, 4, True),
+        (699, 2, False),
+        (512, 2, False),
+        (63, 1, True),
+    ):
+        others = [] if is_alone else [Chunk(stop, stop - 1, stop - 1, stop) for stop in (1, 300, 29)]
+        chunk = Chunk(num_tokens, start, start, num_tokens)
+        step = Step([chunk, *others], sizes, 9, dtype, backend=functools.partial(Native, num_threads))
+        contents = prompt.contents[0]
+        step.contents[0] = dataclasses.replace(contents, query=contents.query[start:])
+        for pool, own in zip(step.pools[LAYER], (contents.keys, contents.values), strict=True):
+            for token in range(start):
+                pool[step.tables[0][token // 16], token % 16] = own[token]
+        assert torch.equal(step.run(options)[0], wanted[start:])
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    chunk = Chunk(50, 49, 49, 50)
+    step, plain = (Step([chunk], Sizes(16, 1, 2, 64), 1, torch.float32, backend=kind) for kind in (Native, SdpaBackend))
+    for one in (step, plain):
+        one.contents[0].query.mul_(1e4)
+    torch.testing.assert_close(step.run(LayerOptions(1.0))[0], plain.run(LayerOptions(1.0))[0])
+
+
+@pytest.mark.parametrize("sizes", [Sizes(4, 1, 65, 16), Sizes(4, 1, 1, 512), Sizes(4, 3, 11, 256), Sizes(2, 1, 1, 16)])
+def test_any_shape_is_taken(sizes: Sizes) -> None:
+    Step([Chunk(9, 8, 8, 9)], sizes, 0, torch.float32, backend=Native).check(LayerOptions(0.1))
+
+
+def test_what_is_not_a_number_stays_with_its_request() -> None:
+    """A block may hold what a broken request left behind, and its own answer may not look sound."""
+    for dtype in (torch.float32, torch.bfloat16):
+        chunks = [Chunk(40, 35, 35, 40), Chunk(7, 6, 6, 7)]
+        step = Step(chunks, Sizes(16, 1, 2, 16), 3, dtype, backend=Native)
+        step.contents[1].query.fill_(torch.nan)
+        sound, broken = step.run(LayerOptions(0.25))
+        assert sound.isfinite().all()
+        assert broken.isnan().all()
+
+
+def test_each_step_is_read_anew() -> None:
+    """Its arrays are kept for the layers of one step only, also where the next one looks alike."""
+    backend = Native()
+    step = Step([Chunk(9, 8, 8, 9), Chunk(5, 4, 4, 5)], Sizes(head_dim=16), 0, torch.float32, backend=lambda: backend)
+    step.check(LayerOptions(1.0))
+    metadata = step.metadata(is_mutual_beyond_window=False)
+    assert backend.step(metadata) is backend.step(metadata)
+    assert backend.step(dataclasses.replace(metadata)) is not backend.step(metadata)
+
+
+def test_nothing_outside_of_the_pools_is_read() -> None:
+    """The kernel looks at no bounds, so this is looked at before."""
+    step = Step([Chunk(9, 8, 8, 9)], Sizes(head_dim=16), 0, torch.float32, backend=Native)
+    metadata = step.metadata(is_mutual_beyond_window=False)
+    group = metadata.full
+    (table,) = group.block_tables
+    query, new = torch.zeros(1, 4, 16), torch.zeros(1, 2, 16)
+    wrong = [
+        dataclasses.replace(metadata, full=dataclasses.replace(group, block_tables=(table + 1000,))),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, block_tables=(table - 1000,))),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, block_tables=(table[:-1],))),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, first_keys=(9,))),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, slot_mapping=group.slot_mapping + 1000)),
+        dataclasses.replace(metadata, full=dataclasses.replace(group, slot_mapping=group.slot_mapping[:0])),
+        dataclasses.replace(metadata, query_lens=(0,)),
+        dataclasses.replace(metadata, query_lens=(10,)),
+        dataclasses.replace(metadata, mutual_spans=((Span(8, 2),),)),
+    ]
+    for one in wrong:
+        with pytest.raises(IndexError):
+            step.backend.forward(LAYER, query, new, new, one, LayerOptions(1.0))
+
+
+def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64, block_size: int = 16) -> AttentionBackend:
+    return cpu_attention(dtype, head_dim, block_size, NUM_THREADS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "reason"),
+    [
+        (torch.float16, 64, 16, "float16"),
+        (torch.float32, 72, 16, "not 72"),
+        (torch.float32, 528, 16, "not 528"),
+        (torch.bfloat16, 64, 5, "not 5"),
+    ],
+)
+def test_what_the_kernel_does_not_know_goes_to_pytorch(
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype, head_dim: int, block_size: int, reason: str
+) -> None:
+    assert type(chosen(dtype, head_dim, block_size)) is SdpaBackend
+    assert reason in caplog.text
+
+
+def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    load_library.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    try:
+        assert type(chosen()) is SdpaBackend
+        assert "there is no C++ compiler" in caplog.text
+    finally:
+        load_library.cache_clear()
+
+
+def test_without_a_place_to_write_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    load_library.cache_clear()
+    try:
+        assert type(chosen()) is SdpaBackend
+    finally:
+        load_library.cache_clear()

@@ -1,0 +1,73 @@
+"""Linear layers by the kernel: the products that they should be, and for a token the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoder_svc.runner.cpu.attention import SOURCES
+from decoder_svc.runner.cpu.packed_weights import NativeLinear, packable, packed, replace_linears
+from lookonce.model.native_library import load_library
+
+pytestmark = pytest.mark.usefixtures("library")
+
+
+def linear(weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.dtype | None = None) -> NativeLinear:
+    return NativeLinear(load_library(SOURCES), packed(weight, bias), num_threads=2, output_dtype=output_dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    num_rows=st.integers(1, 40),
+    num_inputs=st.integers(1, 70),
+    num_outputs=st.integers(1, 150),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_bias=st.booleans(),
+    wants_float32=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_it_is_the_product(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, has_bias: bool, wants_float32: bool, seed: int
+) -> None:
+    num_inputs += num_inputs % 2
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
+    bias = torch.randn(num_outputs, generator=generator).to(dtype) if has_bias else None
+    inputs = torch.randn(2, num_rows, num_inputs, generator=generator).to(dtype)
+    outputs = linear(weight, bias, torch.float32 if wants_float32 else None)(inputs)
+    assert outputs.dtype == (torch.float32 if wants_float32 else dtype)
+    wanted = torch.nn.functional.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+    tolerance = 1e-5 if outputs.dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(outputs.double(), wanted, rtol=tolerance, atol=tolerance * num_inputs**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_alone_and_among_many(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer = linear(torch.randn(96, 576, generator=generator).to(dtype), None)
+    rows = torch.randn(700, 576, generator=generator).to(dtype)
+    together = layer(rows)
+    for index in (0, 1, 11, 12, 350, 699):
+        assert torch.equal(layer(rows[index]), together[index])
+
+
+def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are() -> None:
+    weight, rows = torch.randn(8, 6), torch.randn(6, 5)
+    torch.testing.assert_close(linear(weight, None)(rows.T), rows.T @ weight.T)
+
+
+def test_what_cannot_be_packed_is_left_alone() -> None:
+    assert not packable(torch.zeros(4, 3, dtype=torch.bfloat16))
+    assert not packable(torch.zeros(4, 4, dtype=torch.float16))
+
+    class OwnLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is untyped here
+        """With a forward of its own, which nobody may guess."""
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(OwnLinear(4, 4), torch.nn.Linear(4, 2)))
+    inputs = torch.randn(3, 4)
+    wanted = model(inputs)
+    assert replace_linears(load_library(SOURCES), model, num_threads=1) == 2
+    assert type(model[1][0]) is OwnLinear
+    torch.testing.assert_close(model(inputs), wanted)

@@ -1,0 +1,155 @@
+"""Which attention backend a CUDA device gets, and why; the device here is the CPU, on which the trials run as well."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoder_svc.runner.attention import LayerOptions, SdpaBackend
+from decoder_svc.runner.cuda import attention as cuda_attention
+from decoder_svc.runner.cuda import flash_attention
+from decoder_svc.runner.cuda.attention import AttentionNeeds
+from decoder_svc.runner.cuda.flash_attention import FlashBackend, FlashFunctions
+from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
+from tests.decoder_svc.runner.cuda.fake_cuda import FakeTriton
+from tests.decoder_svc.runner.cuda.test_flash_attention import FUNCTIONS
+
+TRITON_MODULE = "decoder_svc.runner.cuda.triton_attention"
+NEEDS = AttentionNeeds(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    dtype=torch.bfloat16,
+    block_size=256,
+    has_mutual_spans=False,
+    device=torch.device("cpu"),
+    capability=(9, 0),
+    num_processors=132,
+)
+
+
+class WrongTriton(FakeTriton):
+    """Compiles, and forgets the scale."""
+
+    def attend_paged(
+        self, layer: int, query: torch.Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
+    ) -> torch.Tensor:
+        options = replace(options, scale=1.0)
+        return super().attend_paged(layer, query, group, step, options)
+
+
+class BrokenTriton(FakeTriton):
+    """Does not compile."""
+
+    def attend_paged(self, *_arguments: object, **_options: object) -> torch.Tensor:
+        raise RuntimeError("ptxas: /opt/somewhere: too many registers")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the two packages look installed or not."""
+
+    def installed(*, flash: bool, triton: type[FakeTriton] | None) -> None:
+        def functions() -> FlashFunctions:
+            if flash:
+                return FUNCTIONS
+            raise ImportError("No module named 'flash_attn'")
+
+        monkeypatch.setattr(cuda_attention, "load_flash_functions", functions)
+        module = None if triton is None else types.SimpleNamespace(TritonBackend=triton)
+        # None there makes the import fail, as if Triton were not installed.
+        monkeypatch.setitem(sys.modules, TRITON_MODULE, module)
+
+    return installed
+
+
+def chosen(needs: AttentionNeeds, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
+    """The backend's name, and what was logged."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        backend = cuda_attention.cuda_attention(needs)
+    return backend.name, caplog.text
+
+
+def test_flash_attn_is_taken_where_it_fits(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    install(flash=True, triton=FakeTriton)
+    assert chosen(NEEDS, caplog)[0] == "flash-attn"
+    with_spans = cuda_attention.cuda_attention(replace(NEEDS, has_mutual_spans=True))
+    assert isinstance(with_spans, FlashBackend)
+    assert isinstance(with_spans._beside, FakeTriton)
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (replace(NEEDS, block_size=16), "flash-attn wants a block_size that is a multiple of 256, it is 16"),
+        (replace(NEEDS, dtype=torch.float32), "flash-attn does not compute in torch.float32"),
+        (replace(NEEDS, head_dim=272), "flash-attn does not take heads of 272"),
+        (replace(NEEDS, head_dim=20), "flash-attn does not take heads of 20"),
+        (replace(NEEDS, capability=(7, 5)), "flash-attn does not run on compute capability (7, 5)"),
+    ],
+)
+def test_where_it_does_not_fit_our_kernel_is_taken_and_the_log_says_why(
+    needs: AttentionNeeds, reason: str, install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(flash=True, triton=FakeTriton)
+    name, text = chosen(needs, caplog)
+    assert name == "triton"
+    assert reason in text
+
+
+def test_without_flash_attn_our_kernel_is_taken(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    install(flash=False, triton=FakeTriton)
+    name, text = chosen(NEEDS, caplog)
+    assert name == "triton"
+    assert "flash-attn cannot be imported" in text
+    backend = cuda_attention.cuda_attention(NEEDS)
+    assert isinstance(backend, FakeTriton)
+    assert backend.num_processors == 132
+
+
+def test_without_both_pytorch_does_it(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    install(flash=False, triton=None)
+    assert type(cuda_attention.cuda_attention(NEEDS)) is SdpaBackend
+    name, text = chosen(NEEDS, caplog)
+    assert name == "sdpa"
+    assert "Triton cannot be imported" in text
+
+
+def test_spans_without_our_kernel_keep_flash_attn_away(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(flash=True, triton=None)
+    assert chosen(NEEDS, caplog)[0] == "flash-attn"
+    assert chosen(replace(NEEDS, has_mutual_spans=True), caplog)[0] == "sdpa"
+
+
+def test_a_kernel_that_does_not_compile_here_is_not_used(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(flash=False, triton=BrokenTriton)
+    name, text = chosen(NEEDS, caplog)
+    assert name == "sdpa"
+    assert "triton fails here (RuntimeError)" in text
+
+
+def test_a_kernel_that_gives_something_else_is_not_used(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(flash=False, triton=WrongTriton)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        name, text = chosen(replace(NEEDS, dtype=dtype), caplog)
+        assert name == "sdpa"
+        assert "triton is off by" in text
+
+
+def test_the_package_is_looked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.SimpleNamespace(flash_attn_varlen_func=len, flash_attn_with_kvcache=max)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    assert flash_attention.load_flash_functions() == FlashFunctions(len, max)

@@ -1,0 +1,116 @@
+"""The CUDA runner with a made-up CUDA: what it asks for, what it adds up, and that its graphs answer rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoder_svc.runner.worst_case import WorstCase
+from lookonce.embedding_meta import RowDtype
+from tests import tiny_models
+from tests.decoder_svc.runner.cuda.fake_cuda import (
+    ALLOCATED_BYTES,
+    FREE_BYTES,
+    GRAPH_BYTES,
+    NUM_PROCESSORS,
+    PEAK_BYTES,
+    FakeGPURunner,
+    FakeStream,
+    FakeTriton,
+    install,
+)
+from tests.parity import offline
+
+WORST = WorstCase(64, 4, 300, 2, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
+    folder = tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
+    return offline.build(folder, num_prompts=5, images_per_prompt=(0, 1, 2))
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def model(reference: offline.OfflineModel, pools: list[object]) -> Iterator[offline.OfflineModel]:
+    num_threads = torch.get_num_threads()
+    runner = reference.runner
+    made = FakeGPURunner(replace(runner.config, max_num_seqs=5), runner.family)
+    yield replace(reference, runner=made)
+    torch.set_num_threads(num_threads)
+
+
+def test_answers_with_graphs_are_the_references(model: offline.OfflineModel) -> None:
+    session = offline.Session(model, max_num_batched_tokens=23)
+    model.runner.capture_model()
+    graphs = model.runner.graphs
+    assert graphs is not None
+    assert graphs.sizes == (1, 2, 4, 8)
+    answers = session.ask([question.prompt for question in model.questions])
+    assert answers.token_ids == [question.expected for question in model.questions]
+    is_decode = [all(chunk.num_tokens == 1 for chunk in step.chunks) for step in session.steps]
+    assert any(is_decode)
+
+
+def test_graphs_share_one_pool_of_memory(model: offline.OfflineModel, pools: list[object]) -> None:
+    model.runner.initialize_kv_cache(20)
+    model.runner.capture_model()
+    assert len(pools) == 4
+    assert len(set(map(id, pools))) == 1
+
+
+def test_without_graphs_nothing_is_recorded(model: offline.OfflineModel, pools: list[object]) -> None:
+    model.runner.config = replace(model.runner.config, use_graphs=False)
+    model.runner.initialize_kv_cache(20)
+    model.runner.capture_model()
+    assert pools == []
+    assert model.runner.profile_run(WORST) == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES)
+
+
+def test_what_is_free_is_what_the_heaviest_step_and_the_largest_graph_leave(
+    model: offline.OfflineModel, pools: list[object]
+) -> None:
+    free = model.runner.profile_run(WORST)
+    assert free == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES) - GRAPH_BYTES
+    assert len(pools) == 1, "the largest alone"
+    assert model.runner.tokenwise_graph_batch_sizes == (1, 2, 4, 8)
+    assert model.runner.graphs is None
+    assert len(model.runner.batch) == 0
+    assert len(model.runner.row_cache) == 0
+
+
+def test_the_kernel_knows_how_many_processors_it_is_to_fill(model: offline.OfflineModel) -> None:
+    assert isinstance(model.runner.backend, FakeTriton)
+    assert model.runner.backend.num_processors == NUM_PROCESSORS
+
+
+def test_steps_wait_for_rows_before_they_read_them(
+    model: offline.OfflineModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only then: the copy of a row for a later step goes on beside this one."""
+    settled: list[int] = []
+    session = offline.Session(model)
+    monkeypatch.setattr(model.runner.transfer, "settle", lambda: settled.append(len(session.steps)))
+    with_images = next(question for question in model.questions if question.prompt.images)
+    text_only = next(question for question in model.questions if not question.prompt.images)
+    assert session.ask([text_only.prompt]).token_ids == [text_only.expected]
+    assert settled == []
+    assert session.ask([with_images.prompt]).token_ids == [with_images.expected]
+    assert settled
+
+
+def test_rows_memory_is_not_used_again_before_steps_have_read_them(model: offline.OfflineModel) -> None:
+    """Rows come on a stream of their own, so the allocator must be told of the steps' one."""
+    session = offline.Session(model)
+    with_images = next(question for question in model.questions if question.prompt.images)
+    assert session.ask([with_images.prompt]).token_ids == [with_images.expected]
+    kept = [values for parts in model.runner.row_cache._parts.values() for values in parts.values()]
+    assert kept
+    assert {values.data_ptr() for values in kept} <= FakeStream.steps.recorded

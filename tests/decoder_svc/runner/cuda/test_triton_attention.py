@@ -1,0 +1,131 @@
+"""The Triton kernel, run by Triton's interpreter, against loops over every query, head and key in float64."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from decoder_svc.runner.attention import LayerOptions
+from decoder_svc.scheduling.request import Span
+from tests.decoder_svc.runner.attention_reference import Chunk
+from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
+from tests.decoder_svc.runner.cuda.interpreted_triton import FEW, MANY, interpreted, num_key_splits, tile_sizes
+
+
+def decode(num_tokens: int) -> Chunk:
+    return Chunk(num_tokens, num_tokens - 1, num_tokens - 1, num_tokens)
+
+
+# The interpreter takes some milliseconds for each program.
+@settings(max_examples=40, deadline=None)
+@any_step(torch.float32, max_chunks=3)
+def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+    case.check(interpreted)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
+    sizes=SIZES,
+    options=OPTIONS,
+    has_sliding_group=st.booleans(),
+    num_processors=st.sampled_from((8, MANY)),
+    seed=SEEDS,
+)
+@example([1, 150], Sizes(), LayerOptions(1.0), False, MANY, 0)
+def test_keys_that_are_divided_give_what_the_reference_gives(
+    lengths: list[int], sizes: Sizes, options: LayerOptions, has_sliding_group: bool, num_processors: int, seed: int
+) -> None:
+    """Most parts have no keys where the context is short."""
+    window = options.window if has_sliding_group else None
+    backend = functools.partial(interpreted, num_processors)
+    step = Step([decode(length) for length in lengths], sizes, seed, torch.float32, window=window, backend=backend)
+    step.check(options)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 50])
+def test_chunks_longer_than_a_tile_and_contexts_longer_than_a_tile_of_keys(
+    softcap: float | None, window: int | None
+) -> None:
+    """Tiles begin inside spans, and a sequence's last one is not full."""
+    chunks = [Chunk(150, 20, 20, 150, (Span(10, 45), Span(70, 60))), decode(90), Chunk(33, 0, 0, 33)]
+    step = Step(chunks, Sizes(16, 2, 3, 16), 1, torch.float32, backend=interpreted)
+    step.check(LayerOptions(0.25, window, softcap))
+
+
+@pytest.mark.parametrize("num_processors", [FEW, MANY])
+def test_float16_is_as_good_as_its_bits(num_processors: int) -> None:
+    """It stands for bfloat16, which the interpreter cannot compute with."""
+    backend = functools.partial(interpreted, num_processors)
+    for chunks in ([Chunk(20, 6, 6, 20, (Span(4, 8), Span(14, 3))), decode(7)], [decode(100), decode(3)]):
+        Step(chunks, Sizes(16, 2, 2, 64), 0, torch.float16, backend=backend).check(LayerOptions(0.125, 30, 3.0))
+
+
+@pytest.mark.parametrize("sizes", [Sizes(16, 1, 7, 80), Sizes(256, 2, 1, 40), Sizes(3, 1, 20, 256)])
+def test_any_shape_is_taken(sizes: Sizes) -> None:
+    """Heads that are no power of two, more query heads of a key head than a tile's least rows."""
+    for chunks in ([Chunk(9, 2, 2, 9), decode(4)], [decode(9), decode(4)]):
+        Step(chunks, sizes, 0, torch.float32, backend=interpreted).check(LayerOptions(0.1))
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    step = Step([decode(50)], Sizes(16, 1, 2, 64), 1, torch.float32, backend=functools.partial(interpreted, MANY))
+    step.contents[0].query.mul_(1e3)
+    step.check(LayerOptions(1.0))
+
+
+def test_a_sequences_numbers_do_not_depend_on_its_company() -> None:
+    """As long as the number of sequences, which decides how keys are divided, is the same."""
+    together = Step([decode(70), decode(90)], Sizes(), 5, torch.float32, backend=functools.partial(interpreted, MANY))
+    other = Step([decode(70), decode(20)], Sizes(), 5, torch.float32, backend=functools.partial(interpreted, MANY))
+    for name in ("query", "keys", "values"):
+        getattr(other.contents[0], name).copy_(getattr(together.contents[0], name))
+    for pool, source in zip(other.pools[1], together.pools[1], strict=True):
+        for block, from_block in zip(other.tables[0], together.tables[0], strict=True):
+            pool[block] = source[from_block]
+    assert torch.equal(together.run(LayerOptions(1.0))[0], other.run(LayerOptions(1.0))[0])
+
+
+def test_keys_are_divided_where_a_step_does_not_fill_the_device() -> None:
+    assert num_key_splits(8, 1, 132) == 16
+    assert num_key_splits(64, 1, 132) == 4
+    assert num_key_splits(264, 1, 132) == 1
+    assert num_key_splits(1000, 1, 132) == 1
+    assert num_key_splits(8, 2, 132) == 1, "chunks have programs enough"
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("max_query_len", [1, 100])
+def test_tiles_fit_into_shared_memory(element_bytes: int, head_dim: int, max_query_len: int) -> None:
+    key_bytes = element_bytes * head_dim
+    rows, keys = tile_sizes(key_bytes, 4, max_query_len)
+    assert rows >= 16
+    assert keys >= 16
+    # Queries, and keys and values twice: one pair is worked on, one is on its way.
+    assert (rows + 4 * keys) * key_bytes <= 96 << 10
+
+
+def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path: pathlib.Path) -> None:
+    """The interpreter takes more than the compiler does. In a process of its own, where nothing asks for it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.decoder_svc.runner.cuda.compiled_triton", "80"],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # A processor of the smallest such GPU offers a program 99 KiB (CUDA C++ Programming Guide, capability 8.6).
+    assert int(done.stdout) < 99 << 10

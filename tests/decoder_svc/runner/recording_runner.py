@@ -1,0 +1,53 @@
+"""A device with graphs that runs anywhere, as `operator_tape.py` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decoder_svc.runner.attention import PAGED_ATTENTION
+from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.worst_case import WorstCase
+from lookonce.model.half_model import load_text_half
+from tests.decoder_svc.runner.operator_tape import OperatorTape
+from tests.decoder_svc.runner.tensor_backend import TensorBackend
+
+FREE_BYTES = 1 << 30
+
+
+class RecordingRunner(ModelRunnerBase):
+    """Overrides what a device must, and nothing else."""
+
+    # Tokens of each graph, in the order of their recording, and of each replay.
+    recorded: list[int]
+    replayed: list[int]
+
+    def _cache_device_properties(self) -> None:
+        self.device = torch.device("cpu")
+        self.tokenwise_graph_batch_sizes = (1, 2, 4, 8)
+        self.recorded, self.replayed = [], []
+
+    def load_model(self) -> None:
+        self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
+        self.backend = TensorBackend()
+
+    def profile_run(self, worst: WorstCase) -> int:
+        self._dummy_run(worst)
+        return FREE_BYTES
+
+    def capture_model(self) -> None:
+        self._capture_graphs(self._record)
+
+    def _record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        with OperatorTape() as tape:
+            output = function()
+        self.recorded.append(len(output))
+
+        def replay() -> Tensor:
+            self.replayed.append(len(output))
+            tape.play()
+            return output
+
+        return replay

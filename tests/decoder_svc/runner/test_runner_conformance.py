@@ -1,0 +1,282 @@
+"""Every device's runner gives the tokens of Hugging Face `generate`, whatever steps look like.
+
+A device is one entry of RUNNERS. The third one stands for a device that nobody has yet: it overrides the four methods
+that a device must, has graphs, and passes all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.cuda.runner import GPUModelRunner
+from decoder_svc.runner.worst_case import WorstCase
+from decoder_svc.scheduling.request import Prompt
+from lookonce.embedding_meta import RowDtype
+from lookonce.families.base import Mask
+from tests import tiny_models
+from tests.decoder_svc.runner.recording_runner import RecordingRunner
+from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
+
+RUNNERS: dict[str, type[ModelRunnerBase]] = {"cpu": CPUModelRunner, "cuda": GPUModelRunner, "third": RecordingRunner}
+# What a device must override.
+HOOKS = {"_cache_device_properties", "load_model", "profile_run", "capture_model"}
+# Plain positions, three axes of them, further feature levels, a window with spans that see each other, and prompts that
+# see themselves beyond the window, with bent scores.
+FAMILY_NAMES = ("llava_clip", "qwen2_vl", "qwen3_vl", "gemma3", "paligemma2")
+# Tokens of a step that is cut wherever cutting is allowed.
+SMALL_STEP = 23
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One device's runner of one family's model, and the questions to it."""
+
+    folder: pathlib.Path
+    model: offline.OfflineModel
+    prompts: list[Prompt]
+    expected: list[list[int]]
+
+    @property
+    def runner(self) -> ModelRunnerBase:
+        """Of the device."""
+        return self.model.runner
+
+    def session(
+        self,
+        *,
+        max_num_batched_tokens: int = 2048,
+        num_blocks: int = 300,
+        cache_rows: int = 400,
+        rows_arrive_after: int = 0,
+    ) -> offline.Session:
+        """A fresh KV cache, with graphs over it where the device has graphs."""
+        session = offline.Session(
+            self.model,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=num_blocks,
+            cache_rows=cache_rows,
+            rows_arrive_after=rows_arrive_after,
+        )
+        self.runner.capture_model()
+        assert (self.runner.graphs is not None) == bool(self.runner.tokenwise_graph_batch_sizes)
+        return session
+
+    @property
+    def small_step(self) -> int:
+        """The smallest token budget that serves the prompts in steps that are cut."""
+        return max([SMALL_STEP, *(span.length for prompt in self.prompts for span in prompt.mutual_spans)])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[pathlib.Path, families.Conformance]]:
+    base = tmp_path_factory.mktemp("conformance")
+    return functools.cache(lambda name: (base / name, families.build(FAMILIES[name], base / name)))
+
+
+@pytest.fixture(scope="module")
+def subjects(
+    built: Callable[[str], tuple[pathlib.Path, families.Conformance]],
+) -> Callable[[str, str], Subject]:
+    @functools.cache
+    def subject(device: str, name: str) -> Subject:
+        folder, family = built(name)
+        made = RUNNERS[device](family.offline.runner.config, family.offline.runner.family)
+        model = replace(family.offline, runner=made)
+        questions = family.offline.questions
+        return Subject(
+            folder, model, [question.prompt for question in questions], [question.expected for question in questions]
+        )
+
+    return subject
+
+
+@pytest.fixture(params=RUNNERS)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+    return str(request.param)
+
+
+@pytest.fixture(params=FAMILY_NAMES)
+def subject(request: pytest.FixtureRequest, device: str, subjects: Callable[[str, str], Subject]) -> Subject:
+    return subjects(device, request.param)
+
+
+@pytest.fixture
+def llava(device: str, subjects: Callable[[str, str], Subject]) -> Subject:
+    return subjects(device, "llava_clip")
+
+
+def test_all_at_once(subject: Subject) -> None:
+    assert subject.session().ask(subject.prompts).token_ids == subject.expected
+
+
+def test_chunks_of_prompts_beside_single_tokens(subject: Subject) -> None:
+    session = subject.session(max_num_batched_tokens=subject.small_step)
+    assert session.ask(subject.prompts).token_ids == subject.expected
+    lengths = [{chunk.num_tokens for chunk in step.chunks} for step in session.steps]
+    assert any(1 in each and max(each) > 1 for each in lengths), "steps are mixed"
+
+
+def test_rows_arrive_late_and_in_ranges(subject: Subject) -> None:
+    """Room for the largest image's rows and little more, so that later ranges push out earlier ones."""
+    most = max(len(rows) for rows in subject.model.rows.values())
+    if subject.runner.family.mask is not Mask.CAUSAL:
+        # All images of a prompt that sees itself are needed at the same time.
+        most = max(sum(item.num_rows for item in prompt.images) for prompt in subject.prompts)
+    session = subject.session(max_num_batched_tokens=subject.small_step, cache_rows=most + 8, rows_arrive_after=2)
+    assert session.ask(subject.prompts).token_ids == subject.expected
+    if subject.runner.family.mask is Mask.CAUSAL:
+        fetched = [fetch for step in session.steps for fetch in step.fetches]
+        assert any(len(fetch.rows) < fetch.num_image_rows for fetch in fetched), "some came in parts"
+
+
+def test_preempted(subject: Subject) -> None:
+    sizes = [-(-len(prompt.token_ids) // families.BLOCK_SIZE) for prompt in subject.prompts]
+    session = subject.session(num_blocks=max(max(sizes) + 1, sum(sizes) // 2))
+    assert session.ask(subject.prompts).token_ids == subject.expected
+    assert sum(len(step.admitted) for step in session.steps) > len(subject.prompts), "somebody came back"
+
+
+def test_everything_is_in_the_prefix_cache(subject: Subject) -> None:
+    session = subject.session(num_blocks=2000)
+    assert session.ask(subject.prompts).token_ids == subject.expected
+    num_steps = len(session.steps)
+    again = session.ask(subject.prompts)
+    assert again.token_ids == subject.expected
+    assert all(request.usage.cached_prompt_tokens > 0 for request in again.requests)
+    # Those that found all of their prompt start with a single token, which is not written.
+    is_single = [chunk.num_tokens == 1 for step in session.steps[num_steps:] for chunk in step.chunks]
+    assert any(is_single)
+
+
+def test_logits_are_those_of_the_whole_model(llava: Subject) -> None:
+    """Of the prompts without a picture; the log probabilities of the five likeliest tokens at each place."""
+    reference = tiny_models.load_model(llava.folder)
+    prompts = [prompt for prompt in llava.prompts if not prompt.images]
+    answers = llava.session(max_num_batched_tokens=SMALL_STEP).ask(prompts, logprobs=5)
+    for prompt, token_ids, places in zip(prompts, answers.token_ids, answers.logprobs, strict=True):
+        ids = torch.tensor([[*prompt.token_ids, *token_ids]])
+        with torch.inference_mode():
+            logits = reference(input_ids=ids).logits[0, len(prompt.token_ids) - 1 : -1]
+        for token_id, place, row in zip(token_ids, places, logits.log_softmax(-1), strict=True):
+            assert place is not None
+            assert place.top[0][0] == token_id
+            ours = torch.tensor([value for _, value in place.top])
+            torch.testing.assert_close(ours, row[[each for each, _ in place.top]], rtol=0, atol=TOLERANCE)
+
+
+def test_the_dummy_run_leaves_nothing_behind(subject: Subject) -> None:
+    row_elements = (1 + subject.runner.family.num_levels) * tiny_models.HIDDEN_SIZE
+    worst = WorstCase(64, 4, 300, 3, 16, row_elements, RowDtype.FLOAT32)
+    # Without rows from before.
+    subject.session()
+    assert subject.runner.profile_run(worst) > 0
+    assert len(subject.runner.batch) == 0
+    assert len(subject.runner.row_cache) == 0
+    assert subject.session().ask(subject.prompts[:3]).token_ids == subject.expected[:3]
+
+
+def test_an_empty_step_is_fine(llava: Subject) -> None:
+    session = llava.session()
+    assert llava.runner.execute_model(session.scheduler.schedule()) == []
+
+
+@pytest.mark.parametrize("kind", RUNNERS.values(), ids=RUNNERS)
+def test_a_device_overrides_four_methods_and_nothing_else(kind: type[ModelRunnerBase]) -> None:
+    shared = {name for name, value in vars(ModelRunnerBase).items() if callable(value)}
+    assert {name for name in vars(kind) if name in shared} == HOOKS
+    assert ModelRunnerBase.__abstractmethods__ == HOOKS
+
+
+@pytest.fixture
+def recording(subjects: Callable[[str, str], Subject]) -> Iterator[Subject]:
+    subject = subjects("third", "llava_clip")
+    yield subject
+    subject.runner.config = replace(subject.runner.config, use_graphs=True)
+
+
+def test_graphs_are_replayed_for_steps_of_single_tokens(recording: Subject) -> None:
+    runner = recording.runner
+    assert isinstance(runner, RecordingRunner)
+    session = recording.session()
+    runner.replayed.clear()
+    prompts = recording.prompts[:3]
+    session.ask(prompts)
+    decodes = [step for step in session.steps if {chunk.num_tokens for chunk in step.chunks} == {1}]
+    assert runner.replayed == [{1: 1, 2: 2, 3: 4}[len(step.chunks)] for step in decodes]
+    assert runner.replayed.count(4) >= offline.MAX_NEW_TOKENS - 3
+
+
+def test_more_sequences_than_the_largest_graph_holds_run_without(recording: Subject) -> None:
+    runner = recording.runner
+    assert isinstance(runner, RecordingRunner)
+    session = recording.session()
+    runner.replayed.clear()
+    assert session.ask(recording.prompts).token_ids == recording.expected
+    decodes = [len(step.chunks) for step in session.steps if {chunk.num_tokens for chunk in step.chunks} == {1}]
+    assert max(decodes) > max(runner.tokenwise_graph_batch_sizes)
+    assert len(runner.replayed) == sum(size <= max(runner.tokenwise_graph_batch_sizes) for size in decodes)
+
+
+def test_a_graph_gives_the_bits_of_the_same_step_without(recording: Subject) -> None:
+    """Four sequences are not padded: the same operators on the same shapes."""
+    prompts = recording.prompts[:4]
+    with_graphs = recording.session().ask(prompts, logprobs=5)
+    runner = recording.runner
+    runner.config = replace(runner.config, use_graphs=False)
+    without = offline.Session(recording.model)
+    runner.capture_model()
+    assert runner.graphs is None
+    eager = without.ask(prompts, logprobs=5)
+    assert eager.token_ids == with_graphs.token_ids
+    assert eager.logprobs == with_graphs.logprobs
+
+
+def test_graphs_of_an_earlier_cache_are_forgotten(recording: Subject) -> None:
+    """They hold the addresses of its pools."""
+    recording.session()
+    runner = recording.runner
+    assert runner.graphs is not None
+    runner.initialize_kv_cache(10)
+    assert runner.graphs is None
+
+
+def test_a_backend_that_reads_numbers_on_the_host_is_not_recorded(
+    recording: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(type(recording.runner.backend), "reads_tensors", False)
+    recording.runner.initialize_kv_cache(10)
+    recording.runner.capture_model()
+    assert recording.runner.graphs is None
+    assert "reads numbers on the host" in caplog.text
+
+
+def test_a_model_that_asks_for_a_number_while_it_runs_is_not_recorded(
+    recording: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = recording.runner.get_model().lm_head
+    right = head.forward
+    # As a mixture of experts might ask how many tokens an expert gets.
+    monkeypatch.setattr(head, "forward", lambda hidden: right(hidden) * int(hidden.isfinite().any()))
+    session = offline.Session(recording.model)
+    recording.runner.capture_model()
+    assert recording.runner.graphs is None
+    assert "cannot be recorded" in caplog.text
+    assert session.ask(recording.prompts[:2]).token_ids == recording.expected[:2]
+
+
+def test_pieces_of_passes_are_not_recorded(recording: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(recording.runner), "use_piecewise_graph", True)
+    with pytest.raises(NotImplementedError, match="pieces"):
+        recording.runner.capture_model()

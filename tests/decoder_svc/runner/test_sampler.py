@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoder_svc.runner.sampler import SampleRow, sample
+from decoder_svc.scheduling.request import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
+
+
+def row(params: SamplingParams, prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = ()) -> SampleRow:
+    return SampleRow(params, np.array(prompt + output, dtype=np.int64), len(prompt))
+
+
+def draw(params: SamplingParams, num_draws: int = 3000, logits: torch.Tensor = LOGITS) -> dict[int, float]:
+    """Relative frequencies over seeds."""
+    counts: collections.Counter[int] = collections.Counter()
+    for seed in range(num_draws):
+        seeded = SamplingParams(
+            temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p, seed=seed
+        )
+        counts[sample(logits[None], [row(seeded)])[0][0]] += 1
+    return {token: count / num_draws for token, count in counts.items()}
+
+
+def test_greedy_takes_the_most_likely() -> None:
+    assert sample(LOGITS[None], [row(SamplingParams())])[0] == [0]
+
+
+def test_sampling_follows_the_softmax_at_its_temperature() -> None:
+    frequencies = draw(SamplingParams(temperature=0.7))
+    expected = (LOGITS / 0.7).softmax(0)
+    for token in range(5):
+        assert frequencies.get(token, 0) == pytest.approx(float(expected[token]), abs=0.04)
+
+
+def test_top_k_keeps_k_tokens() -> None:
+    assert set(draw(SamplingParams(temperature=2.0, top_k=2))) == {0, 1}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    probabilities = LOGITS.softmax(0).tolist()
+    assert probabilities[0] < 0.7 < probabilities[0] + probabilities[1]
+    assert set(draw(SamplingParams(temperature=1.0, top_p=0.7))) == {0, 1}
+    assert set(draw(SamplingParams(temperature=1.0, top_p=0.01))) == {0}
+
+
+def test_min_p_is_relative_to_the_most_likely() -> None:
+    ratios = (LOGITS - LOGITS[0]).exp().tolist()
+    keep = {token for token, ratio in enumerate(ratios) if ratio >= 0.2}
+    assert set(draw(SamplingParams(temperature=1.0, min_p=0.2))) == keep == {0, 1, 2}
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch() -> None:
+    params = SamplingParams(temperature=1.5, seed=42)
+    alone = sample(LOGITS[None], [row(params)])[0][0]
+    others = [row(SamplingParams(temperature=1.5, seed=seed)) for seed in range(6)]
+    together = sample(LOGITS.expand(7, -1), [*others, row(params)])[0]
+    assert together[6] == alone
+    assert len(set(together[:6])) > 1
+
+
+def test_the_draw_changes_from_token_to_token() -> None:
+    params = SamplingParams(temperature=3.0, seed=1)
+    drawn = [sample(LOGITS[None], [row(params, output=(2,) * index)])[0][0] for index in range(20)]
+    assert len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-6, 0.01])
+def test_a_very_low_temperature_is_nearly_greedy(temperature: float, narrowing: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, **narrowing)
+    assert sample(LOGITS[None], [row(params)])[0] == [int(LOGITS.argmax())]
+
+
+@pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e-3])
+def test_a_very_small_repetition_penalty_makes_seen_tokens_sure(penalty: float, narrowing: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=1.0, repetition_penalty=penalty, seed=3, **narrowing)
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    assert sample(logits, [row(params, prompt=(1,))])[0] == [1]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
+def test_numbers_that_are_none_fail_nobody_else(wrong: float, narrowing: dict[str, Any]) -> None:
+    """A model whose numbers ran over answers its own request with anything, and the others as ever."""
+    sick = torch.full_like(LOGITS, wrong)
+    params = SamplingParams(temperature=0.7, seed=3, **narrowing)
+    (of_sick, of_well), _ = sample(torch.stack([sick, LOGITS]), [row(params), row(params)])
+    assert of_sick in range(len(LOGITS))
+    assert [of_well] == sample(LOGITS[None], [row(params)])[0]
+
+
+def test_ids_beyond_the_vocabulary_have_no_logits_to_penalise() -> None:
+    """Of placeholders, whose rows come from the encoder."""
+    params = SamplingParams(repetition_penalty=1.5)
+    logits = torch.tensor([[2.0, 1.9, 0.0]])
+    assert sample(logits, [row(params, prompt=(0, 3, 99, 99))])[0] == [1]
+
+
+def test_seeds_may_have_64_bits() -> None:
+    assert sample(LOGITS[None], [row(SamplingParams(temperature=1.0, seed=2**64 - 1))])[0][0] in range(5)
+
+
+def test_penalties_and_biases_touch_their_own_row_only() -> None:
+    logits = torch.tensor([[2.0, 1.9, 0.0], [2.0, 1.9, 0.0]])
+    before = logits.clone()
+    penalised = row(SamplingParams(repetition_penalty=1.5), prompt=(0,))
+    assert sample(logits, [penalised, row(SamplingParams())])[0] == [1, 0]
+    biased = row(SamplingParams(logit_bias=((2, 5.0),)))
+    assert sample(logits, [row(SamplingParams()), biased])[0] == [0, 2]
+    assert torch.equal(logits, before)
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.4]])
+    present = SamplingParams(presence_penalty=1.5)
+    assert sample(logits, [row(present, prompt=(0, 0))])[0] == [0]
+    assert sample(logits, [row(present, output=(0,))])[0] == [1]
+    frequent = SamplingParams(frequency_penalty=0.6)
+    assert sample(logits, [row(frequent, output=(0,))])[0] == [0]
+    assert sample(logits, [row(frequent, output=(0, 0))])[0] == [1]
+
+
+def test_stop_ids_wait_for_min_tokens() -> None:
+    params = SamplingParams(min_tokens=3, stop_token_ids=frozenset({0}))
+    taken = [sample(LOGITS[None], [row(params, output=(1,) * index)])[0][0] for index in range(4)]
+    assert taken == [1, 1, 0, 0]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    params = SamplingParams(temperature=0.5, top_k=1, seed=3, logprobs=2)
+    token_ids, logprobs = sample(LOGITS[None], [row(params)])
+    expected = LOGITS.log_softmax(0).tolist()
+    assert logprobs[0] is not None
+    first_id, first_logprob = logprobs[0].top[0]
+    assert first_id == token_ids[0]
+    assert first_logprob == pytest.approx(expected[first_id])
+    assert [token for token, _ in logprobs[0].top[1:]] == [0, 1]
+    assert all(math.isfinite(value) for _, value in logprobs[0].top)
+    assert sample(LOGITS[None], [row(SamplingParams())])[1] == [None]

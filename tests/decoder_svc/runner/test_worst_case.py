@@ -1,0 +1,229 @@
+"""The made-up heaviest step, and start-up that runs it with a real tiny model."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decoder_svc.prompt.family import load_family
+from decoder_svc.runner.base import RunnerConfig
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
+from lookonce.embedding_meta import RowDtype
+from lookonce.errors import ConfigurationError
+from lookonce.model.model_folder import ModelFolder
+from tests import tiny_models
+from tests.decoder_svc.decoders import running_decoder
+from tests.tiny_families import gemma3
+
+BLOCK_SIZE = 8
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def worst_case(
+    num_tokens: int = 64, num_requests: int = 4, context_tokens: int = 300, num_images: int = 3
+) -> WorstCase:
+    return WorstCase(
+        num_tokens, num_requests, context_tokens, num_images, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
+
+
+class WatchedRunner(CPUModelRunner):
+    """Remembers which steps it ran."""
+
+    steps: list[SchedulerOutput]
+
+    def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
+        self.steps.append(output)
+        return super().execute_model(output)
+
+
+def load(folder: pathlib.Path) -> WatchedRunner:
+    family = load_family(ModelFolder.open(folder), tiny_models.load_processor(folder).tokenizer)
+    WatchedRunner.steps = []
+    return WatchedRunner(RunnerConfig(folder, torch.float32, BLOCK_SIZE, num_threads=1), family)
+
+
+@pytest.fixture(scope="module")
+def runner(folder: pathlib.Path) -> WatchedRunner:
+    return load(folder)
+
+
+def test_each_other_request_has_its_drafts() -> None:
+    worst = replace(worst_case(num_tokens=64, num_requests=5), num_draft_tokens=6)
+    step = worst_case_step(worst, BLOCK_SIZE, window=3)
+    assert [(chunk.num_tokens, len(chunk.draft_ids)) for chunk in step.chunks] == [(36, 0), *[(7, 6)] * 4]
+    # Where the budget is short, all have fewer, and the longest one has a token.
+    step = worst_case_step(replace(worst, num_tokens=14), BLOCK_SIZE)
+    assert [(chunk.num_tokens, len(chunk.draft_ids)) for chunk in step.chunks] == [(2, 0), *[(3, 2)] * 4]
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    num_requests=st.integers(1, 20),
+    context_tokens=st.integers(2, 300),
+    num_drafts=st.integers(0, 9),
+)
+def test_with_drafts_the_step_keeps_to_the_budget(
+    num_tokens: int, num_requests: int, context_tokens: int, num_drafts: int
+) -> None:
+    worst = replace(worst_case(num_tokens, num_requests, context_tokens, 0), num_draft_tokens=num_drafts)
+    step = worst_case_step(worst, BLOCK_SIZE)
+    assert len(step.chunks) == min(num_requests, num_tokens)
+    assert step.num_scheduled_tokens <= num_tokens
+    assert all(len(chunk.draft_ids) <= num_drafts and chunk.num_tokens > 0 for chunk in step.chunks)
+
+
+def test_the_runner_runs_a_step_with_drafts(runner: WatchedRunner) -> None:
+    assert runner.profile_run(replace(worst_case(), num_draft_tokens=4)) > 0
+    # Of the chunks with drafts, which are all zeros, some token each; of the longest one its next.
+    assert any(chunk.draft_ids for step in runner.steps for chunk in step.chunks)
+
+
+@given(
+    num_tokens=st.integers(1, 200),
+    num_requests=st.integers(1, 20),
+    context_tokens=st.integers(2, 300),
+    num_images=st.integers(0, 4),
+)
+def test_the_step_fills_the_budget_and_no_more(
+    num_tokens: int, num_requests: int, context_tokens: int, num_images: int
+) -> None:
+    worst = worst_case(num_tokens, num_requests, context_tokens, num_images)
+    step = worst_case_step(worst, BLOCK_SIZE)
+    num_others = min(num_requests, num_tokens) - 1
+    assert len(step.chunks) == len(step.admitted) == num_others + 1
+    assert step.num_scheduled_tokens == min(num_tokens, context_tokens + num_others)
+    longest = step.chunks[0]
+    assert longest.start + longest.num_tokens == context_tokens
+    assert all(len(chunk.block_ids) * BLOCK_SIZE >= chunk.start + chunk.num_tokens for chunk in step.chunks)
+    assert all(chunk.sliding is None for chunk in step.chunks)
+    assert {block for chunk in step.chunks for block in chunk.block_ids} == set(range(NUM_BLOCKS))
+    keys = [image.key for image in step.admitted[0].images]
+    assert keys == [fetched.key for fetched in worst_case_rows(worst)]
+    assert len(set(keys)) == num_images
+
+
+def test_with_a_window_the_step_sees_it_before_its_first_token() -> None:
+    step = worst_case_step(worst_case(num_tokens=20, num_requests=2, context_tokens=100), BLOCK_SIZE, window=10)
+    longest, other = (chunk.sliding for chunk in step.chunks)
+    # 19 tokens from 81 on, the first of which sees 72 … 81.
+    assert longest is not None
+    assert (longest.first, longest.start, len(longest.block_ids)) == (9, 9, 4)
+    assert other is not None
+    assert (other.first, len(other.block_ids)) == (0, 1)
+
+
+def test_start_up_runs_it_once_and_forgets_it(runner: WatchedRunner) -> None:
+    runner.steps.clear()
+    free = runner.profile_run(worst_case())
+    assert free > 0
+    assert [step.num_scheduled_tokens for step in runner.steps] == [64, 0]
+    assert len(runner.batch) == 0
+    assert len(runner.row_cache) == 0
+
+
+# In a process of its own: memory that an earlier test gave back would be there to be taken.
+_PROFILES_TWO_STEPS = """
+import pathlib, sys
+from decoder_svc.runner.cpu import runner as cpu
+from tests.decoder_svc.runner import test_worst_case as tests
+
+runner = tests.load(pathlib.Path(sys.argv[1]))
+cpu.free_bytes = lambda: 1 << 40
+small = runner.profile_run(tests.worst_case(num_tokens=1, num_requests=1, num_images=0))
+print(small - runner.profile_run(tests.worst_case(num_tokens=8192, context_tokens=16384)))
+"""
+
+
+def test_more_tokens_leave_less_memory(folder: pathlib.Path) -> None:
+    command = [sys.executable, "-c", _PROFILES_TWO_STEPS, str(folder)]
+    finished = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    # Hidden states, what they are projected to and what comes back: no less than three of them for each token.
+    assert int(finished.stdout) > 3 * 8192 * tiny_models.HIDDEN_SIZE * 4
+
+
+# In a process each, for the same reason.
+_PROFILES_ALL_LAYERS = """
+import contextlib, pathlib, sys, torch
+from decoder_svc.runner.cpu import runner as cpu
+from decoder_svc.runner.cpu.native_stack import NativeStack
+from tests.decoder_svc.runner import test_worst_case as tests
+
+runner = tests.load(pathlib.Path(sys.argv[1]))
+cpu.free_bytes = lambda: 1 << 40
+stack = runner.model.model.language_model
+assert isinstance(stack, NativeStack) and len(stack.weights()) > 4
+if sys.argv[2] == "all":
+    stack.last_layer_only = contextlib.nullcontext
+small = runner.profile_run(tests.worst_case(num_tokens=1, num_requests=1, num_images=0))
+print(small - runner.profile_run(tests.worst_case(num_tokens=8192, context_tokens=16384)))
+"""
+
+
+@pytest.mark.usefixtures("library")
+def test_one_layer_takes_as_much_memory_as_all(folder: pathlib.Path) -> None:
+    """So that a profile of a step need not run them all."""
+    taken = {}
+    for layers in ("one", "all"):
+        command = [sys.executable, "-c", _PROFILES_ALL_LAYERS, str(folder), layers]
+        finished = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        taken[layers] = int(finished.stdout)
+    assert taken["one"] == pytest.approx(taken["all"], rel=0.1)
+
+
+async def test_a_pool_that_nobody_sized_holds_all_requests_at_their_longest(folder: pathlib.Path) -> None:
+    sizes: dict[str, Any] = {
+        "num_kv_blocks": None,
+        "max_num_seqs": 3,
+        "max_context_tokens": 100,
+        "block_size": BLOCK_SIZE,
+    }
+    async with running_decoder(folder, **sizes) as decoder:
+        limits = decoder.service.engine.limits
+    assert limits.num_kv_blocks == 3 * 13
+    assert limits.max_context_tokens == 100
+
+
+async def test_a_pool_smaller_than_the_context_shortens_it(folder: pathlib.Path) -> None:
+    async with running_decoder(folder, num_kv_blocks=5, block_size=BLOCK_SIZE) as decoder:
+        assert decoder.service.engine.limits.max_context_tokens == 5 * BLOCK_SIZE
+
+
+async def test_layers_with_a_window_get_a_pool_of_their_own(tmp_path: pathlib.Path) -> None:
+    folder = gemma3.build(tmp_path)
+    sizes: dict[str, Any] = {
+        "num_kv_blocks": None,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 40,
+        "max_context_tokens": 400,
+        "block_size": BLOCK_SIZE,
+    }
+    async with running_decoder(folder, **sizes) as decoder:
+        limits = decoder.service.engine.limits
+    assert limits.num_kv_blocks == 3 * 50
+    # 9 tokens of the window before a step of 40, and one block more where they begin inside a block.
+    assert limits.num_sliding_kv_blocks == 3 * 8
+    async with running_decoder(folder, **sizes | {"num_kv_blocks": 10}) as decoder:
+        assert decoder.service.engine.limits.num_sliding_kv_blocks == 10
+
+
+async def test_a_pool_without_room_refuses_to_start(folder: pathlib.Path) -> None:
+    sizes: dict[str, Any] = {"num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 16, "block_size": 256}
+    with pytest.raises(ConfigurationError, match="no room for 2 blocks"):
+        async with running_decoder(folder, **sizes):
+            pass

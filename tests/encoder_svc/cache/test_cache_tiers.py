@@ -1,0 +1,96 @@
+"""A copy goes back into the shared cache only while nobody has said that it is to be forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from encoder_svc.cache.cache_admin import CacheAdmin
+from encoder_svc.cache.cache_tiers import CacheTiers
+from encoder_svc.cache.local_cache import LocalCache, LocalEmbedding
+from encoder_svc.metrics import EncoderMetrics
+from lookonce.forgotten import Forgotten
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.forget_channel import token_in
+from tests.lookonce.store.entries import SMALL, fresh_key, make_rows
+
+ENTRY = LocalEmbedding(SMALL, memoryview(make_rows(SMALL)).toreadonly(), 1.0)
+
+
+@pytest.fixture
+def admin(shared_redis: EmbeddedRedis) -> Iterator[CacheAdmin]:
+    with contextlib.closing(CacheAdmin(shared_redis.url)) as admin:
+        yield admin
+
+
+@pytest.fixture
+async def tiers(shared_redis: EmbeddedRedis) -> AsyncIterator[CacheTiers]:
+    store = EmbeddingStore(shared_redis.url, 5.0, 60, 1 << 20)
+    tiers = CacheTiers(LocalCache(1 << 20), store, EncoderMetrics(CollectorRegistry()), store_workers=1)
+    yield tiers
+    tiers.close()
+    store.close()
+
+
+def heard_of(tiers: CacheTiers) -> bytes:
+    """What a subscription that misses nothing would have heard."""
+    assert tiers.store is not None
+    token = token_in(tiers.store)
+    assert token is not None
+    return token
+
+
+async def test_a_copy_goes_back_where_it_went_away(tiers: CacheTiers, admin: CacheAdmin) -> None:
+    key = fresh_key()
+    assert await tiers.put(key, ENTRY, overwrite=False)
+    for word in (None, Forgotten.of([fresh_key()])):
+        if word is not None:
+            admin.tell_to_forget(word)
+        heard = heard_of(tiers)
+        tiers.heard = lambda heard=heard: heard
+        assert admin.evict([key]) == 1
+        assert await tiers.keep_stored(key, ENTRY)
+        assert await tiers.find_shared(key) == SMALL
+
+
+async def test_not_while_a_word_may_have_been_missed(tiers: CacheTiers, admin: CacheAdmin) -> None:
+    key = fresh_key()
+    assert await tiers.put(key, ENTRY, overwrite=False)
+    tiers.heard = lambda: None
+    assert admin.evict([key]) == 1
+    assert not await tiers.keep_stored(key, ENTRY)
+    assert await tiers.find_shared(key) is None
+
+
+async def test_not_where_a_word_was_missed_without_anybody_knowing(tiers: CacheTiers, admin: CacheAdmin) -> None:
+    """The subscription is dead and does not say so: what it heard last is not the last that was said."""
+    key = fresh_key()
+    assert await tiers.put(key, ENTRY, overwrite=False)
+    heard = heard_of(tiers)
+    tiers.heard = lambda: heard
+    admin.tell_to_forget(Forgotten.of([key]))
+    assert admin.evict([key]) == 1
+    assert not await tiers.keep_stored(key, ENTRY)
+    assert await tiers.find_shared(key) is None
+
+
+async def test_not_when_the_word_comes_while_the_write_waits_for_a_thread(
+    tiers: CacheTiers, admin: CacheAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = fresh_key()
+    assert await tiers.put(key, ENTRY, overwrite=False)
+    heard = heard_of(tiers)
+    tiers.heard = lambda: heard
+    assert admin.evict([key]) == 1
+
+    def forgotten_meanwhile(_store: EmbeddingStore) -> bytes:
+        tiers.forget(Forgotten.of([key]))
+        return heard
+
+    monkeypatch.setattr("encoder_svc.cache.cache_tiers.token_in", forgotten_meanwhile)
+    assert not await tiers.keep_stored(key, ENTRY)
+    assert await tiers.find_shared(key) is None

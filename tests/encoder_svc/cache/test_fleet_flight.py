@@ -1,0 +1,349 @@
+"""Replicas that agree on who encodes, over a real server; each has connections of its own, as processes have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from encoder_svc.cache.done_channel import DoneChannel
+from encoder_svc.cache.encode_lease import EncodeLeases
+from encoder_svc.cache.fleet_flight import FleetFlight
+from encoder_svc.metrics import EncoderMetrics
+from lookonce.common.v1 import common_pb2
+from lookonce.content_key import (
+    DEFAULT_TENANT,
+    ContentKey,
+    EncoderFingerprint,
+    ProcessorOptions,
+    content_key,
+    image_digest,
+)
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.store.cache_names import lease_key
+from lookonce.store.embedding_store import EmbeddingStore
+from tests import image_files
+from tests.encoder_svc.conftest import RunningEncoder, StartEncoder
+
+META = EmbeddingMeta(2, 4, 0, RowDtype.FLOAT32, 10, 10)
+TIMEOUT_S = 30.0
+
+
+def key(name: str) -> ContentKey:
+    return content_key(image_digest(name.encode()), EncoderFingerprint("f"), ProcessorOptions(), DEFAULT_TENANT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of an encode, and where."""
+
+    where: str
+    stored: bool = True
+
+
+class Replica:
+    """One encoder process as far as the lease goes: encoding takes as long as `gate` is closed."""
+
+    def __init__(self, name: str, url: str, ttl_s: float) -> None:
+        self.name = name
+        self.store = EmbeddingStore(url, 0.3, 60, 1 << 20)
+        self.metrics = EncoderMetrics(CollectorRegistry())
+        self.done = DoneChannel(url, 0.3)
+        self.is_answering = True
+        self.flight: FleetFlight[Outcome] = FleetFlight(
+            EncodeLeases(self.store, ttl_s),
+            self.done,
+            self.metrics,
+            num_threads=2,
+            is_answering=lambda: self.is_answering,
+        )
+        self.num_encodes = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.can_store = True
+
+    async def ask(self, one: ContentKey) -> tuple[Outcome, bool]:
+        """As the pipeline does after a miss."""
+
+        async def find() -> Outcome | None:
+            meta = await asyncio.to_thread(self.store.stat, one)
+            return None if meta is None else Outcome("cache")
+
+        async def encode() -> Outcome:
+            self.num_encodes += 1
+            await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            rows = memoryview(bytes(META.size_bytes))
+            stored = self.can_store and await asyncio.to_thread(self.store.write, one, META, rows)
+            return Outcome(self.name, stored)
+
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self.flight.run(one, find, encode)
+
+    async def close(self) -> None:
+        self.gate.set()
+        await self.flight.close()
+        self.store.close()
+
+
+@pytest.fixture
+async def fleet(own_redis: EmbeddedRedis) -> AsyncIterator[Callable[..., Any]]:
+    """`await fleet(4)`: replicas whose channels are connected."""
+    async with AsyncExitStack() as stack:
+
+        async def start(size: int, ttl_s: float = 20.0) -> list[Replica]:
+            replicas = [Replica(f"replica-{index}", own_redis.url, ttl_s) for index in range(size)]
+            for replica in replicas:
+                stack.push_async_callback(replica.close)
+                replica.done.start()
+            await until(lambda: all(replica.done.is_connected for replica in replicas))
+            return replicas
+
+        yield start
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def num_encodes(replicas: list[Replica]) -> int:
+    return sum(replica.num_encodes for replica in replicas)
+
+
+async def test_one_of_all_encodes_and_the_others_get_its_rows(
+    fleet: Callable[..., Any], own_redis: EmbeddedRedis
+) -> None:
+    replicas = await fleet(6)
+    for number in range(10):
+        one = key(f"image {number}")
+        answers = await asyncio.gather(*(replica.ask(one) for replica in replicas))
+        assert sorted(was_elsewhere for _, was_elsewhere in answers) == [False] + [True] * 5
+        assert all(outcome.stored for outcome, _ in answers)
+    assert num_encodes(replicas) == 10
+    await until(lambda: all(not replica.flight._releases for replica in replicas))
+    with redis.Redis.from_url(own_redis.url) as client:
+        assert not list(client.scan_iter("lookonce:*:l")), "a lease is held by nobody's encode"
+
+
+async def test_the_holder_s_end_is_heard(fleet: Callable[..., Any]) -> None:
+    holder, waiter = await fleet(2)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    async with waiter.done.listening(key("a")) as listener, waiter.done.listening(key("a")) as other:
+        assert not await listener.wait(0.3)
+        holder.gate.set()
+        assert await listener.wait(TIMEOUT_S)
+        assert await other.wait(TIMEOUT_S)
+    assert listener.outcome == other.outcome == b"stored"
+    assert not waiter.done._listeners
+    await leading
+
+
+async def test_who_comes_second_waits_for_as_long_as_it_takes(fleet: Callable[..., Any]) -> None:
+    holder, waiter = await fleet(2)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    following = asyncio.create_task(waiter.ask(key("a")))
+    await until(lambda: bool(waiter.done._listeners))
+    await asyncio.sleep(0.3)
+    assert not following.done()
+    holder.gate.set()
+    assert (await following)[1]
+    await leading
+    assert waiter.num_encodes == 0
+
+
+async def test_an_encode_longer_than_the_lease_keeps_it(fleet: Callable[..., Any]) -> None:
+    holder, waiter = await fleet(2, ttl_s=0.3)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    following = asyncio.create_task(waiter.ask(key("a")))
+    await asyncio.sleep(1.5)
+    holder.gate.set()
+    await asyncio.gather(leading, following)
+    assert waiter.num_encodes == 0
+
+
+async def test_a_holder_whose_model_hangs_lets_its_lease_go(fleet: Callable[..., Any]) -> None:
+    holder, waiter = await fleet(2, ttl_s=0.3)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    holder.is_answering = False
+    outcome, was_elsewhere = await waiter.ask(key("a"))
+    assert (outcome.where, was_elsewhere, leading.done()) == (waiter.name, False, False)
+    # By the lease, not because its patience was at an end.
+    assert waiter.metrics.lease_takeovers._value.get() == 1
+    holder.gate.set()
+    await leading
+
+
+async def test_a_dead_holder_s_lease_is_taken_over(fleet: Callable[..., Any], own_redis: EmbeddedRedis) -> None:
+    first, second = await fleet(2, ttl_s=0.5)
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.set(lease_key(key("a")), b"of a process that was killed", px=500)
+    answers = await asyncio.gather(first.ask(key("a")), second.ask(key("a")))
+    assert sorted(was_elsewhere for _, was_elsewhere in answers) == [False, True]
+    assert num_encodes([first, second]) == 1
+    taken_over = [replica.metrics.lease_takeovers._value.get() for replica in (first, second)]
+    assert sum(taken_over) == 1
+
+
+async def test_when_the_holder_fails_another_tries(fleet: Callable[..., Any]) -> None:
+    holder, waiter = await fleet(2)
+    holder.gate.clear()
+    holder.error = ValueError("its own trouble")
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    following = asyncio.create_task(waiter.ask(key("a")))
+    await until(lambda: bool(waiter.done._listeners))
+    holder.gate.set()
+    with pytest.raises(ValueError, match="its own trouble"):
+        await leading
+    outcome, was_elsewhere = await following
+    assert (outcome.where, was_elsewhere) == (waiter.name, False)
+
+
+async def test_rows_that_cannot_be_stored_are_encoded_by_everybody_at_once(fleet: Callable[..., Any]) -> None:
+    replicas = await fleet(4)
+    for replica in replicas:
+        replica.can_store = False
+    holder, others = replicas[0], replicas[1:]
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    for replica in others:
+        replica.gate.clear()
+    following = [asyncio.create_task(replica.ask(key("a"))) for replica in others]
+    await until(lambda: all(replica.done._listeners for replica in others))
+    holder.gate.set()
+    # All of them are encoding while none has ended.
+    await until(lambda: num_encodes(replicas) == 4)
+    for replica in others:
+        replica.gate.set()
+    answers = await asyncio.gather(leading, *following)
+    assert not any(was_elsewhere for _, was_elsewhere in answers)
+
+
+@pytest.mark.parametrize("trouble", ["gone", "frozen"])
+async def test_without_redis_everybody_encodes(
+    fleet: Callable[..., Any], own_redis: EmbeddedRedis, trouble: str
+) -> None:
+    replicas = await fleet(3)
+    if trouble == "gone":
+        own_redis.stop()
+    else:
+        os.kill(own_redis.pid, signal.SIGSTOP)
+    try:
+        answers = await asyncio.gather(*(replica.ask(key("a")) for replica in replicas))
+    finally:
+        if trouble == "frozen":
+            os.kill(own_redis.pid, signal.SIGCONT)
+    assert [outcome.where for outcome, _ in answers] == [replica.name for replica in replicas]
+
+
+async def test_a_lost_subscription_is_made_again_and_meanwhile_they_look(
+    fleet: Callable[..., Any], own_redis: EmbeddedRedis
+) -> None:
+    holder, waiter = await fleet(2)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    following = asyncio.create_task(waiter.ask(key("a")))
+    await until(lambda: bool(waiter.done._listeners))
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+    await until(lambda: not waiter.done.is_connected)
+    holder.gate.set()
+    assert (await following)[1]
+    await leading
+    await until(lambda: waiter.done.is_connected)
+
+
+async def test_who_stops_waiting_harms_nobody(fleet: Callable[..., Any]) -> None:
+    holder, quitter, waiter = await fleet(3)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    tasks = [asyncio.create_task(replica.ask(key("a"))) for replica in (quitter, waiter)]
+    await until(lambda: all(replica.done._listeners for replica in (quitter, waiter)))
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    assert not quitter.done._listeners
+    holder.gate.set()
+    assert (await tasks[1])[1]
+    await leading
+    assert num_encodes([holder, quitter, waiter]) == 1
+
+
+def request_of(seed: int) -> pb.EncodeRequest:
+    data = image_files.encoded(image_files.noise(seed, 80, 60))
+    return pb.EncodeRequest(items=[pb.EncodeItem(image=common_pb2.ImageSource(data=data))])
+
+
+def encodes(encoders: list[RunningEncoder]) -> int:
+    return int(sum(encoder.metric("lookonce_encoder_encodes_total") for encoder in encoders))
+
+
+async def test_four_replicas_and_fifty_requests_each_for_one_cold_image_encode_once(
+    start_encoder: StartEncoder, own_redis: EmbeddedRedis
+) -> None:
+    async with AsyncExitStack() as stack:
+        encoders = [
+            await stack.enter_async_context(start_encoder("llava_clip", redis_url=own_redis.url)) for _ in range(4)
+        ]
+        for seed in range(5):
+            request = request_of(9000 + seed)
+            answers = await asyncio.gather(*(encoder.stub.Encode(request) for encoder in encoders for _ in range(50)))
+            assert encodes(encoders) == seed + 1
+            assert all(answer.results[0].stored for answer in answers)
+
+
+async def test_a_hiccup_of_redis_costs_no_second_encode(start_encoder: StartEncoder, own_redis: EmbeddedRedis) -> None:
+    async with AsyncExitStack() as stack:
+        encoders = [
+            await stack.enter_async_context(start_encoder("llava_clip", redis_url=own_redis.url)) for _ in range(4)
+        ]
+        await asyncio.gather(*(encoder.stub.Encode(request_of(9050)) for encoder in encoders))
+        os.kill(own_redis.pid, signal.SIGSTOP)
+        asking = asyncio.gather(*(encoder.stub.Encode(request_of(9051)) for encoder in encoders for _ in range(50)))
+        # Longer than a look and the attempt to get the lease may take.
+        await asyncio.sleep(0.65)
+        os.kill(own_redis.pid, signal.SIGCONT)
+        answers = await asking
+        assert encodes(encoders) == 2
+        assert all(answer.results[0].stored for answer in answers)
+
+
+async def test_a_thousand_requests_over_fifty_images_encode_each_once(
+    start_encoder: StartEncoder, own_redis: EmbeddedRedis
+) -> None:
+    requests = [request_of(9100 + seed) for seed in range(50)]
+    rng = random.Random(3)
+    # Four encoders and a thousand callers share this process: what is late here must not count as a Redis that is away,
+    # behind which each encoder rightly encodes for itself.
+    patient = {"redis_url": own_redis.url, "redis_budget_s": 10.0, "encode_lease_s": 60.0}
+    async with AsyncExitStack() as stack:
+        encoders = [await stack.enter_async_context(start_encoder("llava_clip", **patient)) for _ in range(4)]
+        asks = requests + [rng.choice(requests) for _ in range(950)]
+        rng.shuffle(asks)
+        await asyncio.gather(*(rng.choice(encoders).stub.Encode(ask) for ask in asks))
+        assert encodes(encoders) == 50

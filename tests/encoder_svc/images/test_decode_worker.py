@@ -1,0 +1,199 @@
+"""Decoding in a process of its own: the same pixels, and whatever happens there costs that image only."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import PIL.Image
+import psutil
+import pytest
+from prometheus_client import CollectorRegistry
+
+from encoder_svc.images import decode_worker
+from encoder_svc.images.decode_worker import DecodeWorker
+from encoder_svc.images.image_decoder import decode_image
+from encoder_svc.images.preprocess import Preprocessor
+from encoder_svc.images.quarantine import Quarantine, Stage
+from encoder_svc.metrics import EncoderMetrics
+from encoder_svc.vision.vision_model import VisionModel
+from lookonce.content_key import ProcessorOptions, image_digest
+from lookonce.errors import (
+    ImageDecodeLimitError,
+    ImagePoisonousError,
+    ImageTooLargeError,
+    ImageUndecodableError,
+    InternalError,
+    LookonceError,
+    UnavailableError,
+)
+from lookonce.media.image_header import ImageHeader, ImageLimits
+from tests import image_files
+
+LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
+GOOD = image_files.encoded(image_files.noise(1, 90, 40))
+# Half a second of work and more.
+SLOW = image_files.encoded(image_files.noise(2, 4000, 3000), "JPEG", progressive=True)
+
+
+@pytest.fixture
+def worker() -> Iterator[DecodeWorker]:
+    worker = DecodeWorker(LIMITS, timeout_s=60)
+    yield worker
+    worker.close()
+
+
+def check(worker: DecodeWorker, data: bytes) -> None:
+    image, header = worker.decode(data)
+    expected, expected_header = decode_image(data, LIMITS)
+    assert np.array_equal(np.asarray(image), np.asarray(expected))
+    assert header == expected_header
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_the_pixels_are_those_of_the_decoder(worker: DecodeWorker, file_format: str) -> None:
+    check(worker, image_files.encoded(image_files.noise(3, 300, 200), file_format))
+    check(worker, image_files.encoded(image_files.noise(4, 1, 1), file_format))
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_turned_pictures_arrive_upright(worker: DecodeWorker, orientation: int) -> None:
+    check(worker, image_files.oriented_jpeg(image_files.noise(1, 90, 40), orientation))
+
+
+def test_one_process_serves_many_images(worker: DecodeWorker) -> None:
+    check(worker, GOOD)
+    pid = worker.pid
+    for seed in range(20):
+        check(worker, image_files.encoded(image_files.noise(seed, 50, 60)))
+    assert worker.pid == pid
+
+
+def test_bad_images_are_errors_of_their_own_and_keep_the_process(worker: DecodeWorker) -> None:
+    check(worker, GOOD)
+    pid = worker.pid
+    with pytest.raises(ImageUndecodableError, match="broken or truncated"):
+        worker.decode(GOOD[: len(GOOD) // 2])
+    with pytest.raises(ImageUndecodableError):
+        worker.decode(b"no image")
+    with pytest.raises(ImageTooLargeError, match="the limit is 50000000"):
+        worker.decode(image_files.png_of_size(40_000, 40_000))
+    with pytest.raises(ImageDecodeLimitError):
+        worker.decode(image_files.jpeg_of_many_scans(4000, 4000, 60))
+    check(worker, GOOD)
+    assert worker.pid == pid
+
+
+def test_an_image_that_takes_too_long_is_given_up_and_its_process_killed() -> None:
+    worker = DecodeWorker(LIMITS, timeout_s=60)
+    check(worker, GOOD)
+    pid = worker.pid
+    assert pid is not None
+    worker._timeout_s = 0.05
+    with pytest.raises(ImageDecodeLimitError, match=r"0\.05 s"):
+        worker.decode(SLOW)
+    assert not psutil.pid_exists(pid)
+    worker._timeout_s = 60
+    check(worker, GOOD)
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGSEGV, ImagePoisonousError),
+        (signal.SIGABRT, ImagePoisonousError),
+        # By a kernel that is short of memory, or somebody who ends processes: the image is not to blame.
+        (signal.SIGKILL, UnavailableError),
+        (signal.SIGTERM, UnavailableError),
+    ],
+)
+def test_what_ends_the_process_decides_whose_fault_it_was_and_the_next_image_is_right(
+    worker: DecodeWorker, number: signal.Signals, error: type[LookonceError]
+) -> None:
+    check(worker, GOOD)
+    pid = worker.pid
+    assert pid is not None
+    busy_s = sum(psutil.Process(pid).cpu_times()[:2])
+
+    def kill_while_it_decodes() -> None:
+        while sum(psutil.Process(pid).cpu_times()[:2]) < busy_s + 0.05:
+            time.sleep(0.005)
+        os.kill(pid, number)
+
+    killer = threading.Thread(target=kill_while_it_decodes)
+    killer.start()
+    with pytest.raises(error):
+        worker.decode(SLOW)
+    killer.join()
+    check(worker, GOOD)
+
+
+def test_a_process_that_was_killed_while_idle_is_nobody_s_fault(worker: DecodeWorker) -> None:
+    check(worker, GOOD)
+    assert worker.pid is not None
+    process = psutil.Process(worker.pid)
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.005)
+    check(worker, GOOD)
+
+
+def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_worker, "memory_limit", lambda limits: 256 << 20)
+    worker = DecodeWorker(LIMITS, timeout_s=60)
+    check(worker, GOOD)
+    with pytest.raises(ImageDecodeLimitError, match="memory"):
+        worker.decode(image_files.encoded(PIL.Image.new("RGBA", (7000, 7000))))
+    check(worker, GOOD)
+    worker.close()
+
+
+def test_a_process_that_cannot_start_is_not_the_image_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_svc.images.decode_worker.sys.executable", "/bin/false")
+    with pytest.raises(InternalError):
+        DecodeWorker(LIMITS, timeout_s=60).decode(GOOD)
+
+
+def test_the_process_has_no_secrets_and_no_model(worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOKONCE_REDIS_URL", "redis://:secret@somewhere")
+    check(worker, GOOD)
+    folder = pathlib.Path(f"/proc/{worker.pid}")
+    if not folder.exists():
+        pytest.skip("/proc is Linux's")
+    assert b"secret" not in (folder / "environ").read_bytes()
+    maps = (folder / "maps").read_text()
+    assert "torch" not in maps
+    assert "grpc" not in maps
+
+
+async def test_an_image_that_killed_two_processes_is_not_tried_again(
+    vision_model: Callable[[str], VisionModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[bytes] = []
+
+    def decode(self: DecodeWorker, data: bytes) -> tuple[PIL.Image.Image, ImageHeader]:
+        tries.append(data)
+        if data == GOOD:
+            raise ImagePoisonousError("died")
+        return decode_image(data, LIMITS)
+
+    monkeypatch.setattr(DecodeWorker, "decode", decode)
+    registry = CollectorRegistry()
+    quarantine = Quarantine(Stage.DECODE, 60.0, EncoderMetrics(registry))
+    preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 2, 10.0, quarantine)
+    other = image_files.encoded(image_files.noise(9, 90, 40))
+    for _ in range(4):
+        with pytest.raises(ImagePoisonousError):
+            await preprocessor.prepare(GOOD, image_digest(GOOD), ProcessorOptions())
+        await preprocessor.prepare(other, image_digest(other), ProcessorOptions())
+    assert tries.count(GOOD) == 2
+    assert tries.count(other) == 4
+    assert registry.get_sample_value("lookonce_encoder_poisonous_total", {"stage": "decode"}) == 2
+    assert registry.get_sample_value("lookonce_encoder_quarantine_refused_total", {"stage": "decode"}) == 2
+    preprocessor.close()

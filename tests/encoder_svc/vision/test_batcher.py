@@ -1,0 +1,460 @@
+"""Forward passes take what waits, inside their limits, begin when they should, and one bad image fails alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from encoder_svc.images.image_inputs import PixelInputs
+from encoder_svc.metrics import EncoderMetrics
+from encoder_svc.vision import batcher as batcher_module
+from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
+from encoder_svc.vision.forward_queue import CallerId, EncodedRows
+from encoder_svc.vision.vision_model import VisionModel
+from lookonce.content_key import ProcessorOptions
+from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
+from tests import image_files
+
+POISON = 666.0
+TIMEOUT_S = 30
+A, B = CallerId("a"), CallerId("b")
+
+
+class StepwiseModel:
+    """A forward pass that waits for permission and doubles its pixels; the value POISON fails the pass."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self.started = threading.Semaphore(0)
+        self.permits = threading.Semaphore(0)
+        self.num_controls = 0
+        self.control_error: Exception | None = None
+        self.poison_error: BaseException = ValueError("poison")
+
+    def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        values = [float(inputs.pixel_values[0, 0]) for inputs in batch]
+        self.batches.append(values)
+        self.started.release()
+        assert self.permits.acquire(timeout=TIMEOUT_S)
+        if POISON in values:
+            raise self.poison_error
+        return [inputs.pixel_values * 2 for inputs in batch]
+
+    def is_at_rest(self) -> bool:
+        """Whether no pass begins although there is time for it."""
+        return not self.started.acquire(timeout=0.05)
+
+    def control(self) -> None:
+        self.num_controls += 1
+        if self.control_error is not None:
+            raise self.control_error
+
+
+class Clock:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def model() -> StepwiseModel:
+    """The model under the batcher."""
+    return StepwiseModel()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    """Metrics of the batchers."""
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def make_batcher(model: StepwiseModel, registry: CollectorRegistry) -> Iterator[Callable[..., ForwardBatcher]]:
+    """Batchers that are closed after the test."""
+    batchers: list[ForwardBatcher] = []
+    metrics = EncoderMetrics(registry)
+
+    def make(*, clock: Clock | None = None, **limits: Any) -> ForwardBatcher:
+        chosen = BatchLimits(**{"max_images": 4, "max_bytes": 1 << 20, "max_queued": 100, **limits})
+        options = {} if clock is None else {"clock": clock}
+        batchers.append(ForwardBatcher(model.forward, model.control, chosen, metrics, **options))
+        return batchers[-1]
+
+    yield make
+    model.permits.release(1000)
+    for batcher in batchers:
+        batcher.close()
+
+
+def image(value: float, num_pixels: int = 1) -> PixelInputs:
+    """An image whose pixels all have one value."""
+    return PixelInputs({"pixel_values": torch.full((1, num_pixels), float(value))}, 1)
+
+
+def submit_behind_first(
+    model: StepwiseModel, batcher: ForwardBatcher, images: list[PixelInputs]
+) -> list[Future[EncodedRows]]:
+    """Submits the first image, waits until its pass runs, then submits the others."""
+    futures = [batcher.submit(images[0], A)]
+    assert model.started.acquire(timeout=TIMEOUT_S)
+    return futures + [batcher.submit(item, A) for item in images[1:]]
+
+
+def values(futures: list[Future[EncodedRows]]) -> list[float]:
+    """What each image became."""
+    return [float(future.result(TIMEOUT_S).rows[0, 0]) for future in futures]
+
+
+def test_images_that_wait_share_a_pass_up_to_the_limit(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher], registry: CollectorRegistry
+) -> None:
+    futures = submit_behind_first(model, make_batcher(), [image(value) for value in range(1, 8)])
+    model.permits.release(10)
+    assert values(futures) == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    assert model.batches == [[1], [2, 3, 4, 5], [6, 7]]
+    assert registry.get_sample_value("lookonce_encoder_batch_wait_seconds_count") == 7
+    assert registry.get_sample_value("lookonce_encoder_forward_images_sum") == 7
+
+
+def test_a_pass_is_bounded_by_bytes_but_takes_one_image_of_any_size(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    images = [image(1), image(2, 10), image(3, 10), image(4, 1000), image(5)]
+    futures = submit_behind_first(model, make_batcher(max_bytes=80), images)
+    model.permits.release(10)
+    assert values(futures) == [2.0, 4.0, 6.0, 8.0, 10.0]
+    assert model.batches == [[1], [2, 3], [4], [5]]
+
+
+def test_a_call_with_many_images_leaves_places_to_others(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher()
+    futures = submit_behind_first(model, batcher, [image(value) for value in range(1, 8)])
+    futures.append(batcher.submit(image(50), B))
+    model.permits.release(10)
+    assert values(futures)[-1] == 100.0
+    assert model.batches == [[1], [50, 2, 3, 4], [5, 6, 7]], "the caller of the first pass does not lead the second"
+
+
+def test_a_failing_image_fails_alone(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher], registry: CollectorRegistry
+) -> None:
+    batcher = make_batcher()
+    futures = submit_behind_first(model, batcher, [image(1), image(2), image(POISON), image(3)])
+    model.permits.release(10)
+    with pytest.raises(ImagePoisonousError) as caught:
+        futures[2].result(TIMEOUT_S)
+    assert caught.value.__cause__ is model.poison_error
+    assert "poison" not in caught.value.message
+    assert values([futures[0], futures[1], futures[3]]) == [2.0, 4.0, 6.0]
+    assert model.batches == [[1], [2, POISON, 3], [2], [POISON], [3]]
+    assert model.num_controls == 1
+    assert values([batcher.submit(image(7), A)]) == [14.0]
+    assert registry.get_sample_value("lookonce_encoder_model_faults_total") == 0
+
+
+def test_an_image_that_was_alone_anyway_is_not_run_twice(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    model.permits.release(10)
+    assert isinstance(make_batcher().submit(image(POISON), A).exception(TIMEOUT_S), ImagePoisonousError)
+    assert model.batches == [[POISON]]
+
+
+def test_where_a_good_picture_fails_too_no_image_is_at_fault(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher], registry: CollectorRegistry
+) -> None:
+    batcher = make_batcher()
+    model.control_error = RuntimeError("broken")
+    futures = submit_behind_first(model, batcher, [image(1), image(POISON), image(POISON)])
+    model.permits.release(10)
+    for future in futures[1:]:
+        assert future.exception(TIMEOUT_S) is model.poison_error
+    assert model.num_controls == 1, "one control judges all images of a pass"
+    assert registry.get_sample_value("lookonce_encoder_model_faults_total") == 1
+    assert batcher.is_healthy
+    assert values([batcher.submit(image(7), A)]) == [14.0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."),
+        RuntimeError("could not create a primitive"),
+        RuntimeError("std::bad_alloc"),
+    ],
+)
+def test_lack_of_memory_is_no_image_s_fault(
+    error: Exception,
+    model: StepwiseModel,
+    make_batcher: Callable[..., ForwardBatcher],
+    registry: CollectorRegistry,
+) -> None:
+    model.poison_error = error
+    model.permits.release(10)
+    future = make_batcher().submit(image(POISON), A)
+    assert future.exception(TIMEOUT_S) is error
+    assert model.num_controls == 0
+    assert registry.get_sample_value("lookonce_encoder_model_faults_total") == 1
+
+
+def test_failed_controls_in_a_row_make_it_unhealthy_until_a_pass_succeeds(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher()
+    model.control_error = RuntimeError("broken")
+    model.permits.release(100)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            assert batcher.submit(image(POISON), A).exception(TIMEOUT_S) is model.poison_error
+
+    for _ in range(2):
+        fail(2)
+        assert values([batcher.submit(image(1), A)]) == [2.0]
+        assert batcher.is_healthy
+    fail(3)
+    assert not batcher.is_healthy
+    assert values([batcher.submit(image(1), A)]) == [2.0], "who asks all the same is served"
+    assert batcher.is_healthy
+
+
+def test_torch_says_lack_of_memory_as_it_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50)
+    assert batcher_module._is_lack_of_memory(caught.value)
+
+
+def test_too_few_outputs_do_not_end_the_thread() -> None:
+    metrics = EncoderMetrics(CollectorRegistry())
+
+    def forward(batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        return [inputs.pixel_values for inputs in batch if inputs.pixel_values[0, 0] > 0]
+
+    batcher = ForwardBatcher(forward, lambda: None, BatchLimits(4, 1 << 20, 100), metrics)
+    assert isinstance(batcher.submit(image(-1), A).exception(TIMEOUT_S), ImagePoisonousError)
+    assert values([batcher.submit(image(1), A)]) == [1.0]
+    batcher.close()
+
+
+def test_a_full_queue_refuses_and_a_free_one_accepts_again(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher(max_queued=2)
+    futures = submit_behind_first(model, batcher, [image(1), image(2), image(3)])
+    with pytest.raises(OverloadedError, match="2 images wait"):
+        batcher.submit(image(4), A)
+    model.permits.release(10)
+    assert values(futures) == [2.0, 4.0, 6.0]
+    assert values([batcher.submit(image(5), A)]) == [10.0]
+
+
+def test_a_cancelled_image_never_reaches_the_model(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    futures = submit_behind_first(model, make_batcher(), [image(1), image(2), image(3)])
+    assert futures[1].cancel()
+    model.permits.release(10)
+    assert values([futures[0], futures[2]]) == [2.0, 6.0]
+    assert model.batches == [[1], [3]]
+
+
+def test_a_cancelled_image_leaves_its_place_to_another_one_at_once(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher(max_queued=2)
+    futures = submit_behind_first(model, batcher, [image(1), image(2), image(3)])
+    assert futures[1].cancel()
+    futures[1] = batcher.submit(image(4), A)
+    with pytest.raises(OverloadedError):
+        batcher.submit(image(5), A)
+    model.permits.release(10)
+    assert values(futures) == [2.0, 8.0, 6.0]
+    assert model.batches == [[1], [3, 4]]
+
+
+def test_without_a_delay_a_pass_waits_for_nobody(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher()
+    with batcher.expecting():
+        future = batcher.submit(image(1), A)
+        model.permits.release(10)
+        assert values([future]) == [2.0]
+
+
+def test_a_pass_waits_for_images_on_their_way_until_it_is_full(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher(clock=Clock(), max_delay_s=1000.0)
+    model.permits.release(10)
+    with batcher.expecting():
+        futures = [batcher.submit(image(value), A) for value in (1, 2, 3)]
+        assert model.is_at_rest()
+        futures.append(batcher.submit(image(4), A))
+        assert values(futures) == [2.0, 4.0, 6.0, 8.0]
+    assert model.batches == [[1, 2, 3, 4]]
+
+
+def test_a_pass_goes_at_once_when_something_waits_that_cannot_join_it(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher(clock=Clock(), max_delay_s=1000.0)
+    model.permits.release(10)
+    with batcher.expecting():
+        first = batcher.submit(image(1), A)
+        assert model.is_at_rest()
+        batcher.submit(image(2, 7), A)
+        assert values([first]) == [2.0]
+    assert model.batches[0] == [1]
+
+
+def test_a_pass_goes_at_once_when_nothing_else_is_on_its_way(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher(clock=Clock(), max_delay_s=1000.0)
+    model.permits.release(10)
+    with ExitStack() as others:
+        for _ in range(2):
+            others.enter_context(batcher.expecting())
+        with batcher.expecting():
+            futures = [batcher.submit(image(1), A)]
+        futures.append(batcher.submit(image(2), B))
+        assert model.is_at_rest(), "two more are being prepared"
+    assert values(futures) == [2.0, 4.0]
+    assert model.batches == [[1, 2]]
+
+
+def test_the_delay_counts_from_the_oldest_image(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    clock = Clock()
+    batcher = make_batcher(clock=clock, max_delay_s=1.0)
+    model.permits.release(10)
+    with batcher.expecting():
+        futures = [batcher.submit(image(1), A)]
+        clock.now_s += 0.9
+        futures.append(batcher.submit(image(2), B))
+        assert model.is_at_rest()
+        futures.append(batcher.submit(image(3), B))
+        clock.now_s += 0.2
+        assert values(futures) == [2.0, 4.0, 6.0]
+    assert model.batches == [[1, 2, 3]]
+
+
+def test_an_image_on_its_way_that_never_comes_delays_nobody_for_good(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    batcher = make_batcher(max_delay_s=0.01)
+    model.permits.release(10)
+    with batcher.expecting():
+        assert values([batcher.submit(image(1), A)]) == [2.0]
+
+
+def test_a_pass_that_takes_too_long_shows_and_refuses_further_images(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher], registry: CollectorRegistry
+) -> None:
+    clock = Clock()
+    batcher = make_batcher(clock=clock, max_pass_s=60.0)
+    assert (batcher.is_healthy, batcher.running_s) == (True, 0.0)
+    futures = submit_behind_first(model, batcher, [image(1), image(2)])
+    clock.now_s += 61
+    assert (batcher.is_healthy, batcher.running_s) == (False, 61.0)
+    assert registry.get_sample_value("lookonce_encoder_forward_running_seconds") == 61
+    with pytest.raises(UnavailableError, match="does not answer"):
+        batcher.submit(image(3), A)
+    model.permits.release(10)
+    assert values(futures) == [2.0, 4.0]
+    assert values([batcher.submit(image(3), A)]) == [6.0]
+    assert batcher.is_healthy
+
+
+def test_a_thread_that_dies_answers_every_image_and_takes_no_more(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
+) -> None:
+    model.poison_error = SystemExit("as from a library in C")
+    batcher = make_batcher(max_images=1)
+    futures = submit_behind_first(model, batcher, [image(POISON), image(2), image(3), image(4)])
+    assert futures[2].cancel()
+    model.permits.release(10)
+    for future in (futures[0], futures[1], futures[3]):
+        assert isinstance(future.exception(TIMEOUT_S), UnavailableError)
+    assert batcher.has_died
+    assert not batcher.is_healthy
+    with pytest.raises(UnavailableError):
+        batcher.submit(image(5), A)
+
+
+def test_a_batcher_that_was_closed_has_not_died(make_batcher: Callable[..., ForwardBatcher]) -> None:
+    batcher = make_batcher()
+    batcher.close()
+    assert not batcher.has_died
+
+
+def test_closing_answers_every_image(model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]) -> None:
+    batcher = make_batcher()
+    futures = submit_behind_first(model, batcher, [image(1), image(2), image(3)])
+    model.permits.release(10)
+    batcher.close()
+    assert values(futures[:1]) == [2.0]
+    for future in futures[1:]:
+        assert isinstance(future.exception(TIMEOUT_S), (UnavailableError, type(None)))
+    with pytest.raises(UnavailableError):
+        batcher.submit(image(4), A)
+
+
+def test_closing_does_not_wait_for_a_pass_that_hangs(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher_module, "_CLOSE_TIMEOUT_S", 0.01)
+    batcher = make_batcher()
+    futures = submit_behind_first(model, batcher, [image(1), image(2)])
+    batcher.close()
+    assert not futures[0].done()
+    assert isinstance(futures[1].exception(TIMEOUT_S), UnavailableError)
+
+
+@given(
+    images=st.lists(
+        st.tuples(st.integers(16, 200), st.integers(16, 200), st.sampled_from("abc")), min_size=1, max_size=7
+    )
+)
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_rows_are_those_of_a_pass_of_its_own_whatever_the_company(
+    images: list[tuple[int, int, str]], vision_model: Callable[[str], VisionModel]
+) -> None:
+    model = vision_model("qwen2_vl")
+    pixels = [
+        model.adapter.pixel_inputs(image_files.noise(seed, width, height), ProcessorOptions())
+        for seed, (width, height, _) in enumerate(images)
+    ]
+    sizes: list[int] = []
+
+    def forward(batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        sizes.append(len(batch))
+        return model.forward(batch)
+
+    limits = BatchLimits(4, 1 << 26, 100, max_delay_s=1000.0)
+    batcher = ForwardBatcher(forward, model.warm_up, limits, EncoderMetrics(CollectorRegistry()))
+    with batcher.expecting():
+        futures = [batcher.submit(inputs, CallerId(name)) for inputs, (_, _, name) in zip(pixels, images, strict=True)]
+    for inputs, future in zip(pixels, futures, strict=True):
+        torch.testing.assert_close(future.result(TIMEOUT_S).rows, model.forward([inputs])[0], rtol=1e-5, atol=1e-5)
+    assert sizes == [4] * (len(images) // 4) + ([len(images) % 4] if len(images) % 4 else [])
+    batcher.close()

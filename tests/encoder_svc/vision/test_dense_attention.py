@@ -1,0 +1,270 @@
+"""Native attention equals PyTorch's for every form that it takes, and leaves the others to it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from structlog.testing import capture_logs
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from encoder_svc.images.image_inputs import VisionAdapter
+from encoder_svc.vision import dense_attention
+from encoder_svc.vision.dense_attention import NAME, DenseAttention, use_dense_attention
+from lookonce.content_key import ProcessorOptions
+from lookonce.model.half_model import load_vision_half
+from lookonce.model.model_folder import ModelFolder
+from lookonce.model.native_library import NativeLibraryError
+from tests import image_files
+from tests.tiny_families import FAMILIES
+
+Folders = Callable[[str], pathlib.Path]
+# Against products in float64, relative to the size of the output.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+# Images, heads, tokens, elements of a head: around whole tiles, vectors and words.
+SHAPES = [
+    (1, 1, 1, 16),
+    (1, 2, 11, 32),
+    (2, 3, 12, 64),
+    (1, 2, 13, 72),
+    (3, 1, 32, 80),
+    (1, 2, 33, 30),
+    (2, 12, 577, 64),
+]
+
+
+@pytest.fixture(scope="module")
+def native() -> DenseAttention:
+    try:
+        return DenseAttention()
+    except NativeLibraryError as error:
+        pytest.skip(f"there is no native library here: {error}")
+
+
+def heads(shape: tuple[int, int, int, int], dtype: torch.dtype, *, gain: float = 1.0) -> list[torch.Tensor]:
+    """Queries, keys and values as towers have them: beside each other, heads within a token."""
+    num_images, num_heads, num_tokens, head_dim = shape
+    generator = torch.Generator().manual_seed(num_tokens)
+    together = torch.randn(num_images, num_tokens, 3, num_heads, head_dim, generator=generator) * gain
+    return list(together.to(dtype).permute(2, 0, 3, 1, 4).unbind())
+
+
+def sdpa(parts: list[torch.Tensor], scale: float) -> torch.Tensor:
+    """[num_images, num_tokens, num_heads, head_dim]."""
+    return torch.nn.functional.scaled_dot_product_attention(*parts, scale=scale).transpose(1, 2)
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("gain", [1.0, 8.0])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_as_exact_as_sdpa(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, gain: float, native: DenseAttention
+) -> None:
+    parts = heads(shape, dtype, gain=gain)
+    exact = sdpa([part.double() for part in parts], 0.2)
+    found = native.attend(*parts, scale=0.2)
+    assert found is not None
+    assert found.is_contiguous()
+    assert relative_error(found, exact) < TOLERANCES[dtype]
+    assert relative_error(found, exact) <= 1.2 * relative_error(sdpa(parts, 0.2), exact) + 1e-7
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_an_image_has_the_same_bits_alone_and_beside_others_with_any_number_of_threads(
+    dtype: torch.dtype, native: DenseAttention
+) -> None:
+    parts = heads((4, 3, 50, 64), dtype)
+    together = native.attend(*parts, scale=0.125)
+    assert together is not None
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for image in range(4):
+            alone = native.attend(*(part[image : image + 1] for part in parts), scale=0.125)
+            assert alone is not None
+            assert torch.equal(alone[0], together[image])
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def test_values_that_are_not_finite_stay_visible(native: DenseAttention) -> None:
+    for bad in (float("nan"), float("inf")):
+        parts = heads((1, 1, 20, 16), torch.float32)
+        parts[2][0, 0, 7, 3] = bad
+        found = native.attend(*parts, scale=0.25)
+        assert found is not None
+        assert not torch.isfinite(found[0, :, 0, 3]).any()
+        parts[2][0, 0, 7, 3] = 0.0
+        parts[0][0, 0, 5, 2] = bad
+        found = native.attend(*parts, scale=0.25)
+        assert found is not None
+        assert torch.isnan(found[0, 5]).all()
+
+
+def other_head_dims(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [parts[0], parts[1], parts[2][..., :8]]
+
+
+def grouped_heads(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [parts[0], parts[1][:, :1], parts[2][:, :1]]
+
+
+def elements_apart(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part[..., ::2] for part in parts]
+
+
+def odd_heads(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part[..., :15] for part in parts]
+
+
+def half_words(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part[..., 1:15] for part in parts]
+
+
+def no_tokens(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part[:, :, :0] for part in parts]
+
+
+def other_type(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part.half() for part in parts]
+
+
+@pytest.mark.parametrize(
+    "change", [other_head_dims, grouped_heads, elements_apart, odd_heads, half_words, no_tokens, other_type]
+)
+def test_what_it_does_not_take_is_left(
+    change: Callable[[list[torch.Tensor]], list[torch.Tensor]], native: DenseAttention
+) -> None:
+    parts = heads((1, 2, 6, 16), torch.bfloat16)
+    assert native.attend(*parts, scale=0.25) is not None
+    assert native.attend(*change(parts), scale=0.25) is None
+
+
+class Counted:
+    """The implementation that transformers calls, and how often C++ answered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_native = 0
+        self.num_left = 0
+        attend = DenseAttention.attend
+
+        def counted(of: DenseAttention, *parts: torch.Tensor, scale: float) -> torch.Tensor | None:
+            output = attend(of, *parts, scale=scale)
+            self.num_native += output is not None
+            return output
+
+        def left(*arguments: Any, **named: Any) -> Any:
+            self.num_left += 1
+            return sdpa_attention_forward(*arguments, **named)
+
+        monkeypatch.setattr(DenseAttention, "attend", counted)
+        monkeypatch.setattr(dense_attention, "sdpa_attention_forward", left)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gives_the_same_rows(
+    name: str, tiny_folder: Folders, native: DenseAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_folder(name)
+    adapter = VisionAdapter.load(ModelFolder.open(folder))
+    images = [image_files.noise(seed, *size) for seed, size in enumerate(((80, 60), (200, 50)))]
+    counted = Counted(monkeypatch)
+    model = load_vision_half(folder, None)
+    with torch.inference_mode():
+        inputs = [adapter.pixel_inputs(image, ProcessorOptions()) for image in images]
+        before = [adapter.image_rows(model, [one])[0] for one in inputs]
+        assert use_dense_attention(model)
+        counted.num_native = 0
+        after = [adapter.image_rows(model, [one])[0] for one in inputs]
+    for found, expected in zip(after, before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert counted.num_native + counted.num_left > 0, "the tower asks for attention"
+    if counted.num_left == 0:
+        return
+    assert name in {"idefics3", "smolvlm", "pixtral", "mistral3"}, "its tower has masks"
+
+
+def implementation(monkeypatch: pytest.MonkeyPatch) -> tuple[Counted, Any]:
+    counted = Counted(monkeypatch)
+    assert dense_attention._register(torch.float32) is None
+    counted.num_native = 0
+    return counted, transformers.AttentionInterface()[NAME]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"is_causal": True},
+        {},
+        {"is_causal": False, "dropout": 0.1},
+        {"is_causal": False, "attention_mask": torch.zeros(1, 1, 9, 9).masked_fill(torch.eye(9) > 0, -torch.inf)},
+    ],
+    ids=["causal", "causal by default", "dropout", "mask"],
+)
+def test_another_computation_goes_to_sdpa(
+    arguments: dict[str, Any], native: DenseAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, forward = implementation(monkeypatch)
+    parts = heads((1, 2, 9, 16), torch.float32)
+    mask = arguments.get("attention_mask")
+    others = {name: value for name, value in arguments.items() if name != "attention_mask"}
+    torch.manual_seed(0)
+    found, _ = forward(torch.nn.Identity(), *parts, mask, scaling=0.5, **others)
+    assert (counted.num_native, counted.num_left) == (0, 1)
+    torch.manual_seed(0)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *parts,
+        attn_mask=mask,
+        scale=0.5,
+        dropout_p=others.get("dropout", 0.0),
+        is_causal=mask is None and others.get("is_causal", True),
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize(("scaling", "scale"), [(None, 0.25), (0.5, 0.5)])
+def test_plain_attention_is_native_with_the_scale_that_is_meant(
+    scaling: float | None, scale: float, native: DenseAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, forward = implementation(monkeypatch)
+    parts = heads((1, 2, 9, 16), torch.float32)
+    found, _ = forward(torch.nn.Identity(), *parts, None, scaling=scaling, is_causal=False)
+    assert (counted.num_native, counted.num_left) == (1, 0)
+    torch.testing.assert_close(found, sdpa(parts, scale))
+
+
+def no_library(*_: object) -> None:
+    raise NativeLibraryError("there is no C++ compiler")
+
+
+@pytest.mark.parametrize(
+    ("place", "stand_in", "reason"),
+    [
+        ((dense_attention, "load_library"), no_library, "no C++ compiler"),
+        ((DenseAttention, "agrees_with_sdpa"), lambda *_: False, "other values"),
+    ],
+)
+def test_without_a_good_library_sdpa_stays_with_the_reason_in_the_log(
+    place: tuple[Any, str], stand_in: Any, reason: str, tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*place, stand_in)
+    model = load_vision_half(tiny_folder("llava_clip"), None)
+    with capture_logs() as logs:
+        assert not use_dense_attention(model)
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert reason in logs[0]["reason"]
+
+
+def test_a_type_without_native_attention_keeps_sdpa(tiny_folder: Folders) -> None:
+    model = load_vision_half(tiny_folder("llava_clip"), torch.float16)
+    with capture_logs() as logs:
+        assert not use_dense_attention(model)
+    assert "float16" in logs[0]["reason"]

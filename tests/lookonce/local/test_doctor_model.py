@@ -1,0 +1,261 @@
+"""What `lookonce doctor --model` and `lookonce models` say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from decoder_svc.prompt.image_layout import layout_of
+from decoder_svc.runner.attention import KVCacheSpec
+from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision.vision_model import VisionModel
+from lookonce.families.registry import FAMILIES
+from lookonce.local import doctor, half_check
+from lookonce.local.cli_settings import CliSettings
+from lookonce.local.doctor import Finding
+from lookonce.local.doctor_model import examine_folder
+from lookonce.local.half_check import check_half
+from lookonce.model.family_model import FamilyModel
+from lookonce.model.half_model import Half, load_text_half, load_vision_half
+from lookonce.model.model_folder import ModelFolder
+from tests import tiny_families, tiny_models
+
+ROOT = pathlib.Path(__file__).parents[3]
+BUILDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
+    **{name: module.build for name, module in tiny_families.FAMILIES.items()},
+    **tiny_models.BUILDERS,
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    root = tmp_path_factory.mktemp("models")
+
+    def build(name: str) -> pathlib.Path:
+        return root / name if (root / name).exists() else BUILDERS[name](root / name)
+
+    return build
+
+
+@pytest.fixture
+def copied(built: Callable[[str], pathlib.Path], tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
+    """A copy of a tiny folder, with changed fields of its configuration or of the text model's."""
+
+    def copy(name: str, fields: Mapping[str, Any] | None = None, text: Mapping[str, Any] | None = None) -> pathlib.Path:
+        path = tmp_path / name
+        shutil.copytree(built(name), path)
+        config = json.loads((path / "config.json").read_text())
+        config |= fields or {}
+        config["text_config"] |= text or {}
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def only_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This transformers loads in the way that is known, so no half is loaded only to be compared."""
+
+    def never(folder: ModelFolder, half: Half) -> None:
+        raise AssertionError(f"the {half.value} half of {folder.path} was loaded")
+
+    monkeypatch.setattr(half_check, "_loaded", never)
+
+
+def _examined(path: pathlib.Path) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in examine_folder(ModelFolder.open(path))}
+
+
+def _encoders_fingerprint(path: pathlib.Path, **settings: Any) -> str:
+    return VisionModel.load(EncoderSettings(model=path, **settings)).fingerprint
+
+
+def _config(path: pathlib.Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(path)
+
+
+def _drop_tensor(path: pathlib.Path, part: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors[next(name for name in sorted(tensors) if part in name)]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_every_tiny_family_loads(name: str, built: Callable[[str], pathlib.Path]) -> None:
+    path = built(name)
+    findings = _examined(path)
+    assert [finding for finding in findings.values() if not finding.is_fine] == []
+    assert findings["loading"].detail == "encoder and decoder can load this folder"
+    model = FamilyModel.load(ModelFolder.open(path))
+    largest = model.sizing.largest
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    token_id = getattr(_config(path), "image_token_id", None) or _config(path).image_token_index
+    layout = layout_of(
+        largest,
+        tokenizer.convert_ids_to_tokens(token_id),
+        token_id,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+    tokens = f"{largest.num_rows:,} rows, {len(layout.token_ids):,} tokens"
+    assert findings["largest image"].detail.startswith(tokens)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_the_fingerprint_is_the_encoders(name: str, built: Callable[[str], pathlib.Path]) -> None:
+    assert _examined(built(name))["encoder fingerprint"].detail == _encoders_fingerprint(built(name))
+
+
+# Of untied and tied weights, and of experts that are merged.
+@pytest.mark.parametrize("name", ["gemma3", "paligemma", "qwen3_vl_moe"])
+def test_the_memory_is_that_of_the_loaded_halves(name: str, built: Callable[[str], pathlib.Path]) -> None:
+    folder = ModelFolder.open(built(name))
+    loaded = {
+        Half.VISION: load_vision_half(folder.path, None),
+        Half.TEXT: load_text_half(folder.path, None, "sdpa"),
+    }
+    for half, model in loaded.items():
+        weights = check_half(folder, _config(folder.path), half)
+        parameters = list(model.parameters())
+        assert weights.num_bytes == sum(parameter.nbytes for parameter in parameters)
+        assert (weights.num_tensors, weights.dtype) == (len(parameters), torch.float32)
+
+
+def test_sizes_follow_from_the_configuration(built: Callable[[str], pathlib.Path]) -> None:
+    findings = _examined(built("gemma3"))
+    block = KVCacheSpec(num_layers=6, num_kv_heads=2, head_dim=16, dtype=torch.float32, block_size=16).block_bytes
+    assert findings["KV cache"].detail == f"{block:,} bytes per block of 16 tokens, 1.6 MB per 1,024 tokens"
+    assert findings["row"].detail == "256 bytes; 4.1 kB for the largest image"
+    assert findings["rows of images"].detail == "640×480: 16, 1920×1080: 16, 3000×200: 16"
+    assert findings["largest image"].detail == "16 rows, 20 tokens of the prompt"
+    deepstack = _examined(built("qwen3_vl"))
+    assert deepstack["row"].detail.startswith("768 bytes, 512 of them feature levels; ")
+
+
+def test_the_checkpoints_element_type_counts(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("gemma3", {"dtype": "bfloat16"})
+    findings = _examined(path)
+    assert findings["text half"].detail.startswith("709.4 kB as bfloat16 ")
+    assert findings["row"].detail.startswith("128 bytes")
+    assert findings["KV cache"].detail.startswith("12,288 bytes")
+    assert findings["encoder fingerprint"].detail == _encoders_fingerprint(path)
+
+
+@pytest.mark.parametrize(("part", "half"), [("language_model.model.layers.0.mlp", "text"), ("vision_tower", "vision")])
+def test_a_missing_tensor_is_named(part: str, half: str, copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("llava_clip")
+    _drop_tensor(path, part)
+    findings = _examined(path)
+    assert [finding.subject for finding in findings.values() if not finding.is_fine] == [f"{half} half"]
+    assert f"the {half} weights do not fit the configuration: 1 missing (" in findings[f"{half} half"].detail
+    assert "download the model again" in findings[f"{half} half"].detail
+    assert "loading" not in findings
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"), [({"intermediate_size": 100}, "mismatched ("), ({"num_attention_heads": 3}, "")]
+)
+def test_weights_of_another_shape_are_refused(
+    text: Mapping[str, Any], detail: str, copied: Callable[..., pathlib.Path]
+) -> None:
+    findings = _examined(copied("internvl", text=text))
+    assert not findings["text half"].is_fine
+    assert detail in findings["text half"].detail
+
+
+def test_a_refused_text_model_is_the_only_finding(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("llava_clip", text={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
+    (finding,) = _examined(path).values()
+    assert (finding.subject, finding.is_fine) == ("family", False)
+    assert "rope type 'dynamic'" in finding.detail
+
+
+def test_a_tokenizer_without_the_image_token_is_found(copied: Callable[..., pathlib.Path]) -> None:
+    findings = _examined(copied("gemma3", {"image_token_index": 1_000_000, "image_token_id": 1_000_000}))
+    assert not findings["largest image"].is_fine
+    assert "1000000" in findings["largest image"].detail
+
+
+def test_another_transformers_is_told_by_loading(
+    built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ModelFolder.open(built("gemma3"))
+    known = [check_half(folder, _config(folder.path), half) for half in Half]
+    monkeypatch.undo()
+    monkeypatch.delattr(importlib.import_module("transformers.conversion_mapping"), "get_model_conversion_mapping")
+    assert [check_half(folder, _config(folder.path), half) for half in Half] == known
+
+
+def test_without_the_services_libraries_the_finding_says_what_to_install(
+    built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lookonce.local.doctor_model", None)
+    *_, last = doctor.examine(CliSettings(), str(built("gemma3")))
+    assert not last.is_fine
+    assert "pip install 'lookonce[serve]'" in last.detail
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lookonce.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+
+
+def test_the_command_prints_one_line_per_finding(built: Callable[[str], pathlib.Path]) -> None:
+    finished = _run("doctor", "--model", str(built("gemma3")))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (line,) = [line for line in finished.stdout.splitlines() if "encoder fingerprint" in line]
+    assert len(line.split()[-1]) == 64
+    assert "Loading weights" not in finished.stderr
+
+
+def test_it_says_whether_videos_are_taken(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("qwen3_vl")
+    assert "16 frames of 640×480" in _examined(path)["videos"].detail
+    template = (path / "chat_template.jinja").read_text()
+    for without in (template.replace("'video'", "'film'"), "{{ raise_exception('no') }}"):
+        (path / "chat_template.jinja").write_text(without)
+        findings = _examined(path)
+        if without.startswith("{{"):
+            assert not findings["chat template"].is_fine
+        else:
+            assert findings["videos"].detail == "not taken: the chat template does not write them"
+    assert "takes no videos" in _examined(copied("gemma3"))["videos"].detail
+
+
+def test_the_command_fails_for_a_folder_that_does_not_load(copied: Callable[..., pathlib.Path]) -> None:
+    finished = _run("doctor", "--model", str(copied("gemma3", text={"sliding_window": None})))
+    assert finished.returncode == 1
+    assert "sliding_window" in finished.stdout
+    assert "Traceback" not in finished.stderr
+
+
+def test_models_lists_every_family_in_a_line() -> None:
+    finished = _run("models")
+    assert finished.returncode == 0, finished.stderr
+    lines = [" ".join(line.split()) for line in finished.stdout.splitlines()[1:]]
+    assert len(lines) == len(FAMILIES)
+    offers = "chunked, max_pixels, M-RoPE, feature levels, videos"
+    assert f"Qwen3-VL qwen3_vl Qwen3VLForConditionalGeneration {offers}" in lines
+    assert "Gemma 3 gemma3 Gemma3ForConditionalGeneration whole image in a step" in lines
+    assert "PaliGemma paligemma PaliGemmaForConditionalGeneration whole prompt in a step" in lines
+    assert "SmolVLM smolvlm SmolVLMForConditionalGeneration chunked" in lines
+
+
+def test_models_imports_neither_torch_nor_transformers() -> None:
+    script = (
+        "import sys; from lookonce.cli import app; app(['models'], standalone_mode=False); "
+        "heavy = {'torch', 'transformers', 'numpy', 'PIL'} & sys.modules.keys(); sys.exit(str(heavy) if heavy else 0)"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,86 @@
+"""A service as the first process of its container, to which the kernel passes no signal that it has no handler for."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[3]
+TIMEOUT_S = 30
+NAMESPACE = ["unshare", "--pid", "--fork"]
+LOADING = """
+import asyncio
+from lookonce.server import serving
+async def main():
+    print("loading", flush=True)
+    await asyncio.sleep(3600)
+serving.run(main())
+"""
+DRAINING = """
+import asyncio, signal
+from lookonce.server import serving
+async def main():
+    # What serve_until_stopped leaves behind when a drain begins.
+    serving.end_by(signal.SIGTERM)
+    serving.end_by(signal.SIGINT)
+    print("draining", flush=True)
+    await asyncio.sleep(3600)
+serving.run(main())
+"""
+
+
+def can_unshare() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not can_unshare(), reason="may not make a process the first of a namespace here")
+
+
+@contextlib.contextmanager
+def first_process(program: str, says: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
+    """Who waits for it, and itself, once it has said what it says."""
+    command = [*NAMESPACE, sys.executable, "-c", program]
+    waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline().strip() == says
+        (first,) = psutil.Process(waiting.pid).children()
+        yield waiting, first
+    finally:
+        for child in psutil.Process(waiting.pid).children() if waiting.poll() is None else ():
+            child.kill()
+        waiting.kill()
+        waiting.communicate()
+
+
+def test_sigterm_ends_it_while_it_loads() -> None:
+    with first_process(LOADING, "loading") as (waiting, first):
+        first.send_signal(signal.SIGTERM)
+        assert waiting.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(number: signal.Signals) -> None:
+    with first_process(DRAINING, "draining") as (waiting, first):
+        first.send_signal(number)
+        assert waiting.wait(TIMEOUT_S) == 128 + number
+
+
+def test_without_a_handler_the_kernel_passes_nothing_on() -> None:
+    """What this is all about; were it otherwise here, the tests above would show nothing."""
+    program = "import time; print('deaf', flush=True); time.sleep(3600)"
+    with first_process(program, "deaf") as (waiting, first):
+        first.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert waiting.poll() is None

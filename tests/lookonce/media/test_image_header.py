@@ -1,0 +1,131 @@
+"""Formats, upright sizes and limits, read from headers alone."""
+
+from __future__ import annotations
+
+import resource
+
+import hypothesis
+import PIL.Image
+import pytest
+from hypothesis import strategies
+
+from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidInputError
+from lookonce.media.image_header import ImageFormat, ImageLimits, probe_image
+from tests import image_files
+
+LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1_000_000, max_aspect=50.0)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_accepted_formats_give_format_and_size(file_format: str) -> None:
+    header = probe_image(image_files.encoded(image_files.noise(1, 90, 40), file_format), LIMITS)
+    assert header.format is ImageFormat(file_format)
+    assert (header.width, header.height, header.orientation) == (90, 40, 1)
+
+
+def test_animations_have_the_size_of_their_first_frame() -> None:
+    frames = [image_files.noise(seed, 30, 20) for seed in range(3)]
+    for file_format in ("GIF", "PNG", "WEBP"):
+        data = image_files.encoded(frames[0], file_format, save_all=True, append_images=frames[1:])
+        header = probe_image(data, LIMITS)
+        assert (header.width, header.height) == (30, 20)
+
+
+def test_a_jpeg_with_a_second_picture_behind_it_is_a_jpeg() -> None:
+    data = image_files.encoded(image_files.noise(1), "MPO", save_all=True, append_images=[image_files.noise(2)])
+    assert probe_image(data, LIMITS).format is ImageFormat.JPEG
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_sizes_are_upright(orientation: int) -> None:
+    header = probe_image(image_files.oriented_jpeg(image_files.noise(1, 90, 40), orientation), LIMITS)
+    assert (header.width, header.height) == ((90, 40) if orientation < 5 else (40, 90))
+    assert header.orientation == orientation
+
+
+def test_an_unknown_orientation_counts_as_none() -> None:
+    assert probe_image(image_files.oriented_jpeg(image_files.noise(1), 77), LIMITS).orientation == 1
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "GIF"])
+def test_no_pixel_is_decoded(file_format: str) -> None:
+    """A file that ends behind its header still gives its size."""
+    data = image_files.encoded(image_files.noise(1, 300, 200), file_format)
+    header = probe_image(data[: len(data) - len(data) // 3], LIMITS)
+    assert (header.width, header.height) == (300, 200)
+
+
+@pytest.mark.parametrize("data", [image_files.png_of_size(40_000, 40_000), image_files.webp_of_size(16_384, 16_384)])
+def test_a_claimed_size_over_the_limit_costs_no_memory(data: bytes) -> None:
+    probe_image(image_files.encoded(image_files.noise(), "WEBP"), LIMITS)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ImageTooLargeError) as caught:
+        probe_image(data, LIMITS)
+    assert "1000000" in caught.value.message
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        (b"\x89PNG" + bytes(1 << 20), ["1048580", "1048576"]),
+        (image_files.png_of_size(1001, 1000), ["1001 × 1000", "1000000"]),
+        (image_files.png_of_size(510, 10), ["510 × 10", "51 times", "50"]),
+        (image_files.png_of_size(10, 510), ["10 × 510", "51 times", "50"]),
+        (image_files.png_of_size(0, 10), ["0 pixels", "1"]),
+        (image_files.png_of_size(10, 0), ["0 pixels", "1"]),
+    ],
+)
+def test_too_large_names_value_and_limit(data: bytes, parts: list[str]) -> None:
+    with pytest.raises(ImageTooLargeError) as caught:
+        probe_image(data, LIMITS)
+    for part in parts:
+        assert part in caught.value.message
+
+
+def test_limits_themselves_are_accepted() -> None:
+    data = image_files.encoded(image_files.noise(1, 100, 50))
+    assert probe_image(data, ImageLimits(len(data), 5000, 2.0)).width == 100
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"plain text",
+        b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>",
+        b"%PDF-1.7",
+        image_files.encoded(image_files.noise(), "BMP"),
+        image_files.encoded(image_files.noise(), "TIFF"),
+        image_files.encoded(PIL.Image.new("RGB", (32, 32)), "ICO"),
+        image_files.encoded(image_files.noise())[:20],
+        image_files.encoded(image_files.noise(), "JPEG")[:20],
+        image_files.encoded(image_files.noise(), "WEBP")[:20],
+        image_files.jpeg_with_broken_exif(),
+    ],
+)
+def test_anything_else_is_undecodable_and_says_nothing_of_the_library(data: bytes) -> None:
+    with pytest.raises(ImageUndecodableError) as caught:
+        probe_image(data, LIMITS)
+    for internal in ("0x", "BytesIO", "PIL", "Traceback", "/"):
+        assert internal not in caught.value.message
+
+
+@pytest.mark.filterwarnings("ignore")
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(
+    source=strategies.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]),
+    flips=strategies.lists(strategies.tuples(strategies.integers(0, 600), strategies.integers(1, 255)), max_size=8),
+    length=strategies.integers(0, 4000),
+)
+def test_damaged_files_give_a_header_or_a_typed_error(source: str, flips: list[tuple[int, int]], length: int) -> None:
+    data = bytearray(image_files.oriented_jpeg(image_files.noise(3, 40, 30), 6))
+    if source != "JPEG":
+        data = bytearray(image_files.encoded(image_files.noise(3, 40, 30), source))
+    for offset, mask in flips:
+        data[offset % len(data)] ^= mask
+    try:
+        header = probe_image(bytes(data[:length]), LIMITS)
+    except InvalidInputError:
+        return
+    assert 1 <= header.width * header.height <= LIMITS.max_pixels

@@ -1,0 +1,324 @@
+"""Each half is loaded from the same folder, complete, and without a single weight of the other."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decoder_svc.runner.attention import PAGED_ATTENTION
+from lookonce.errors import ModelFolderError
+from lookonce.model.half_model import Half, load_text_half, load_vision_half, text_child
+from tests import tiny_models
+from tests.tiny_families import FAMILIES
+
+WEIGHTS = "model.safetensors"
+# What both halves hold: direct parameters of the inner model, which are one row and the vision half's to use.
+IN_BOTH = {"llava_next": {"model.image_newline"}, "llava_onevision": {"model.image_newline"}}
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A tiny model's folder, and what is loaded from it in fp32."""
+
+    name: str
+    folder: pathlib.Path
+    whole: Any
+    text: Any
+    vision: Any
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
+    """Folder of a tiny model by name, built once."""
+    built: dict[str, pathlib.Path] = {}
+
+    def folder(name: str) -> pathlib.Path:
+        if name not in built:
+            built[name] = FAMILIES[name].build(tmp_path_factory.mktemp("halves") / name)
+        return built[name]
+
+    return folder
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def loaded(request: pytest.FixtureRequest, build: Callable[[str], pathlib.Path]) -> Loaded:
+    folder = build(request.param)
+    text = load_half(Half.TEXT, folder, torch.float32)
+    vision = load_half(Half.VISION, folder, torch.float32)
+    return Loaded(request.param, folder, tiny_models.load_model(folder), text, vision)
+
+
+def load_half(half: Half, folder: pathlib.Path, dtype: torch.dtype | None = None) -> Any:
+    return load_text_half(folder, dtype, PAGED_ATTENTION) if half is Half.TEXT else load_vision_half(folder, dtype)
+
+
+def parameters(model: Any) -> Tensors:
+    return dict(model.named_parameters())
+
+
+def tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def is_language(name: str, whole: Any) -> bool:
+    return name.startswith((f"model.{text_child(whole)}.", "lm_head."))
+
+
+def changed_folder(folder: pathlib.Path, to: pathlib.Path, change: Callable[[Tensors], Tensors]) -> pathlib.Path:
+    """The same model with other tensors in its file."""
+    shutil.copytree(folder, to)
+    contents = {name: tensor.contiguous() for name, tensor in change(load_file(to / WEIGHTS)).items()}
+    save_file(contents, to / WEIGHTS, metadata={"format": "pt"})
+    return to
+
+
+def check_halves(folder: pathlib.Path, expected: Loaded) -> None:
+    """The folder's halves are those of `expected`, bit by bit."""
+    for half, model in ((Half.TEXT, expected.text), (Half.VISION, expected.vision)):
+        wanted, found = parameters(model), parameters(load_half(half, folder, torch.float32))
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            assert torch.equal(tensor, wanted[name]), name
+
+
+def test_a_half_holds_no_tensor_of_the_other(loaded: Loaded) -> None:
+    in_both = IN_BOTH.get(loaded.name, set())
+    text, vision = dict(tensors(loaded.text)).keys(), dict(tensors(loaded.vision)).keys()
+    assert {name for name in text if not is_language(name, loaded.whole)} == in_both
+    assert not [name for name in vision if is_language(name, loaded.whole)]
+    assert text & vision == in_both
+    assert in_both <= {f"model.{name}" for name, _ in loaded.whole.model.named_parameters(recurse=False)}
+
+
+def test_the_halves_are_the_whole_bit_by_bit(loaded: Loaded) -> None:
+    text, vision, whole = parameters(loaded.text), parameters(loaded.vision), parameters(loaded.whole)
+    assert text.keys() | vision.keys() == whole.keys()
+    for half in (text, vision):
+        for name, tensor in half.items():
+            assert torch.equal(tensor, whole[name]), name
+
+
+def test_buffers_that_no_file_holds_are_those_of_the_whole(loaded: Loaded) -> None:
+    """They are computed at loading: rotary frequencies, position ids, the scale of embeddings."""
+    whole = dict(loaded.whole.named_buffers())
+    for half in (loaded.text, loaded.vision):
+        for name, buffer in half.named_buffers():
+            assert torch.equal(buffer, whole[name]), name
+
+
+def test_no_tensor_stays_on_the_meta_device(loaded: Loaded) -> None:
+    for model in (loaded.text, loaded.vision):
+        assert {tensor.device.type for _, tensor in tensors(model)} == {"cpu"}
+
+
+def test_halves_neither_train_nor_drop_out(loaded: Loaded) -> None:
+    for model in (loaded.text, loaded.vision):
+        assert not any(module.training for module in model.modules())
+        assert not any(tensor.requires_grad for _, tensor in tensors(model))
+
+
+def test_shards_give_the_same_halves(loaded: Loaded, tmp_path: pathlib.Path) -> None:
+    sharded = tmp_path / "sharded"
+    loaded.whole.save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    assert not (sharded / WEIGHTS).exists()
+    check_halves(sharded, loaded)
+
+
+def test_dtype_is_the_checkpoints_unless_overridden(loaded: Loaded) -> None:
+    for half in Half:
+        assert {tensor.dtype for _, tensor in load_half(half, loaded.folder).named_parameters()} == {torch.float32}
+        model = load_half(half, loaded.folder, torch.bfloat16)
+        assert {tensor.dtype for _, tensor in model.named_parameters()} == {torch.bfloat16}
+        # Rotary frequencies lose too much in bfloat16.
+        rotary = [tensor for name, tensor in model.named_buffers() if "inv_freq" in name]
+        assert {tensor.dtype for tensor in rotary} <= {torch.float32}
+        assert rotary or half is Half.VISION
+
+
+def test_the_head_of_a_tied_model_is_its_embedding(loaded: Loaded, tmp_path: pathlib.Path) -> None:
+    """Such a file holds no head."""
+    tied = changed_folder(
+        loaded.folder,
+        tmp_path / "tied",
+        lambda contents: {name: tensor for name, tensor in contents.items() if "lm_head" not in name},
+    )
+    with pytest.raises(ModelFolderError, match=r"1 missing \(lm_head\.weight"):
+        load_half(Half.TEXT, tied)
+    set_config(tied, tie_word_embeddings=True)
+    text = load_half(Half.TEXT, tied, torch.float32)
+    assert text.lm_head.weight is text.get_input_embeddings().weight
+    assert torch.equal(text.lm_head.weight, loaded.text.get_input_embeddings().weight)
+    assert parameters(load_half(Half.VISION, tied)).keys() == parameters(loaded.vision).keys()
+
+
+def set_config(folder: pathlib.Path, **fields: Any) -> None:
+    """Changes the configuration at its top, and where the text model has the same fields."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= fields
+    config["text_config"] |= {name: value for name, value in fields.items() if name in config["text_config"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# Names of tensors as published files have them, from names of parameters; first rule that matches. They are written
+# down rather than left to `save_pretrained`, which undoes the library's own renaming.
+_LLAVA = {
+    r"^lm_head\.": "language_model.lm_head.",
+    r"^model\.language_model\.": "language_model.model.",
+    r"^model\.(vision_tower|multi_modal_projector|image_newline)": r"\1",
+}
+_LLAVA_WITH_CLIP = {r"^model\.vision_tower\.": "vision_tower.vision_model."} | _LLAVA
+_QWEN = {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."}
+LAYOUTS = {
+    **dict.fromkeys(("llava_clip", "llava_siglip", "llava_next", "llava_onevision"), _LLAVA_WITH_CLIP),
+    **dict.fromkeys(("paligemma", "paligemma2", "gemma3", "aya_vision"), _LLAVA_WITH_CLIP),
+    **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
+}
+# What older versions saved besides, in LLaVA-1.5's case.
+_OLD_BUFFERS = (
+    "language_model.model.layers.0.self_attn.rotary_emb.inv_freq",
+    "vision_tower.vision_model.embeddings.position_ids",
+)
+
+
+def published(name: str, rules: Mapping[str, str]) -> str:
+    """The name of a parameter's tensor in a published file."""
+    for pattern, replacement in rules.items():
+        if re.search(pattern, name):
+            return re.sub(pattern, replacement, name)
+    return name
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("is_old", [True, False], ids=["published layout", "names of parameters"])
+def test_names_of_published_files_give_the_same_halves(
+    build: Callable[[str], pathlib.Path], name: str, is_old: bool, tmp_path: pathlib.Path
+) -> None:
+    folder = build(name)
+    whole = parameters(tiny_models.load_model(folder))
+    # Since transformers 4.52 many were saved under the names of their parameters.
+    rules = LAYOUTS[name] if is_old else {}
+    renamed = changed_folder(
+        folder, tmp_path / "old", lambda _: {published(key, rules): tensor for key, tensor in whole.items()}
+    )
+    for half in Half:
+        for key, tensor in parameters(load_half(half, renamed, torch.float32)).items():
+            assert torch.equal(tensor, whole[key]), key
+
+
+def test_the_old_names_are_those_of_llava_and_qwen2_vl() -> None:
+    """The table above is what the tests stand on: here it is spelled out."""
+    assert [published(name, LAYOUTS["llava_clip"]) for name in (
+        "model.language_model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.vision_tower.encoder.layers.0.mlp.fc1.weight",
+        "model.multi_modal_projector.linear_1.weight",
+    )] == [
+        "language_model.model.embed_tokens.weight",
+        "language_model.lm_head.weight",
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+        "multi_modal_projector.linear_1.weight",
+    ]  # fmt: skip
+    assert [published(name, LAYOUTS["qwen2_vl"]) for name in (
+        "model.language_model.embed_tokens.weight", "lm_head.weight", "model.visual.blocks.0.attn.qkv.weight",
+    )] == ["model.embed_tokens.weight", "lm_head.weight", "visual.blocks.0.attn.qkv.weight"]  # fmt: skip
+
+
+def test_buffers_that_old_versions_saved_are_no_surprise(
+    build: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    old = changed_folder(
+        build("llava_clip"),
+        tmp_path / "old",
+        lambda contents: contents | {name: torch.zeros(8) for name in _OLD_BUFFERS},
+    )
+    for half in Half:
+        load_half(half, old)
+
+
+# A tensor of each half as the file names it, and as the model does.
+VICTIMS = {
+    Half.TEXT: ("model.layers.1.mlp.up_proj.weight", "model.language_model.layers.1.mlp.up_proj.weight"),
+    Half.VISION: ("visual.merger.mlp.0.weight", "model.visual.merger.mlp.0.weight"),
+}
+OTHER = {Half.TEXT: Half.VISION, Half.VISION: Half.TEXT}
+each_half = pytest.mark.parametrize("half", list(Half), ids=lambda half: half.value)
+
+
+@each_half
+def test_a_missing_tensor_is_refused_by_name(
+    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+) -> None:
+    saved, name = VICTIMS[half]
+
+    def without_one(contents: Tensors) -> Tensors:
+        del contents[saved]
+        return contents
+
+    broken = changed_folder(build("qwen2_vl"), tmp_path / "broken", without_one)
+    with pytest.raises(ModelFolderError, match=rf"the {half.value} weights .* 1 missing \({re.escape(name)}"):
+        load_half(half, broken)
+    load_half(OTHER[half], broken)
+
+
+@each_half
+def test_a_tensor_of_another_shape_is_refused_by_name(
+    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+) -> None:
+    saved, name = VICTIMS[half]
+    broken = changed_folder(
+        build("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {saved: contents[saved][:-1]}
+    )
+    with pytest.raises(ModelFolderError, match=rf"the {half.value} weights .* 1 mismatched .*{re.escape(name)}"):
+        load_half(half, broken)
+    load_half(OTHER[half], broken)
+
+
+@each_half
+def test_a_tensor_that_nobody_takes_is_refused_by_name(
+    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+) -> None:
+    """One more layer than the configuration has: another model's weights."""
+    saved, name = (each.replace("1.", "9.").replace("0.", "9.") for each in VICTIMS[half])
+    broken = changed_folder(
+        build("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {saved: torch.zeros(2, 2)}
+    )
+    with pytest.raises(ModelFolderError, match=rf"the {half.value} weights .* 1 unexpected \({re.escape(name)}"):
+        load_half(half, broken)
+    load_half(OTHER[half], broken)
+
+
+@each_half
+def test_a_tensor_of_neither_half_is_refused_by_both(
+    build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
+) -> None:
+    broken = changed_folder(
+        build("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {"audio.weight": torch.zeros(2)}
+    )
+    with pytest.raises(ModelFolderError, match=r"1 unexpected \(audio\.weight"):
+        load_half(half, broken)
+
+
+def test_a_configuration_of_another_width_is_refused(loaded: Loaded, tmp_path: pathlib.Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(loaded.folder, broken)
+    config = json.loads((broken / "config.json").read_text())
+    width = "moe_intermediate_size" if "moe_intermediate_size" in config["text_config"] else "intermediate_size"
+    config["text_config"][width] *= 2
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match="text weights do not fit"):
+        load_half(Half.TEXT, broken)

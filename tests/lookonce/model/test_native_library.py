@@ -1,0 +1,123 @@
+"""C++ folders become libraries once per machine, or an error that says why not."""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lookonce.model.native_library import NativeLibraryError, load_library
+
+SOURCE = """
+#include "lanes.h"
+#pragma GCC visibility push(default)
+extern "C" void write_number(float* to) { *to = lookonce::sum_of_lanes(lookonce::all_lanes(%s)); }
+"""
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("c++") is None, reason="there is no C++ compiler here"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """An empty cache folder of our own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_library.cache_clear()
+    yield tmp_path / "cache/lookonce"
+    load_library.cache_clear()
+
+
+def sources(folder: pathlib.Path, number: str) -> pathlib.Path:
+    """A folder whose function writes 16 times this number."""
+    folder.mkdir(exist_ok=True)
+    (folder / "number.cpp").write_text(SOURCE % number)
+    return folder
+
+
+def written(folder: pathlib.Path) -> float:
+    number = ctypes.c_float()
+    load_library(folder).function("write_number")(ctypes.byref(number))
+    return number.value
+
+
+def test_a_folder_is_compiled_with_the_shared_headers_once_and_anew_when_it_changes(
+    tmp_path: pathlib.Path, cache: pathlib.Path
+) -> None:
+    folder = sources(tmp_path / "sources", "0.5f")
+    assert written(folder) == 8.0
+    (library,) = cache.iterdir()
+    built_s = library.stat().st_mtime_ns
+    load_library.cache_clear()
+    assert written(folder) == 8.0
+    assert library.stat().st_mtime_ns == built_s
+    sources(folder, "2.0f")
+    load_library.cache_clear()
+    assert written(folder) == 32.0
+
+
+def test_a_library_that_was_damaged_is_made_anew(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
+    folder = sources(tmp_path / "sources", "0.5f")
+    # In another process: this one would still have the library that it had loaded.
+    program = (
+        "import pathlib, sys; from lookonce.model.native_library import load_library; "
+        "load_library(pathlib.Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
+    (library,) = cache.iterdir()
+    library.write_bytes(b"")
+    assert written(folder) == 8.0
+
+
+def test_two_folders_in_one_process_keep_their_own_functions(tmp_path: pathlib.Path) -> None:
+    one, other = sources(tmp_path / "one", "1.0f"), sources(tmp_path / "other", "3.0f")
+    assert (written(one), written(other), written(one)) == (16.0, 48.0, 16.0)
+
+
+def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> None:
+    folder = sources(tmp_path / "sources", "1.0f")
+    script = (
+        "import pathlib, sys; from lookonce.model.native_library import load_library; "
+        "print(load_library(pathlib.Path(sys.argv[1])).function('write_number').__name__)"
+    )
+    command = [sys.executable, "-c", script, str(folder)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["write_number"] * 3
+
+
+def test_a_compiler_that_fails_is_told_by_its_first_line(
+    tmp_path: pathlib.Path, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text("#!/bin/sh\necho 'no such language' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NativeLibraryError, match="no such language"):
+        load_library(sources(tmp_path / "sources", "1.0f"))
+    assert not list(cache.iterdir()), "nothing half-made is left"
+
+
+def test_without_a_compiler_the_reason_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    with pytest.raises(NativeLibraryError, match="no C\\+\\+ compiler"):
+        load_library(sources(tmp_path / "sources", "1.0f"))
+
+
+def test_a_library_that_somebody_else_could_have_put_there_is_not_loaded(
+    tmp_path: pathlib.Path, cache: pathlib.Path
+) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.raises(NativeLibraryError, match="nobody else may write"):
+        load_library(sources(tmp_path / "sources", "1.0f"))
+
+
+def test_without_a_place_to_write_there_is_none(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
+    cache.parent.write_text("no folder")
+    with pytest.raises(NativeLibraryError, match="could not be compiled"):
+        load_library(sources(tmp_path / "sources", "1.0f"))

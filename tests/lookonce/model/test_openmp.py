@@ -1,0 +1,64 @@
+"""What is loaded in a passing thread leaves no other threads behind; the environment's word on patience counts."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+import time
+
+import pytest
+import torch
+
+from lookonce.model.openmp import in_passing_thread, limit_patience
+
+_TIMEOUT_S = 10.0
+
+
+def num_threads() -> int:
+    return len(list(pathlib.Path("/proc/self/task").iterdir()))
+
+
+def compute() -> int:
+    """On a team of OpenMP's; returns how many threads there are with it."""
+    torch.ones(1 << 22).sum()
+    return num_threads()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_the_team_of_a_passing_thread_ends_with_it() -> None:
+    usual = torch.get_num_threads()
+    try:
+        # Begins threads of another kind, which stay.
+        torch.set_num_threads(3)
+        before = num_threads()
+        # The thread, and two more.
+        assert in_passing_thread(compute) == before + 3
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while num_threads() > before and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert num_threads() == before
+    finally:
+        torch.set_num_threads(usual)
+
+
+def test_an_error_of_the_work_is_the_caller_s() -> None:
+    with pytest.raises(ZeroDivisionError):
+        in_passing_thread(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_patience_is_limited_unless_the_environment_says_something(
+    told: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        # Set first, so that whatever the call leaves is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    limit_patience()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected

@@ -1,0 +1,150 @@
+"""Text models that would not be served exactly are refused with the reason, before any weight is read."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import transformers
+
+from lookonce.errors import ModelFolderError
+from lookonce.model.family_model import FamilyModel
+from lookonce.model.model_folder import ModelFolder
+from lookonce.model.text_support import SINK_MODEL_TYPES
+from tests import tiny_models
+from tests.tiny_families import FAMILIES
+
+BUILDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
+    **{name: module.build for name, module in FAMILIES.items()},
+    **tiny_models.BUILDERS,
+}
+# Fields that all text models below need to be read as a configuration.
+SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, pathlib.Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: BUILDERS[name](root / name) for name in ("llava_clip", "gemma3", "internvl", "qwen2_vl", "llava_next")
+    }
+
+
+@pytest.fixture
+def edited(folders: Mapping[str, pathlib.Path], tmp_path: pathlib.Path) -> Callable[..., ModelFolder]:
+    """A family's folder with changed fields of its text model; `replaced`: with no others. Its weights are garbage."""
+
+    def edit(name: str, fields: Mapping[str, Any], *, replaced: bool = False) -> ModelFolder:
+        path = tmp_path / name
+        shutil.copytree(folders[name], path)
+        config = json.loads((path / "config.json").read_text())
+        config["text_config"] = {**({} if replaced else config["text_config"]), **fields}
+        (path / "config.json").write_text(json.dumps(config))
+        folder = ModelFolder.open(path)
+        for file in folder.weight_files:
+            file.write_bytes(b"never read")
+        return folder
+
+    return edit
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_every_tiny_family_is_accepted(name: str, tmp_path: pathlib.Path) -> None:
+    FamilyModel.load(ModelFolder.open(BUILDERS[name](tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("internvl", {"layer_types": ["full_attention", "linear_attention", "conv"]}, "'linear_attention' (layer 1)"),
+        ("internvl", {"layer_types": ["full_attention", "full_attention", "conv"]}, "'conv' (layer 2)"),
+        ("internvl", {"layer_types": ["mamba", "full_attention", "full_attention"]}, "'linear_attention' (layer 0)"),
+        ("qwen2_vl", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' (layer 0)"),
+        ("internvl", {"layer_types": ["attends_somehow"] * 3}, "not one of transformers'"),
+        ("llava_clip", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ("llava_clip", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {}}},
+            "rope type 'dynamic' in full_attention layers",
+        ),
+        (
+            "llava_next",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
+            "rope type 'longrope'",
+        ),
+        ("llava_clip", {"rope_parameters": {"rope_type": "made_up"}}, "only default, linear, llama3"),
+        ("llava_clip", {"is_encoder_decoder": True}, "an encoder and a decoder (llama: is_encoder_decoder)"),
+        ("llava_clip", {"add_cross_attention": True}, "cross-attention"),
+        ("llava_clip", {"hidden_size_per_layer_input": 8}, "per-layer inputs"),
+        ("llava_clip", {"num_kv_shared_layers": 1}, "share their keys"),
+        ("llava_clip", {"kv_lora_rank": 8}, "multi-head latent attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "see what follows them"),
+        ("llava_clip", {"num_attention_heads": "4"}, "not one of transformers'"),
+        ("gemma3", {"sliding_window": None}, "sliding_window in config.json must be a number ≥ 1, not None"),
+        ("internvl", {"use_sliding_window": True, "sliding_window": None}, "not None"),
+        ("llava_next", {"sliding_window": 0}, "not 0"),
+    ],
+)
+def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
+    name: str, fields: Mapping[str, Any], reason: str, edited: Callable[..., ModelFolder]
+) -> None:
+    with pytest.raises(ModelFolderError, match=re.escape(reason)):
+        FamilyModel.load(edited(name, fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "mllama_text_model", "cross_attention_layers": [1]}, "cross_attention_layers is [1]"),
+        ({"model_type": "gpt_oss", "num_attention_heads": 4, "num_key_value_heads": 2}, "attention sinks"),
+        ({"model_type": "gemma3n_text", "num_hidden_layers": 5}, "per-layer inputs"),
+        ({"model_type": "t5"}, "an encoder and a decoder"),
+        ({"model_type": "opt", "num_attention_heads": 4}, "num_key_value_heads is None"),
+        ({"model_type": "rwkv"}, "num_attention_heads is None"),
+        ({"model_type": "jamba"}, "'linear_attention' (layer 0)"),
+    ],
+)
+def test_text_models_of_other_kinds_are_refused(
+    fields: Mapping[str, Any], reason: str, edited: Callable[..., ModelFolder]
+) -> None:
+    with pytest.raises(ModelFolderError, match=re.escape(reason)):
+        FamilyModel.load(edited("llava_clip", {**SMALL, **fields}, replaced=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("llava_clip", {"rope_parameters": YARN}),
+        (
+            "llava_clip",
+            {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ),
+        # As folders from before transformers 5 have it.
+        ("qwen2_vl", {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}},
+        ),
+        ("internvl", {"use_sliding_window": False, "sliding_window": 32}),
+        ("internvl", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1, "layer_types": None}),
+        ("llava_next", {"sliding_window": 32}),
+    ],
+)
+def test_other_variants_are_accepted(name: str, fields: Mapping[str, Any], edited: Callable[..., ModelFolder]) -> None:
+    FamilyModel.load(edited(name, fields))
+
+
+def test_all_text_models_with_sinks_are_known() -> None:
+    """transformers hands sinks to the attention function as `s_aux`."""
+    models = pathlib.Path(str(importlib.import_module("transformers.models").__file__)).parent
+    found = {file.parent.name for file in models.glob("*/modeling_*.py") if "s_aux=" in file.read_text("utf-8")}
+    assert found, f"transformers {transformers.__version__} names them otherwise"
+    assert found <= SINK_MODEL_TYPES

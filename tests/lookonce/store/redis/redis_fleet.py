@@ -1,0 +1,254 @@
+"""Real Redis servers in company: a primary with a replica and Sentinels, and a cluster. Tests start and end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import redis
+import redis.exceptions
+from redis.crc import key_slot
+
+from lookonce.local.redis_server import _EXEC_SCRIPT, find_server
+
+PASSWORD = "secret"
+SERVICE = "cache"
+TIMEOUT_S = 20.0
+NUM_SLOTS = 16384
+# Of the cluster's own port, which is that of the clients and so much.
+_BUS_OFFSET = 10_000
+_QUORUM = 2
+
+
+class RedisProcess:
+    """One server on a free port of the loopback interface, in a directory of its own."""
+
+    def __init__(self, settings: Sequence[str], *arguments: str, password: str = PASSWORD) -> None:
+        self.port = _free_port()
+        self._password = password
+        self._directory = pathlib.Path(tempfile.mkdtemp(prefix="lookonce-"))
+        lines = [f"port {self.port}", "bind 127.0.0.1", "daemonize no", *settings]
+        (self._directory / "server.conf").write_text("\n".join(lines) + "\n")
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Of this server alone."""
+        return f"redis://:{self._password}@{self.address}"
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        # The same starter as in production: the server dies with the test run, however that ends.
+        command = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid()), str(find_server()[0])]
+        with (self._directory / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "server.conf", *self._arguments], cwd=self._directory, stdout=log, stderr=log
+            )
+        until(self._answers, f"port {self.port} does not answer")
+
+    @contextlib.contextmanager
+    def admin(self) -> Iterator[Any]:
+        """redis-py's own client."""
+        with redis.Redis(port=self.port, password=self._password or None, protocol=2, socket_timeout=5.0) as client:
+            yield client
+
+    def ask(self, *command: Any) -> Any:
+        """One command, as redis-py understands its reply."""
+        with self.admin() as client:
+            return client.execute_command(*command)
+
+    def kill(self) -> None:
+        """Without a warning."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Its connections stay and nobody answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Ends it and removes its files."""
+        if self._process is not None:
+            self.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.ask("PING"))
+        except redis.exceptions.RedisError:
+            return False
+
+
+class SentinelFleet:
+    """A primary, its replica, and three Sentinels of whom two must agree that it is gone."""
+
+    def __init__(
+        self, sentinel_settings: Sequence[str] = (), sentinel_password: str = "", down_after_ms: int = 1000
+    ) -> None:
+        """`down_after_ms`: who is silent so long is taken to be down."""
+        self.primary = RedisProcess(data_settings())
+        self.replica = RedisProcess([*data_settings(), f"replicaof 127.0.0.1 {self.primary.port}"])
+        monitor = [
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.port} {_QUORUM}",
+            f"sentinel auth-pass {SERVICE} {PASSWORD}",
+            f"sentinel down-after-milliseconds {SERVICE} {down_after_ms}",
+            f"sentinel failover-timeout {SERVICE} 2000",
+            *sentinel_settings,
+        ]
+        self.sentinels = [RedisProcess(monitor, "--sentinel", password=sentinel_password) for _ in range(3)]
+
+    @property
+    def url(self) -> str:
+        """Of the service, with all Sentinels."""
+        return self.url_by(self.sentinels)
+
+    def url_by(self, sentinels: Sequence[RedisProcess]) -> str:
+        """Of the service, with these Sentinels only."""
+        return f"redis+sentinel://:{PASSWORD}@{','.join(one.address for one in sentinels)}/{SERVICE}"
+
+    def start(self) -> None:
+        """Returns when a failover would succeed."""
+        self.primary.start()
+        self.replica.start()
+        until(lambda: _is_replica_in_sync(self.replica), "the replica is not in sync")
+        for sentinel in self.sentinels:
+            sentinel.start()
+            # They look and talk every few seconds otherwise, and a busy machine makes them distrust their clock.
+            for name, value_ms in (("info-period", 2000), ("publish-period", 100), ("tilt-trigger", 60_000)):
+                sentinel.ask("SENTINEL", "DEBUG", name, value_ms)
+        until(lambda: all(map(_knows_everybody, self.sentinels)), "the Sentinels do not see each other")
+
+    def stop(self) -> None:
+        """Ends all of them."""
+        for process in (*self.sentinels, self.replica, self.primary):
+            process.stop()
+
+
+class ClusterFleet:
+    """Three primaries, of which the first has a replica."""
+
+    def __init__(self, node_timeout_ms: int = 1000) -> None:
+        """`node_timeout_ms`: who is silent so long is taken to be down."""
+        settings = [
+            *data_settings(),
+            "cluster-enabled yes",
+            f"cluster-node-timeout {node_timeout_ms}",
+            "cluster-require-full-coverage no",
+        ]
+        self.primaries = [RedisProcess(settings) for _ in range(3)]
+        self.replica = RedisProcess(settings)
+
+    @property
+    def url(self) -> str:
+        """With all nodes but the last primary, which clients have to find."""
+        known = (*self.primaries[:2], self.replica)
+        return f"redis+cluster://:{PASSWORD}@{','.join(one.address for one in known)}"
+
+    def start(self) -> None:
+        """Returns when every node knows every slot."""
+        nodes = [*self.primaries, self.replica]
+        for node in nodes:
+            node.start()
+        for index, primary in enumerate(self.primaries):
+            primary.ask("CLUSTER", "ADDSLOTS", *self.share_of(index))
+        for index, node in enumerate(nodes):
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for node in nodes[1:]:
+            node.ask("CLUSTER", "MEET", "127.0.0.1", self.primaries[0].port)
+        until(lambda: len(self.replica.ask("CLUSTER NODES")) == len(nodes), "the nodes do not meet")
+        self.replica.ask("CLUSTER", "REPLICATE", node_id(self.primaries[0]))
+        until(lambda: all(map(_sees_all_slots, nodes)), "the cluster does not come up")
+        until(lambda: _is_replica_in_sync(self.replica), "the replica is not in sync")
+
+    def share_of(self, index: int) -> range:
+        """The slots that this primary got at the start."""
+        share = -(-NUM_SLOTS // len(self.primaries))
+        return range(NUM_SLOTS)[index * share : (index + 1) * share]
+
+    def primary_of(self, name: str) -> int:
+        """Which primary has had this key from the start."""
+        slot = key_slot(name.encode())
+        return next(index for index in range(len(self.primaries)) if slot in self.share_of(index))
+
+    def stop(self) -> None:
+        """Ends all of them."""
+        for process in (self.replica, *self.primaries):
+            process.stop()
+
+
+def data_settings() -> list[str]:
+    """Of a server for rows: a cache behind a password, replicated without a pause."""
+    return [
+        'save ""',
+        "appendonly no",
+        "maxmemory 256mb",
+        "maxmemory-policy allkeys-lfu",
+        f"requirepass {PASSWORD}",
+        f"masterauth {PASSWORD}",
+        "repl-diskless-sync-delay 0",
+    ]
+
+
+def node_id(node: RedisProcess) -> str:
+    """What the cluster calls it."""
+    name = node.ask("CLUSTER", "MYID")
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def until(condition: Callable[[], bool], failure: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Waits for something that servers do in their own time."""
+    give_up_at_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at_s, failure
+        time.sleep(0.02)
+
+
+def _sees_all_slots(node: RedisProcess) -> bool:
+    state = node.ask("CLUSTER INFO")
+    return bool(state["cluster_state"] == "ok" and int(state["cluster_slots_ok"]) == NUM_SLOTS)
+
+
+def _is_replica_in_sync(replica: RedisProcess) -> bool:
+    with replica.admin() as client:
+        state = client.info("replication")
+    return bool(state["role"] == "slave" and state["master_link_status"] == "up")
+
+
+def _knows_everybody(sentinel: RedisProcess) -> bool:
+    with sentinel.admin() as client:
+        state = client.sentinel_masters()[SERVICE]
+    return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
+
+
+def _free_port() -> int:
+    """So low that the cluster's port above it exists, and is free, too."""
+    while True:
+        with socket.socket() as listener, socket.socket() as bus:
+            listener.bind(("127.0.0.1", 0))
+            port: int = listener.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                bus.bind(("127.0.0.1", port + _BUS_OFFSET))
+                return port

@@ -1,0 +1,211 @@
+"""Looking for nodes: when it is due, once for all threads, never longer than allowed, from whoever answers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lookonce.store.redis.lookup import Informants, Lookup
+from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
+from lookonce.store.redis.node import RedisNode
+from lookonce.store.redis.url import Address, parse_redis_url
+
+PATIENCE_S = 5.0
+A, B, C = (Address(host, 1) for host in "abc")
+
+
+class Truth:
+    """What a look finds out, and how often it was looked for."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+        self.trouble: RedisTroubleError | None = None
+        self.has_begun = threading.Event()
+        # While cleared, a look does not end.
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def look(self, until_s: float) -> None:
+        self.num_looks += 1
+        self.has_begun.set()
+        assert self.may_end.wait(2 * PATIENCE_S)
+        if self.trouble is not None:
+            raise self.trouble
+
+
+@pytest.fixture
+def truth() -> Truth:
+    return Truth()
+
+
+@pytest.fixture
+def lookup(truth: Truth) -> Lookup:
+    return Lookup(truth.look)
+
+
+def soon() -> float:
+    return time.monotonic() + PATIENCE_S
+
+
+def test_it_is_looked_once_and_again_when_there_is_something_new(lookup: Lookup, truth: Truth) -> None:
+    lookup.run(soon())
+    lookup.run(soon())
+    assert truth.num_looks == 1
+    lookup.make_due(at_once=True)
+    lookup.run(soon())
+    lookup.run(soon())
+    assert truth.num_looks == 2
+
+
+def test_mere_doubt_waits_for_the_pause(lookup: Lookup, truth: Truth) -> None:
+    lookup.run(soon())
+    for _ in range(100):
+        lookup.make_due()
+        lookup.run(soon())
+    assert truth.num_looks < 50, "every doubt is a question"
+    give_up_at_s = soon()
+    while truth.num_looks < 2:
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.01)
+        lookup.run(soon())
+
+
+def test_as_long_as_nothing_is_known_every_failure_is_told_and_then_none(lookup: Lookup, truth: Truth) -> None:
+    truth.trouble = RedisTroubleError(MissReason.AUTH)
+    for expected in (1, 2):
+        with pytest.raises(RedisTroubleError) as caught:
+            lookup.run(soon())
+        assert (caught.value.reason, truth.num_looks) == (MissReason.AUTH, expected)
+    truth.trouble = None
+    lookup.run(soon())
+    truth.trouble = RedisTroubleError(MissReason.AUTH)
+    lookup.make_due(at_once=True)
+    lookup.run(soon())
+    assert truth.num_looks == 4
+
+
+def test_threads_that_come_together_look_once(lookup: Lookup, truth: Truth) -> None:
+    truth.may_end.clear()
+    threads = [threading.Thread(target=lookup.run, args=(soon(),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert truth.has_begun.wait(PATIENCE_S)
+    truth.may_end.set()
+    for thread in threads:
+        thread.join()
+    assert truth.num_looks == 1
+
+
+def test_nobody_waits_longer_than_allowed_for_another_thread(lookup: Lookup, truth: Truth) -> None:
+    for is_known in (False, True):
+        truth.has_begun.clear()
+        truth.may_end.clear()
+        lookup.make_due(at_once=True)
+        looking = threading.Thread(target=lookup.run, args=(soon(),))
+        looking.start()
+        assert truth.has_begun.wait(PATIENCE_S)
+        if is_known:
+            lookup.run(time.monotonic() + 0.05)
+        else:
+            with pytest.raises(RedisTroubleError) as caught:
+                lookup.run(time.monotonic() + 0.05)
+            assert caught.value.reason is MissReason.TIMEOUT
+        truth.may_end.set()
+        looking.join()
+
+
+def test_without_time_nobody_looks(lookup: Lookup, truth: Truth) -> None:
+    with pytest.raises(RedisTroubleError) as caught:
+        lookup.run(time.monotonic())
+    assert (caught.value.reason, truth.num_looks) == (MissReason.SLOW, 0)
+    lookup.run(soon())
+    lookup.make_due(at_once=True)
+    lookup.run(time.monotonic())
+    assert truth.num_looks == 1
+    lookup.run(soon())
+    assert truth.num_looks == 2
+
+
+# --- whom to ask ----------------------------------------------------------------------------------------------------
+
+
+class Questions:
+    """Asks nobody, and remembers whom."""
+
+    def __init__(self, *silent: Address) -> None:
+        self.asked: list[Address] = []
+        self.silent = set(silent)
+
+    def ask(self, node: RedisNode, deadline_s: float) -> Address:
+        assert node.address is not None
+        self.asked.append(node.address)
+        if node.address in self.silent:
+            raise RedisTroubleError(MissReason.CLOSED)
+        return node.address
+
+
+def informants() -> Informants:
+    return Informants(parse_redis_url("redis+cluster://a:1,b:1,c:1"), PATIENCE_S)
+
+
+def test_who_failed_is_asked_last_and_who_answered_first() -> None:
+    several, questions = informants(), Questions(B, C)
+    several.distrust(A)
+    assert several.ask(questions.ask, soon()) == A
+    assert {*questions.asked[:2]} == {B, C}
+    questions.asked.clear()
+    assert several.ask(questions.ask, soon()) == A
+    assert questions.asked == [A]
+
+
+def test_who_certainly_knows_is_asked_first_and_others_are_asked_too() -> None:
+    other = Address("other", 1)
+    questions = Questions()
+    assert informants().ask(questions.ask, soon(), first=other) == other
+    assert questions.asked == [other]
+    questions.silent = {A, B, C}
+    assert informants().ask(questions.ask, soon(), others=[other]) == other
+
+
+def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
+    several, others = informants(), [Address(f"other{number}", 1) for number in range(200)]
+    is_over = threading.Event()
+
+    def doubt() -> None:
+        while not is_over.is_set():
+            for address in others:
+                several.distrust(address)
+
+    switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            doubting = [threads.submit(doubt) for _ in range(2)]
+            try:
+                for number in range(300):
+                    assert several.ask(Questions().ask, soon(), others=others[: number % 200], first=A) == A
+            finally:
+                is_over.set()
+            for doubts in doubting:
+                doubts.result()
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+
+
+def test_when_nobody_answers_the_last_trouble_is_told() -> None:
+    questions = Questions(A, B, C)
+    with pytest.raises(RedisTroubleError) as caught:
+        informants().ask(questions.ask, soon())
+    assert caught.value.reason is MissReason.CLOSED
+    assert sorted(questions.asked) == [A, B, C]
+
+
+def test_when_the_time_is_over_nobody_else_is_asked() -> None:
+    questions = Questions()
+    with pytest.raises(RedisTroubleError) as caught:
+        informants().ask(questions.ask, time.monotonic())
+    assert (caught.value.reason, questions.asked) == (MissReason.TIMEOUT, [])

@@ -1,0 +1,38 @@
+"""The subscription of a process that ends ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.store.redis.subscriber import RedisSubscriber
+
+BUDGET_S = 5.0
+
+
+async def test_closing_ends_a_listener_whose_cancellation_becomes_another_error() -> None:
+    """As when redis-py, cancelled, takes too long to close its connection."""
+    listening = asyncio.Event()
+    num_lost = 0
+
+    async def listen(client: Any) -> None:
+        listening.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            raise TimeoutError from None
+
+    def lost() -> None:
+        nonlocal num_lost
+        num_lost += 1
+
+    with EmbeddedRedis() as server:
+        subscriber = RedisSubscriber(server.url, BUDGET_S, "a test")
+        subscriber.start(listen, lost)
+        async with asyncio.timeout(60):
+            await listening.wait()
+            await subscriber.close()
+        keepers = [task for task in asyncio.all_tasks() if "_keep" in repr(task)]
+        assert keepers == []
+        assert num_lost == 1
