@@ -1,8 +1,8 @@
 """Makes a loaded vision half faster on CPUs; what it gives stays the same. Knows modules by their form, no family.
 
 Linear layers are packed (lookonce/model/packed_linear.py), an activation between two of them joins the first one,
-attention is native (dense_attention.py), and layers behind the last one whose output is taken are passed over. Fingerprints are
-made before: they cover the weights as read.
+attention is native (dense_attention.py), and layers behind the last one whose output is taken are passed over.
+Fingerprints are made before: they cover the weights as read.
 """
 
 from __future__ import annotations
