@@ -21,7 +21,7 @@ MAX_MODULES = 20
 PUBLIC_NAMES = {
     "lookonce": {"AsyncClient", "Client", "__version__"},
     "lookonce.generation": {"GenerateOptions", "Generation", "Message", "Usage"},
-    "lookonce.images": {"Encoding", "ImageRef", "as_image"},
+    "lookonce.images": {"Encoding", "ImageRef", "as_image", "as_images"},
     "lookonce.videos": {"Video"},
     "lookonce.errors": {
         "AbortedError",
