@@ -1,4 +1,4 @@
-"""Requests that begin together, through the SDK, spread over decoders in turns. Knows no workload."""
+"""Sends requests that begin together through the SDK, round robin over the decoders."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What became of the requests."""
+    """The answers of one burst and its cost."""
 
     # From the first request to the last answer, seconds.
     duration_s: float
-    # User and system time of the decoders meanwhile, seconds.
+    # User and system CPU time of the decoders during the burst, seconds.
     decoder_cpu_s: float
-    # In the requests' order.
+    # Answers in the order of the requests.
     answers: tuple[Generation, ...]
     num_encodes: int
 
@@ -41,7 +41,7 @@ class Burst:
 
 
 def run_burst(stack: LocalStack, asks: Sequence[Ask], max_tokens: int) -> Burst:
-    """`ask_together` on a stack, with what it cost there."""
+    """Runs `ask_together` on a stack and adds the CPU time that the decoders took."""
     decoders = [psutil.Process(decoder.pid) for decoder in stack.decoders]
     encodes, cpu_s = _num_encodes(stack), sum(map(_cpu_s, decoders))
     duration_s, answers = ask_together(stack.decoder_targets, asks, max_tokens)
@@ -50,7 +50,7 @@ def run_burst(stack: LocalStack, asks: Sequence[Ask], max_tokens: int) -> Burst:
 
 
 def ask_together(targets: Sequence[str], asks: Sequence[Ask], max_tokens: int) -> tuple[float, tuple[Generation, ...]]:
-    """Seconds from the first request to the last answer, and the answers in the requests' order.
+    """Returns the seconds from first request to last answer, and the answers in the order of the requests.
 
     Greedy, each with exactly `max_tokens` tokens; request i goes to target i modulo their number.
     """

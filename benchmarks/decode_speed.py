@@ -1,9 +1,9 @@
 """How fast are decoding and prefill, against vLLM, against transformers' own modules, and against the memory's speed?
 
-Two measurements, `--help` for the knobs. Steps of the model runner alone: our kernels and transformers' modules take
-turns on the same weights. Requests through the engine, without services: ours and the peer's take turns on the same
-prompts. Both have them in their prefix caches but for the last tokens (of the peer's blocks of 128 the last one), which
-one step computes for the whole batch: all requests decode together.
+Two measurements; `--help` lists the options. First, steps of the model runner alone: our kernels and transformers'
+modules take turns on the same weights. Second, requests through the engine without services: our engine and the peer's
+take turns on the same prompts. Both hold the prompts in their prefix caches except for the last block (128 tokens for
+the peer). One step computes that rest for the whole batch, so all requests decode together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.runner_steps import RunnerSteps, StepCell
 _NAME = "decode_speed"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _BLOCK_SIZE = 16
-# vLLM's for CPUs.
+# vLLM's block size on CPUs.
 _PEERS_BLOCK_SIZE = 128
 # Ids that the tokenizer of small-llava has for plain text.
 _FIRST_ID, _STOP_ID = 300, 900
@@ -44,7 +44,7 @@ class PeerCell:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCell:
-    """Prompts that nobody has seen, one at a time, through both engines."""
+    """New prompts, one at a time, through both engines."""
 
     dtype: str
     num_tokens: int
@@ -55,13 +55,13 @@ class PrefillCell:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured."""
+    """The cells to measure and the number of rounds."""
 
     dtypes: list[str]
     batches: list[int]
     contexts: list[int]
     rounds: int
-    # Tokens that each request gets after its first one.
+    # Tokens that each request decodes after its first one.
     steps: int
     is_quick: bool
 
@@ -106,7 +106,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure_steps(plan: Plan) -> list[StepCell]:
-    """Of the runner alone."""
+    """Measures decode steps of the runner alone."""
     cells = []
     for dtype in plan.dtypes:
         folder = models.demo_model() if plan.is_quick else models.small_llava(_DTYPES[dtype])
@@ -119,7 +119,7 @@ def measure_steps(plan: Plan) -> list[StepCell]:
 
 
 def measure_beside_peer(plan: Plan, dtype: str, install: peer.PeerInstall) -> tuple[list[PeerCell], list[PrefillCell]]:
-    """Through the engines. Contexts of a batch are the first ones of the largest batch's."""
+    """Measures requests through both engines. A batch uses the first contexts of the largest batch."""
     rng = random.Random(dtype)
     longest = max(plan.contexts) + plan.steps + 1
     with _engines(plan, dtype, install, longest) as (ours, theirs):
@@ -137,12 +137,12 @@ def measure_beside_peer(plan: Plan, dtype: str, install: peer.PeerInstall) -> tu
 def _engines(
     plan: Plan, dtype: str, install: peer.PeerInstall, longest: int
 ) -> Iterator[tuple[EngineThread, peer.Peer]]:
-    """Both with room for the largest batch."""
+    """Opens both engines with room for the largest batch."""
     folder = models.demo_model() if plan.is_quick else models.small_llava(_DTYPES[dtype])
     num_blocks = (max(plan.batches) + 2) * -(-longest // _BLOCK_SIZE)
     own = ["--num-kv-blocks", str(num_blocks), "--max-num-seqs", str(max(plan.batches)), "--dtype", dtype]
     kv_bytes = models.kv_token_bytes(folder) * num_blocks * _BLOCK_SIZE
-    # What its prefix cache leaves to compute of all prompts is one step's work; its default is 4096 tokens.
+    # One step must hold the uncached rest of all prompts; vLLM's default is 4096 tokens.
     options = {"max_num_batched_tokens": max(4096, max(plan.batches) * (_PEERS_BLOCK_SIZE + 1))}
     with (
         peer.Peer(install, folder, kv_cache_bytes=kv_bytes * 5 // 4, dtype=dtype, options=options) as theirs,
@@ -188,7 +188,7 @@ def _prompt(rng: random.Random, num_tokens: int) -> tuple[int, ...]:
 
 
 def section(steps: Sequence[StepCell], beside: Sequence[PeerCell], prefills: Sequence[PrefillCell]) -> str:
-    """The section of RESULTS.md."""
+    """Returns the Markdown of this section of RESULTS.md."""
     parts = [
         "## decode_speed\n\nHow fast are decoding and prefill (small-llava: a Llama of 135M parameters)? Goals: at "
         "least as fast as vLLM at every\nbatch, 1.2 × at batch 1, and 70 % of the memory's speed there.",

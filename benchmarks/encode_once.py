@@ -1,4 +1,4 @@
-"""N decoders × M requests over K pictures that nobody has seen, all at once: how many encodes? `--help` for the knobs.
+"""N decoders × M requests over K new pictures, all at once: how many encodes? `--help` lists the options.
 
 Real services as processes of their own, asked through the SDK. Encodes are counted by the encoders themselves.
 """
@@ -31,7 +31,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Replicas of one run."""
+    """The number of replicas in one run."""
 
     num_encoders: int
     num_decoders: int
@@ -42,18 +42,18 @@ SETUPS = (Setup(1, 1), Setup(1, 2), Setup(1, 4), Setup(2, 2), Setup(4, 2))
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked in each round."""
+    """The requests of each round."""
 
     # K: distinct pictures, new in every round.
     num_pictures: int
-    # M: requests to each decoder; every one has one picture.
+    # M: requests to each decoder, with one picture each.
     requests_per_decoder: int
     num_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One burst of requests."""
+    """The result of one burst of requests."""
 
     num_requests: int
     # Images that went through the encoders' models.
@@ -127,7 +127,7 @@ def _num_encodes(stack: LocalStack) -> int:
 
 
 def _picture(seed: int) -> bytes:
-    """A PNG of noise: another seed is another picture."""
+    """Returns a PNG of noise; each seed gives another picture."""
     size = (_PICTURE_SIDE, _PICTURE_SIDE)
     noise = random.Random(seed).randbytes(3 * _PICTURE_SIDE * _PICTURE_SIDE)
     file = io.BytesIO()

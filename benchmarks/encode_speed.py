@@ -1,8 +1,9 @@
-"""How many images a second does the encoder give, against vLLM's and transformers' own? `--help` for the knobs.
+"""How many images per second does the encoder compute, against vLLM and transformers? `--help` lists the options.
 
-Every side gets the same pixels and computes the same rows (the section says how far they are apart) with the same
-element type on the same CPUs, by turns. The peer's tower and projector run in its own interpreter, inside its engine.
-Beside that: image files through our whole pipeline (decoding, preprocessing, forward, Redis) over the forward alone.
+All sides take turns on the same CPUs. They get the same pixels and compute the same rows with the same element type;
+the section states the distance between their rows. The peer's tower and projector run in its own interpreter, inside
+its engine. A second measurement compares our whole pipeline (decoding, preprocessing, forward, Redis) with the forward
+pass alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _OURS, _TRANSFORMERS, _PEER = "lookonce", "transformers", "vllm"
 _WORKER = pathlib.Path(__file__).with_name("peer_encoder_worker.py")
 _SIZE = (640, 480)
 _SEED = 20261122
-# Threads of the side before still look for work so long.
+# OpenMP threads of the previous side may spin this long.
 _PAUSE_S = 0.3
 _REDIS_BYTES = 256 << 20
 _STOP_TIMEOUT_S = 30.0
@@ -51,29 +52,29 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # Its model is in the process that we talk to.
+    # Keeps the model in the process that we control.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One element type, and images in one pass."""
+    """One element type and one number of images per pass."""
 
     dtype: str
     batch: int
-    # Images of a round, and each round's seconds by side.
+    # Images in a round, and the seconds of each round by side.
     num_images: int
     seconds: dict[str, list[float]]
 
     def ratios(self, side: str) -> list[float]:
-        """Our images per second over that side's, round by round."""
+        """Returns our images per second over those of `side`, one ratio per round."""
         return [theirs / ours for theirs, ours in zip(self.seconds[side], self.seconds[_OURS], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one element type gave."""
+    """The figures of one element type."""
 
     cells: tuple[Cell, ...]
     # Distance of each other side's rows from ours, relative to the size of ours.
@@ -83,10 +84,10 @@ class Figures:
 
 
 class Side(Protocol):
-    """Somebody who encodes the benchmark's pixels."""
+    """An encoder under test, which encodes the benchmark's pixels."""
 
     def encode(self, batch: int) -> float:
-        """Encodes all images, so many in a pass; returns seconds."""
+        """Encodes all images in passes of `num_together`; returns seconds."""
 
     def rows(self) -> torch.Tensor:
         """Rows of all images, float32 [num_images, num_rows, hidden_size]."""
@@ -121,7 +122,7 @@ def measure(
     num_rounds: int,
     install: peer.PeerInstall | None,
 ) -> Figures:
-    """All sides by turns; the first round is for the caches and not counted."""
+    """Measures all sides in turns. The first round warms the caches and is not counted."""
     settings = _settings(model=folder, dtype=dtype, device="cpu")
     model = VisionModel.load(settings)
     model.warm_up()
@@ -163,7 +164,7 @@ def _by_turns(
 async def _through_pipeline(
     settings: EncoderSettings, model: VisionModel, alone: Side, num_images: int, num_rounds: int
 ) -> list[tuple[float, float]]:
-    """Seconds of the forward alone and of as many image files to rows in Redis, asked for at once, by turns."""
+    """Returns the seconds of the forward pass alone, and of as many image files through the whole pipeline at once."""
     found = []
     with EmbeddedRedis(_REDIS_BYTES) as redis:
         settings = _settings(**(settings.model_dump() | {"redis_url": redis.url}))
@@ -285,12 +286,12 @@ class PeerEncoder:
 
 
 def _settings(**values: Any) -> EncoderSettings:
-    """What `values` leaves out is the default."""
+    """Returns settings with `values`; the rest are defaults."""
     return EncoderSettings(**values)
 
 
 def _image_files(number: int, *, first: int = 0) -> list[bytes]:
-    """JPEGs that no two have in common, with as much detail as photographs have."""
+    """Returns distinct JPEGs with as much detail as photographs."""
     files = []
     for index in range(first, first + number):
         draw = np.random.default_rng((_SEED, index))
@@ -302,7 +303,7 @@ def _image_files(number: int, *, first: int = 0) -> list[bytes]:
 
 
 def section(figures: Mapping[str, Figures]) -> str:
-    """The section of RESULTS.md."""
+    """Returns the Markdown of this section of RESULTS.md."""
     sides = [side for side in (_TRANSFORMERS, _PEER) if all(side in one.row_distance for one in figures.values())]
     head = ["dtype", "images in a pass", "images/s"]
     for side in sides:

@@ -1,4 +1,4 @@
-"""The decoder's engine in this process, without a service around it: sets of requests as token ids, and their times."""
+"""Runs the decoder's engine in this process, without a service, and times sets of requests given as token ids."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """One request's times, seconds."""
+    """The times of one request, in seconds."""
 
-    # From the set's beginning.
+    # Seconds from the start of the set to the first token.
     first_token_s: float
-    # From the first token to the last.
+    # Seconds from the first token to the last.
     decode_s: float
 
 
@@ -36,7 +36,7 @@ class EngineThread:
     """An engine and the event loop that submits to it, on a thread of its own."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """`arguments` are the decoder's flags."""
+        """Takes the command-line flags of the decoder."""
         settings = parse_settings(DecoderSettings, arguments, "engine_thread")
         self._engine = build_engine(settings, load_text(settings).family, None, None, FetchMetrics(CollectorRegistry()))
         self._loop = asyncio.new_event_loop()
@@ -55,7 +55,7 @@ class EngineThread:
         self._loop.close()
 
     def run(self, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[EngineAnswer]:
-        """All prompts at once, greedy, each with exactly `num_tokens` tokens out."""
+        """Runs all prompts at once, greedily; each generates exactly `num_tokens` tokens."""
         self._num_sets += 1
         return self._call(self._run(prompts, num_tokens))
 

@@ -1,4 +1,4 @@
-"""How fast do rows come from Redis into a buffer, against the bare socket and against redis-py? `--help` for the knobs.
+"""How fast do rows come from Redis into a buffer, against a bare socket and redis-py? `--help` lists the options.
 
 All sides read the same bytes from one server over the same kind of socket, in turns: a raw `recv_into` of a loopback
 sender, our `read_rows` (verified), and redis-py's `get`. Then small GETs are timed beside large reads.
@@ -50,7 +50,7 @@ _SMALL_GETS = 10_000
 _SMALL_ROUNDS = 5
 _COMPUTE = "while True: pass"
 
-# The sender of the bare socket: it answers each byte with the payload, from a process of its own as a server is.
+# The sender behind the bare socket: it answers each byte with the payload, from its own process like a server.
 _SENDER = """
 import os, socket, sys
 family, size = getattr(socket, sys.argv[1]), int(sys.argv[2])
@@ -85,13 +85,13 @@ class Size:
 
     num_bytes: int
     raw: list[Speed]
-    # As decoders read an image of which they have nothing: by one command from a Valkey since 9, over TCP up to 4 MiB.
+    # A whole image by one command, as decoders read it from Valkey 9 or later, over TCP up to 4 MiB.
     ours: list[Speed]
-    # As from every other server, and as ranges are read from all.
+    # The same in pieces, as decoders read row ranges, and whole images from other servers.
     in_pieces: list[Speed]
     sealed: list[Speed]
     redis_py: list[Speed]
-    # The barest possible GET of the entry: nothing is looked at but its length.
+    # The fastest possible GET of the entry, which checks its length only.
     bare_get: list[Speed]
 
 
@@ -120,7 +120,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: bool) -> Size:
-    """Interleaved reads of one entry of about this size."""
+    """Runs interleaved reads of one entry of about this size."""
     meta = EmbeddingMeta(max(1, num_bytes // (2 * _HIDDEN_SIZE)), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
     rows = memoryview(secrets.token_bytes(meta.size_bytes))
     out = memoryview(bytearray(meta.size_bytes))
@@ -167,7 +167,7 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
 
 
 def small_reads(server: EmbeddedRedis, num_gets: int = _SMALL_GETS) -> dict[str, list[float]]:
-    """Microseconds of 1 KB GETs: alone, beside two readers of 24 MB entries, beside two processes that only compute."""
+    """Returns the µs of 1 KB GETs: alone, beside two readers of 24 MB entries, and beside two busy processes."""
     meta = EmbeddingMeta(24 * _MB // (2 * _HIDDEN_SIZE), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
     with contextlib.closing(EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)) as store:
         assert store.write(_key("beside"), meta, memoryview(secrets.token_bytes(meta.size_bytes)))
@@ -191,7 +191,7 @@ def small_reads(server: EmbeddedRedis, num_gets: int = _SMALL_GETS) -> dict[str,
 
 
 def _read_on(url: str, meta: EmbeddingMeta, begun: Any, ended: Any) -> None:
-    """Two threads read a large entry until told to end."""
+    """Reads a large entry in two threads until `ended` is set."""
     store = EmbeddingStore(url, _BUDGET_S, 600, 512 << 20)
 
     def read() -> None:
@@ -240,7 +240,7 @@ def _raw_reader(out: memoryview, *, use_tcp: bool) -> Iterator[Callable[[], None
 
 @contextlib.contextmanager
 def _bare_getter(client: Any, name: bytes) -> Iterator[Callable[[], None]]:
-    """What the server itself makes possible: one command, and a receive of as many bytes as its reply has."""
+    """Yields a reader at the server's own speed: one command, and a receive of exactly its reply's bytes."""
     num_bytes = client.strlen(name)
     command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name)
     reply = memoryview(bytearray(len(b"$%d\r\n" % num_bytes) + num_bytes + 2))
@@ -277,7 +277,7 @@ def _key(name: str) -> ContentKey:
 
 
 def _ratio(side: Sequence[Speed], other: Sequence[Speed]) -> float:
-    """Median over the rounds of the speed of one side over the other's."""
+    """Returns the median over the rounds of one side's speed over the other's."""
     return statistics.median(one.gb_per_s / two.gb_per_s for one, two in zip(side, other, strict=True))
 
 
@@ -332,7 +332,7 @@ def _table(sizes: Sequence[Size]) -> str:
 
 
 def _percentiles(sorted_us: Sequence[float]) -> dict[str, float]:
-    """Of so many figures, those that say how they are spread."""
+    """Returns the percentiles that describe the spread of some figures."""
     return {f"p{100 * share:g}": _quantile(sorted_us, share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)}
 
 

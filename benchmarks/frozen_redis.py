@@ -1,8 +1,8 @@
-"""What does a frozen Redis cost those who ask for text only? `--help` for the knobs.
+"""How much does a frozen Redis slow down text requests? `--help` lists the options.
 
-One decoder, one encoder and a Redis that is stopped (SIGSTOP) in every second phase. Text is asked for without a pause,
-as a user sees it; beside it pictures are asked about at fixed times. Each of these costs an encode in both kinds of
-phases: with Redis nobody has seen the picture, while it is frozen nobody can say that he has.
+One decoder, one encoder and a Redis that is stopped (SIGSTOP) in every second phase. Text requests follow each other
+without a pause; picture requests arrive at fixed times. Each picture request costs an encode in both kinds of phases:
+with Redis the picture is new, and while Redis is frozen no cache can be asked.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ _QUESTION = "What is in the picture?"
 _TEXT_TOKENS = 16
 _TIMEOUT_S = 60.0
 _ONE_THREAD = ["--num-threads", "1"]
-# Rows of two pictures of the demo model, on either side: what was seen before is gone when it is asked for again.
+# Holds two pictures' rows of the demo model, so that earlier pictures are evicted before they return.
 _LOCAL_CACHE_BYTES = 40_000
 _DECODER_ROWS = 72
-# Logit distance to the second-best token that a reference answer must have.
+# Smallest logit distance between the best and the second-best token of a reference answer.
 _MIN_MARGIN = 0.05
 _FIRST_SEED = 88_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked in each phase."""
+    """The requests of each phase."""
 
     num_pictures: int
-    # Between the beginnings of two picture requests, seconds.
+    # Seconds between the starts of two picture requests.
     interval_s: float
     num_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG and what plain `transformers` answers."""
+    """A PNG and the answer of plain `transformers` about it."""
 
     data: bytes
     answer: str
@@ -65,7 +65,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase, Redis frozen or not."""
+    """The figures of one phase, with Redis frozen or running."""
 
     num_texts: int
     # Time of one text request, seconds.
@@ -87,7 +87,7 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """P99 of the text requests with Redis frozen, over that without."""
+        """Ratio of the text requests' P99 with Redis frozen to that with Redis running."""
         return self.frozen.p99_s / self.normal.p99_s
 
 
@@ -110,7 +110,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(load: Load) -> list[Round]:
-    """Rounds of two phases; which of them comes first changes."""
+    """Runs rounds of two phases, which take turns to come first."""
     unseen = _pictures()
     rounds = []
     with (
@@ -169,7 +169,7 @@ def _run(stack: LocalStack, client: Client, pictures: Sequence[Picture], load: L
 
 
 def _ask_texts(client: Client, ended: threading.Event, seconds: list[float]) -> None:
-    """One after the other; appends the time of each."""
+    """Sends text requests one after another and appends the time of each."""
     number = 0
     while not ended.is_set():
         started_s = time.perf_counter()
@@ -179,7 +179,7 @@ def _ask_texts(client: Client, ended: threading.Event, seconds: list[float]) -> 
 
 
 def _ask_picture(client: Client, picture: Picture) -> bool:
-    """Whether the answer is right. No row of it comes from the prefix cache."""
+    """Returns whether the answer is right. The request bypasses the prefix cache."""
     answer = client.generate(
         _QUESTION, [picture.data], max_tokens=_TEXT_TOKENS, temperature=0.0, bypass_prefix_cache=True
     )
@@ -197,7 +197,7 @@ def _frozen(stack: LocalStack) -> Iterator[None]:
 
 
 def _wait_for_redis(client: Client, picture: Picture) -> None:
-    """Until new rows are stored again and what was read before is found: both services ask Redis again."""
+    """Waits until both services use Redis again: new rows are stored, and stored rows are found."""
     give_up_s = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < give_up_s:
         (uploaded,) = client.encode([picture.data])
@@ -218,7 +218,7 @@ def _take(pictures: Iterator[Picture], load: Load) -> list[Picture]:
 
 
 def _pictures() -> Iterator[Picture]:
-    """New ones without end; those whose answer hangs on the last bits are left out."""
+    """Yields new pictures without end, except those whose answer depends on rounding."""
     reference = DemoModel(_MODEL)
     message: Message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _QUESTION}]}
     for seed in random.Random(_FIRST_SEED).sample(range(_FIRST_SEED, 2 * _FIRST_SEED), 100_000):

@@ -1,6 +1,6 @@
-"""Is the CUDA path right, and how near to the device's limits is it? `--help` for the knobs.
+"""Is the CUDA path right, and how near to the device's limits is it? `--help` lists the options.
 
-The runner alone, without scheduler and services, on small-llava. Where PyTorch sees no CUDA device it says so and ends.
+Runs the model runner alone on small-llava, without scheduler and services. Without a CUDA device it prints so and ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lookonce.model.model_folder import ModelFolder
 from lookonce.server.settings import parse_settings
 
 _NAME = "gpu"
-# Largest distance of a log probability from the CPU's in float32 that passes.
+# Largest accepted distance of a log probability from that of the CPU in float32.
 TOLERANCES = {torch.float32: 2e-3, torch.bfloat16: 0.25}
 _BATCHES, _CONTEXTS = (1, 8, 32, 64), (64, 1024)
 _MAX_TOKENS = 1200
@@ -45,7 +45,7 @@ _ENCODER_BATCHES = (1, 4, 16, 64)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question of correctness."""
+    """The result of one correctness check."""
 
     name: str
     passed: bool
@@ -66,13 +66,13 @@ class DecodeCell:
     memory_limit_s: float
     # Operations of the prompts' matrix products over the device's; seconds.
     matrix_limit_s: float
-    # For the prompts and _NUM_STEPS + 1 tokens each: ours, and transformers' or why there is none.
+    # Prompts and _NUM_STEPS + 1 tokens each: our seconds, and those of transformers or the reason why they are missing.
     whole_s: float
     peer_s: float | str
 
 
 def main() -> None:
-    """Runs everything and writes JSON and the section of RESULTS.md; without a device says so."""
+    """Runs all checks and writes JSON and the section of RESULTS.md. Without a device it only prints a message."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=list(_BATCHES))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(_CONTEXTS))
@@ -112,7 +112,7 @@ def _runner(
 
 
 def parity(folder: pathlib.Path, kind: type[ModelRunnerBase], prompt_tokens: int = 100) -> list[Check]:
-    """Log probabilities of greedy answers against the CPU's in float32."""
+    """Compares the log probabilities of greedy answers with those of the CPU in float32."""
     batch, num_steps = 4, 8
     max_tokens = prompt_tokens + num_steps + 1
 
@@ -132,7 +132,7 @@ def parity(folder: pathlib.Path, kind: type[ModelRunnerBase], prompt_tokens: int
 
 
 def cuda_backends(device: torch.device) -> dict[str, Callable[[], AttentionBackend]]:
-    """Every backend that can be made here."""
+    """Returns every attention backend that this machine supports."""
     found: dict[str, Callable[[], AttentionBackend]] = {"sdpa": SdpaBackend}
     try:
         from decoder_svc.runner.cuda.triton_attention import TritonBackend
@@ -151,7 +151,7 @@ def cuda_backends(device: torch.device) -> dict[str, Callable[[], AttentionBacke
 
 
 def _spec(block_size: int = 256) -> KVCacheSpec:
-    """One layer of a model of 8B parameters."""
+    """Returns the KV cache spec of one layer of a model with 8B parameters."""
     return KVCacheSpec(num_layers=1, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, block_size=block_size)
 
 
@@ -164,7 +164,7 @@ _TRIALS = {
 
 
 def backends_agree(backends: Mapping[str, Callable[[], AttentionBackend]], device: torch.device) -> list[Check]:
-    """Each against PyTorch's, in bfloat16."""
+    """Compares each backend with the PyTorch one in bfloat16."""
     checks = []
     for name, chunks in _TRIALS.items():
         trial = AttentionTrial(_spec(), _NUM_HEADS, chunks, device)
@@ -203,19 +203,19 @@ class DecodeBench:
         parameters = [
             parameter
             for name, parameter in runner.get_model().named_parameters()
-            # Of the table of embeddings a step reads a row per token, unless it is the head, too.
+            # A step reads one row of the embedding table per token, unless the table is the head as well.
             if "embed_tokens" not in name or runner.get_model().config.get_text_config().tie_word_embeddings
         ]
         self._weight_bytes = sum(parameter.nbytes for parameter in parameters)
         self._num_weights: int = sum(parameter.numel() for parameter in parameters)
-        # A prompt meets the head with its last token only.
+        # Only the last token of a prompt passes the head.
         text = runner.get_model().config.get_text_config()
         self._num_head_weights: int = text.hidden_size * text.vocab_size
         self._bandwidth = memory_bandwidth(runner.device)
         self._matrix_peak = matrix_peak(runner.device)
 
     def graphs_give_the_same_bits(self, batch: int, context: int = 64) -> Check:
-        """Tokens and log probabilities of a batch that needs no padding, with graphs and without."""
+        """Compares tokens and log probabilities of a batch without padding, with graphs and without."""
         self.driver.use_graphs(True)
         with_graphs = self.driver.run(batch, context, 8, with_logprobs=True).answers
         has_graphs = self.driver.runner.graphs is not None
@@ -228,7 +228,7 @@ class DecodeBench:
         )
 
     def measure(self, batch: int, context: int, num_steps: int = _NUM_STEPS) -> DecodeCell:
-        """With graphs, then without: recording takes longer than a round. The first round is for the caches."""
+        """Measures with graphs, then without: recording takes longer than a round. The first round warms the caches."""
         runs: dict[bool, list[Run]] = {True: [], False: []}
         for wanted in (True, False):
             self.driver.use_graphs(wanted)
@@ -254,12 +254,12 @@ class DecodeBench:
         )
 
     def _multiplied_weights(self, num_tokens: int) -> int:
-        """By a whole prompt: each token meets every layer."""
+        """Returns the number of weights that each token of a prompt is multiplied with."""
         return (self._num_weights - self._num_head_weights) * num_tokens + self._num_head_weights
 
 
 def encoder_rates(folder: pathlib.Path, batches: Sequence[int], device: str = "cuda") -> dict[str, float]:
-    """Images per second of the vision half, from prepared pixels to rows in main memory, by batch."""
+    """Returns images per second of the vision half by batch size, from prepared pixels to rows in main memory."""
     model = VisionModel.load(
         parse_settings(EncoderSettings, ["--model", str(folder), "--device", device], "encoder_svc")
     )
@@ -278,7 +278,7 @@ def section(
     attention_s: dict[str, dict[str, float]],
     encoder: dict[str, float],
 ) -> str:
-    """The section of RESULTS.md."""
+    """Returns the Markdown of this section of RESULTS.md."""
     parts = [
         "## gpu\n\nIs the CUDA path right, and how near to the device's limits is it? "
         f"{device}, small-llava in bfloat16.",

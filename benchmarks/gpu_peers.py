@@ -1,4 +1,4 @@
-"""What the device itself can do, and what transformers' continuous batching makes of it. For `benchmarks.gpu`."""
+"""Measures the limits of the device and transformers' continuous batching, for `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_ROUNDS = 5
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, num_repeats: int = _NUM_REPEATS) -> list[float]:
-    """Of each repeat after a first one, with nothing else under way."""
+    """Returns the seconds of each repeat after a warm-up, with the device idle before each."""
 
     def once() -> float:
         _wait(device)
@@ -38,14 +38,14 @@ def _wait(device: torch.device) -> None:
 
 
 def memory_bandwidth(device: torch.device, num_bytes: int = _COPIED_BYTES) -> float:
-    """Bytes per second of a large copy, read and written."""
+    """Returns bytes per second of a large copy, counting reads and writes."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / statistics.median(seconds_of(lambda: target.copy_(source), device))
 
 
 def matrix_peak(device: torch.device, size: int = _GEMM_SIZE) -> float:
-    """Operations per second of a large product in bfloat16."""
+    """Returns operations per second of a large matrix product in bfloat16."""
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return 2 * size**3 / statistics.median(seconds_of(lambda: left @ right, device))
 
@@ -53,9 +53,9 @@ def matrix_peak(device: torch.device, size: int = _GEMM_SIZE) -> float:
 def continuous_batching_s(
     folder: pathlib.Path, device: torch.device, batch: int, prompt_tokens: int, num_tokens: int
 ) -> float | str:
-    """Seconds that transformers takes for the same text model and batch; a reason where it does not run here.
+    """Returns the seconds of transformers for the same text model and batch, or the reason why it does not run.
 
-    Median of some rounds after a first one. Weights are random, as ours are: time does not depend on them.
+    The median of several rounds after a warm-up. Weights are random like ours: time does not depend on them.
     """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     draw = random.Random(0)
@@ -69,7 +69,7 @@ def continuous_batching_s(
             model.generate_batch(inputs=prompts, generation_config=generation, progress_bar=False).values()
             for _ in range(_NUM_ROUNDS + 1)
         ][1:]
-        # From the first request that is taken up to the last one's end: without what it sets up before.
+        # Seconds from the first accepted request to the end of the last one, without the set-up before.
         spans = [[output.lifespan for output in outputs] for outputs in rounds]
     except Exception as error:  # a peer that fails is a cell of the table
         return f"{type(error).__name__}"

@@ -1,4 +1,4 @@
-"""Made-up requests for one runner on any device: prefills, decodes, and how long steps take. For `benchmarks.gpu`."""
+"""Runs synthetic requests on one runner of any device and times prefills and decode steps, for `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.scheduling.request import RequestId, SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
 
-# Alternatives that answers are compared by.
+# Number of alternatives compared per token.
 _NUM_LOGPROBS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request got: ids, and of each place the chosen and the likeliest ids with their log probabilities."""
+    """One request's token ids, and the log probabilities of the chosen and the likeliest ids at each position."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
@@ -29,7 +29,7 @@ class Run:
 
     answers: list[Answer]
     prefill_s: float
-    # Of each step of single tokens.
+    # Seconds of each step of single tokens.
     decode_s: list[float]
 
 
@@ -37,7 +37,7 @@ class StepDriver:
     """Runs batches of text prompts in one step each and then token by token."""
 
     def __init__(self, runner: ModelRunnerBase, max_batch: int, max_tokens: int) -> None:
-        """`max_tokens` bounds a sequence, prompt and answer."""
+        """`max_tokens` bounds the length of a sequence, prompt and answer together."""
         self.runner = runner
         self._block_size = runner.config.block_size
         self._blocks_each = -(-max_tokens // self._block_size)
@@ -46,13 +46,13 @@ class StepDriver:
         self.use_graphs(True)
 
     def use_graphs(self, wanted: bool) -> None:
-        """A fresh KV cache, with graphs over it or without."""
+        """Allocates a new KV cache and records graphs over it if asked."""
         self.runner.config = replace(self.runner.config, use_graphs=wanted)
         self.runner.initialize_kv_cache(self._num_blocks)
         self.runner.capture_model()
 
     def run(self, batch: int, prompt_tokens: int, num_steps: int, *, with_logprobs: bool = False) -> Run:
-        """`batch` prompts of `prompt_tokens` tokens, and `num_steps` tokens behind the first of each answer."""
+        """Runs `batch` prompts of `prompt_tokens` tokens, and decodes `num_steps` tokens after the first of each."""
         self._num_runs += 1
         names = [RequestId(f"{self._num_runs}-{index}") for index in range(batch)]
         draw = random.Random(batch * 10_000 + prompt_tokens)
@@ -70,7 +70,7 @@ class StepDriver:
             chunks = tuple(self._chunk(name, index, prompt_tokens, step, num_steps) for index, name in enumerate(names))
             output = SchedulerOutput(admitted if step == 0 else (), chunks, (), (), ())
             started_s = time.perf_counter()
-            # Sampled ids are on the host when it returns: the device is done.
+            # execute_model returns sampled ids on the host, so the device has finished.
             found.append(self.runner.execute_model(output))
             seconds.append(time.perf_counter() - started_s)
         self.runner.execute_model(SchedulerOutput((), (), tuple(names), (), ()))
@@ -91,9 +91,9 @@ def _answer(tokens: Sequence[SampledToken]) -> Answer:
 
 
 def largest_difference(one: Sequence[Answer], other: Sequence[Answer]) -> tuple[float, int]:
-    """Largest distance of log probabilities that both have, and at how many places they were compared.
+    """Returns the largest distance between log probabilities that both have, and the number of positions compared.
 
-    Places behind the first one where the chosen tokens differ have another context, and do not count.
+    Positions after the first differing token have another context and are not compared.
     """
     largest, num_places = 0.0, 0
     for first, second in zip(one, other, strict=True):

@@ -1,7 +1,7 @@
-"""What does an image that is cached somewhere cost a decoder that has never seen it? `--help` for the knobs.
+"""What does an image that is cached somewhere cost a decoder that has never seen it? `--help` lists the options.
 
-Two decoders. One asks about a picture, so that it is encoded; then the other is asked about it, and about a text with
-as many tokens, in turns. Measured from sending to the first token, as a user sees it, one request at a time.
+Two decoders. The first is asked about a picture, so that it is encoded. Then the second is asked about it, and about a
+text with as many tokens, in turns. Times run from sending to the first token, one request at a time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Times to first token of one picture and of one text, seconds."""
+    """Times to first token of one picture and of one text, in seconds."""
 
     image_s: float
     text_s: float
     num_image_prompt_tokens: int
     num_text_prompt_tokens: int
-    # The picture's first look, encode included.
+    # Time to first token of the new picture, including its encode.
     cold_s: float
 
 
@@ -51,7 +51,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(model: pathlib.Path, num_pictures: int) -> list[Pair]:
-    """One pair per picture; which of the two comes first changes."""
+    """Measures one pair per picture; picture and text take turns to come first."""
     asks = u40(random.Random(_NAME))[:num_pictures]
     rng, words = random.Random("texts"), _words(model)
     with (
@@ -64,7 +64,7 @@ def measure(model: pathlib.Path, num_pictures: int) -> list[Pair]:
             for ask in warm_up:
                 _first_token_s(client, ask.question, ask)
                 _, num_tokens = _first_token_s(client, _text(rng, words, 600), None)
-        # What the template adds to a text.
+        # Tokens that the template adds to a text.
         num_around = num_tokens - 600
         pairs = []
         for number, ask in enumerate(asks):
@@ -82,7 +82,7 @@ def measure(model: pathlib.Path, num_pictures: int) -> list[Pair]:
 
 
 def _first_token_s(client: Client, prompt: str, ask: Ask | None) -> tuple[float, int]:
-    """(seconds to the first token, prompt tokens)."""
+    """Returns the seconds to the first token and the number of prompt tokens."""
     images = () if ask is None else ask.pictures
     started_s = time.perf_counter()
     with client.stream(prompt, images, max_tokens=2, temperature=0.0, ignore_eos=True) as stream:
@@ -94,7 +94,7 @@ def _first_token_s(client: Client, prompt: str, ask: Ask | None) -> tuple[float,
 
 
 def _words(model: pathlib.Path) -> list[str]:
-    """Words that are one token each, wherever they stand."""
+    """Returns words that are one token each in any position."""
     vocabulary = Tokenizer.from_file(str(model / "tokenizer.json")).get_vocab()
     return sorted(token.replace("Ġ", " ") for token in vocabulary if token.startswith("Ġ") and token[1:].isalpha())
 

@@ -1,8 +1,8 @@
-"""What does an encoder of its own cost where few requests have an image and none is seen twice? `--help` for the knobs.
+"""What does a separate encoder cost where few requests have an image and none repeats? `--help` lists the options.
 
-The case that a split cannot win: one request in five has an image, and each is new. A stack of services (decoder,
-encoder, Redis) and the same engine with the encoder in its own process (`benchmarks.single_process`), asked the same in
-turns through the SDK, all requests of a round at once.
+The worst case for a split: one request in five has an image, and each image is new. A stack of services (decoder,
+encoder, Redis) and one process with engine and encoder (`benchmarks.single_process`) answer the same requests in turns
+through the SDK, all requests of a round at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUM_KV_BLOCKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One round on one side."""
+    """The figures of one round on one side."""
 
     # From the first request to the last answer, seconds.
     duration_s: float
@@ -53,13 +53,13 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """Time of the split arrangement over the single process's."""
+        """Ratio of the split system's time to that of the single process."""
         return self.split.duration_s / self.single.duration_s
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked in each round."""
+    """The requests of each round."""
 
     num_requests: int
     max_tokens: int
@@ -83,7 +83,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(model: pathlib.Path, load: Load, num_rounds: int) -> list[Round]:
-    """Interleaved rounds; which side begins changes."""
+    """Runs interleaved rounds; the sides take turns to begin."""
     rounds = []
     pool = ["--num-kv-blocks", str(_NUM_KV_BLOCKS)]
     with LocalStack(model, decoder_arguments=pool) as stack, _single_process(model, pool) as target:
@@ -95,7 +95,7 @@ def measure(model: pathlib.Path, load: Load, num_rounds: int) -> list[Round]:
                 sides[index] = _side(*ask_together([targets[index]], asks, load.max_tokens))
             if sides[0].num_encoded_rows != sides[1].num_encoded_rows or not sides[0].num_encoded_rows:
                 raise AssertionError(f"not every image was encoded on both sides: {sides}")
-            # The first round is for what is made at first use.
+            # The first round warms up and is not counted.
             if number >= 0:
                 rounds.append(Round(sides[0], sides[1]))
                 print(f"{number}: {rounds[-1].ratio:.3f}, {rounds[-1]}", flush=True)
@@ -104,7 +104,7 @@ def measure(model: pathlib.Path, load: Load, num_rounds: int) -> list[Round]:
 
 @contextlib.contextmanager
 def _single_process(model: pathlib.Path, arguments: Sequence[str]) -> Iterator[str]:
-    """Its target."""
+    """Starts the single process and yields its target."""
     with tempfile.TemporaryDirectory(prefix="lookonce-single-") as folder:
         flags = ["--model", str(model), *arguments]
         process = ChildProcess("single", "benchmarks.single_process", flags, pathlib.Path(folder))
@@ -116,7 +116,7 @@ def _single_process(model: pathlib.Path, arguments: Sequence[str]) -> Iterator[s
 
 
 def _draw(rng: random.Random, num_requests: int) -> list[Ask]:
-    """Questions of 96 words, every fifth behind a picture of its own."""
+    """Returns questions of 96 words; every fifth has a new picture before it."""
     asks = []
     for index in range(num_requests):
         pictures = () if index % _IMAGE_EVERY else (picture(rng),)

@@ -1,6 +1,6 @@
 """Models for benchmarks: real shapes, random weights, built from configurations on first use. Nothing is downloaded.
 
-Run time does not depend on what weights say, so random ones do, as long as no token is the answer to everything.
+Run time does not depend on the values of weights, so random ones serve, unless one token always wins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-# The number counts changes to what is built: a folder of an older form is not taken for the newer one.
+# Increased whenever the built models change, so that folders of an older version are not reused.
 _FOLDER = pathlib.Path(__file__).parents[1] / "build/benchmark-models/2"
 _SEED = 20261121
 _TOKENIZER_SIZE = 1024
@@ -58,12 +58,12 @@ def small_llava(dtype: torch.dtype = torch.bfloat16) -> pathlib.Path:
 
 
 def large_image_qwen2_vl(max_rows: int = 8687) -> pathlib.Path:
-    """Qwen2-VL that takes images of up to `max_rows` rows of 2 KiB: two narrow layers, so that it is quick."""
+    """Builds a Qwen2-VL for images of up to `max_rows` rows of 2 KiB, with two narrow layers for speed."""
     return _built(f"large-image-qwen2-vl-{max_rows}", functools.partial(_build_large_image_qwen2_vl, max_rows))
 
 
 def demo_model() -> pathlib.Path:
-    """The demo's model, which the repository has: for runs that only show that a script works."""
+    """Returns the demo model of the repository, for runs that only show that a script works."""
     return pathlib.Path(__file__).parents[1] / "models/demo"
 
 
@@ -76,7 +76,7 @@ def kv_token_bytes(folder: pathlib.Path) -> int:
 
 
 def _built(name: str, build: Callable[[pathlib.Path], None]) -> pathlib.Path:
-    """The model's folder; a build that was interrupted leaves none."""
+    """Returns the model's folder and builds it on first use. An interrupted build leaves no folder."""
     folder = _FOLDER / name
     if not folder.exists():
         unfinished = folder.with_name(f"{name}.unfinished")
@@ -164,7 +164,7 @@ def _tokenizer(special: tuple[str, ...], template: str, **named: str) -> Any:
 
 
 def _random_model(model_class: Any, config: Any, tokenizer: Any) -> Any:
-    """Weights that keep activations at about their size; ids that the tokenizer cannot spell are never the answer."""
+    """Returns a model whose weights keep activations in scale and which never picks ids without a token."""
     config.dtype = torch.float32
     torch.manual_seed(_SEED)
     model = model_class(config).eval()
@@ -184,7 +184,7 @@ def _random_model(model_class: Any, config: Any, tokenizer: Any) -> Any:
 
 
 def _gain(name: str) -> float:
-    """Attention that looks somewhere and does not drown its token: without, 30 layers make all tokens the same."""
+    """Scales attention so that it is selective; otherwise 30 layers make all tokens equal."""
     if "q_proj" in name or "k_proj" in name:
         return 1.6
     return 0.5 if "o_proj" in name else 1.0

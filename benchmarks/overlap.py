@@ -1,8 +1,8 @@
-"""What does computing a prompt while its later images are being encoded gain? `--help` for the knobs.
+"""How much time does it save to compute a prompt while its later images are being encoded? `--help` lists the options.
 
-Two stacks that differ in one setting of the decoder, `overlap_encode`, are asked the same in turns, one request at a
-time: several images that nobody has seen, then a question. Encoder and decoder have CPUs of their own, as on machines
-of their own; on shared ones the two would only take time from each other. Measured from sending to the first token.
+Two stacks that differ in one setting of the decoder, `overlap_encode`, answer the same requests in turns, one at a
+time: several new images, then a question. Encoder and decoder have separate CPUs, as on separate machines; on shared
+CPUs they would only take time from each other. Times run from sending to the first token.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _ROWS_PER_IMAGE = 576
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One request on both stacks. Seconds to the first token."""
+    """Seconds to the first token of one request on both stacks."""
 
     overlapped_s: float
     waiting_s: float
-    # The same prompt again without the prefix cache, its rows on the decoder: the prompt alone.
+    # Time of the prefill alone: the same prompt again without the prefix cache, with its rows on the decoder.
     prompt_s: float
 
     @property
     def ratio(self) -> float:
-        """With overlap over without."""
+        """Ratio of the time with overlap to the time without."""
         return self.overlapped_s / self.waiting_s
 
     @property
     def least_ratio(self) -> float:
-        """What perfect overlap would give: the longer of encoding and prompt, over both one after the other."""
+        """The ratio of perfect overlap: the longer of encoding and prefill, over their sum."""
         return max(self.prompt_s, self.waiting_s - self.prompt_s) / self.waiting_s
 
 
@@ -74,7 +74,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def measure(
     model: pathlib.Path, images: Sequence[int], num_rounds: int, max_forward_images: int | None
 ) -> dict[int, list[Round]]:
-    """Rounds by number of images; which stack is asked first changes."""
+    """Runs rounds for each number of images; the stacks take turns to come first."""
     rounds: dict[int, list[Round]] = {number: [] for number in images}
     with contextlib.ExitStack() as exits:
         overlapping, waiting = (
@@ -90,7 +90,7 @@ def measure(
                 rng = random.Random(f"{num_images}:{number}")
                 ask = ask_about(rng, *(picture(rng) for _ in range(num_images)))
                 found = _round(clients, ask, waiting_first=number % 2 == 1)
-                # The first round is for what is made at first use.
+                # The first round warms up and is not counted.
                 if number >= 0:
                     rounds[num_images].append(found)
                     print(f"{num_images} images, {number}: {found.ratio:.3f}, {found}", flush=True)
@@ -106,7 +106,7 @@ def _stack(
     cpus = sorted(os.sched_getaffinity(0))
     half = max(1, len(cpus) // 2)
     threads = ["--num-threads", str(half)]
-    # Room for the rows of all images, or the second half would wait for the first whatever the setting.
+    # Room for the rows of all images; otherwise later images would wait for earlier ones in any case.
     rows = ["--encoder-cache-rows", str((max_images + 1) * _ROWS_PER_IMAGE)]
     batch = [] if max_forward_images is None else ["--max-forward-images", str(max_forward_images)]
     stack = LocalStack(
@@ -126,7 +126,7 @@ def _on_own_cpus(stack: LocalStack, encoder: Sequence[int], decoder: Sequence[in
 
 
 def _pin(pid: int, cpus: Sequence[int]) -> None:
-    """All threads of the process and of those that it started."""
+    """Pins all threads of the process and of its children to some CPUs."""
     process = psutil.Process(pid)
     for one in [process, *process.children(recursive=True)]:
         for thread in one.threads():

@@ -47,7 +47,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PeerInstall:
-    """Where the peer is."""
+    """The interpreter and the preloaded libraries of the peer's installation."""
 
     # The interpreter of its virtual environment.
     python: pathlib.Path
@@ -82,7 +82,7 @@ class PeerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """What became of some requests."""
+    """The answers to one set of requests and their total time."""
 
     # From the first request to the last answer, decoding of images included, seconds.
     duration_s: float
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def all_paused(peers: Iterable[Peer]) -> Iterator[None]:
-    """See `Peer.paused`."""
+    """Stops the processes of all peers during the block; see `Peer.paused`."""
     with contextlib.ExitStack() as stack:
         for peer in peers:
             stack.enter_context(peer.paused())
@@ -116,7 +116,7 @@ def all_paused(peers: Iterable[Peer]) -> Iterator[None]:
 def named_peer(arguments: argparse.Namespace) -> PeerInstall | None:
     """The peer that the flags name; None, and a line that says so, where they name none.
 
-    Raises PeerError for an interpreter that is not there: who names a peer wants it.
+    Raises PeerError if the named interpreter does not exist.
     """
     if arguments.peer_python is None:
         print("peer: not run (no --peer-python)", flush=True)
@@ -128,7 +128,7 @@ def named_peer(arguments: argparse.Namespace) -> PeerInstall | None:
 
 
 class Peer:
-    """One engine of the peer; entering it waits until it is ready. Commands come one at a time."""
+    """One engine of the peer. Entering the block waits until it is ready; it takes one command at a time."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Peer:
         cpus: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`cpus` are those that it may use, none: all of ours. `options`: further arguments of `vllm.LLM`."""
+        """`cpus` are the CPUs it may use; empty means all of ours. `options` are further arguments of `vllm.LLM`."""
         self._install = install
         self._cpus = sorted(cpus or os.sched_getaffinity(0))
         self._first: dict[str, Any] = {
@@ -161,7 +161,7 @@ class Peer:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._log = tempfile.NamedTemporaryFile(prefix="lookonce-peer-", suffix=".log")  # noqa: SIM115
         self._popen: subprocess.Popen[str] | None = None
-        # Its own word for itself.
+        # The version that the peer reports.
         self.version = ""
         # From the start of the process until it took requests, seconds.
         self.start_s = 0.0
@@ -180,7 +180,7 @@ class Peer:
         self.close()
 
     def start(self) -> None:
-        """Starts the process; `wait_until_ready` comes next. So several start beside each other."""
+        """Starts the process without waiting, so that several can start at once; call `wait_until_ready` next."""
         self._started_s = time.monotonic()
         environment = os.environ | _ENVIRONMENT
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self._cpus))
@@ -210,7 +210,7 @@ class Peer:
         return self.finish()
 
     def begin(self, requests: Sequence[PeerRequest], *, one_by_one: bool = False) -> None:
-        """The first half of `run`: several engines work at the same time."""
+        """Sends the requests; call `finish` for the answers. Several engines can work at the same time."""
         told = [
             {
                 "token_ids": request.token_ids,
@@ -222,21 +222,21 @@ class Peer:
         self._send({"command": "run", "requests": told, "one_by_one": one_by_one})
 
     def finish(self) -> PeerRun:
-        """The second half of `run`."""
+        """Waits for the answers to the requests sent by `begin`."""
         found = self._receive(_RUN_TIMEOUT_S)
         answers = (PeerAnswer(**{**one, "token_ids": tuple(one["token_ids"])}) for one in found["answers"])
         return PeerRun(found["duration_s"], tuple(answers))
 
     def reset(self) -> None:
-        """Forgets all prompts and images."""
+        """Empties the prefix cache and the encoder cache."""
         self._send({"command": "reset"})
         self._receive(_RUN_TIMEOUT_S)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Its processes stand still meanwhile: behind a run it polls for a second, which others here would feel."""
+        """Stops the peer's processes during the block, since they poll for a second after each run and use CPU time."""
         assert self._popen is not None, "start() comes first"
-        # It has a session, and so a group, of its own.
+        # The peer has its own session and therefore its own process group.
         os.killpg(self._popen.pid, signal.SIGSTOP)
         try:
             yield
@@ -244,12 +244,12 @@ class Peer:
             os.killpg(self._popen.pid, signal.SIGCONT)
 
     def memory_bytes(self) -> int:
-        """Memory of its processes now, pages that several of them share counted once."""
+        """Returns the memory of its processes in bytes; shared pages count once."""
         assert self._popen is not None, "start() comes first"
         return memory_bytes([self._popen.pid])
 
     def close(self) -> None:
-        """Ends it, by force if need be."""
+        """Ends the process, with SIGKILL if it does not end by itself."""
         if self._popen is None:
             return
         assert self._popen.stdin is not None
@@ -292,16 +292,16 @@ class Peer:
 
 
 class PeerPrompts:
-    """Prompts of one turn as our service makes them, with one placeholder per image, as the peer wants them."""
+    """Builds single-turn prompts like our service, but with one placeholder per image as the peer expects."""
 
     def __init__(self, model: pathlib.Path) -> None:
-        """`model` has a tokenizer and a chat template."""
+        """`model` is a folder with a tokenizer and a chat template."""
         import transformers
 
         self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
 
     def request(self, question: str, images: Sequence[bytes], max_tokens: int) -> PeerRequest:
-        """What the SDK sends for this question behind these images."""
+        """Returns the request that the SDK would send for a question after these images."""
         content = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -310,7 +310,7 @@ class PeerPrompts:
 
 
 def memory_bytes(pids: Sequence[int]) -> int:
-    """Memory of these processes and all that they started, shared pages counted once (Linux: PSS)."""
+    """Returns the memory of these processes and their children in bytes; shared pages count once (Linux: PSS)."""
     found = {}
     for pid in pids:
         process = psutil.Process(pid)

@@ -43,7 +43,7 @@ class Worker:
         return {"duration_s": time.perf_counter() - started_s, "answers": [_answer(output) for output in outputs]}
 
     def reset(self) -> dict[str, Any]:
-        """Forgets prompts and images."""
+        """Empties the prefix cache and the image cache."""
         self._llm.reset_prefix_cache()
         self._llm.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()

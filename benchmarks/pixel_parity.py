@@ -1,4 +1,4 @@
-"""How far are pixels of the PIL image processors from those of the torchvision ones? `--help` for the knobs.
+"""How far are the pixels of the PIL image processors from those of torchvision? `--help` lists the options.
 
 Both process the same pictures for every family, and videos where it takes them, against transformers' video processors;
 differences are in steps of an 8-bit channel. Needs torchvision, which
@@ -59,7 +59,7 @@ _DESCRIBED = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of one family, over all pictures, in 1/255 of a channel's range."""
+    """Pixel differences of one family over all pictures, in 1/255 of a channel's range."""
 
     name: str
     processor: str
@@ -74,7 +74,7 @@ def main(given: Sequence[str] | None = None) -> None:
     report.add_quick(parser)
     arguments = parser.parse_args(given)
     version = _import_torchvision(arguments.torchvision)
-    # Not before: transformers looks for torchvision once, when it is imported.
+    # Imported late: transformers looks for torchvision once, when it is imported.
     from tests.tiny_families import FAMILIES
 
     names, videos = sorted(FAMILIES), VIDEO_PROCESSORS
@@ -146,7 +146,7 @@ def picture(seed: int, width: int, height: int) -> PIL.Image.Image:
 
 
 def _steps(pil: Any, other: Any, image: PIL.Image.Image) -> torch.Tensor:
-    """Absolute differences of all pixel values; of the channels' scales the smallest counts for all."""
+    """Returns the absolute differences of all pixel values in units of the smallest channel scale."""
     one, two = (each(images=[[image]], return_tensors="pt")["pixel_values"].double() for each in (pil, other))
     if one.shape != two.shape:
         raise ValueError(f"{type(pil).__name__}: {tuple(one.shape)} and {tuple(two.shape)}")

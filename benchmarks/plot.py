@@ -26,15 +26,15 @@ class Chart:
     """Groups of bars, one per series in each."""
 
     title: str
-    # Behind every value, for example " req/s".
+    # Printed after every value, for example " req/s".
     unit: str
     series: tuple[str, ...]
-    # By group and series the repeats' figures; none: not run.
+    # Figures of all repeats by group and series; empty if not run.
     groups: Mapping[str, Sequence[Sequence[float]]]
 
 
 def draw(chart: Chart) -> str:
-    """The chart as SVG."""
+    """Returns the chart as an SVG document."""
     most = max((max(values) for bars in chart.groups.values() for values in bars if values), default=1.0)
     scale = (_WIDTH - _LABEL_WIDTH - _VALUE_WIDTH) / most
     parts, top = [], _HEAD_HEIGHT
@@ -111,7 +111,7 @@ def two_replicas(figures: Mapping[str, Any]) -> Chart:
 
 
 def _speeds(rounds: Sequence[Mapping[str, Any]], side: str, asked: str) -> list[float]:
-    """`asked`: the side that says how many requests there were."""
+    """`asked` is the side that holds the number of requests."""
     return [one[asked]["num_requests"] / one[side]["duration_s"] for one in rounds if one.get(side)]
 
 
@@ -171,7 +171,7 @@ def hit_cost(figures: Mapping[str, Any]) -> Chart:
 
 
 def decode_speed(figures: Mapping[str, Any]) -> Chart:
-    """How many times as fast as the peer, by batch; one series per element type and context."""
+    """Speed relative to the peer by batch size; one series per element type and context length."""
     by_batch: dict[str, dict[str, list[float]]] = {}
     for cell in figures["beside_peer"]:
         ratios = [theirs / ours for theirs, ours in zip(cell["peers_s"], cell["ours_s"], strict=True)]
@@ -258,7 +258,7 @@ def step_profile(figures: Mapping[str, Any]) -> Chart:
     )
 
 
-# By script.
+# Charts by the name of their script.
 CHARTS: dict[str, Callable[[Mapping[str, Any]], Chart]] = {
     "prefix_reuse": prefix_reuse,
     "two_replicas": two_replicas,

@@ -1,8 +1,8 @@
-"""What does the prefix cache gain where prompts repeat, and what does it cost where none does? `--help` for the knobs.
+"""How much does the prefix cache gain with repeated prompts, and cost without them? `--help` lists the options.
 
-Two stacks of real services, one with the prefix cache and one without, asked in turns through the SDK, and the peer's
-engine with its own prefix cache, asked the same in its own process. Every round has pictures and questions that nobody
-has seen before it. All requests of a round are sent at once.
+Two stacks of real services, one with the prefix cache and one without, answer in turns through the SDK. The peer's
+engine, with its own prefix cache, answers the same requests in its own process. Every round has new pictures and
+questions. All requests of a round are sent at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Round:
     num_requests: int
     # From the first request to the last answer, seconds.
     duration_s: float
-    # User and system time of the decoder process meanwhile, seconds.
+    # User and system CPU time of the decoder during the round, seconds.
     decoder_cpu_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -67,17 +67,17 @@ class Pair:
 
     @property
     def speed_ratio(self) -> float:
-        """Requests per second with the cache over without."""
+        """Ratio of requests per second with the cache to those without."""
         return self.off.duration_s / self.on.duration_s
 
     @property
     def cpu_ratio(self) -> float:
-        """CPU time of the decoder with the cache over without."""
+        """Ratio of the decoder's CPU time with the cache to that without."""
         return self.on.decoder_cpu_s / self.off.decoder_cpu_s
 
     @property
     def peer_ratio(self) -> float | None:
-        """Requests per second with the cache over the peer's."""
+        """Ratio of requests per second with the cache to those of the peer."""
         return None if self.peer is None else self.peer.duration_s / self.on.duration_s
 
 
@@ -109,7 +109,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def measure(
     model: pathlib.Path, workloads: Sequence[Workload], num_rounds: int, install: PeerInstall | None
 ) -> dict[str, list[Pair]]:
-    """Interleaved rounds; which side begins changes from one to the next."""
+    """Runs interleaved rounds; the sides take turns to begin."""
     pairs: dict[str, list[Pair]] = {one.name: [] for one in workloads}
     prompts = PeerPrompts(model)
     with contextlib.ExitStack() as stacks:

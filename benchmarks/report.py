@@ -1,4 +1,4 @@
-"""Where figures go: JSON in `benchmarks/results/`, and each script's own section of RESULTS.md. Measures nothing."""
+"""Writes figures: JSON in `benchmarks/results/`, and each script's own section of RESULTS.md."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ JSON_FOLDER = _FOLDER / "results"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where figures were taken."""
+    """The machine on which figures were taken."""
 
-    # As the processor calls itself.
+    # The processor's own model name.
     cpu: str
     # CPUs that this process may use.
     num_cpus: int
@@ -38,7 +38,7 @@ def this_machine() -> Machine:
 
 
 def add_quick(parser: argparse.ArgumentParser) -> None:
-    """The flag of the smallest form that still runs everything."""
+    """Adds the flag `--quick`, the smallest form that still runs all code."""
     parser.add_argument(
         "--quick", action="store_true", help="few repeats with a tiny model: shows that it runs; writes no results"
     )
@@ -82,13 +82,13 @@ def page_with_section(page: str, script: str, text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Returns a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
 def _cpu_name() -> str:
-    """Linux has no better place than this file; elsewhere the platform's word must do."""
+    """Returns the processor's name from /proc/cpuinfo, or from the platform module elsewhere."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How many bytes leave Redis for the rows that a prompt really needs? `--help` for the knobs.
+"""How many bytes leave Redis for the rows that a prompt needs? `--help` lists the options.
 
 Real services as processes of their own, asked through the SDK. The prompt is the one that crashed vLLM (PR #11895):
 16032 tokens with an image of 8687 rows at token 7333. What the KV cache still has of it when it is asked again is set
@@ -39,7 +39,7 @@ _ROW_SIDE = 28
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a prompt with one image, whose last four rows are in the prompt's last block."""
+    """Sizes of a prompt with one image, whose last four rows are in the prompt's last block."""
 
     # Rows of the image, across and down.
     columns: int
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def num_words(self) -> tuple[int, int]:
-        """Before and behind the image, beside the template's special tokens: two before, one around and at the end."""
+        """Number of words before and after the image, without the template's special tokens."""
         return self.image_offset - 2, self.prompt_tokens - self.image_offset - self.num_rows - 2
 
 
@@ -72,7 +72,7 @@ class Case:
     """A state of the caches when the prompt comes."""
 
     name: str
-    # Blocks at the prompt's end that are gone when it is asked again; None: a decoder that has never seen it.
+    # Blocks evicted from the prompt's end before it is sent again; None means a decoder that has never seen it.
     num_lost_blocks: int | None
     # The image has been encoded before.
     is_encoded: bool = True
@@ -91,12 +91,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one prompt moved."""
+    """The rows and bytes that one prompt moved."""
 
     num_rows_needed: int
-    # All that Redis sent, as it counts itself; a few bytes of doubt, for the report with the count is counted, too.
+    # Bytes that Redis sent by its own count, which includes the reply with the count: a few bytes too many.
     num_bytes: int
-    # Values that the decoder read, as it counts itself.
+    # Bytes of values that the decoder read, by its own count.
     num_bytes_read: int
     num_encodes: int
 
@@ -116,7 +116,7 @@ def main(given: Sequence[str] | None = None) -> None:
     report.add_quick(parser)
     arguments = parser.parse_args(given)
     shape, cases = (QUICK, CASES[3:4]) if arguments.quick else (CRASH, CASES)
-    # Of no larger images, or the decoder would hold two of them.
+    # The model takes no larger images; otherwise the decoder would hold two of them.
     model = large_image_qwen2_vl(shape.num_rows)
     moved = {case: [measure(model, case, shape) for _ in range(arguments.rounds)] for case in cases}
     figures = {
@@ -128,7 +128,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def measure(model: pathlib.Path, case: Case, shape: Shape) -> Moved:
     """Brings a stack of its own into the case's state, asks the prompt, and checks the answer."""
-    # The prompt and the one in between.
+    # Room for the prompt and the request in between.
     num_blocks = 2 * shape.num_blocks - (case.num_lost_blocks or 0)
     pools = ["--num-kv-blocks", str(num_blocks), "--max-num-batched-tokens", "8192"]
     pools += ["--encoder-cache-rows", str(shape.num_rows)]
@@ -162,7 +162,7 @@ def _counted(stack: LocalStack) -> Iterator[_Counted]:
     """Bytes that Redis sent and images that were encoded during the block."""
     assert stack.redis_url is not None
     with redis.Redis.from_url(stack.redis_url) as server:
-        # What counting costs is counted, too: the second of these differs from the first by one answer.
+        # Counting is counted as well: the second count includes one more reply than the first.
         before = _bytes_sent(server)
         cost = _bytes_sent(server) - before
         encodes, read = _num_encodes(stack), _bytes_read(stack)

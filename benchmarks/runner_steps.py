@@ -20,7 +20,7 @@ from lookonce.model.half_model import load_text_half
 from lookonce.model.model_folder import ModelFolder
 
 _BLOCK_SIZE = 16
-# Of a round on transformers' modules, where one may take seconds.
+# Steps per round on transformers' modules, where one step may take seconds.
 _SLOW_STEPS = 4
 # Large enough that no cache of the processor holds it.
 COPIED_BYTES = 512 << 20
@@ -30,13 +30,13 @@ class ModulesRunner(CPUModelRunner):
     """transformers' modules, and PyTorch's attention."""
 
     def load_model(self) -> None:
-        """As it is where there are no kernels."""
+        """Loads the model without native kernels."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         self.backend = SdpaBackend()
 
 
 def read_bandwidth(source: torch.Tensor) -> float:
-    """Bytes per second, the best of some passes: the first may have to ask a virtual machine's host for the memory."""
+    """Returns bytes per second, the best of several passes, since the first may have to obtain memory from the host."""
     seconds = []
     for _ in range(5):
         started_s = time.perf_counter()
@@ -57,7 +57,7 @@ class StepCell:
     read_bytes: int
     # Median step of each round by runner, seconds.
     steps_s: dict[str, list[float]]
-    # How fast this machine read memory in each round, bytes per second.
+    # Memory read speed of this machine in each round, bytes per second.
     bandwidth: list[float]
 
 
@@ -73,7 +73,7 @@ class RunnerSteps:
         self._weight_bytes = sum(
             parameter.nbytes
             for name, parameter in modules.model.named_parameters()
-            # Of the table of embeddings a step reads a row per token, unless it is the head, too.
+            # A step reads one row of the embedding table per token, unless the table is the head as well.
             if "embed_tokens" not in name or modules.model.config.get_text_config().tie_word_embeddings
         )
         self.ours = CPUModelRunner(config, family)
@@ -82,14 +82,14 @@ class RunnerSteps:
         num_blocks = max_batch * self._blocks_each
         for runner in self._runners.values():
             runner.initialize_kv_cache(num_blocks)
-            # Until it is written all of a pool is one page of the machine's, which no processor has to read twice.
+            # An unwritten pool is one zero page, which stays in the processor cache; write it to get real memory.
             for pools in runner.backend.allocate(runner.get_kv_cache_spec(), num_blocks + 1, 1, runner.device):
                 for pool in pools:
                     pool.fill_(0.5)
         self._source = torch.ones(COPIED_BYTES // 4, dtype=torch.float32)
 
     def measure(self, batch: int, context: int, num_rounds: int, num_steps: int) -> StepCell:
-        """Both in turns."""
+        """Measures both runners in turns."""
         spec = self._runners["modules"].get_kv_cache_spec()
         kv_bytes = batch * context * spec.block_bytes // spec.block_size
         steps_s: dict[str, list[float]] = {name: [] for name in self._runners}
@@ -107,7 +107,7 @@ class RunnerSteps:
         return StepCell(dtype, batch, context, self._weight_bytes + kv_bytes, steps_s, bandwidth)
 
     def decode(self, runner: CPUModelRunner, batch: int, context: int, num_steps: int) -> list[float]:
-        """Seconds of each step after the first."""
+        """Returns the seconds of each step after the first."""
         names = [RequestId(f"r{index}") for index in range(batch)]
         params = SamplingParams(max_tokens=num_steps + 2)
         admitted = tuple(AdmittedRequest(name, (5,) * context, context, (), None, (), params) for name in names)
@@ -133,6 +133,6 @@ class RunnerSteps:
         return found[1:]
 
     def blocks(self, index: int, num_tokens: int) -> tuple[int, ...]:
-        """Of the sequence with this index."""
+        """Returns the block ids of the sequence with this index."""
         first = index * self._blocks_each
         return tuple(range(first, first + -(-num_tokens // _BLOCK_SIZE)))

@@ -1,4 +1,4 @@
-"""What deciding a step costs: µs by running and waiting requests, and hashing a long prompt. `--help` for the knobs.
+"""How long does the scheduler take to decide a step and to hash a long prompt? `--help` lists the options.
 
 The scheduler alone, without a model: every running request decodes, the batch is full, and the rest of the queue waits.
 """
@@ -45,15 +45,15 @@ class Cost:
     num_waiting: int
     # Median step of each round, µs.
     step_us: list[float]
-    # Of each round: this step over the one with nobody waiting.
+    # Ratio of each round's step to the step with an empty queue.
     ratio: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Bookkeeping:
-    """What all decisions about one request cost, from its admission to its end, nothing of it being cached."""
+    """The cost of all decisions about one uncached request, from admission to end."""
 
-    # Of each round, µs per request.
+    # Each round's µs per request.
     with_prefix_cache_us: list[float]
     without_us: list[float]
 
@@ -185,7 +185,7 @@ _numbers = itertools.count()
 
 
 def _request(name: str, num_tokens: int, *, with_image: bool = True, max_tokens: int = _MAX_TOKENS) -> Request:
-    """A prompt like no other, with an image like no other in its middle."""
+    """Returns a unique prompt with a unique image in its middle."""
     number = next(_numbers)
     key = content_key(image_digest(name.encode()), EncoderFingerprint("f"), ProcessorOptions(), DEFAULT_TENANT)
     images = (ImageItem(key, Span(16, _IMAGE_TOKENS), _IMAGE_TOKENS, ProcessorOptions(), b"file"),)

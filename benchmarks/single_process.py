@@ -32,7 +32,7 @@ _CALLER = CallerId("this process")
 
 
 class InProcessEncoder(EncoderClient):
-    """What the decoder asks an encoder service, answered by a pipeline on the same event loop."""
+    """An encoder client that calls a pipeline on the same event loop instead of a service."""
 
     def __init__(self, pipeline: EncodePipeline, settings: EncoderSettings) -> None:
         """The pipeline's owner closes it."""
@@ -44,7 +44,7 @@ class InProcessEncoder(EncoderClient):
         """There is no channel to close."""
 
     async def info(self) -> EncoderInfo:
-        """What the pipeline's model makes."""
+        """Returns the description of the pipeline's model."""
         model = self._pipeline.model
         return EncoderInfo(
             fingerprint=model.fingerprint,
@@ -88,7 +88,7 @@ class InProcessEncoder(EncoderClient):
 
 
 async def serve(arguments: Sequence[str]) -> None:
-    """Runs both until SIGTERM."""
+    """Runs decoder and encoder until SIGTERM."""
     settings = parse_settings(DecoderSettings, arguments, "single_process")
     telemetry = Telemetry.from_settings(settings)
     quotas = load_quotas(settings, telemetry.registry)

@@ -1,8 +1,8 @@
-"""What does prompt lookup gain where answers repeat, and what does it cost where they do not? `--help` for the knobs.
+"""How much does prompt lookup gain with repetitive answers, and cost without? `--help` lists the options.
 
-Scheduler and runner without services, with guesses and without in turns on one model; only decoding is timed. The model
-has random weights and nothing to say, so what it says is scripted: its steps are computed as ever, and then the
-script's token is made the most likely one. `own` is not: it is what the model says by itself, greedily.
+Scheduler and runner without services, with drafts and without, take turns on one model; only decoding is timed. The
+model has random weights, so answers are scripted: each step is computed as usual, and then the script's token is made
+the most likely one. The workload `own` is not scripted: it is the model's own greedy answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = "speculation"
 _BLOCK_SIZE = 16
 # Ids that scripts are made of; every model's tokenizer has them.
 _WORDS = range(100, 500)
-# Of runs that are copied, and of runs between them.
+# Tokens in a copied run, and in a run between two copied ones.
 _RUN_TOKENS = 8
 _SURE = 1e4
 
@@ -63,13 +63,13 @@ class Cell:
 
 
 def copied(draw: random.Random, prompt: Script, num_tokens: int) -> Script:
-    """A passage of the prompt, as where a text is corrected or code moved."""
+    """Writes a passage of the prompt, as when text is corrected or code is moved."""
     start = draw.randrange(len(prompt) - num_tokens)
     return prompt[start : start + num_tokens]
 
 
 def quoting(draw: random.Random, prompt: Script, num_tokens: int) -> Script:
-    """Half of it are quotations of a few words."""
+    """Writes an answer of which half are short quotations."""
     words: list[int] = []
     while len(words) < num_tokens:
         start = draw.randrange(len(prompt) - _RUN_TOKENS)
@@ -79,12 +79,12 @@ def quoting(draw: random.Random, prompt: Script, num_tokens: int) -> Script:
 
 
 def fresh(draw: random.Random, prompt: Script, num_tokens: int) -> Script:
-    """Nothing that was there before but by chance."""
+    """Writes an answer that repeats earlier text only by chance."""
     return tuple(draw.choices(_WORDS, k=num_tokens))
 
 
 def misleading(draw: random.Random, prompt: Script, num_tokens: int) -> Script:
-    """Few words in any order: most pairs were there before, and hardly ever what follows."""
+    """Writes few words in random order: most pairs occurred before, but with another continuation."""
     return tuple(draw.choices(_WORDS[:12], k=num_tokens))
 
 
@@ -123,7 +123,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 class ScriptedRunner(CPUModelRunner):
-    """Computes every step, and then says what it is told to."""
+    """A runner that computes every step and then returns the script's token."""
 
     # By request; those that are not here say what the model says.
     scripts: dict[RequestId, Script]
@@ -210,7 +210,7 @@ class SpeculationBench:
 
 
 def section(model: str, num_guesses: int, cells: Sequence[Cell]) -> str:
-    """The section of RESULTS.md."""
+    """Returns the Markdown of this section of RESULTS.md."""
     head = [
         "answers",
         "batch",

@@ -1,4 +1,4 @@
-"""How long from the start of the processes to the first token, and how much memory then? `--help` for the knobs.
+"""How long from the start of the processes to the first token, and with how much memory? `--help` lists the options.
 
 A whole stack (Redis, encoder, decoder) is started, asked about a picture, and stopped, again and again; likewise a
 decoder alone, asked for text, and the peer's engine. After the last start as many requests as the KV pool holds are
@@ -46,7 +46,7 @@ class Side:
     """All starts of one arrangement."""
 
     starts: tuple[Start, ...]
-    # Of all its processes after the last start's requests, shared pages counted once; None: not taken.
+    # Memory of all its processes after the last start's requests; shared pages count once. None: not measured.
     memory_bytes: int | None
 
 

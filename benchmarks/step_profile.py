@@ -1,4 +1,4 @@
-"""Where does the time of a decode step go on a CPU, and what is each part's physical limit? `--help` for the knobs.
+"""Where does the time of a decode step go on a CPU, and what is each part's physical limit? `--help` lists the options.
 
 The runner's methods are timed as a step calls them; inside the one call of the stack our kernels read the clock
 themselves.
@@ -23,7 +23,7 @@ from decoder_svc.runner.cpu.runner import CPUModelRunner
 
 _NAME = "step_profile"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Of a step; the stack's parts are below it.
+# Timed methods of a step; the phases of the stack are listed below.
 _METHODS = ("_update_states", "_prepare_inputs", "_embed", "_sample")
 # By phase of the stack, in the order of a layer.
 _PHASES = {
@@ -46,7 +46,7 @@ class Part:
     name: str
     # Median of all steps, seconds.
     seconds: float
-    # What the memory's speed or the processor's products allow, whichever takes longer; None where neither decides.
+    # The longer of the limits set by memory speed and matrix products; None where neither applies.
     limit_s: float | None
 
 
@@ -65,7 +65,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of this machine."""
+    """Memory and matrix speed of this machine."""
 
     bytes_per_s: float
     operations_per_s: float
@@ -75,7 +75,7 @@ class Limits:
         return Limits(max(self.bytes_per_s, other.bytes_per_s), max(self.operations_per_s, other.operations_per_s))
 
     def seconds(self, num_bytes: float, num_operations: float) -> float:
-        """The longer of the two."""
+        """Returns the longer of the two limits, in seconds."""
         return max(num_bytes / self.bytes_per_s, num_operations / self.operations_per_s)
 
 
@@ -116,7 +116,7 @@ class StepProfiler:
         self._stack = stack
 
     def profile(self, dtype: str, batch: int, context: int, num_steps: int) -> Profile:
-        """Medians over the steps."""
+        """Returns the median of each part over the steps."""
         limits = measured_limits(self._runner.model.dtype)
         seconds: dict[str, list[float]] = {}
         with _Timed(self._runner, self._stack, seconds):
@@ -200,7 +200,7 @@ class _Timed:
 
 
 def measured_limits(dtype: torch.dtype) -> Limits:
-    """How fast this machine reads memory, and multiplies large matrices by PyTorch; the best of a few."""
+    """Measures memory read speed and PyTorch's matrix product speed; the best of several runs."""
     one, other = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
     return Limits(
         read_bandwidth(torch.ones(COPIED_BYTES // 4)),
@@ -215,7 +215,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def section(profiles: list[Profile]) -> str:
-    """The section of RESULTS.md."""
+    """Returns the Markdown of this section of RESULTS.md."""
     question = (
         "## step_profile\n\nWhere does the time of a decode step go (small-llava), and what is the limit of each part: "
         "bytes over the memory's\nspeed, or products over the processor's, whichever takes longer? Medians of the "

@@ -1,4 +1,4 @@
-"""A decoder for text alone, in a process of its own, and prompts for it. Measures nothing."""
+"""Starts a decoder for text alone in its own process, and makes prompts for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.local.local_stack import LocalStack
 
 _WORDS = "what colour is the small cat near that red boat and why do you see it under a tree".split()
-# Of a prompt, before the template.
+# Words of a prompt, before the template.
 _NUM_WORDS = 40
 
 
@@ -23,12 +23,12 @@ class TextService(LocalStack):
     """One decoder without an encoder."""
 
     def __init__(self, model: pathlib.Path, flags: Sequence[str]) -> None:
-        """`flags` are the decoder's."""
+        """Takes the command-line flags of the decoder."""
         super().__init__(model, num_encoders=0, decoder_arguments=flags)
 
     @property
     def target(self) -> str:
-        """host:port."""
+        """Address of the decoder as host:port."""
         return self.decoder_targets[0]
 
     @property

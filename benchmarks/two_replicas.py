@@ -36,7 +36,7 @@ _NAME = "two_replicas"
 _NUM_REPLICAS = 2
 _MAX_TOKENS = 16
 _BLOCK_SIZE = 16
-# Of each replica: half of the requests of a round fit.
+# KV blocks of each replica: half of the requests of a round fit.
 _NUM_KV_BLOCKS = 1100
 _GOAL = 1.5
 
@@ -103,7 +103,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def measure(
     model: pathlib.Path, workloads: Sequence[Workload], num_rounds: int, install: PeerInstall | None
 ) -> tuple[dict[str, list[Round]], Memory]:
-    """Interleaved rounds; which side begins changes."""
+    """Runs interleaved rounds; the sides take turns to begin."""
     rounds: dict[str, list[Round]] = {one.name: [] for one in workloads}
     prompts, memory = PeerPrompts(model), Memory()
     with contextlib.ExitStack() as exits:

@@ -17,7 +17,7 @@ import time
 from array import array
 from typing import Any
 
-# Callbacks that took more are told by their names.
+# Longer callbacks are recorded with their names.
 _LONG_NS = 1_000_000
 
 
@@ -31,7 +31,7 @@ class Notes:
         self._long_ns: dict[str, list[int]] = {}
 
     def note(self, callback: object, cpu_ns: int, wall_ns: int) -> None:
-        """One that has run."""
+        """Records one callback that has run."""
         self._cpu_ns.append(cpu_ns)
         self._wall_ns.append(wall_ns)
         if cpu_ns > _LONG_NS:
@@ -46,7 +46,7 @@ class Notes:
 
 
 def watch(path: pathlib.Path) -> None:
-    """From now on, in this process."""
+    """Starts recording in this process."""
     notes = Notes()
     # Its callbacks pass through one method of asyncio's, which is no part of its interface.
     handle_class: Any = asyncio.Handle

@@ -1,4 +1,4 @@
-"""Requests about pictures, as published comparisons draw them; new ones for every round. Asks nobody."""
+"""Draws requests about pictures in the shapes of published comparisons, new for every round."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Workload:
 
     name: str
     description: str
-    # Of so many requests.
+    # Draws the given number of requests.
     draw: Callable[[random.Random, int], list[Ask]]
     num_requests: int
     # Requests per second with the cache over the peer's.
