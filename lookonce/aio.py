@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
+from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
@@ -98,8 +99,8 @@ class AsyncClient:
         The request starts with the iteration.
         """
         deadline = self._deadline(options)
-        span = tracing.calling("client.stream")
-        with span.current():
+        span = tracing.start_call("client.stream")
+        with tracing.current(span):
             metadata = self._options.metadata(options.get("request_id"))
 
         async def prepare() -> PreparedPrompt:
@@ -110,7 +111,7 @@ class AsyncClient:
             return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
 
         async def supply(prepared: PreparedPrompt, error: EmbeddingNotCachedError) -> None:
-            with span.current():
+            with tracing.current(span):
                 await self._supply(prepared, error, deadline)
 
         return AsyncTextStream(prepare, start, supply, span)
@@ -217,7 +218,7 @@ class AsyncTextStream(AsyncIterator[str]):
         prepare: Callable[[], Awaitable[PreparedPrompt]],
         start: Callable[[PreparedPrompt], Any],
         supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
-        span: tracing.Span,
+        span: trace.Span,
     ) -> None:
         """`prepare` hashes the images, `start` begins a call, `supply` adds what the server lacked. Ends `span`."""
         self._prepare = prepare
@@ -240,10 +241,10 @@ class AsyncTextStream(AsyncIterator[str]):
     async def aclose(self) -> None:
         """Ends the request; the iteration is over then. Not while another task waits for the next piece."""
         await self._pieces.aclose()
-        self._span.end()
+        tracing.end(self._span)
 
     async def __anext__(self) -> str:
-        with self._span.ended_by(StopAsyncIteration):
+        with tracing.ended_by(self._span, StopAsyncIteration):
             return await anext(self._pieces)
 
     async def __aenter__(self) -> Self:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
+from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
@@ -97,8 +98,8 @@ class Client:
         """The same as `generate`, piece by piece: iterate for the text, then ask for `.generation` or `.usage`."""
         deadline = self._deadline(options)
         prepared = PreparedPrompt(prompt, images, options)
-        span = tracing.calling("client.stream")
-        with span.current():
+        span = tracing.start_call("client.stream")
+        with tracing.current(span):
             metadata = self._options.metadata(options.get("request_id"))
 
         def start() -> Any:
@@ -106,7 +107,7 @@ class Client:
             return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
 
         def supply(error: EmbeddingNotCachedError) -> None:
-            with span.current():
+            with tracing.current(span):
                 self._supply(prepared, error, deadline)
 
         return TextStream(start, supply, span)
@@ -197,7 +198,7 @@ class TextStream(Iterator[str]):
     """An answer as it is generated. Not thread-safe. Leaving the `with` block or `close` ends the request early."""
 
     def __init__(
-        self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None], span: tracing.Span
+        self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None], span: trace.Span
     ) -> None:
         """`start` begins a call with the prompt as it stands; `supply` adds what the server lacked. Ends `span`."""
         self._start = start
@@ -222,10 +223,10 @@ class TextStream(Iterator[str]):
         """Ends the request; the iteration is over then."""
         self._closed = True
         self._call.cancel()
-        self._span.end()
+        tracing.end(self._span)
 
     def __next__(self) -> str:
-        with self._span.ended_by(StopIteration):
+        with tracing.ended_by(self._span, StopIteration):
             return next(self._pieces)
 
     def __enter__(self) -> Self:

@@ -13,7 +13,7 @@ TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")
 """Empty: the default tenant."""
 
 
-class Role(enum.Enum):
+class CallerRole(enum.Enum):
     """What an identity may do."""
 
     # Calls of its own tenant.
@@ -32,14 +32,14 @@ class Identity:
     name: str
     # Whose images and answers are its own; empty: the default tenant's.
     tenant: str
-    role: Role
+    role: CallerRole
 
 
 TENANT_KEY = "x-lookonce-tenant"
 """Metadata by which a caller of role service or operator says for which tenant it calls."""
 
 # Where nobody has to say who they are, nobody is kept from anything.
-ANYBODY = Identity("anybody", "", Role.OPERATOR)
+ANYBODY = Identity("anybody", "", CallerRole.OPERATOR)
 
 _current: ContextVar[Identity] = ContextVar("lookonce_identity", default=ANYBODY)
 

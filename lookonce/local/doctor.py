@@ -6,11 +6,11 @@ import importlib.metadata
 import pathlib
 import platform
 import sys
-from dataclasses import dataclass
 
 from lookonce import __version__
 from lookonce.errors import LookonceError
 from lookonce.local.cli_settings import CliSettings, find_stack
+from lookonce.local.finding import Finding
 from lookonce.local.model_source import resolve_model
 from lookonce.local.redis_server import find_server
 from lookonce.model.model_folder import ModelFolder
@@ -20,16 +20,6 @@ _PACKAGES = ("grpcio", "protobuf", "torch", "transformers", "tokenizers", "safet
 # Instruction sets that make a difference, in the words of /proc/cpuinfo: matrix work, bfloat16, SHA-256.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "sha_ni", "asimd", "bf16", "sha2")
 _PING_BUDGET_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    subject: str
-    is_fine: bool
-    # What was found, or what is wrong and what to do.
-    detail: str
 
 
 def examine(settings: CliSettings, model: str | None) -> list[Finding]:

@@ -17,7 +17,7 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ImageTooLargeError, LookonceError, ModelFolderError
 from lookonce.families.base import ImageShape
 from lookonce.families.video import DEFAULT_FPS
-from lookonce.local.doctor import Finding
+from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.half_model import Half, load_vision_half

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import io
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,8 @@ from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidPa
 from lookonce.image_file import ImageFile, files_of
 from lookonce.media.image_metadata import check_exif, check_metadata
 
-# Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
-PIL.Image.MAX_IMAGE_PIXELS = None
-# Compressed texts of a PNG, unpacked; 70 kB of them may ask for Pillow's 64 MiB.
-PIL.PngImagePlugin.MAX_TEXT_MEMORY = 8 << 20
-# One line for each of 65535 wrong entries of an EXIF block is a flood.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+# Unpacked size of a PNG's compressed texts. 70 kB of them can expand to Pillow's own limit of 64 MiB.
+_MAX_PNG_TEXT_BYTES = 8 << 20
 
 # EXIF orientations that swap width and height.
 _SIDEWAYS = frozenset({5, 6, 7, 8})
@@ -71,6 +68,19 @@ class ImageHeader:
     orientation: int
 
 
+@functools.cache
+def set_pillow_limits() -> None:
+    """Sets Pillow's limits for this process; later calls have no effect.
+
+    `open_image` calls it, so no file is opened without the limits, whichever process opens it.
+    """
+    # Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
+    PIL.Image.MAX_IMAGE_PIXELS = None
+    PIL.PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT_BYTES
+    # Pillow warns about each wrong entry of an EXIF block, which may have 65535 of them.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+
+
 def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
     """Reads the header only.
 
@@ -102,6 +112,7 @@ def check_one_size(frames: Sequence[ImageHeader], field: str) -> None:
 @contextlib.contextmanager
 def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.Image.Image, ImageHeader]]:
     """As `probe_image`, and gives the opened Pillow image, not yet decoded and not yet upright."""
+    set_pillow_limits()
     check_file_size(data, limits)
     check_metadata(data)
     image = _opened(data)

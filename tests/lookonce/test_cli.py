@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lookonce.errors import ConfigurationError, ModelFolderError
-from lookonce.identity import Role
+from lookonce.identity import CallerRole
 from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
 from lookonce.local.model_source import resolve_model, with_resolved_model
 from lookonce.server.authentication import parse_tokens
@@ -248,7 +248,7 @@ async def test_a_token_and_its_entry_belong_together(environment: dict[str, str]
     assert finished.returncode == 0
     (known,) = parse_tokens(finished.stderr.encode())
     assert known.digest == hashlib.sha256(finished.stdout.strip().encode()).digest()
-    assert (known.identity.name, known.identity.tenant, known.identity.role) == ("shop", "acme", Role.CLIENT)
+    assert (known.identity.name, known.identity.tenant, known.identity.role) == ("shop", "acme", CallerRole.CLIENT)
     assert finished.stdout.strip() not in finished.stderr
     again = await _run(environment, "token", "shop", "--tenant", "acme")
     assert again.stdout != finished.stdout

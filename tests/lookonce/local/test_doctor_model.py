@@ -23,8 +23,8 @@ from encoder_svc.vision.vision_model import VisionModel
 from lookonce.families.registry import FAMILIES
 from lookonce.local import doctor, half_check
 from lookonce.local.cli_settings import CliSettings
-from lookonce.local.doctor import Finding
 from lookonce.local.doctor_model import examine_folder
+from lookonce.local.finding import Finding
 from lookonce.local.half_check import check_half
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.half_model import Half, load_text_half, load_vision_half
