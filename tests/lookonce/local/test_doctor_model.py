@@ -1,4 +1,4 @@
-"""What `lookonce doctor --model` and `lookonce models` say."""
+"""The reports of `lookonce doctor --model` and `lookonce models`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.P
 
 @pytest.fixture
 def copied(built: Callable[[str], pathlib.Path], tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
-    """A copy of a tiny folder, with changed fields of its configuration or of the text model's."""
+    """Copies a tiny folder and changes fields of its configuration or of the text model's."""
 
     def copy(name: str, fields: Mapping[str, Any] | None = None, text: Mapping[str, Any] | None = None) -> pathlib.Path:
         path = tmp_path / name
@@ -66,7 +66,7 @@ def copied(built: Callable[[str], pathlib.Path], tmp_path: pathlib.Path) -> Call
 
 @pytest.fixture(autouse=True)
 def only_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This transformers loads in the way that is known, so no half is loaded only to be compared."""
+    """Fails the test if a half is loaded: the installed transformers has the functions that need only headers."""
 
     def never(folder: ModelFolder, half: Half) -> None:
         raise AssertionError(f"the {half.value} half of {folder.path} was loaded")
@@ -117,7 +117,7 @@ def test_the_fingerprint_is_the_encoders(name: str, built: Callable[[str], pathl
     assert _examined(built(name))["encoder fingerprint"].detail == _encoders_fingerprint(built(name))
 
 
-# Of untied and tied weights, and of experts that are merged.
+# Models with untied weights, with tied weights, and with experts that are merged.
 @pytest.mark.parametrize("name", ["gemma3", "paligemma", "qwen3_vl_moe"])
 def test_the_memory_is_that_of_the_loaded_halves(name: str, built: Callable[[str], pathlib.Path]) -> None:
     folder = ModelFolder.open(built(name))
@@ -187,7 +187,7 @@ def test_a_tokenizer_without_the_image_token_is_found(copied: Callable[..., path
     assert "1000000" in findings["largest image"].detail
 
 
-def test_another_transformers_is_told_by_loading(
+def test_with_another_transformers_the_half_is_loaded(
     built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ModelFolder.open(built("gemma3"))
@@ -219,7 +219,7 @@ def test_the_command_prints_one_line_per_finding(built: Callable[[str], pathlib.
     assert "Loading weights" not in finished.stderr
 
 
-def test_it_says_whether_videos_are_taken(copied: Callable[..., pathlib.Path]) -> None:
+def test_the_report_tells_whether_videos_are_accepted(copied: Callable[..., pathlib.Path]) -> None:
     path = copied("qwen3_vl")
     assert "16 frames of 640×480" in _examined(path)["videos"].detail
     template = (path / "chat_template.jinja").read_text()

@@ -1,4 +1,4 @@
-"""The stack of processes and its children, with real processes."""
+"""Starts and stops a LocalStack and its children, as real processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARGUMENTS = ["--model", ".", "--drain-timeout-s", "0"]
 
 @pytest.fixture
 def start(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ChildProcess]]:
-    """Starts the small test service as a child."""
+    """Starts the small test service as a child process."""
     monkeypatch.chdir(ROOT)
     children: list[ChildProcess] = []
 
@@ -46,7 +46,7 @@ def _soon() -> float:
 
 
 def _is_gone(pid: int) -> bool:
-    """Ended, and reaped by whoever inherited it."""
+    """Returns whether a process has ended and was reaped by its new parent."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_child_says_where_it_listens_and_drains_on_stop(start: Callable[..., ChildProcess]) -> None:
+def test_a_child_reports_its_address_and_drains_on_stop(start: Callable[..., ChildProcess]) -> None:
     child = start("--metrics-listen", "127.0.0.1:0")
     child.wait_until_ready(_soon())
     assert child.ready.target.startswith("127.0.0.1:")
@@ -186,7 +186,7 @@ def test_a_given_redis_is_used_and_none_is_started(tiny_model: pathlib.Path) -> 
         with Client.connect("127.0.0.1:1", stack.encoder_targets[0]) as client:
             (ref,) = client.encode([_png()])
         assert ref.encoding is not None
-        # The answer is there although the cache is not.
+        # The answer arrives although the cache cannot be reached.
         assert not ref.encoding.stored
 
 
