@@ -361,17 +361,6 @@ def test_a_single_image_instead_of_a_list_is_refused() -> None:
         client.generate("x", images="a.png")
 
 
-def test_image_references_are_equal_by_content_and_options() -> None:
-    ref = ImageRef.from_bytes(b"a")
-    assert ref == ImageRef.from_digest(ref.hex)
-    assert ref != ImageRef.from_bytes(b"a", max_pixels=100)
-    assert ref != ImageRef.from_bytes(b"b")
-    with pytest.raises(errors.InvalidParameterError, match="hexadecimal"):
-        ImageRef.from_digest("no digest")
-    with pytest.raises(errors.InvalidParameterError, match="32 bytes"):
-        ImageRef.from_digest("abcd")
-
-
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
