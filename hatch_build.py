@@ -1,4 +1,4 @@
-"""Build hook: generates the gRPC stubs from protos/ into the `lookonce` package, so that they are never committed."""
+"""Build hook that generates the gRPC stubs from protos/ into the `lookonce` package. The stubs are not committed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent
 
 
 def generate_stubs(root: pathlib.Path) -> list[pathlib.Path]:
-    """Writes `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi` beside each other; returns the folders."""
+    """Writes `*_pb2.py`, `*_pb2.pyi`, `*_pb2_grpc.py` and `*_pb2_grpc.pyi`; returns their folders."""
     import grpc_tools
     from grpc_tools import protoc
 
@@ -46,7 +46,7 @@ def generate_stubs(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _plugin(name: str, bin_dir: pathlib.Path) -> str:
-    """Path of a protoc plugin; build isolation puts scripts beside the interpreter or elsewhere on PATH."""
+    """Returns the path of a protoc plugin. Build isolation puts scripts beside the interpreter or elsewhere on PATH."""
     import shutil
 
     beside = bin_dir / name
@@ -57,7 +57,7 @@ def _plugin(name: str, bin_dir: pathlib.Path) -> str:
 
 
 class StubsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc]
-    """Runs before every wheel, sdist and editable install."""
+    """Hook that hatch runs before it builds a wheel, an sdist or an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Generates the stubs; hatch then includes them through `artifacts`."""

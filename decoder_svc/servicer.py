@@ -29,7 +29,7 @@ from decoder_svc.rows.encoder_client import EncoderClient
 from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
-from lookonce.identity import Role, current_identity
+from lookonce.identity import CallerRole, current_identity
 from lookonce.server.quotas import Quotas, Resource
 from lookonce.tenants import Tenants
 
@@ -195,7 +195,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         """Ends a request of the caller's tenant with the finish reason ABORT; unknown and ended ones are fine."""
         identity = current_identity()
         # Operators who name no tenant may end anybody's.
-        tenant = None if identity.role is Role.OPERATOR and not identity.tenant else identity.tenant
+        tenant = None if identity.role is CallerRole.OPERATOR and not identity.tenant else identity.tenant
         for live in self._live.abort(request.request_id, tenant):
             self._engine.abort(live.engine_id)
         return decoder_service_pb2.AbortRequestResponse()

@@ -1,6 +1,6 @@
 """Chats about scenes: several turns of question and answer over one to three pictures, as chat messages.
 
-Used by training and by evaluation; knows the message format, not the tokens.
+Training and evaluation use it. It knows the message format, not the tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Part(TypedDict, total=False):
 
 
 class Message(TypedDict):
-    """One message as chat templates take it."""
+    """One message in the form that chat templates take."""
 
     role: str
     content: str | list[Part]
@@ -42,7 +42,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A whole conversation."""
+    """The turns of one conversation, with its system text."""
 
     system: str | None
     scenes: tuple[Scene, ...]
@@ -57,7 +57,7 @@ def random_chat(
     rng: random.Random,
     kinds: Sequence[QuestionKind] = tuple(QuestionKind),
 ) -> Chat:
-    """A chat that shows every scene, mostly all in the first turn, and asks `num_turns` questions."""
+    """Returns a chat that shows every scene, mostly all in the first turn, and asks `num_turns` questions."""
     spread = len(scenes) > 1 and num_turns > 1 and rng.random() < 0.2
     num_at_first = rng.randrange(1, len(scenes)) if spread else len(scenes)
     rest_turn = rng.randrange(1, num_turns) if spread else None
@@ -79,7 +79,7 @@ def random_questions(
     rng: random.Random,
     kinds: Sequence[QuestionKind] = tuple(QuestionKind),
 ) -> list[Chat]:
-    """Chats of one turn each that begin alike: the same system text, the same pictures first, then a question."""
+    """Returns chats of one turn each with the same system text and the same pictures, and different questions."""
     system = rng.choice(SYSTEM_TEXTS) if rng.random() < 0.2 else None
     return [
         Chat(system, tuple(scenes), (Turn(len(scenes), True, ask_any(scenes, split, rng, kinds)),))
@@ -88,14 +88,14 @@ def random_questions(
 
 
 def user_message(turn: Turn) -> Message:
-    """The user's message of this turn, with its parts in the order in which they are said."""
+    """Returns the user's message of a turn, with its parts in order."""
     pictures: list[Part] = [{"type": "image"} for _ in range(turn.num_new_pictures)]
     text: list[Part] = [{"type": "text", "text": turn.question.text}]
     return {"role": "user", "content": pictures + text if turn.pictures_first else text + pictures}
 
 
 def messages(chat: Chat, answers: Sequence[str]) -> list[Message]:
-    """The chat up to and with the question after `answers`, which are the assistant's turns so far."""
+    """Returns the chat up to the question after `answers`, which are the assistant's turns so far."""
     said: list[Message] = [] if chat.system is None else [{"role": "system", "content": chat.system}]
     for turn, answer in zip(chat.turns, answers, strict=False):
         said += [user_message(turn), {"role": "assistant", "content": answer}]

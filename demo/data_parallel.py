@@ -1,6 +1,6 @@
-"""Training on several cores: one process with one thread per core, gradients averaged after every step.
+"""Data-parallel training on CPU cores: one single-threaded process per core, gradients averaged after every step.
 
-On a shared machine this is far steadier than two threads in one process, which wait for each other in every operation.
+On a shared machine this is far steadier than two threads in one process, which wait for each other in each operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, multiprocessing, nn
 
 
 class Workers:
-    """One worker's view of the group; picklable, so that it can be handed to a new process."""
+    """One worker's view of the group. It can be pickled, to be passed to a new process."""
 
     def __init__(self, rank: int, num_workers: int, gradients: Tensor, barrier: Barrier) -> None:
         self.rank = rank
@@ -29,20 +29,20 @@ class Workers:
         return self.rank == 0
 
     def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by its mean over all workers; every worker ends with the same numbers."""
+        """Replaces each gradient by its mean over all workers, so that all workers have the same gradients."""
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         flat = torch.cat([parameter.grad.flatten() for parameter in trained])
         self._gradients[self.rank, : len(flat)] = flat
         self._barrier.wait()
         mean = self._gradients[:, : len(flat)].mean(dim=0)
-        # Nobody may write the next step's gradients before everybody has read these.
+        # No worker may write the next step's gradients before all have read these.
         self._barrier.wait()
         for parameter, values in zip(trained, mean.split([each.numel() for each in trained]), strict=True):
             parameter.grad = values.view_as(parameter)
 
 
 def run_workers(job: Callable[..., None], num_workers: int, max_parameters: int, *arguments: Any) -> None:
-    """Run `job(workers, *arguments)` in `num_workers` processes and wait; raises if any of them fails."""
+    """Runs `job(workers, *arguments)` in `num_workers` processes and waits. Raises if one of them fails."""
     context = multiprocessing.get_context("spawn")
     gradients = torch.zeros(num_workers, max_parameters).share_memory_()
     barrier = context.Barrier(num_workers)

@@ -1,4 +1,4 @@
-"""Asks a saved demo model fresh questions with plain `transformers` generate, and counts the exact answers.
+"""Asks a saved demo model new questions with plain `transformers` generate, and counts the exact answers.
 
 Run as `python -m demo.evaluate models/demo --num-questions 400 --seed 1`.
 """
@@ -30,7 +30,7 @@ _MAX_TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One question put to the model."""
+    """One question to the model, with its answer."""
 
     kind: str
     num_pictures: int
@@ -43,13 +43,13 @@ class Outcome:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the answer is the expected one, surrounding white space aside."""
+        """Whether the answer is the expected one, ignoring surrounding white space."""
         return self.answer == self.expected
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Share of exact answers, from 0 to 1, in all and by several keys."""
+    """Shares of exact answers, from 0 to 1, over all questions and by several keys."""
 
     num_questions: int
     accuracy: float
@@ -62,7 +62,7 @@ class Evaluation:
 
 
 class DemoModel:
-    """A saved model folder, ready to answer; never touches the network."""
+    """A loaded model folder that answers chats. Never uses the network."""
 
     def __init__(self, model_dir: Path) -> None:
         self._processor: Any = AutoProcessor.from_pretrained(model_dir, local_files_only=True)
@@ -70,13 +70,13 @@ class DemoModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model; tied weights count once."""
+        """Number of parameters of the whole model; tied weights count once."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
     def answer(
         self, chats: Sequence[list[Message]], pictures: Sequence[Sequence[Image.Image]]
     ) -> list[tuple[str, float]]:
-        """Greedy (answer, logit margin) of each chat; `pictures[i]` are those of `chats[i]` in order."""
+        """Returns the greedy (answer, logit margin) of each chat. `pictures[i]` are those of `chats[i]`, in order."""
         prompts = [self._processor.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
         inputs = self._processor(
             text=prompts, images=[list(each) for each in pictures], padding=True, return_tensors="pt"
@@ -93,12 +93,12 @@ class DemoModel:
 
 
 def evaluate(model_dir: Path, num_questions: int, seed: int, split: Split = Split.HELD_OUT) -> Evaluation:
-    """Ask `num_questions` questions about pictures that training never drew, by default in wordings it never read."""
+    """Asks `num_questions` questions about pictures that training never drew, by default in wordings it never read."""
     return summarise(ask_all(DemoModel(model_dir), fresh_chats(num_questions, seed, split)))
 
 
 def fresh_chats(num_questions: int, seed: int, split: Split) -> list[Chat]:
-    """Chats of one to three turns over one to three held-out pictures with `num_questions` questions in total."""
+    """Returns chats of one to three turns over one to three held-out pictures; `num_questions` questions in all."""
     rng = random.Random(f"{split}:{seed}")
     chats: list[Chat] = []
     while num_questions > 0:
@@ -111,7 +111,7 @@ def fresh_chats(num_questions: int, seed: int, split: Split) -> list[Chat]:
 
 
 def ask_all(model: DemoModel, chats: Sequence[Chat]) -> list[Outcome]:
-    """Hold every chat to its end; later turns see the model's own earlier answers."""
+    """Asks all questions of every chat. Later turns see the model's own earlier answers."""
     pictures = [[render(scene) for scene in chat.scenes] for chat in chats]
     answers: list[list[str]] = [[] for _ in chats]
     outcomes: list[Outcome] = []
@@ -134,7 +134,7 @@ def ask_all(model: DemoModel, chats: Sequence[Chat]) -> list[Outcome]:
 
 
 def answer_demo_question(model: DemoModel, question: DemoQuestion) -> str:
-    """The model's answer to one question of the fixed demo session."""
+    """Returns the model's answer to one question of the fixed demo session."""
     pictures = [Image.open(io.BytesIO(part)) for part in question.parts if isinstance(part, bytes)]
     message: Message = {
         "role": "user",
@@ -146,7 +146,7 @@ def answer_demo_question(model: DemoModel, question: DemoQuestion) -> str:
 
 
 def summarise(outcomes: Sequence[Outcome]) -> Evaluation:
-    """Accuracies over the outcomes."""
+    """Computes the shares of exact answers over the outcomes."""
     margins = sorted(outcome.margin for outcome in outcomes)
     return Evaluation(
         num_questions=len(outcomes),
@@ -172,7 +172,7 @@ def _share(hits: Iterable[bool]) -> float:
 
 
 def main() -> None:
-    """Print one evaluation as JSON, and the questions that went wrong."""
+    """Prints the wrong answers, and the evaluation as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--num-questions", type=int, default=400)

@@ -1,7 +1,7 @@
-"""The order in which the language model learns to answer: which questions, in which words, over how many pictures.
+"""The curriculum of the language model: kinds of questions, wordings and numbers of pictures by training step.
 
-Asked everything at once it learns to find a shape by its colour and then stays for thousands of steps where it cannot
-find one by its name; each kind of question taken up in turn, in few words first, has none of that (docs/log.md).
+A model that gets all questions at once learns to find a shape by its colour, and then for thousands of steps does not
+learn to find one by its name. Adding one kind of question at a time, in few words first, avoids that (docs/log.md).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class BatchShape:
     weight: float
     """Relative share of the lesson's steps."""
     is_chat: bool = False
-    """The questions are turns of one chat; else they are independent."""
+    """True: the questions are turns of one chat. False: they are independent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What is asked during a part of the steps."""
+    """The kinds and wordings of questions during one part of the training."""
 
     until: float
     """Share of all steps at which the lesson ends."""
     kinds: tuple[QuestionKind, ...]
-    """What may be asked, what stands there twice twice as often."""
+    """Kinds of questions; a kind that is listed twice is asked twice as often."""
     terse_share: float
-    """Share of the conversations in the fewest words."""
+    """Share of the conversations that use the shortest wordings."""
     shapes: tuple[BatchShape, ...]
 
 
@@ -60,12 +60,12 @@ LESSONS: Final = (
     Lesson(0.05, (_COLOUR,), 1.0, _LONE_PICTURES),
     Lesson(0.10, (_COLOUR, _SHAPE), 1.0, _LONE_PICTURES),
     Lesson(0.15, (_COLOUR, _SHAPE, _POSITION, _POSITION, _DESCRIBE), 0.5, _LONE_PICTURES),
-    # Which picture has it, the only kind that compares here; what was learnt before is not left alone meanwhile.
+    # Questions for the picture that has a shape, the only comparing kind here, mixed with all earlier kinds.
     Lesson(0.24, (_COLOUR, _SHAPE, _POSITION, _POSITION, _DESCRIBE, _DESCRIBE, _WHICH), 0.5, _PAIRS_AND_LONE_PICTURES),
     Lesson(1.00, _ABOUT_ONE + _COMPARING, 0.1, _ALL_SHAPES),
 )
 
 
 def lesson_at(done: float) -> Lesson:
-    """The lesson when `done`, from 0 to 1, of the steps are made."""
+    """Returns the lesson after a share `done`, from 0 to 1, of the training steps."""
     return next(lesson for lesson in LESSONS if done < lesson.until)

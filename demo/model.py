@@ -1,6 +1,6 @@
 """Builds the untrained demo model and its processor: SigLIP vision tower, projector, Llama language model.
 
-Plain `transformers` classes only, so the trained folder loads without any code of this repository.
+It uses only classes of `transformers`, so the trained folder loads without any code of this repository.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ IMAGE_SIDE_PX: Final = 96
 PATCH_SIDE_PX: Final = 16
 GRID_SIDE: Final = IMAGE_SIDE_PX // PATCH_SIDE_PX
 NUM_ROWS: Final = GRID_SIDE * GRID_SIDE
-"""Embedding rows, and so placeholder tokens, of one picture."""
+"""Number of embedding rows, and so of placeholder tokens, of one picture."""
 HIDDEN_SIZE: Final = 128
 
 _ROPE_THETA: Final = 1e6
-"""With the usual 10 000 half of the channels turn too fast to compare a word with a row a hundred tokens away."""
+"""Base of the rotary positions. With the usual 10 000, half of the channels rotate too fast to compare a word with a
+row a hundred tokens away."""
 _MATCHING_GAIN: Final = 0.4
 
-# The last hidden state, whole: SigLIP has no class token to drop.
+# All rows of the last hidden state: SigLIP has no class token to drop.
 _FEATURE_LAYER: Final = -1
 _FEATURE_STRATEGY: Final = "full"
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """The processor that turns a chat and its pictures into token ids and pixel values [n, 3, 96, 96]."""
+    """Returns the processor that turns a chat and its pictures into token ids and pixel values [n, 3, 96, 96]."""
     side = {"height": IMAGE_SIDE_PX, "width": IMAGE_SIDE_PX}
     return LlavaProcessor(
         image_processor=SiglipImageProcessorPil(size=side, image_mean=[0.5] * 3, image_std=[0.5] * 3),
@@ -52,7 +53,7 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditionalGeneration:
-    """A freshly initialised float32 model of about 1.6 million parameters."""
+    """Returns a newly initialised float32 model of about 1.6 million parameters."""
     torch.manual_seed(seed)
     vision = SiglipVisionConfig(
         hidden_size=HIDDEN_SIZE,
@@ -103,11 +104,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForCondit
 
 
 def start_out_matching(language_model: nn.Module) -> None:
-    """Give every attention head equal query and key projections, so that like attends to like from the first step.
+    """Sets equal query and key projections in every attention head, so that like attends to like from the first step.
 
-    "The circle" has to find the rows that say circle. From random projections that was not found in any run of
-    thousands of steps, with these within hundreds (docs/log.md). After Trockman and Kolter, "Mimetic Initialization of
-    Self-Attention Layers" (2023), which found the same for image classifiers on little data.
+    The word "circle" has to attend to the rows that mean circle. With random projections no run of thousands of steps
+    learned this; with these it took hundreds (docs/log.md). Source: Trockman and Kolter, "Mimetic Initialization of
+    Self-Attention Layers" (2023), who found the same for image classifiers on little data.
     """
     with torch.no_grad():
         for layer in language_model.layers:
@@ -119,10 +120,10 @@ def start_out_matching(language_model: nn.Module) -> None:
 
 
 def _initial_positions() -> torch.Tensor:
-    """Sines and cosines over both axes as the initial position embeddings [36, hidden_size].
+    """Returns sines and cosines over both axes as the initial position embeddings [36, hidden_size].
 
-    With random ones the tower needs several times as many steps to find where things are (measured 2026-11-20:
-    grid cell read-out after 300 steps 39 % with random ones, 99 % with these).
+    With random embeddings the tower needs several times as many steps to learn positions (measured 2026-11-20: accuracy
+    of the grid cell after 300 steps 39 % with random ones, 99 % with these).
     """
     num_waves = HIDDEN_SIZE // 4
     angular = math.pi * 2.0 ** -torch.linspace(0.0, 4.0, num_waves)

@@ -1,6 +1,6 @@
 """A pool of training pictures at the model's input size, drawn once and kept as bytes.
 
-The pixels are what the saved image processor produces before it normalises; train.py checks that they are equal.
+The pixels equal those of the saved image processor before it normalises; train.py checks that.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from demo.scenes import NUM_TRAINING_SEEDS, Scene, random_scene, render
 
 @dataclass(frozen=True, slots=True)
 class PicturePool:
-    """Scenes and their pixels, by the same index."""
+    """Scenes and their pixels, in the same order."""
 
     scenes: list[Scene]
     pixels: torch.Tensor
     """uint8 [num_pictures, 3, 96, 96]."""
 
     def normalised(self, indices: list[int]) -> torch.Tensor:
-        """Pixel values in [-1, 1] as float32 [len(indices), 3, 96, 96], as the processor gives them."""
+        """Returns pixel values in [-1, 1], float32 [len(indices), 3, 96, 96], as the processor computes them."""
         return (self.pixels[indices].float() / 255 - 0.5) / 0.5
 
 
 def draw_pool(num_pictures: int, first_seed: int) -> PicturePool:
-    """Draw the scenes of `num_pictures` consecutive training seeds; raises ValueError beyond the training seeds."""
+    """Draws the scenes of `num_pictures` consecutive training seeds. Raises ValueError beyond the training seeds."""
     if first_seed + num_pictures > NUM_TRAINING_SEEDS:
         raise ValueError(f"training seeds end at {NUM_TRAINING_SEEDS}, asked for {first_seed + num_pictures}")
     scenes = [random_scene(seed) for seed in range(first_seed, first_seed + num_pictures)]

@@ -1,6 +1,6 @@
-"""Questions about scenes, with the exact answers that the demo model shall give.
+"""Questions about scenes, with the exact answers expected of the demo model.
 
-Knows scenes and wordings; does not know tokens, chat templates or models.
+It knows scenes and wordings, but no tokens, chat templates or models.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What to fill into a wording, and the answer that goes with it."""
+    """Values for the slots of a wording, and the answer to the question."""
 
     answer: str
     slots: dict[str, str]
 
 
 def ask(kind: QuestionKind, scenes: Sequence[Scene], target: int, split: Split, rng: random.Random) -> Question | None:
-    """A question of this kind about `scenes[target]` (or about all scenes, for the kinds that compare pictures).
+    """Returns a question of this kind about `scenes[target]`, or about all scenes for the kinds that compare pictures.
 
-    Returns None when these pictures have no unambiguous answer to a question of this kind.
+    Returns None if these pictures give no unambiguous answer to a question of this kind.
     """
     asked = compare(kind, scenes, rng) if kind in COMPARING_KINDS else _ABOUT_ONE[kind](scenes[target], rng)
     if asked is None:
@@ -63,10 +63,10 @@ def ask(kind: QuestionKind, scenes: Sequence[Scene], target: int, split: Split, 
 def ask_any(
     scenes: Sequence[Scene], split: Split, rng: random.Random, kinds: Sequence[QuestionKind] = tuple(QuestionKind)
 ) -> Question:
-    """A question of a random kind that these pictures can answer, about a random one of them.
+    """Returns a question of a random kind about a random one of the pictures.
 
-    The kind is one of `kinds`, more often the more often it stands there; three of five questions over several pictures
-    compare them. If the pictures answer none of these kinds unambiguously, their shapes are to be counted.
+    The kind is drawn from `kinds`, which may list a kind several times; three of five questions over several pictures
+    compare them. If the pictures answer none of these kinds unambiguously, the question is to count shapes.
     """
     comparing = len(scenes) > 1 and rng.random() < 0.6
     candidates = [kind for kind in kinds if (kind in COMPARING_KINDS) == comparing]
@@ -79,7 +79,7 @@ def ask_any(
 
 
 def word(kind: QuestionKind, asked: Asked, num_pictures: int, target: int, split: Split, rng: random.Random) -> str:
-    """Put the question into words; with several pictures the wording says which one is meant."""
+    """Returns the question in words. With several pictures the wording names the one that is meant."""
     patterns = WORDINGS[kind].of(split)
     if num_pictures > 1 and kind not in COMPARING_KINDS:
         patterns = tuple(pattern for pattern in patterns if "{in" in pattern or "{picture}" in pattern)
@@ -100,13 +100,13 @@ def word(kind: QuestionKind, asked: Asked, num_pictures: int, target: int, split
 
 
 def describe(scene: Scene) -> str:
-    """All shapes in reading order, for example "a red circle, an orange star and a blue square"."""
+    """Names all shapes in reading order, for example "a red circle, an orange star and a blue square"."""
     names = [_with_article(placed.name) for placed in scene.shapes]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def compare(kind: QuestionKind, scenes: Sequence[Scene], rng: random.Random) -> Asked | None:
-    """A question of one of the COMPARING_KINDS over all the pictures."""
+    """Returns a question of one of the COMPARING_KINDS over all pictures."""
     counts = [len(scene.shapes) for scene in scenes]
     if len(scenes) < 2:
         return None
@@ -172,7 +172,7 @@ def _count(scene: Scene, colour: str | None = None, shape: str | None = None) ->
 
 
 def _unique_name(scene: Scene, placed: PlacedShape, rng: random.Random) -> str | None:
-    """Words that mean this shape and no other of the scene: "red circle", "circle" or "red one"."""
+    """Returns words that mean this shape and no other in the scene: "red circle", "circle" or "red one"."""
     if _count(scene, colour=placed.colour, shape=placed.shape) > 1:
         return None
     names = [placed.name, placed.name]
@@ -208,7 +208,7 @@ def _all_pictures(num_pictures: int, rng: random.Random) -> str:
 
 
 def _finish(text: str, split: Split, rng: random.Random) -> str:
-    """Add what people add: greetings, American spelling, a missing question mark, no capitals."""
+    """Adds variations of real users: greetings, American spelling, a missing question mark, no capitals."""
     if rng.random() < 0.25:
         opener = rng.choice(TRAINING_OPENERS if split is Split.TRAINING else HELD_OUT_OPENERS)
         text = opener + (text if opener[-2] in ".!:" else text[0].lower() + text[1:])
@@ -233,7 +233,7 @@ class DemoQuestion:
 
 
 def demo_session() -> list[DemoQuestion]:
-    """Five fixed questions: two on the first picture, one on the second, one on the third, one on two pictures."""
+    """Returns five fixed questions: two on the first picture, one on the second, one on the third, one on two."""
     first, second, third = (random_scene(seed, count) for seed, count in DEMO_SCENES)
     one, two, three = png_bytes(first), png_bytes(second), png_bytes(third)
     thing = second.shapes[0]

@@ -1,7 +1,7 @@
 """`make demo`: starts the whole system on the demo model, asks five questions about three pictures, checks the answers.
 
-Exit status 0 when every answer is right, each distinct picture was encoded exactly once, and no question about a
-picture that was seen before encoded anything; else 1.
+The exit status is 0 if every answer is right, each distinct picture was encoded exactly once, and no question about
+an already shown picture encoded anything; otherwise 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 
 _MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
-# On the hub, of a family that is served.
+# A model on the hub whose family is supported.
 _REAL_MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 _MAX_TOKENS = 40
 _WIDTH = 100
@@ -33,7 +33,7 @@ _WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class AskedQuestion:
-    """A question and what came back."""
+    """A question with its answer and usage."""
 
     question: DemoQuestion
     answer: str
@@ -43,17 +43,17 @@ class AskedQuestion:
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is the expected one, to the letter."""
+        """Whether the answer equals the expected one exactly."""
         return self.answer == self.question.expected
 
     @property
-    def broke_the_promise(self) -> bool:
-        """Whether a picture was looked at again."""
+    def encoded_again(self) -> bool:
+        """Whether a picture that had been shown before was encoded again."""
         return self.is_repeat and self.usage.encoded_image_tokens > 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns the exit status."""
+    """Runs the demo and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m demo.run", description="Asks five questions about three pictures.")
     parser.add_argument("--model", type=pathlib.Path, default=_MODEL, help="folder of the demo model")
     model = parser.parse_args(arguments).model
@@ -96,7 +96,7 @@ def _ask_all(client: Client, questions: Sequence[DemoQuestion], console: Console
 
 
 def _ask(client: Client, message: Message, console: Console) -> tuple[str, Usage]:
-    """Streams one answer to the screen."""
+    """Asks one question and streams the answer to the screen."""
     console.print("   answer    ", end="")
     with client.stream([message], temperature=0.0, max_tokens=_MAX_TOKENS) as stream:
         for piece in stream:
@@ -122,7 +122,7 @@ def _conclude(asked: Sequence[AskedQuestion], num_encodes: int, console: Console
     pictures = {part for entry in asked for part in entry.question.parts if isinstance(part, bytes)}
     num_right = sum(entry.is_right for entry in asked)
     is_good = num_right == len(asked) and num_encodes == len(pictures)
-    is_good = is_good and not any(entry.broke_the_promise for entry in asked)
+    is_good = is_good and not any(entry.encoded_again for entry in asked)
     console.print(f"\n{num_right} of {len(asked)} answers right; {len(pictures)} pictures, {num_encodes} encodes.")
     if is_good:
         console.print("[bold green]Each picture was looked at once.[/]\n")
@@ -130,7 +130,7 @@ def _conclude(asked: Sequence[AskedQuestion], num_encodes: int, console: Console
         console.print(f"  lookonce up --model {_REAL_MODEL}")
         console.print('  lookonce generate "What is in the picture?" --image picture.png', markup=False)
         return 0
-    console.print("[bold red]That is not what was promised.[/]")
+    console.print("[bold red]An answer is wrong, or a picture was encoded more than once.[/]")
     return 1
 
 

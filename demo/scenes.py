@@ -1,6 +1,6 @@
 """Draws the demo pictures: one to three coloured shapes on a light background, deterministic by seed.
 
-Does not ask questions (see questions.py) and does not resize for the model (the saved image processor does).
+questions.py asks questions about them; the saved image processor resizes them for the model.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class PlacedShape:
     shape: str
     colour: str
     column: int
-    """0 is left."""
+    """Column of the grid cell; 0 is left."""
     row: int
-    """0 is top."""
+    """Row of the grid cell; 0 is top."""
     center_x: float
     """Fraction of the picture's width."""
     center_y: float
@@ -80,7 +80,7 @@ class PlacedShape:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is drawn in one picture; shapes come in reading order."""
+    """The content of one picture, with its shapes in reading order."""
 
     width_px: int
     height_px: int
@@ -89,14 +89,14 @@ class Scene:
 
 
 def position_name(row: int, column: int) -> str:
-    """The words for a grid cell: "top left" to "bottom right", and "centre" for the cell in the middle."""
+    """Names a grid cell: "top left" to "bottom right", and "centre" for the cell in the middle."""
     if (row, column) == (1, 1):
         return "centre"
     return f"{ROW_NAMES[row]} {COLUMN_NAMES[column]}"
 
 
 def random_scene(seed: int, num_shapes: int | None = None, size_px: tuple[int, int] | None = None) -> Scene:
-    """The scene of this seed: `num_shapes` (1 to 3) and `size_px` (width, height) are random unless given."""
+    """Returns the scene of a seed. `num_shapes` (1 to 3) and `size_px` (width, height) are random unless given."""
     rng = random.Random(seed)
     width_px, height_px = size_px or rng.choice(_SIZES_PX)
     count = num_shapes or rng.choices((1, 2, 3), weights=(2, 3, 4))[0]
@@ -111,7 +111,7 @@ def random_scene(seed: int, num_shapes: int | None = None, size_px: tuple[int, i
 
 
 def render(scene: Scene) -> Image.Image:
-    """Draw the scene as an anti-aliased RGB picture of `width_px` by `height_px` pixels."""
+    """Draws the scene as an anti-aliased RGB picture of `width_px` by `height_px` pixels."""
     width, height = scene.width_px * _SUPERSAMPLING, scene.height_px * _SUPERSAMPLING
     canvas = Image.new("RGB", (width, height), scene.background)
     draw = ImageDraw.Draw(canvas)
@@ -126,14 +126,14 @@ def render(scene: Scene) -> Image.Image:
 
 
 def png_bytes(scene: Scene) -> bytes:
-    """The rendered scene as a PNG file."""
+    """Returns the rendered scene as a PNG file."""
     buffer = io.BytesIO()
     render(scene).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def _random_names(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """(shape, colour) of each shape; repeats are likelier than by chance, so that counting has something to count."""
+    """Returns (shape, colour) of each shape. Repeats are likelier than by chance, for questions that count."""
     names: list[tuple[str, str]] = []
     for _ in range(count):
         shape, colour = rng.choice(SHAPES), rng.choice(tuple(COLOURS))
@@ -151,7 +151,7 @@ def _place(
     row, column = cell
     radius = rng.uniform(0.30, 0.46)
     smaller_side_px = min(width_px, height_px)
-    # The shape stays inside its cell, so shapes never touch and a position never lies between two names.
+    # The shape stays inside its cell, so shapes never touch and every position has one name.
     slack_x = 0.48 - radius * smaller_side_px / width_px
     slack_y = 0.48 - radius * smaller_side_px / height_px
     return PlacedShape(
@@ -173,7 +173,7 @@ def _jitter(rng: random.Random, rgb: Rgb, amount: int) -> Rgb:
 
 
 def _outline(shape: str, x: float, y: float, radius: float, rotation_deg: float) -> list[tuple[float, float]]:
-    """Corner points in pixels of a shape that fits in the square of half-side `radius` around (x, y)."""
+    """Returns the corner points, in pixels, of a shape in the square of half-side `radius` around (x, y)."""
     turn = math.radians(rotation_deg)
     cos_turn, sin_turn = math.cos(turn), math.sin(turn)
     return [

@@ -1,13 +1,12 @@
 """Turns random training questions into padded token batches with the answers marked.
 
-Most batches ask several questions about the same pictures that cannot see each other: each attends to the pictures and
-to itself only, and stands at the position right after the pictures, so every one is a whole conversation of its own at
-the price of its text. In a chat of several turns later answers can often be read off earlier ones instead of the
-picture; how much that matters was not measured alone (docs/log.md). The rest are real chats, so that the model also
-follows those.
+Most batches ask several independent questions about the same pictures. Each question attends only to the pictures and
+to itself, and its positions start right after the pictures, so it is a conversation of its own and costs only its text.
+In a chat of several turns the model could often copy a later answer from an earlier one instead of the picture; that
+effect was not measured alone (docs/log.md). The other batches are real chats, so that the model learns those, too.
 
-Renders the chat template's text itself, piece by piece, to know where the answers lie; `rendered_ids` is checked
-against the saved processor by train.py.
+This module renders the chat template's text itself, piece by piece, to know the position of the answers; train.py
+checks `rendered_ids` against the saved processor.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from demo.wordings import Split
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One training step's input."""
+    """The padded input of one training step."""
 
     input_ids: Tensor
     """int64 [num_chats, num_tokens], padded on the right."""
@@ -45,7 +44,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """One row of a batch before padding; all lists have one element per token."""
+    """One row of a batch before padding. All lists have one element per token."""
 
     ids: list[int]
     is_answer: list[bool]
@@ -55,21 +54,21 @@ class RenderedRow:
 
 
 class BatchSource:
-    """Draws random training batches from a pool of pictures; deterministic by seed and worker."""
+    """Draws random training batches from a pool of pictures, determined by seed and worker."""
 
     def __init__(
         self, scenes: list[Scene], image_rows: Tensor, tokenizer: PreTrainedTokenizerFast, seed: int, rank: int
     ) -> None:
-        """`image_rows` are those of the scenes' pictures, [num_scenes, 36, hidden_size]."""
+        """`image_rows` are the rows of the scenes' pictures, [num_scenes, 36, hidden_size]."""
         self._scenes = scenes
         self._image_rows = image_rows
         self._tokenizer = tokenizer
-        # The workers' batches have equal shapes, so that none waits long for another.
+        # All workers' batches have the same shape, so that no worker waits long for another.
         self._shape_rng = random.Random(f"shape:{seed}")
         self._rng = random.Random(f"chats:{seed}:{rank}")
 
     def next_batch(self, lesson: Lesson) -> TokenBatch:
-        """The next batch of the lesson, of a random shape."""
+        """Returns the next batch of the lesson, with a random shape."""
         shape = self._shape_rng.choices(lesson.shapes, weights=[each.weight for each in lesson.shapes])[0]
         rows: list[RenderedRow] = []
         pictures: list[int] = []
@@ -90,7 +89,7 @@ class BatchSource:
 
 
 def branch(rendered: list[tuple[list[int], list[bool]]], image_id: int) -> RenderedRow:
-    """Joins conversations that begin alike, up to their last picture, into one row of independent branches."""
+    """Joins conversations that are equal up to their last picture into one row of independent branches."""
     first_ids = rendered[0][0]
     num_shared = len(first_ids) - first_ids[::-1].index(image_id)
     shared = first_ids[:num_shared]
@@ -106,7 +105,7 @@ def branch(rendered: list[tuple[list[int], list[bool]]], image_id: int) -> Rende
 
 
 def pad(rows: list[RenderedRow], pad_id: int, image_rows: Tensor) -> TokenBatch:
-    """Rows of different lengths as one batch."""
+    """Pads rows of different lengths to one batch."""
     num_tokens = max(len(row.ids) for row in rows)
     input_ids = torch.full((len(rows), num_tokens), pad_id)
     position_ids = torch.zeros(len(rows), num_tokens, dtype=torch.long)
@@ -124,7 +123,7 @@ def pad(rows: list[RenderedRow], pad_id: int, image_rows: Tensor) -> TokenBatch:
 
 
 def render_chats(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> list[tuple[list[int], list[bool]]]:
-    """Token ids of each finished chat, and which of them the model shall predict."""
+    """Returns the token ids of each finished chat, and a mask of the tokens that the model has to predict."""
     pieces = [_pieces(chat) for chat in chats]
     flat = [text for chat_pieces in pieces for text, _ in chat_pieces]
     encoded = iter(tokenizer(flat, add_special_tokens=False)["input_ids"])
@@ -143,7 +142,7 @@ def render_chats(chats: list[Chat], tokenizer: PreTrainedTokenizerFast) -> list[
 
 
 def _pieces(chat: Chat) -> list[tuple[str, bool]]:
-    """The chat's text cut where the template puts special tokens: (text, whether it is an answer)."""
+    """Splits the chat's text at the template's special tokens into (text, whether it is an answer)."""
     pieces: list[tuple[str, bool]] = [(BOS, False)]
     num_seen = 0
     for message in messages(chat, [turn.question.answer for turn in chat.turns]):

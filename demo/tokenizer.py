@@ -1,6 +1,6 @@
 """Trains the demo model's tokenizer: byte-level BPE over the training wordings, so that any UTF-8 text round-trips.
 
-Owns the special tokens and the chat template.
+It defines the special tokens and the chat template.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CHAT_TEMPLATE: Final = """\
 
 
 def train_tokenizer(seed: int, num_questions: int = 20_000) -> PreTrainedTokenizerFast:
-    """Learn the merges from `num_questions` training questions and their answers; no held-out wording is read."""
+    """Learns the merges from `num_questions` training questions and their answers, without held-out wordings."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,6 +1,6 @@
-"""Trains the demo model from nothing and writes it as a Hugging Face folder: `python -m demo.train --out models/demo`.
+"""Trains the demo model from scratch into a Hugging Face folder: `python -m demo.train --out models/demo`.
 
-Two stages on CPU cores: vision_pretraining.py, then chats over one to three pictures with the loss on the answers.
+There are two stages: vision_pretraining.py, then chats over one to three pictures with the loss on the answers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAX_PARAMETERS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """Everything that decides the result, apart from the code."""
+    """All inputs that determine the result, besides the code."""
 
     seed: int
     num_workers: int
@@ -56,14 +56,14 @@ class TrainingOptions:
 
 
 def train(options: TrainingOptions, out_dir: Path) -> float:
-    """Train, save into `out_dir` and return the seconds that it took, start-up, drawing and saving included."""
+    """Trains and saves into `out_dir`. Returns the seconds it took, with start-up, drawing and saving."""
     started_s = time.monotonic()
     run_workers(train_in_worker, options.num_workers, _MAX_PARAMETERS, options, out_dir)
     return time.monotonic() - started_s
 
 
 def train_in_worker(workers: Workers, options: TrainingOptions, out_dir: Path) -> None:
-    """One worker's part of the training; the first worker saves the result."""
+    """Runs one worker's part of the training. The first worker saves the result."""
     tokenizer = train_tokenizer(options.seed)
     processor = build_processor(tokenizer)
     model = build_model(tokenizer, options.seed)
@@ -82,9 +82,9 @@ def train_in_worker(workers: Workers, options: TrainingOptions, out_dir: Path) -
 
 
 def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, num_steps: int, workers: Workers) -> None:
-    """Second stage: the language model learns to answer from the rows as they are, in place.
+    """Runs the second stage: trains the language model in place to answer from fixed image rows.
 
-    Muon (Jordan et al. 2024) trains the language model's matrices, AdamW the rest (docs/log.md compares).
+    Muon (Jordan et al. 2024) trains the language model's matrices, AdamW the rest (docs/log.md compares them).
     """
     matrices, rest = grouped_parameters(model.model.language_model)
     optimizers = [
@@ -116,7 +116,7 @@ def train_on_chats(model: LlavaForConditionalGeneration, source: BatchSource, nu
 
 
 def grouped_parameters(language_model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices inside the layers, everything else)."""
+    """Returns (matrices inside the layers, all other parameters)."""
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in language_model.named_parameters():
@@ -125,7 +125,7 @@ def grouped_parameters(language_model: nn.Module) -> tuple[list[nn.Parameter], l
 
 
 def answer_loss(model: LlavaForConditionalGeneration, batch: TokenBatch) -> tuple[torch.Tensor, int, int]:
-    """(mean cross entropy of the answer tokens, how many were predicted right, how many there are)."""
+    """Returns (mean cross entropy of the answer tokens, number of right predictions, number of answer tokens)."""
     hidden = hidden_states(model, batch)
     targets = batch.input_ids[:, 1:][batch.is_answer[:, 1:]]
     logits = model.lm_head(hidden[:, :-1][batch.is_answer[:, 1:]])
@@ -134,7 +134,7 @@ def answer_loss(model: LlavaForConditionalGeneration, batch: TokenBatch) -> tupl
 
 
 def hidden_states(model: LlavaForConditionalGeneration, batch: TokenBatch) -> torch.Tensor:
-    """Last hidden states [num_chats, num_tokens, hidden_size], with the image rows in place of the placeholders."""
+    """Returns the last hidden states [num_chats, num_tokens, hidden_size], with image rows for the placeholders."""
     is_image = (batch.input_ids == model.config.image_token_id)[..., None]
     embeddings = model.get_input_embeddings()(batch.input_ids).masked_scatter(is_image, batch.image_rows)
     hidden: torch.Tensor = model.model.language_model(
@@ -147,7 +147,7 @@ def hidden_states(model: LlavaForConditionalGeneration, batch: TokenBatch) -> to
 
 
 def check_inputs_match_processor(processor: LlavaProcessor, pool: PicturePool, num_chats: int = 24) -> None:
-    """Raise ValueError unless training sees the very token ids and pixels that the saved processor makes."""
+    """Raises ValueError unless training uses exactly the token ids and pixels of the saved processor."""
     rng = random.Random(0)
     for number in range(num_chats):
         indices = [rng.randrange(len(pool.scenes)) for _ in range(number % 3 + 1)]
@@ -166,7 +166,7 @@ def check_inputs_match_processor(processor: LlavaProcessor, pool: PicturePool, n
 
 
 def report(options: TrainingOptions, out_dir: Path, training_s: float) -> Evaluation:
-    """Evaluate the saved folder, write REPORT.json beside the weights and return the held-out evaluation."""
+    """Evaluates the saved folder, writes REPORT.json beside the weights and returns the held-out evaluation."""
     demo = DemoModel(out_dir)
     held_out = evaluate(out_dir, num_questions=2000, seed=_REPORT_SEED)
     known_wordings = evaluate(out_dir, num_questions=1000, seed=_REPORT_SEED, split=Split.TRAINING)
@@ -186,7 +186,7 @@ def report(options: TrainingOptions, out_dir: Path, training_s: float) -> Evalua
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, save, evaluate and report."""
+    """Trains, saves, evaluates and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=7)

@@ -1,8 +1,8 @@
-"""First training stage: the vision tower and projector learn to say in every row what stands in its grid cell.
+"""The first training stage: vision tower and projector learn to describe in every row the content of its grid cell.
 
-The row is to be the sum of the language model's own embeddings of the words for colour, shape and place of the shape
-there, and where none is, the embedding of the number of shapes. So the language model need not learn to see
-while it learns to answer, and answering starts out as looking up and copying words.
+The target of a row is the sum of the language model's embeddings of the words for colour, shape and place of the shape
+in the cell; in an empty cell it is the embedding of the number of shapes. So the language model does not have to learn
+to see while it learns to answer, and can begin by looking up and copying words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _COLOUR_IDS: Final = {name: index + 1 for index, name in enumerate(COLOURS)}
 _SHAPE_IDS: Final = {name: index + 1 for index, name in enumerate(SHAPES)}
-# The shape is by far the slowest to learn.
+# The shape is by far the slowest to learn, so its loss has the largest weight.
 _LOSS_WEIGHTS: Final = {"colour": 1.0, "shape": 4.0, "cell": 1.0}
 _DISTANCE_WEIGHT: Final = 4.0
 _SHARPNESS: Final = 10.0
@@ -36,14 +36,14 @@ _MAX_SHAPES: Final = 3
 # Patches never straddle grid cells: two by two make one.
 _CELL_OF_AXIS: Final = torch.arange(GRID_SIDE) * SCENE_GRID_SIDE // GRID_SIDE
 _CELL_OF_PATCH: Final = (_CELL_OF_AXIS[:, None] * SCENE_GRID_SIDE + _CELL_OF_AXIS).flatten()
-# As long as the sum of the three words of a shape: next to short rows the noise of the background would be loud, for
-# the language model normalises every row before it looks at it.
+# Rows of the background are as long as the sum of a shape's three words. The language model normalises every row, which
+# would amplify the noise in shorter rows.
 _BACKGROUND_LENGTH: Final = math.sqrt(3)
 
 
 @dataclass(frozen=True, slots=True)
 class PatchLabels:
-    """What stands in each patch's grid cell, for a batch of pictures; class 0 is an empty cell."""
+    """Classes of the content of each patch's grid cell, for a batch of pictures. Class 0 is an empty cell."""
 
     colour: Tensor
     """int64 [n, 36]."""
@@ -56,9 +56,9 @@ class PatchLabels:
 
 
 class WordRows:
-    """The rows that the tower and projector shall make, as sums of words; all words scaled by one factor.
+    """The target rows of tower and projector, as sums of words that are all scaled by one factor.
 
-    While they are learned the words have about the length of a layer norm's output; `scale` leads back to embeddings.
+    During training the words have about the length of a layer norm's output; `scale` converts them to embeddings.
     """
 
     def __init__(self, embeddings: Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -72,15 +72,15 @@ class WordRows:
         self._numbers = numbers / self.scale * _BACKGROUND_LENGTH
 
     def wanted(self, labels: PatchLabels) -> Tensor:
-        """Rows [n, 36, hidden_size] for the labels."""
+        """Returns the target rows [n, 36, hidden_size] for the labels."""
         on_shape = sum(words[getattr(labels, name)] for name, words in self._words.items())
         is_background = (labels.colour == 0)[..., None]
         return torch.where(is_background, self._numbers[labels.count][:, None], on_shape)
 
     def loss(self, rows: Tensor, labels: PatchLabels) -> Tensor:
-        """Squared distance from the wanted rows, and the cross entropies of the words on shapes.
+        """Returns the squared distance from the target rows plus the cross entropies of the words on shapes.
 
-        The few patches on shapes weigh as much as the far more numerous ones of the background.
+        The few patches on shapes have the same weight as the far more numerous patches of the background.
         """
         on_shape = labels.colour > 0
         weights = torch.where(on_shape, on_shape.numel() / on_shape.sum(), 1.0)
@@ -93,7 +93,7 @@ class WordRows:
         return total
 
     def accuracy(self, rows: Tensor, labels: PatchLabels) -> dict[str, float]:
-        """Share of patches on shapes whose row is most like the right word, and of background ones for the count."""
+        """Returns the shares of patches whose row is closest to the right word, on shapes and on the background."""
         on_shape = labels.colour > 0
         shares = {
             name: (self._likeness(rows[on_shape], name).argmax(-1) + 1 == getattr(labels, name)[on_shape])
@@ -109,16 +109,16 @@ class WordRows:
 
 
 def _word_vectors(names: Sequence[str], embeddings: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """[len(names), hidden_size]: mean embedding of each name's tokens.
+    """Returns the mean embedding of each name's tokens, [len(names), hidden_size].
 
-    A word within a sentence and the same word at its start are different tokens; the vector lies between them.
+    A word inside a sentence and the same word at its start are different tokens; the vector lies between them.
     """
     spellings = [[tokenizer.encode(each, add_special_tokens=False) for each in (name, f" {name}")] for name in names]
     return torch.stack([torch.stack([embeddings[ids].mean(dim=0) for ids in both]).mean(dim=0) for both in spellings])
 
 
 def label_patches(scenes: list[Scene]) -> PatchLabels:
-    """Every patch is labelled with the shape that stands in its grid cell."""
+    """Labels every patch with the shape in its grid cell."""
     cells = torch.zeros(3, len(scenes), SCENE_GRID_SIDE**2, dtype=torch.long)
     for index, scene in enumerate(scenes):
         for placed in scene.shapes:
@@ -138,7 +138,7 @@ def pretrain_vision(
     generator: torch.Generator,
     workers: Workers,
 ) -> None:
-    """Train tower and projector in place for `num_steps` on `batch_size` pictures of this worker's pool each."""
+    """Trains tower and projector in place for `num_steps`, each on `batch_size` pictures of this worker's pool."""
     target = WordRows(model.get_input_embeddings().weight.detach(), tokenizer)
     projector = model.model.multi_modal_projector
     parameters = [*model.model.vision_tower.parameters(), *projector.parameters()]
@@ -164,7 +164,7 @@ def pretrain_vision(
 
 
 def compute_image_rows(model: LlavaForConditionalGeneration, pool: PicturePool, batch_size: int = 250) -> Tensor:
-    """Embedding rows of all pictures of the pool, float32 [num_pictures, 36, hidden_size]."""
+    """Computes the embedding rows of all pictures of the pool, float32 [num_pictures, 36, hidden_size]."""
     with torch.inference_mode():
         batches = torch.arange(len(pool.scenes)).split(batch_size)
         features = [model.get_image_features(pool.normalised(each.tolist())).pooler_output for each in batches]
@@ -172,7 +172,7 @@ def compute_image_rows(model: LlavaForConditionalGeneration, pool: PicturePool, 
 
 
 def warm_cosine(step: int, num_warmup_steps: int, num_steps: int, final: float) -> float:
-    """Learning-rate factor: linear from 0 to 1 over the warm-up, then half a cosine down to `final`."""
+    """Returns the learning-rate factor: linear from 0 to 1 over the warm-up, then half a cosine down to `final`."""
     if step < num_warmup_steps:
         return (step + 1) / num_warmup_steps
     done = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)

@@ -1,7 +1,7 @@
-"""How questions are worded: patterns used in training, and held-out patterns that training never sees.
+"""The wordings of questions: patterns used in training, and held-out patterns that training never sees.
 
-Pure data and its expansion. `[a|b]` is a choice, `{slot}` is filled by questions.py, and `{in}` is empty or names the
-picture (" in the picture", " in the second picture"); a pattern without `{in}` is asked about a lone picture only.
+In a pattern `[a|b]` is a choice, questions.py fills `{slot}`, and `{in}` is empty or names the picture (" in the
+picture", " in the second picture"). A pattern without `{in}` is used only for questions about a single picture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 
 class QuestionKind(StrEnum):
-    """What a question is about; the last three compare pictures and need at least two."""
+    """The subject of a question. The last three compare pictures and need at least two."""
 
     COLOUR = "colour"
     SHAPE = "shape"
@@ -28,7 +28,7 @@ class QuestionKind(StrEnum):
 
 
 class Split(StrEnum):
-    """Which wordings may be used."""
+    """A set of wordings: the shortest ones, those of training, or those held out from it."""
 
     TERSE = "terse"
     TRAINING = "training"
@@ -37,7 +37,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wordings:
-    """The patterns of one kind of question."""
+    """The patterns for one kind of question, by split."""
 
     terse: str
     """The fewest words, for the first lessons of the training."""
@@ -45,7 +45,7 @@ class Wordings:
     held_out: tuple[str, ...]
 
     def of(self, split: Split) -> tuple[str, ...]:
-        """The patterns of `split`."""
+        """Returns the patterns of a split."""
         return {Split.TERSE: (self.terse,), Split.TRAINING: self.training, Split.HELD_OUT: self.held_out}[split]
 
 
@@ -358,12 +358,12 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 
 def choose(pattern: str, rng: random.Random) -> str:
-    """One expansion of the pattern's choices; slots stay."""
+    """Returns a random expansion of the pattern's choices, with its slots unfilled."""
     return _CHOICE.sub(lambda match: rng.choice(match.group(1).split("|")), pattern)
 
 
 def all_expansions(pattern: str) -> set[str]:
-    """Every expansion of the pattern's choices; slots stay."""
+    """Returns every expansion of the pattern's choices, with the slots unfilled."""
     pieces = _CHOICE.split(pattern)
     options = [piece.split("|") if index % 2 else [piece] for index, piece in enumerate(pieces)]
     return {"".join(chosen) for chosen in itertools.product(*options)}

@@ -1,7 +1,7 @@
 """Lookonce: an image is looked at once.
 
-`lookonce.Client` and `lookonce.AsyncClient` are loaded on first use, so that importing a sub-module of this package
-(the scheduler's tests, the codec) pulls in no gRPC.
+`lookonce.Client` and `lookonce.AsyncClient` are loaded on first use, so that importing a module of this package does
+not import gRPC.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The SDK for asyncio; the same methods as `lookonce.client`. Files are read and hashed in threads.
+"""The SDK's client for asyncio, with the methods of `lookonce.client`. Reads and hashes files in threads.
 
 async with lookonce.AsyncClient.connect("127.0.0.1:50051") as client:
     async for text in client.stream("What is in the picture?", images=["cat.png"]):
@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc.aio
+from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
@@ -36,11 +37,11 @@ class AsyncClient:
     """A connection to a decoder and, for `encode` and `lookup`, to an encoder. Belongs to one event loop.
 
     Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
-    it is small; when the server lacks it, the bytes follow by themselves, once.
+    it is small. If the server does not have the image cached, the client sends the bytes once, by itself.
     """
 
     def __init__(self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions) -> None:
-        """Use `connect`."""
+        """Opens the decoder's channel. Call `connect` instead."""
         self._options = options
         self._encoder_target = encoder_target
         self._decoder_channel = self._open(decoder_target, DECODER)
@@ -60,9 +61,9 @@ class AsyncClient:
         tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> Self:
-        """Opens the channels; an unreachable server shows at the first call, as UnavailableError.
+        """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
-        The arguments are those of `lookonce.Client.connect`. Call it where the event loop runs.
+        The arguments are those of `lookonce.Client.connect`. Call it inside the running event loop.
         """
         options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
         return cls(decoder_target, encoder_target, options)
@@ -73,7 +74,10 @@ class AsyncClient:
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Answers a prompt (one user turn, images before the text) or a chat of messages."""
+        """Returns the answer to a prompt or to a chat of messages.
+
+        A prompt is one user turn with `images` before the text. In a chat, images are parts of the messages.
+        """
         deadline = self._deadline(options)
         with tracing.calling("client.generate"):
             prepared = await _prepared(prompt, images, options)
@@ -93,13 +97,13 @@ class AsyncClient:
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncTextStream:
-        """The same as `generate`, piece by piece: iterate for the text, then ask for `.generation` or `.usage`.
+        """Answers as `generate` does, as a stream: iterate for the text, then read `.generation` or `.usage`.
 
-        The request starts with the iteration.
+        The request is sent when the iteration starts.
         """
         deadline = self._deadline(options)
-        span = tracing.calling("client.stream")
-        with span.current():
+        span = tracing.start_call("client.stream")
+        with tracing.current(span):
             metadata = self._options.metadata(options.get("request_id"))
 
         async def prepare() -> PreparedPrompt:
@@ -110,13 +114,13 @@ class AsyncClient:
             return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
 
         async def supply(prepared: PreparedPrompt, error: EmbeddingNotCachedError) -> None:
-            with span.current():
+            with tracing.current(span):
                 await self._supply(prepared, error, deadline)
 
         return AsyncTextStream(prepare, start, supply, span)
 
     async def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
-        """Makes sure that the images' embeddings are cached, uploading only what is not. Each has an `.encoding`."""
+        """Encodes the images that are not cached yet; returns a reference for each, with its `.encoding` filled in."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
         with tracing.calling("client.encode"):
             plan = EncodePlan(await asyncio.to_thread(as_images, images))
@@ -130,7 +134,7 @@ class AsyncClient:
             return plan.images()
 
     async def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
-        """Which images are cached? Uploads and encodes nothing."""
+        """Returns for each image whether its embedding is cached. Uploads and encodes nothing."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
         with tracing.calling("client.lookup"):
             refs = await asyncio.to_thread(as_images, images)
@@ -141,12 +145,12 @@ class AsyncClient:
             return [ref in found for ref in refs]
 
     async def model_info(self) -> decoder_pb2.GetModelInfoResponse:
-        """What the decoder serves; asked once."""
+        """Returns the decoder's description of its model and limits; later calls return the first answer."""
         with tracing.calling("client.model_info"):
             return await self._model_info(Deadline.after(self._options.timeout_s))
 
     async def aclose(self) -> None:
-        """Closes the channels; calls that still run end with AbortedError."""
+        """Closes the channels; calls in flight end with AbortedError."""
         await self._decoder_channel.close()
         if self._encoder_channel is not None:
             await self._encoder_channel.close()
@@ -166,7 +170,7 @@ class AsyncClient:
     async def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceAsyncStub:
         target = self._encoder_target or (await self._model_info(deadline)).encoder_target
         if not target:
-            raise UnsupportedError("the decoder names no encoder; give encoder_target to connect")
+            raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
         if self._encoder_channel is None:
             self._encoder_channel = self._open(target, ENCODER)
         stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel)
@@ -178,7 +182,7 @@ class AsyncClient:
         return self._info
 
     async def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
-        """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
+        """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""
         ahead = prepared.supply(error, await self._model_info(deadline))
         if ahead:
             await self.encode(ahead, timeout_s=deadline.remaining_s())
@@ -203,23 +207,26 @@ class AsyncClient:
 async def _prepared(
     prompt: str | Sequence[Message], images: Sequence[ImageLike], options: GenerateOptions
 ) -> PreparedPrompt:
-    """In a thread where there may be files to read and hash; text alone takes less than going there."""
+    """Prepares a prompt, in a thread if it may have files to read and hash. Text alone is cheaper than a thread."""
     if isinstance(prompt, str) and not images:
         return PreparedPrompt(prompt, (), options)
     return await asyncio.to_thread(PreparedPrompt, prompt, images, options)
 
 
 class AsyncTextStream(AsyncIterator[str]):
-    """An answer as it is generated. Leaving the `async with` block or `aclose` ends the request early."""
+    """The text of an answer, piece by piece as it is generated.
+
+    Leaving the `async with` block or calling `aclose` ends the request early.
+    """
 
     def __init__(
         self,
         prepare: Callable[[], Awaitable[PreparedPrompt]],
         start: Callable[[PreparedPrompt], Any],
         supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
-        span: tracing.Span,
+        span: trace.Span,
     ) -> None:
-        """`prepare` hashes the images, `start` begins a call, `supply` adds what the server lacked. Ends `span`."""
+        """`prepare` hashes the images, `start` begins a call, `supply` adds images the server lacks. Ends `span`."""
         self._prepare = prepare
         self._start = start
         self._supply = supply
@@ -229,21 +236,21 @@ class AsyncTextStream(AsyncIterator[str]):
 
     @property
     def generation(self) -> Generation:
-        """The whole answer, once the iteration is over. Raises InternalError before."""
+        """The whole answer. Raises InternalError before the iteration has ended."""
         return self._transcript.generation()
 
     @property
     def usage(self) -> Usage:
-        """Token accounting, once the iteration is over."""
+        """Token accounting. Raises InternalError before the iteration has ended."""
         return self.generation.usage
 
     async def aclose(self) -> None:
-        """Ends the request; the iteration is over then. Not while another task waits for the next piece."""
+        """Ends the request and the iteration. Must not be called while another task waits for the next piece."""
         await self._pieces.aclose()
-        self._span.end()
+        tracing.end(self._span)
 
     async def __anext__(self) -> str:
-        with self._span.ended_by(StopAsyncIteration):
+        with tracing.ended_by(self._span, StopAsyncIteration):
             return await anext(self._pieces)
 
     async def __aenter__(self) -> Self:
@@ -279,5 +286,5 @@ class AsyncTextStream(AsyncIterator[str]):
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         finally:
-            # No effect on a call that is over.
+            # Has no effect on a finished call.
             call.cancel()

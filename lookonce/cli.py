@@ -1,6 +1,6 @@
-"""The `lookonce` command: start the system, ask it, look into it. Prints; the work is done elsewhere.
+"""The `lookonce` command: starts the system, sends requests to it, and inspects it. Parses flags and prints results.
 
-Answers go to stdout, everything about them to stderr. Exit status: 0, 1 for a failed call, 2 for a wrong command line.
+Results go to stdout, everything else to stderr. Exit status: 0; 1 for a failed call; 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
 _RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-# Whether an image's tokens may be spread over steps.
+# Whether the tokens of an image may be computed in several steps.
 _CHUNKING = {Mask.CAUSAL: "chunked", Mask.IMAGE: "whole image in a step", Mask.PROMPT: "whole prompt in a step"}
 _REPORT_WIDTH = 150
 
@@ -43,7 +43,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-serve_app = typer.Typer(help="Run one service in the foreground; its own flags follow.", no_args_is_help=True)
+serve_app = typer.Typer(help="Run one service in the foreground, with its own flags.", no_args_is_help=True)
 app.add_typer(serve_app, name="serve")
 
 _out = Console(highlight=False)
@@ -52,7 +52,7 @@ _err = Console(stderr=True, highlight=False)
 Target = Annotated[
     str | None, typer.Option(help="host:port of the decoder. Default: LOOKONCE_TARGET, else the running `lookonce up`.")
 ]
-Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Longest time to wait for the answer, seconds.")]
+Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Deadline of the call, seconds.")]
 Images = Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exists=True, dir_okay=False)]
 
 
@@ -82,22 +82,22 @@ def up(
         str | None, typer.Option(help="Model folder, or a name on the Hugging Face hub. Default: the demo model.")
     ] = None,
     redis_url: Annotated[
-        str | None, typer.Option(help="Cache to use. Default: LOOKONCE_REDIS_URL, else a server of its own.")
+        str | None, typer.Option(help="Redis to use. Default: LOOKONCE_REDIS_URL, else a new server.")
     ] = None,
     decoders: Annotated[int, typer.Option(min=1, help="Number of decoders.")] = 1,
     encoders: Annotated[int, typer.Option(min=1, help="Number of encoders.")] = 1,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first decoder. Default: a free one.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first decoder; 0 is a free one.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
-    """Start Redis, encoder and decoder on this machine and keep them until Ctrl-C."""
+    """Start Redis, encoder and decoder on this machine and run them until Ctrl-C."""
     from lookonce.local.local_stack import LocalStack
     from lookonce.local.model_source import resolve_model, served_name
 
     settings = CliSettings()
     folder = resolve_model(model or _demo_model())
     named = served_name(model or "", folder)
-    # SIGTERM ends everything as orderly as Ctrl-C does. SIGINT is set too: what a script starts in its background
-    # inherits it ignored, and then Python installs no handler of its own.
+    # SIGTERM stops everything in order, as Ctrl-C does. SIGINT is set, too: a script's background process inherits it
+    # ignored, and then Python installs no handler.
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, signal.default_int_handler)
     with contextlib.ExitStack() as exits:
@@ -143,7 +143,7 @@ def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
 
 
 def _keep(stack: LocalStack) -> None:
-    """Waits for Ctrl-C. Raises UnavailableError when a process of the stack ends by itself."""
+    """Waits for Ctrl-C. Raises UnavailableError if a process of the stack ends by itself."""
     try:
         while (failed := stack.failed()) is None:
             time.sleep(_POLL_S)
@@ -166,16 +166,16 @@ def serve_decoder(context: typer.Context) -> None:
 
 
 def _become(module: str, arguments: Sequence[str]) -> Never:
-    """Replaces this process, so that signals and the exit status are the service's own."""
+    """Replaces this process by the service, so that signals and the exit status are the service's."""
     from lookonce.local.model_source import with_resolved_model
 
-    # Without the current folder among those that modules come from: it may be a model's.
+    # -P keeps the current folder off the import path: it may be a model's folder with Python files.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *with_resolved_model(arguments)])
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    prompt: Annotated[str, typer.Argument(help="The question.")],
     image: Annotated[
         list[pathlib.Path] | None,
         typer.Option("--image", "-i", help="Image file; repeatable.", exists=True, dir_okay=False),
@@ -186,7 +186,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
     timeout_s: Timeout = 120.0,
 ) -> None:
-    """Ask about images; the answer streams to stdout."""
+    """Ask about images. The answer is streamed to stdout."""
     options: GenerateOptions = {"timeout_s": timeout_s}
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
@@ -203,7 +203,7 @@ def generate(
 
 
 def usage_line(usage: Usage) -> str:
-    """One line on what a generation cost."""
+    """Returns one line with the token counts and the latency of a generation."""
     parts = [f"{usage.prompt_tokens} prompt tokens"]
     if usage.image_tokens:
         rows = f"{usage.encoded_image_tokens} encoded, {usage.cached_image_tokens} from the shared cache"
@@ -216,7 +216,7 @@ def usage_line(usage: Usage) -> str:
 
 @app.command()
 def encode(images: Images, target: Target = None, timeout_s: Timeout = 120.0) -> None:
-    """Make sure that the images are encoded and cached."""
+    """Encode the images that are not cached yet."""
     with _client(target) as client:
         refs = client.encode(images, timeout_s=timeout_s)
     table = Table("image", "digest", "rows", "source", "model time")
@@ -229,7 +229,7 @@ def encode(images: Images, target: Target = None, timeout_s: Timeout = 120.0) ->
 
 @app.command()
 def lookup(images: Images, target: Target = None, timeout_s: Timeout = 120.0) -> None:
-    """Say which images are cached, without uploading anything."""
+    """Show which images are cached. Uploads nothing."""
     with _client(target) as client:
         refs = [ImageRef.from_file(path) for path in images]
         found = client.lookup(refs, timeout_s=timeout_s)
@@ -241,7 +241,7 @@ def lookup(images: Images, target: Target = None, timeout_s: Timeout = 120.0) ->
 
 @app.command()
 def models() -> None:
-    """List the model families that are served; `lookonce doctor --model` looks into one model."""
+    """List the supported model families. `lookonce doctor --model` checks one model."""
     table = Table(box=None, pad_edge=False)
     for title in ("family", "model type", "architecture", "images"):
         table.add_column(title, overflow="fold")
@@ -251,7 +251,7 @@ def models() -> None:
 
 
 def _offers(family: Family) -> list[str]:
-    """What there is for images of a family."""
+    """Returns the features of a family for images and videos."""
     offers = [_CHUNKING[family.mask]]
     if family.has_max_pixels:
         offers.append("max_pixels")
@@ -268,11 +268,11 @@ def _offers(family: Family) -> list[str]:
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Argument(help="Who will have it; shows in audit lines.")],
-    tenant: Annotated[str, typer.Option(help="Whose images are its own. Default: the default tenant.")] = "",
-    role: Annotated[str, typer.Option(help="client, service (decoders that ask encoders) or operator.")] = "client",
+    name: Annotated[str, typer.Argument(help="Name of the token's holder, shown in audit lines.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the holder. Default: the default tenant.")] = "",
+    role: Annotated[str, typer.Option(help="client, service (decoders that call encoders) or operator.")] = "client",
 ) -> None:
-    """Make a bearer token: the token on stdout, its entry for the services' auth_tokens_file on stderr."""
+    """Make a bearer token. Prints the token to stdout and its entry for auth_tokens_file to stderr."""
     from lookonce.local.token_entry import new_token
 
     made, entry = new_token(name, tenant, role)
@@ -282,9 +282,9 @@ def token(
 
 @app.command()
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Model folder or hub name to look into.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or hub name to check as well.")] = None,
 ) -> None:
-    """Check what this machine has of what Lookonce needs."""
+    """Check that this machine has all that Lookonce needs."""
     from lookonce.local.doctor import examine
 
     findings = examine(CliSettings(), model)
@@ -301,13 +301,13 @@ def doctor(
 
 
 def _print_report(table: Table) -> None:
-    """Files and pipes have no width of their own; there a fingerprint or an architecture shall stay in one line."""
+    """Prints a table. In files and pipes, which have no width, long fingerprints and names stay on one line."""
     out = _out if _out.is_terminal else Console(highlight=False, width=max(_out.width, _REPORT_WIDTH))
     out.print(table)
 
 
 def _client(target: str | None) -> Client:
-    """A client that also knows the encoder, where the running stack is asked."""
+    """Returns a client of the decoder; of the running stack's, if it is that one, with the stack's encoder."""
     record = _running_stack()
     decoder_target = _decoder_target(target)
     is_running_stack = record is not None and record.decoder_target == decoder_target
@@ -334,7 +334,7 @@ def _decoder_target(target: str | None) -> str:
         return chosen
     record = _running_stack()
     if record is None:
-        raise ConfigurationError("no server to ask: start one with `lookonce up`, or give --target host:port")
+        raise ConfigurationError("no running server found; start one with `lookonce up`, or give --target host:port")
     return record.decoder_target
 
 

@@ -1,4 +1,4 @@
-"""The SDK for plain (synchronous) code. Needs grpcio and protobuf only; `lookonce.aio` is the same for asyncio.
+"""The SDK's client for synchronous code; `lookonce.aio` has the same for asyncio. Needs no torch and no numpy.
 
 with lookonce.Client.connect("127.0.0.1:50051") as client:
     print(client.generate("What is in the picture?", images=["cat.png"]).text)
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
+from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
@@ -34,11 +35,11 @@ class Client:
     """A connection to a decoder and, for `encode` and `lookup`, to an encoder. Thread-safe.
 
     Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
-    it is small; when the server lacks it, the bytes follow by themselves, once.
+    it is small. If the server does not have the image cached, the client sends the bytes once, by itself.
     """
 
     def __init__(self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions) -> None:
-        """Use `connect`."""
+        """Opens the decoder's channel. Call `connect` instead."""
         self._options = options
         self._encoder_target = encoder_target
         self._lock = threading.Lock()
@@ -59,11 +60,12 @@ class Client:
         tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> Self:
-        """Opens the channels; an unreachable server shows at the first call, as UnavailableError.
+        """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
-        `encoder_target` is learnt from the decoder where it is absent. `timeout_s` is the default deadline of each
-        method, seconds. `tls_ca` is a PEM file; without it the connection is plaintext. `tls_cert` and `tls_key` are
-        the client's own, where servers ask for one. `token` travels as a bearer token.
+        Targets are host:port. Without `encoder_target` the client asks the decoder for its encoder. `timeout_s` is the
+        default deadline of each method, in seconds. `tls_ca` is a PEM file with the servers' authorities; without it
+        the connection is plaintext. `tls_cert` and `tls_key` are the client's own certificate and key, for servers
+        that ask for one. `token` is sent as a bearer token.
         """
         options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
         return cls(decoder_target, encoder_target, options)
@@ -74,7 +76,10 @@ class Client:
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Answers a prompt (one user turn, images before the text) or a chat of messages."""
+        """Returns the answer to a prompt or to a chat of messages.
+
+        A prompt is one user turn with `images` before the text. In a chat, images are parts of the messages.
+        """
         deadline = self._deadline(options)
         with tracing.calling("client.generate"):
             prepared = PreparedPrompt(prompt, images, options)
@@ -94,11 +99,11 @@ class Client:
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> TextStream:
-        """The same as `generate`, piece by piece: iterate for the text, then ask for `.generation` or `.usage`."""
+        """Answers as `generate` does, as a stream: iterate for the text, then read `.generation` or `.usage`."""
         deadline = self._deadline(options)
         prepared = PreparedPrompt(prompt, images, options)
-        span = tracing.calling("client.stream")
-        with span.current():
+        span = tracing.start_call("client.stream")
+        with tracing.current(span):
             metadata = self._options.metadata(options.get("request_id"))
 
         def start() -> Any:
@@ -106,13 +111,13 @@ class Client:
             return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
 
         def supply(error: EmbeddingNotCachedError) -> None:
-            with span.current():
+            with tracing.current(span):
                 self._supply(prepared, error, deadline)
 
         return TextStream(start, supply, span)
 
     def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
-        """Makes sure that the images' embeddings are cached, uploading only what is not. Each has an `.encoding`."""
+        """Encodes the images that are not cached yet; returns a reference for each, with its `.encoding` filled in."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
         with tracing.calling("client.encode"):
             plan = EncodePlan(as_images(images))
@@ -126,7 +131,7 @@ class Client:
             return plan.images()
 
     def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
-        """Which images are cached? Uploads and encodes nothing."""
+        """Returns for each image whether its embedding is cached. Uploads and encodes nothing."""
         deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
         with tracing.calling("client.lookup"):
             refs = as_images(images)
@@ -137,12 +142,12 @@ class Client:
             return [ref in found for ref in refs]
 
     def model_info(self) -> decoder_pb2.GetModelInfoResponse:
-        """What the decoder serves; asked once."""
+        """Returns the decoder's description of its model and limits; later calls return the first answer."""
         with tracing.calling("client.model_info"):
             return self._model_info(Deadline.after(self._options.timeout_s))
 
     def close(self) -> None:
-        """Closes the channels; calls that still run end with AbortedError."""
+        """Closes the channels; calls in flight end with AbortedError."""
         self._decoder_channel.close()
         with self._lock:
             if self._encoder_channel is not None:
@@ -163,7 +168,7 @@ class Client:
     def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceStub:
         target = self._encoder_target or self._model_info(deadline).encoder_target
         if not target:
-            raise UnsupportedError("the decoder names no encoder; give encoder_target to connect")
+            raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
         with self._lock:
             if self._encoder_channel is None:
                 self._encoder_channel = self._open(target, ENCODER)
@@ -175,7 +180,7 @@ class Client:
         return self._info
 
     def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
-        """Lets the missing images travel with the next try, or ahead of it when one message cannot hold them."""
+        """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""
         ahead = prepared.supply(error, self._model_info(deadline))
         if ahead:
             self.encode(ahead, timeout_s=deadline.remaining_s())
@@ -194,12 +199,15 @@ class Client:
 
 
 class TextStream(Iterator[str]):
-    """An answer as it is generated. Not thread-safe. Leaving the `with` block or `close` ends the request early."""
+    """The text of an answer, piece by piece as it is generated. Not thread-safe.
+
+    Leaving the `with` block or calling `close` ends the request early.
+    """
 
     def __init__(
-        self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None], span: tracing.Span
+        self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None], span: trace.Span
     ) -> None:
-        """`start` begins a call with the prompt as it stands; `supply` adds what the server lacked. Ends `span`."""
+        """`start` begins a call with the current prompt, `supply` adds images that the server lacks. Ends `span`."""
         self._start = start
         self._supply = supply
         self._span = span
@@ -210,22 +218,22 @@ class TextStream(Iterator[str]):
 
     @property
     def generation(self) -> Generation:
-        """The whole answer, once the iteration is over. Raises InternalError before."""
+        """The whole answer. Raises InternalError before the iteration has ended."""
         return self._transcript.generation()
 
     @property
     def usage(self) -> Usage:
-        """Token accounting, once the iteration is over."""
+        """Token accounting. Raises InternalError before the iteration has ended."""
         return self.generation.usage
 
     def close(self) -> None:
-        """Ends the request; the iteration is over then."""
+        """Ends the request and the iteration."""
         self._closed = True
         self._call.cancel()
-        self._span.end()
+        tracing.end(self._span)
 
     def __next__(self) -> str:
-        with self._span.ended_by(StopIteration):
+        with tracing.ended_by(self._span, StopIteration):
             return next(self._pieces)
 
     def __enter__(self) -> Self:

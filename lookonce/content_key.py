@@ -1,9 +1,9 @@
-"""Identity of an embedding: the only place where a digest, an encoder fingerprint or a cache key is computed.
+"""The identity of an embedding. Digests, encoder fingerprints and cache keys are computed only here.
 
     key = SHA-256( schema ‖ HMAC-SHA-256(tenant secret, image digest) ‖ encoder fingerprint ‖ processor options )
 
-Two requests share an embedding exactly when their keys are equal. Nothing is ever truncated, and Python's `hash()` has
-no part in it. A client may refer to an image by its digest; the key is derived here, by the server.
+Two requests share an embedding exactly if their keys are equal. No digest is truncated, and Python's `hash()` is not
+used. A client may refer to an image by its digest; the server derives the key.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NewType
 from lookonce.errors import InvalidParameterError
 
 ImageDigest = NewType("ImageDigest", bytes)
-"""SHA-256 of the image file's original bytes, 32 bytes; of a pair of video frames see `pair_digest`."""
+"""SHA-256 of the image file's original bytes, 32 bytes; for a pair of video frames the result of `pair_digest`."""
 
 EncoderFingerprint = NewType("EncoderFingerprint", str)
-"""64 hex characters: which encoder made the rows."""
+"""64 hex characters that identify an encoder: its weights, image processor and element types."""
 
 DIGEST_BYTES = 32
-# Part of every fingerprint and key. Raise it whenever the meaning of stored rows changes.
+# Part of every fingerprint and key. Increase it whenever the meaning of stored rows changes.
 EMBEDDING_SCHEMA = 1
 _TENANT_DOMAIN = b"lookonce/tenant-tag/1"
 _BESIDE_OTHERS = b"beside others"
@@ -37,25 +37,25 @@ _FINGERPRINT_DOMAIN = b"lookonce/encoder-fingerprint/1"
 class ProcessorOptions:
     """Per-request options of the image processor that change the rows."""
 
-    # Upper bound of pixels after resizing; None: the model's default.
+    # Largest number of pixels after resizing; None: the model's default.
     max_pixels: int | None = None
-    # The prompt shows other images, too; only where the model's image processor makes a difference then.
+    # The prompt shows other images, too. Set only for models whose image processor treats such images differently.
     beside_others: bool = False
-    # Of a pair of video frames: width and height that they are resized to. None: an image.
+    # Width and height to which a pair of video frames is resized; None for an image.
     frame_size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whom a key belongs to; comes from the authenticated identity only."""
+    """The owner of a key, taken only from the authenticated identity."""
 
     name: str
-    # HMAC key: without it nobody can compute the tenant's cache keys from a digest.
+    # HMAC key. Without it nobody can compute the tenant's cache keys from a digest.
     secret: bytes = field(repr=False)
 
     @property
     def tag(self) -> str:
-        """Names the tenant to those who have the secret: 64 hex characters."""
+        """A pseudonym of the tenant, 64 hex characters; only a holder of the secret can compute it."""
         return hmac.new(self.secret, _framed([_TENANT_DOMAIN, self.name.encode()]), hashlib.sha256).hexdigest()
 
 
@@ -66,13 +66,13 @@ DEFAULT_TENANT = Tenant("default", b"lookonce/default-tenant")
 class ContentKey:
     """The identity of one embedding."""
 
-    # What names the entry in the cache and enters block hashes, 32 bytes.
+    # The name of the cache entry and a part of block hashes, 32 bytes.
     value: bytes
-    # Of the original bytes; what a client knows.
+    # Digest of the original bytes, which clients know.
     digest: ImageDigest
-    # Which encoder's rows.
+    # The encoder that makes the rows.
     fingerprint: EncoderFingerprint
-    # Whose; `Tenant.tag`.
+    # `Tenant.tag` of the owner.
     tenant_tag: str
 
     @property
@@ -82,19 +82,19 @@ class ContentKey:
 
 
 def image_digest(data: bytes) -> ImageDigest:
-    """SHA-256 of the original file bytes (0.6 ms per MiB with SHA-NI: off the event loop for photos)."""
+    """Returns the SHA-256 of a file's bytes. 0.6 ms per MiB with SHA-NI: keep photos off the event loop."""
     return ImageDigest(hashlib.sha256(data).digest())
 
 
 def pair_digest(first: ImageDigest, second: ImageDigest) -> ImageDigest:
-    """The digest that stands for a pair of video frames, from those of its files."""
+    """Returns the digest of a pair of video frames, computed from the digests of its files."""
     return ImageDigest(hashlib.sha256(_framed([_PAIR_DOMAIN, first, second])).digest())
 
 
 def parse_digest(digest: bytes, field: str) -> ImageDigest:
     """Checks the length of a digest that came from outside. Raises InvalidParameterError naming `field`."""
     if len(digest) != DIGEST_BYTES:
-        raise InvalidParameterError(field, f"a SHA-256 digest has {DIGEST_BYTES} bytes, this one has {len(digest)}")
+        raise InvalidParameterError(field, f"must be a SHA-256 digest of {DIGEST_BYTES} bytes, not {len(digest)} bytes")
     return ImageDigest(digest)
 
 
@@ -116,11 +116,11 @@ def content_key(
 def encoder_fingerprint(
     architecture: str, tensors: Iterable[tuple[str, memoryview]], processor_config: bytes, dtype: str
 ) -> EncoderFingerprint:
-    """Digest over everything that decides an encoder's rows.
+    """Returns a digest over everything that determines an encoder's rows.
 
-    `tensors` yields (name, raw bytes) of the vision tower and the projector in a fixed order; `processor_config` is
-    canonical JSON that names the image processor's class and backend; `dtype` is that of the forward pass, and says
-    which one rows are stored in where that is another.
+    `tensors` yields (name, raw bytes) of the vision tower and the projector in a fixed order. `processor_config` is
+    canonical JSON that names the image processor's class and backend. `dtype` is the element type of the forward pass;
+    it also names the element type of stored rows if they have another.
     """
     digest = hashlib.sha256(_framed([_FINGERPRINT_DOMAIN, str(EMBEDDING_SCHEMA).encode(), architecture.encode()]))
     digest.update(_framed([dtype.encode(), processor_config]))
@@ -132,5 +132,5 @@ def encoder_fingerprint(
 
 
 def _framed(fields: Iterable[bytes]) -> bytes:
-    """Length-prefixed concatenation, so that no two lists of fields give the same bytes."""
+    """Concatenates fields with length prefixes, so that no two lists of fields give the same bytes."""
     return b"".join(len(field).to_bytes(8, "little") + field for field in fields)

@@ -1,4 +1,4 @@
-"""What one embedding looks like: the description that travels with rows between encoder, cache and decoder."""
+"""Shape and element type of one embedding, sent with its rows between encoder, cache and decoder."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 class RowDtype(enum.Enum):
-    """Element type of rows, little-endian and row-major everywhere."""
+    """Element type of rows. Rows are always little-endian and row-major."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
-    # int8 after one float32 scale per level, in each row; int8_rows.py has the layout.
+    # Each row has int8 elements after one float32 scale per level; store/int8_rows.py defines the layout.
     INT8_SCALED = "int8_scaled"
 
     @property
@@ -21,7 +21,7 @@ class RowDtype(enum.Enum):
         return _ITEM_BYTES[self]
 
     def row_bytes(self, hidden_size: int, num_levels: int) -> int:
-        """Bytes of one row with its levels and, where the type has them, their scales."""
+        """Returns the bytes of one row with its levels, and with their scales if the type has them."""
         scale_bytes = 4 if self is RowDtype.INT8_SCALED else 0
         return (1 + num_levels) * (hidden_size * self.item_bytes + scale_bytes)
 
@@ -33,14 +33,14 @@ _ITEM_BYTES = {RowDtype.FLOAT32: 4, RowDtype.FLOAT16: 2, RowDtype.BFLOAT16: 2, R
 class EmbeddingMeta:
     """Shape of one embedding: `num_rows` rows of `(1 + num_levels) * hidden_size` elements."""
 
-    # Rows of the embedding, i.e. placeholder tokens that take a row in the prompt.
+    # Rows of the embedding: the placeholder tokens of the prompt that take a row.
     num_rows: int
     # Width of one level of one row: the text model's hidden size.
     hidden_size: int
     # Extra feature levels stored beside the rows (deepstack), 0 for most families.
     num_levels: int
     dtype: RowDtype
-    # Upright size of the original image in pixels; fixes the placeholder layout.
+    # Upright size of the original image in pixels; it determines the placeholder layout.
     image_width: int
     image_height: int
 

@@ -1,9 +1,9 @@
-"""The exception tree. What each one becomes on the wire stands in `status_codes.py`, nowhere else.
+"""The exception tree. `status_codes.py` is the only place that maps an exception to a gRPC status.
 
 LookonceError
 ├── InvalidInputError                the caller must change the request
 │   ├── InvalidParameterError        a field is out of its range
-│   ├── PromptEmptyError             nothing to generate from
+│   ├── PromptEmptyError             the prompt has no token
 │   ├── ContextTooLongError          more tokens than the context, the KV pool or the encoder cache can hold
 │   ├── ImageCountError              images and placeholders differ in number, or too many images
 │   ├── PlaceholderMismatchError     placeholder ranges differ from the images' row counts
@@ -12,20 +12,20 @@ LookonceError
 │   ├── ImageDecodeLimitError        decoding went over its time or memory
 │   ├── ImagePoisonousError          decoding killed its process, or the model fails on it alone
 │   └── DigestMismatchError          the bytes do not hash to the digest that came with them
-├── EmbeddingNotCachedError          a digest that the cache does not hold; upload the bytes
-├── FingerprintMismatchError         rows of another encoder were asked for
+├── EmbeddingNotCachedError          the cache has no entry for a digest; upload the bytes
+├── FingerprintMismatchError         the request asks for rows of another encoder
 ├── UnsupportedError                 a known feature that this server does not offer
-├── OverloadedError                  a queue is full; come back later
+├── OverloadedError                  a queue is full; try again later
 ├── MessageTooLargeError             a gRPC message over the limit (seen by clients; gRPC itself answers it)
-├── UnavailableError                 a part that is needed cannot be reached, or the server drains
+├── UnavailableError                 a needed service cannot be reached, or the server drains
 ├── DeadlineError                    the deadline passed
 ├── AbortedError                     AbortRequest or a cancelled call ended the request
-├── UnauthenticatedError             no or a bad token
-├── PermissionDeniedError            a good token, whose role does not allow the call
-├── InternalError                    our fault; the message holds an opaque id only
-└── StartupError                     refuses to start; never leaves the process
-    ├── ConfigurationError           settings that contradict each other or the promises
-    └── ModelFolderError             a model folder that cannot be served rightly
+├── UnauthenticatedError             no token, or an invalid one
+├── PermissionDeniedError            a valid token, but its role does not allow the call
+├── InternalError                    a fault of the server; the message holds only an opaque id
+└── StartupError                     the process refuses to start; never sent to a client
+    ├── ConfigurationError           settings that are invalid or contradict each other
+    └── ModelFolderError             a model folder that cannot be loaded or served correctly
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from contextlib import contextmanager
 
 
 class LookonceError(Exception):
-    """Base of every error that a user of the SDK or an operator can meet.
+    """Base class of all errors that users of the SDK and operators see.
 
-    `message` says what was wrong, the value, the limit and what to do; it never holds library text, paths or addresses.
-    `metadata` travels in ErrorInfo.metadata.
+    `message` names the fault, the value, the limit and the remedy. It never contains library text, paths or addresses.
+    `metadata` is sent in ErrorInfo.metadata.
     """
 
     def __init__(self, message: str, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -48,7 +48,7 @@ class LookonceError(Exception):
 
 
 class InvalidInputError(LookonceError):
-    """The request itself is wrong."""
+    """The request is invalid; the caller must change it."""
 
 
 class InvalidParameterError(InvalidInputError):
@@ -65,7 +65,7 @@ class PromptEmptyError(InvalidInputError):
 
 
 class ContextTooLongError(InvalidInputError):
-    """The request can never fit; the message names value and limit."""
+    """The request exceeds a fixed limit; the message names the value and the limit."""
 
 
 class ImageCountError(InvalidInputError):
@@ -77,24 +77,24 @@ class PlaceholderMismatchError(InvalidInputError):
 
 
 class ImageUndecodableError(InvalidInputError):
-    """Not an image of an accepted format, or a broken one."""
+    """The file is broken, or is not an image of an accepted format."""
 
 
 class ImageTooLargeError(InvalidInputError):
-    """Too many bytes or pixels, an extreme aspect ratio, or a side of zero."""
+    """The image has too many bytes or pixels, an extreme aspect ratio, or a side of zero pixels."""
 
 
 class ImageDecodeLimitError(InvalidInputError):
-    """Decoding needed more time or memory than an image may take."""
+    """Decoding the image needs more time or memory than the limit."""
 
 
 class ImagePoisonousError(InvalidInputError):
-    """The process that decoded the image died of it, or the model fails on it and on no other one."""
+    """The image killed the process that decoded it, or the model fails on this image alone."""
 
 
 @contextmanager
 def located_in_image(index: int) -> Iterator[None]:
-    """Notes in an image's error which of a request's images it was."""
+    """Adds the position of the image in its request to the metadata of an error that the block raises."""
     try:
         yield
     except InvalidInputError as error:
@@ -103,11 +103,14 @@ def located_in_image(index: int) -> Iterator[None]:
 
 
 class DigestMismatchError(InvalidInputError):
-    """The bytes do not hash to the digest that came with them. Nothing was stored."""
+    """The bytes do not hash to the digest that was sent with them. The server stores nothing."""
 
 
 class EmbeddingNotCachedError(LookonceError):
-    """Unknown, evicted and foreign digests are one and the same answer. `indexes` are the positions in the request."""
+    """The cache has no entry for a digest, which may be unknown, evicted or another tenant's: the answer is the same.
+
+    `indexes` are the positions of the missing images in the request.
+    """
 
     def __init__(self, message: str, *, indexes: Sequence[int] = ()) -> None:
         super().__init__(message, metadata={"indexes": ",".join(str(index) for index in indexes)})
@@ -115,15 +118,15 @@ class EmbeddingNotCachedError(LookonceError):
 
 
 class FingerprintMismatchError(LookonceError):
-    """The asked-for encoder fingerprint is not the one served here."""
+    """The request names another encoder fingerprint than the one this server has."""
 
 
 class UnsupportedError(LookonceError):
-    """A feature of the contract that this server does not offer."""
+    """The server does not offer this feature of the contract."""
 
 
 class OverloadedError(LookonceError):
-    """A bounded queue is full. `retry_after_s` is advice in seconds."""
+    """A bounded queue is full. `retry_after_s` is the advised pause before the next try, in seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -131,11 +134,11 @@ class OverloadedError(LookonceError):
 
 
 class MessageTooLargeError(LookonceError):
-    """A gRPC message over the size limit."""
+    """A gRPC message exceeds the size limit."""
 
 
 class UnavailableError(LookonceError):
-    """Something that is needed cannot be reached just now. Safe to retry."""
+    """A needed service cannot be reached at the moment. Safe to retry."""
 
 
 class DeadlineError(LookonceError):
@@ -143,28 +146,28 @@ class DeadlineError(LookonceError):
 
 
 class AbortedError(LookonceError):
-    """The request was aborted."""
+    """AbortRequest or the end of the call cancelled the request."""
 
 
 class UnauthenticatedError(LookonceError):
-    """No token, or one that is not accepted."""
+    """The call has no token, or one that the server does not accept."""
 
 
 class PermissionDeniedError(LookonceError):
-    """A call that the caller's role does not allow."""
+    """The caller's role does not allow this call."""
 
 
 class InternalError(LookonceError):
-    """A fault of the server. The log holds the details under the opaque id."""
+    """A fault of the server. Its log has the details under the opaque id in the message."""
 
 
 class StartupError(LookonceError):
-    """The process must not start."""
+    """The process refuses to start."""
 
 
 class ConfigurationError(StartupError):
-    """Settings that contradict each other or a promise."""
+    """Settings are invalid or contradict each other."""
 
 
 class ModelFolderError(StartupError):
-    """A model folder that cannot be loaded, or not be served rightly."""
+    """The model folder cannot be loaded, or not be served correctly."""

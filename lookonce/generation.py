@@ -1,4 +1,4 @@
-"""What goes into a generation and what comes out of it, as a caller of the SDK sees it. Plain data, no protobuf."""
+"""The SDK's input and output types of a generation. Plain data, no protobuf."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Part: TypeAlias = "str | ImageRef | Video | bytes | os.PathLike[str]"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message."""
+    """One message of a chat."""
 
     role: Role
-    # Text, or texts, images and videos in their order.
+    # A text, or a list of texts, images and videos in reading order.
     content: str | Sequence[Part]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`. What is left out takes the model's default."""
+    """Keyword arguments of `generate` and `stream`. An option that is left out takes the model's default."""
 
-    # Sampling; the ranges stand in the contract. temperature 0 is greedy.
+    # Sampling; decoder_service.proto defines the ranges. temperature 0 is greedy.
     temperature: float
     top_p: float
     top_k: int
@@ -38,25 +38,25 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     seed: int
-    # Length and ends.
+    # Length of the answer and stop conditions.
     max_tokens: int
     min_tokens: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    # Alternatives per token; 0 is the sampled token only.
+    # Number of alternatives per token with their log-probabilities; 0 is the sampled token only.
     logprobs: int
-    # Structured output, where the server offers it.
+    # Structured output; a server that does not offer it raises UnsupportedError.
     json_schema: str
     regex: str
     grammar: str
-    # Of the request: its id in logs, lower priority runs earlier, isolation inside the prefix cache, LoRA adapter.
+    # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
     request_id: str
     priority: int
     cache_salt: str
     adapter: str
     bypass_prefix_cache: bool
-    # Longest time that the whole call may take, seconds. Default: the client's.
+    # Deadline of the whole call, seconds. Default: the client's.
     timeout_s: float
 
 
@@ -66,29 +66,29 @@ class Usage:
 
     # All prompt tokens, image tokens included.
     prompt_tokens: int
-    # Of these, served from the prefix KV cache.
+    # Prompt tokens served from the prefix KV cache.
     cached_prompt_tokens: int
-    # Of the prompt, image tokens; the next three split them.
+    # Image tokens of the prompt: the sum of the next three.
     image_tokens: int
-    # Rows that had to be encoded for this request.
+    # Rows that were encoded for this request.
     encoded_image_tokens: int
     # Rows that came from the shared encoder cache.
     cached_image_tokens: int
-    # Tokens that needed no row, since their KV was cached.
+    # Image tokens that needed no row, because their KV was cached.
     skipped_image_tokens: int
     # Generated tokens.
     completion_tokens: int
-    # From arrival to the first step that computed a token of it.
+    # Time from arrival to the first step that computed a token of the request.
     queue_time_s: float
-    # From arrival to the first generated token.
+    # Time from arrival to the first generated token.
     time_to_first_token_s: float
-    # Of the generated tokens, those that were guessed from the prompt and the answer, and were right.
+    # Generated tokens that prompt lookup proposed and the model accepted.
     accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished answer."""
+    """The finished answer of a `generate` or `stream` call."""
 
     text: str
     # Generated token ids.

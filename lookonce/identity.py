@@ -1,4 +1,4 @@
-"""Who makes a call. Set once at the border (interceptors.py), read by whoever acts for the caller."""
+"""The identity of a caller. The server's call gate sets it for each call; code that acts for the caller reads it."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")
-"""Empty: the default tenant."""
+"""Pattern of a tenant's name; the empty name is the default tenant."""
 
 
-class Role(enum.Enum):
-    """What an identity may do."""
+class CallerRole(enum.Enum):
+    """The calls that an identity may make."""
 
     # Calls of its own tenant.
     CLIENT = "client"
-    # Calls for whichever tenant it names: decoders, when they ask encoders. No quota, which was asked for already.
+    # Calls for any tenant that it names. Decoders have it to ask encoders. No quota: the decoder has checked it.
     SERVICE = "service"
-    # Everything, the operators' calls included.
+    # All calls, including those of the admin service.
     OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One caller."""
+    """Name, tenant and role of an authenticated caller."""
 
-    # For audit lines; never in a metric.
+    # Shown in audit lines, never in a metric.
     name: str
-    # Whose images and answers are its own; empty: the default tenant's.
+    # The tenant whose images and answers it may use; empty: the default tenant.
     tenant: str
-    role: Role
+    role: CallerRole
 
 
 TENANT_KEY = "x-lookonce-tenant"
-"""Metadata by which a caller of role service or operator says for which tenant it calls."""
+"""Metadata key with which a caller of role service or operator names the tenant it calls for."""
 
-# Where nobody has to say who they are, nobody is kept from anything.
-ANYBODY = Identity("anybody", "", Role.OPERATOR)
+# The identity of every caller of a server without authentication, which restricts nobody.
+ANYBODY = Identity("anybody", "", CallerRole.OPERATOR)
 
 _current: ContextVar[Identity] = ContextVar("lookonce_identity", default=ANYBODY)
 
 
 def current_identity() -> Identity:
-    """Of the call that this task serves."""
+    """Returns the identity of the call that this task serves."""
     return _current.get()
 
 
 @contextmanager
 def acting_for(identity: Identity) -> Iterator[None]:
-    """Inside of the block, and in tasks that begin there, this is the current identity."""
+    """Makes `identity` the current one inside the block and in tasks that start there."""
     token = _current.set(identity)
     try:
         yield

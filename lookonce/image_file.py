@@ -1,4 +1,4 @@
-"""What one entry of the encoder cache is made from: an image file, or a pair of video frames."""
+"""The input of one entry of the encoder cache: an image file, or a pair of video frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from lookonce.content_key import ImageDigest, image_digest, pair_digest
 
-# The vision halves of Qwen-VL models see so many frames of a video as one (arXiv:2409.12191, section 2.1).
+# Qwen-VL models encode this many video frames together (arXiv:2409.12191, section 2.1).
 FRAMES_PER_PAIR = 2
 
 
@@ -15,9 +15,9 @@ FRAMES_PER_PAIR = 2
 class FramePair:
     """Two consecutive frames of a video."""
 
-    # Image files of the same size in pixels.
+    # Both frames are image files of the same size in pixels.
     first: bytes = field(repr=False)
-    # None: the first one once more.
+    # None: the first frame is used twice.
     second: bytes | None = field(repr=False)
 
 
@@ -26,19 +26,19 @@ ImageFile: TypeAlias = bytes | FramePair
 
 
 def files_of(image: ImageFile) -> tuple[bytes, ...]:
-    """Its files; a pair of one frame with itself has one."""
+    """Returns the files of an image; a frame paired with itself has one."""
     if not isinstance(image, FramePair):
         return (image,)
     return (image.first,) if image.second is None else (image.first, image.second)
 
 
 def num_file_bytes(image: ImageFile) -> int:
-    """Bytes of all its files."""
+    """Returns the total size of the image's files in bytes."""
     return sum(map(len, files_of(image)))
 
 
 def file_digest(image: ImageFile) -> ImageDigest:
-    """The digest that names it (0.6 ms per MiB: off the event loop for photos)."""
+    """Returns the digest of an image or a pair. Takes 0.6 ms per MiB: keep photos off the event loop."""
     if not isinstance(image, FramePair):
         return image_digest(image)
     first = image_digest(image.first)

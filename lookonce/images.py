@@ -1,4 +1,4 @@
-"""Images as a caller of the SDK names them: a digest, and the bytes where the caller has them. No pixels, no gRPC."""
+"""The SDK's references to images: a digest, with the bytes if the caller has them. No pixels, no gRPC."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ EmbeddingSource: TypeAlias = Literal["computed", "coalesced", "local cache", "sh
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What the encoder said about one image."""
+    """The encoder's report about one image."""
 
-    # Rows of the embedding, i.e. prompt tokens that the image takes.
+    # Rows of the embedding: the prompt tokens that the image takes.
     num_rows: int
-    # Size of the rows.
+    # Size of all rows in bytes.
     size_bytes: int
-    # Where the rows came from; "cache" when a look-up found them.
+    # Source of the rows; "cache" if a look-up found them.
     source: EmbeddingSource
-    # Time in the model, 0 when nothing was computed.
+    # Time of the forward pass in seconds; 0 if nothing was computed.
     compute_time_s: float
     # Whether the rows are in the shared cache.
     stored: bool
@@ -32,35 +32,38 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One image. Equal when the file's bytes and the options are."""
+    """A reference to one image. Two are equal if the files' bytes and the options are equal."""
 
     # SHA-256 of the file's original bytes.
     digest: ImageDigest = field(repr=False)
-    # The file, so that it can be uploaded when the server lacks it. None: only the digest is known.
+    # Bytes of the file, to upload if the server lacks the image. None: only the digest is known.
     data: bytes | None = field(default=None, repr=False, compare=False)
-    # Upper bound of pixels after resizing, for models with dynamic resolution. None: the model's default.
+    # Largest number of pixels after resizing, for models with dynamic resolution. None: the model's default.
     max_pixels: int | None = None
-    # For calls about encodings only: as it is encoded for prompts that show others, too, where that makes a difference
-    # (LLaVA-OneVision). In a prompt the other images tell.
+    # For `encode` and `lookup` only: the encoding for prompts that show several images, in models where it differs
+    # (LLaVA-OneVision). `generate` ignores it, since the prompt itself has the other images.
     beside_others: bool = False
     # Filled in by `encode`.
     encoding: Encoding | None = field(default=None, compare=False)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, max_pixels: int | None = None, beside_others: bool = False) -> Self:
-        """An image file in memory; hashes it (0.6 ms per MiB)."""
+        """Returns a reference to an image file in memory. Hashes it, 0.6 ms per MiB."""
         return cls(image_digest(data), data, max_pixels, beside_others)
 
     @classmethod
     def from_file(
         cls, path: str | os.PathLike[str], *, max_pixels: int | None = None, beside_others: bool = False
     ) -> Self:
-        """An image file on disk; reads and hashes it. Raises OSError when it cannot be read."""
+        """Reads and hashes an image file on disk. Raises OSError if it cannot be read."""
         return cls.from_bytes(pathlib.Path(path).read_bytes(), max_pixels=max_pixels, beside_others=beside_others)
 
     @classmethod
     def from_digest(cls, digest: bytes | str, *, max_pixels: int | None = None, beside_others: bool = False) -> Self:
-        """An image that the server should know: 32 bytes, or 64 hex characters. Raises InvalidParameterError."""
+        """Returns a reference to an image that the server has cached, by 32 bytes or 64 hex characters.
+
+        Raises InvalidParameterError for anything else.
+        """
         if isinstance(digest, str):
             try:
                 digest = bytes.fromhex(digest)
@@ -75,11 +78,11 @@ class ImageRef:
 
 
 ImageLike: TypeAlias = "ImageRef | bytes | str | os.PathLike[str]"
-"""What the SDK takes for an image: a reference, the bytes of a file, or its path."""
+"""An image as the SDK accepts it: a reference, the bytes of a file, or its path."""
 
 
 def as_image(image: ImageLike) -> ImageRef:
-    """Reads and hashes what is not a reference yet. Raises OSError when a file cannot be read."""
+    """Returns a reference; reads and hashes bytes and paths. Raises OSError if a file cannot be read."""
     if isinstance(image, ImageRef):
         return image
     if isinstance(image, bytes | bytearray | memoryview):
@@ -88,7 +91,7 @@ def as_image(image: ImageLike) -> ImageRef:
 
 
 def as_images(images: Sequence[ImageLike]) -> list[ImageRef]:
-    """`as_image` of each. May take milliseconds: keep it off event loops."""
+    """Returns a reference for each image. May take milliseconds: keep it off event loops."""
     if isinstance(images, str | bytes):
-        raise InvalidParameterError("images", "must be a list of images, not one")
+        raise InvalidParameterError("images", "must be a list of images, not a single image")
     return [as_image(image) for image in images]

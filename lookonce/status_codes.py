@@ -1,4 +1,4 @@
-"""THE table: exception ⇄ gRPC status code + ErrorInfo reason. Servers encode with it, clients decode with it."""
+"""The one table between exceptions and gRPC statuses with an ErrorInfo reason. Servers and clients both use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StatusRow:
 
     exception: type[errors.LookonceError]
     code: grpc.StatusCode
-    # Machine-readable, UPPER_SNAKE_CASE, unique: a client can tell every exception apart.
+    # Machine-readable, UPPER_SNAKE_CASE and unique, so that a client can tell all exceptions apart.
     reason: str
 
 
@@ -51,7 +51,7 @@ STATUS_TABLE: tuple[StatusRow, ...] = (
 
 _BY_EXCEPTION = {row.exception: row for row in STATUS_TABLE}
 _BY_REASON = {row.reason: row for row in STATUS_TABLE}
-# What a status without our ErrorInfo means: it came from gRPC itself or from a proxy.
+# The meaning of a status without our ErrorInfo, which gRPC itself or a proxy sent.
 _BY_CODE: dict[grpc.StatusCode, type[errors.LookonceError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInputError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.MessageTooLargeError,
@@ -65,7 +65,7 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.LookonceError]] = {
 
 
 def status_row(error: errors.LookonceError) -> StatusRow:
-    """The line of the nearest class that has one; a start-up error inside a request is an internal error."""
+    """Returns the row of an error's class or nearest base class; the row of InternalError for a start-up error."""
     for kind in type(error).__mro__:
         if kind in _BY_EXCEPTION:
             return _BY_EXCEPTION[kind]
@@ -73,7 +73,7 @@ def status_row(error: errors.LookonceError) -> StatusRow:
 
 
 def to_status(error: errors.LookonceError) -> status_pb2.Status:
-    """google.rpc.Status with ErrorInfo, and BadRequest or RetryInfo where the error has them."""
+    """Returns a google.rpc.Status with ErrorInfo, and with BadRequest or RetryInfo for the errors that have them."""
     row = status_row(error)
     details: list[any_pb2.Any] = [_packed(_error_info(error, row))]
     if isinstance(error, errors.InvalidParameterError):
@@ -87,16 +87,16 @@ def to_status(error: errors.LookonceError) -> status_pb2.Status:
 
 
 def code_number(error: errors.LookonceError) -> int:
-    """google.rpc.Code of an error, for the per-item errors of EncodeStream."""
+    """Returns the google.rpc.Code of an error, for the per-item errors of EncodeStream."""
     return int(status_row(error).code.value[0])
 
 
 def from_rpc_error(rpc_error: grpc.RpcError) -> errors.LookonceError:
-    """The typed error behind a failed call. Never raises; an unknown status becomes InternalError."""
+    """Returns the typed error of a failed call. Never raises; an unknown status becomes InternalError."""
     try:
         status = rpc_status.from_call(rpc_error)
     except ValueError:
-        # A proxy changed code or text, so that details and status disagree; the code is what the caller acts on.
+        # A proxy changed the code or the text, so details and status disagree. Callers act on the code.
         status = None
     if status is not None:
         return from_status(status)
@@ -106,7 +106,7 @@ def from_rpc_error(rpc_error: grpc.RpcError) -> errors.LookonceError:
 
 
 def from_status(status: status_pb2.Status) -> errors.LookonceError:
-    """Inverse of `to_status`."""
+    """Returns the error that `to_status` encoded."""
     info = error_details_pb2.ErrorInfo()
     retry = error_details_pb2.RetryInfo()
     has_info = False
@@ -123,7 +123,7 @@ def from_status(status: status_pb2.Status) -> errors.LookonceError:
 def from_reason(
     reason: str, message: str, metadata: dict[str, str], retry_after_s: float = 0.0
 ) -> errors.LookonceError:
-    """Rebuilds an error from its reason, as it stands in ErrorInfo and in ItemError."""
+    """Rebuilds an error from the reason, message and metadata of an ErrorInfo or ItemError."""
     kind = _BY_REASON[reason].exception if reason in _BY_REASON else errors.InternalError
     if kind is errors.EmbeddingNotCachedError:
         indexes = [int(index) for index in metadata.get("indexes", "").split(",") if index]

@@ -1,4 +1,4 @@
-"""Tenants and the secret under which their keys are made; the same in all services."""
+"""The tenants of a deployment, and the secret from which their keys are derived. All services share the secret."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _DOMAIN = b"lookonce/tenant-secret/1:"
 
 
 class Tenants:
-    """All tenants of a deployment."""
+    """Derives the key of each tenant from one secret."""
 
     def __init__(self, secret: bytes | None) -> None:
-        """`secret` None: a public one, which keeps tenants apart and tells who knows a digest what is cached."""
+        """`secret` None uses a public one: tenants stay apart, but whoever knows a digest can learn if it is cached."""
         self._secret = secret
-        # Whom requests belong to that say nothing else.
+        # The owner of requests that name no tenant.
         self.default = self.named("")
 
     def named(self, name: str) -> Tenant:
-        """The tenant of this name; the default one for an empty name."""
+        """Returns the tenant with this name; the default tenant for an empty name."""
         name = name or DEFAULT_TENANT.name
         if self._secret is None:
             return Tenant(name, DEFAULT_TENANT.secret)
@@ -30,7 +30,7 @@ class Tenants:
 
 
 def load_tenants(secret_file: pathlib.Path | None) -> Tenants:
-    """Tenants under the secret of a file with 64 hex characters. Raises ConfigurationError for any other file."""
+    """Reads the secret, 64 hex characters, from a file. Raises ConfigurationError for any other content."""
     if secret_file is None:
         return Tenants(None)
     try:

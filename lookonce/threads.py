@@ -18,7 +18,7 @@ async def run_in_thread(
     *arguments: ArgumentsT.args,
     **keywords: ArgumentsT.kwargs,
 ) -> ResultT:
-    """Calls `function` in one of `threads` and returns what it returns, or raises what it raises.
+    """Calls `function` in one of `threads`; returns its result or raises its exception.
 
     The thread sees the caller's context variables, so log lines and spans keep the request they belong to. Cancelling
     the caller does not interrupt a call that has begun. `asyncio.to_thread` does the same in the loop's own threads.

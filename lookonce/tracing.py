@@ -1,9 +1,15 @@
-"""Spans of OpenTelemetry, or nothing where nobody has asked for traces. Never imports OpenTelemetry unless asked to.
+"""The product's spans, made with OpenTelemetry's API, which does nothing in a process without a tracer provider.
 
-A service asks by `start`, an application that uses the SDK by having set a tracer provider. Without either every
-function here costs a look into a dictionary. `serving` and `calling` may begin a trace; `span`, `redis_span` and
-`record` only continue one, so that what a process does by itself makes none. Attributes are numbers, names of ours and
-request ids: never a text, a pixel, a digest or the words of an exception.
+`start` gives a service a tracer provider; an application that uses the SDK sets its own. This module adds to the API:
+
+- A provider of our own beside the global one. The global one can be set only once, and libraries would add their own
+  spans to it.
+- `serving` and `calling` may begin a trace. `span`, `redis_span` and `record` only continue one, so background work
+  starts no traces.
+- An error is recorded by the name of its type. The API would record its message, which may quote a user.
+- `ended_by`, because a stream's span outlives every block in which it is current.
+
+Attributes are numbers, our own names and request ids: never a text, a pixel, a digest or the message of an exception.
 """
 
 from __future__ import annotations
@@ -11,186 +17,149 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, StatusCode
 
 from lookonce.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from opentelemetry import trace
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
 
 Value: TypeAlias = str | int | float | bool
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 """Key and value of each entry, as gRPC takes them."""
 
-_Kind = Literal["INTERNAL", "SERVER", "CLIENT"]
+SpanBlock: TypeAlias = AbstractContextManager[trace.Span]
+"""A block in which a span is the current one."""
+
+NO_SPAN: SpanBlock = nullcontext(trace.INVALID_SPAN)
+"""A block without a span of its own."""
 
 _SCOPE = "lookonce"
 _EXPORTERS = "opentelemetry_traces_exporter"
-# Codes that say that the server is at fault, by OpenTelemetry's conventions for gRPC.
+# Codes that mean a fault of the server, by OpenTelemetry's conventions for gRPC.
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 
 _log = logging.getLogger(__name__)
 
 
-class Span:
-    """One span, or none. As a context manager it is the current one in the block and ends with it."""
-
-    __slots__ = ("_block", "_is_answered", "_span")
-
-    def __init__(self, span: trace.Span | None) -> None:
-        self._span = span
-        self._block: AbstractContextManager[object] = nullcontext()
-        self._is_answered = False
-
-    def set(self, **attributes: Value) -> None:
-        """Adds attributes; their names get the prefix `lookonce.`"""
-        if self._span is not None:
-            self._span.set_attributes(_prefixed(attributes))
-
-    def answered(self, code: str) -> None:
-        """The call that a server's span is about ended with this gRPC status, which says whether that is an error."""
-        if self._span is None:
-            return
-        self._is_answered = True
-        self._span.set_attribute("rpc.response.status_code", code)
-        if code in _SERVER_FAULTS:
-            self._fail(code)
-
-    def current(self) -> AbstractContextManager[object]:
-        """Makes it the current span in a block, which does not end it."""
-        if self._span is None:
-            return nullcontext()
-        from opentelemetry import trace
-
-        return trace.use_span(self._span, record_exception=False, set_status_on_exception=False)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Ends it, with the error's type where there is one; the first time counts."""
-        if self._span is None or not self._span.is_recording():
-            return
-        if error is not None and not self._is_answered:
-            self._fail(type(error).__name__)
-        self._span.end()
-
-    @contextmanager
-    def ended_by(self, usual: type[BaseException]) -> Iterator[None]:
-        """Ends it when the block raises, which with an exception of this type is not an error."""
-        try:
-            yield
-        except BaseException as error:
-            self.end(None if isinstance(error, usual) else error)
-            raise
-
-    def __enter__(self) -> Self:
-        if self._span is not None:
-            self._block = self.current()
-            self._block.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._span is not None:
-            self._block.__exit__(None, None, None)
-            self.end(error)
-
-    def _fail(self, error_type: str) -> None:
-        from opentelemetry.trace import StatusCode
-
-        assert self._span is not None, "asked by the callers"
-        self._span.set_attribute("error.type", error_type)
-        self._span.set_status(StatusCode.ERROR)
+def span(name: str, **attributes: Value) -> SpanBlock:
+    """Starts a child of the current span. It is current inside the block and ends with it. No span outside a trace."""
+    return _block(_tracer().start_span(name, attributes=_prefixed(attributes))) if _is_in_trace() else NO_SPAN
 
 
-NO_SPAN = Span(None)
-
-
-def span(name: str, **attributes: Value) -> Span:
-    """A part of what the current span is about."""
-    return _started(name, "INTERNAL", _prefixed(attributes)) if trace_id() is not None else NO_SPAN
-
-
-def redis_span(operation: str, **sizes: int) -> Span:
-    """One operation of the shared cache, as a part of what the current span is about."""
-    if trace_id() is None:
+def redis_span(operation: str, **sizes: int) -> SpanBlock:
+    """Starts a child of the current span for one operation of the shared cache. No span outside a trace."""
+    if not _is_in_trace():
         return NO_SPAN
-    names = {"db.system.name": "redis", "db.operation.name": operation}
-    return _started(f"redis.{operation}", "CLIENT", {**names, **_prefixed(sizes)})
+    attributes = {"db.system.name": "redis", "db.operation.name": operation, **_prefixed(sizes)}
+    return _block(_tracer().start_span(f"redis.{operation}", kind=SpanKind.CLIENT, attributes=attributes))
 
 
 def annotate(**attributes: Value) -> None:
-    """Adds attributes to the current span."""
-    if trace_id() is not None:
-        from opentelemetry import trace
-
-        trace.get_current_span().set_attributes(_prefixed(attributes))
+    """Adds attributes to the current span; their names get the prefix `lookonce.`"""
+    current_span = trace.get_current_span()
+    if current_span.is_recording():
+        current_span.set_attributes(_prefixed(attributes))
 
 
 def record(name: str, started_s: float, ended_s: float, **attributes: Value) -> None:
-    """A part of the current span that is over already; both times are those of the monotonic clock."""
-    if trace_id() is None:
+    """Records a child of the current span that has already ended. Both times are readings of the monotonic clock."""
+    if not _is_in_trace():
         return
     now_s, now_ns = time.monotonic(), time.time_ns()
     started_ns, ended_ns = (now_ns - int((now_s - at_s) * 1e9) for at_s in (started_s, ended_s))
-    made = _started(name, "INTERNAL", _prefixed(attributes), start_time=started_ns)
-    assert made._span is not None, "there is a current span"
-    made._span.end(max(started_ns, ended_ns))
+    made = _tracer().start_span(name, attributes=_prefixed(attributes), start_time=started_ns)
+    made.end(max(started_ns, ended_ns))
 
 
-def serving(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> Span:
-    """A call that came in, in its caller's trace where the metadata names one; `method` is /service/name."""
-    if _tracer() is None:
+def serving(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> SpanBlock:
+    """Starts the span of an incoming call, current inside the block. `method` is /service/name.
+
+    The span joins the caller's trace if the metadata name one. Call `answered` before the block ends.
+    """
+    # Without a provider the API would pass the caller's trace on, and log lines would name spans that nobody exports.
+    if not _makes_spans():
         return NO_SPAN
-    from opentelemetry import propagate
-    from opentelemetry.context import Context
-
     carrier = {key: value for key, value in metadata if isinstance(value, str)}
     name = method.strip("/")
-    names = {"rpc.system.name": "grpc", "rpc.method": name, "lookonce.request_id": request_id}
-    return _started(name, "SERVER", names, context=propagate.extract(carrier, Context()))
+    attributes = {"rpc.system.name": "grpc", "rpc.method": name, "lookonce.request_id": request_id}
+    parent = propagate.extract(carrier, Context())
+    started = _tracer().start_span(name, parent, SpanKind.SERVER, attributes)
+    return trace.use_span(started, end_on_exit=True, record_exception=False, set_status_on_exception=False)
 
 
-def calling(name: str) -> Span:
-    """A call of the SDK with all that it asks servers for; not the current span until it is entered."""
-    return _started(name, "CLIENT", {"rpc.system.name": "grpc"})
+def answered(serving_span: trace.Span, code: str) -> None:
+    """Sets the gRPC status of an incoming call; a status that means a fault of the server marks the span as failed."""
+    serving_span.set_attribute("rpc.response.status_code", code)
+    if code in _SERVER_FAULTS:
+        _fail(serving_span, code)
+
+
+def calling(name: str) -> SpanBlock:
+    """Starts the span of one call of the SDK with all its requests. Current inside the block, ends with it."""
+    return _block(start_call(name))
+
+
+def start_call(name: str) -> trace.Span:
+    """Starts the span of one call of the SDK. It is not current, and the caller must `end` it."""
+    return _tracer().start_span(name, kind=SpanKind.CLIENT, attributes={"rpc.system.name": "grpc"})
+
+
+def current(span: trace.Span) -> SpanBlock:
+    """Makes `span` the current one inside a block, which does not end it."""
+    return trace.use_span(span, record_exception=False, set_status_on_exception=False)
+
+
+def end(span: trace.Span, error: BaseException | None = None) -> None:
+    """Ends a span, with the type of `error` if there is one. A second call has no effect."""
+    if not span.is_recording():
+        return
+    if error is not None:
+        _fail(span, type(error).__name__)
+    span.end()
+
+
+@contextmanager
+def ended_by(span: trace.Span, usual: type[BaseException]) -> Iterator[None]:
+    """Ends the span when the block raises; an exception of type `usual` is not recorded as an error."""
+    try:
+        yield
+    except BaseException as error:
+        end(span, None if isinstance(error, usual) else error)
+        raise
 
 
 def metadata() -> Metadata:
-    """What a call carries so that the server's spans join the current one's trace."""
-    if trace_id() is None:
+    """Returns the metadata with which a call joins the current trace (W3C's `traceparent`); empty outside a trace."""
+    if not _is_in_trace():
         return ()
-    from opentelemetry import propagate
-
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return tuple(carrier.items())
 
 
 def trace_id() -> str | None:
-    """32 hex digits: the trace that this task works for; None without one."""
-    if _tracer() is None:
-        return None
-    from opentelemetry import trace
-
+    """Returns the id of the current trace, 32 hex digits; None outside a trace."""
     context = trace.get_current_span().get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else None
 
 
 def start(service: str, exporters: Sequence[str]) -> None:
-    """Makes this process export its spans; `service` is its name unless OTEL_SERVICE_NAME says another one.
+    """Makes this process export its spans. `service` is its name unless OTEL_SERVICE_NAME sets another.
 
-    `exporters` are names that OpenTelemetry's exporters have registered, such as "otlp_proto_grpc"; none: there will
-    be no traces. All else is read from the standard variables. A provider that the process has already stays.
-    Raises ConfigurationError for an exporter that is not installed; where OpenTelemetry is not, it only warns.
+    `exporters` are names under which OpenTelemetry's exporters are registered, such as "otlp_proto_grpc"; an empty
+    list turns traces off. OpenTelemetry reads all other settings from its standard variables. A provider that the
+    process already has stays. Raises ConfigurationError for an exporter that is not installed; logs a warning if
+    OpenTelemetry's SDK is not installed.
     """
-    if _tracer() is not None:
+    if _makes_spans():
         return
     _own.is_off = not exporters
     if _own.is_off:
@@ -200,50 +169,55 @@ def start(service: str, exporters: Sequence[str]) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError:
-        _log.warning("traces are asked for by OTEL_ variables, but are not made: lookonce[otel] is not installed")
+        _log.warning("OTEL_ variables ask for traces, but lookonce[otel] is not installed; no traces are made")
         return
     resource = Resource.create().merge(Resource({"service.name": service})).merge(OTELResourceDetector().detect())
-    # Ends by itself, exporting what it still holds, when the process does.
+    # The provider shuts down when the process exits, and exports the spans it still holds.
     provider = TracerProvider(resource=resource)
     for name in exporters:
         found = next(iter(importlib.metadata.entry_points(group=_EXPORTERS, name=name)), None)
         if found is None:
-            raise ConfigurationError(f"OTEL_TRACES_EXPORTER: no exporter {name} is installed; lookonce[otel] has otlp")
+            raise ConfigurationError(
+                f"OTEL_TRACES_EXPORTER: no exporter {name} is installed; lookonce[otel] installs otlp"
+            )
         provider.add_span_processor(BatchSpanProcessor(found.load()()))
     _own.provider = provider
     _log.info("traces are exported by %s", ", ".join(exporters))
 
 
 def stop() -> None:
-    """Exports what is left and undoes `start`."""
+    """Exports the remaining spans and undoes `start`."""
     provider, _own.provider, _own.is_off = _own.provider, None, False
     if provider is not None:
         provider.shutdown()
 
 
 class _Own:
-    """What `start` did."""
+    """The provider that `start` chose for this process."""
 
     provider: TracerProvider | None = None
-    # No traces, whatever else there is in the process.
+    # No spans, even if the process has a global provider.
     is_off = False
 
 
 _own = _Own()
+_NO_PROVIDER = trace.NoOpTracerProvider()
 
 
-def _tracer() -> trace.Tracer | None:
-    if _own.provider is not None:
-        return _tracer_of(_own.provider)
-    if _own.is_off or "opentelemetry.trace" not in sys.modules:
-        return None
-    from opentelemetry import trace
+def _provider() -> trace.TracerProvider:
+    """The provider of `start`, otherwise the global one."""
+    if _own.is_off:
+        return _NO_PROVIDER
+    return trace.get_tracer_provider() if _own.provider is None else _own.provider
 
-    provider = trace.get_tracer_provider()
-    # Of a process in which some library has imported OpenTelemetry and nobody has set it up.
-    if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
-        return None
-    return _tracer_of(provider)
+
+def _makes_spans() -> bool:
+    """Tells whether the process has a provider other than the API's placeholders."""
+    return not isinstance(_provider(), trace.ProxyTracerProvider | trace.NoOpTracerProvider)
+
+
+def _tracer() -> trace.Tracer:
+    return _tracer_of(_provider())
 
 
 @functools.lru_cache(maxsize=1)
@@ -251,21 +225,25 @@ def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer:
     return provider.get_tracer(_SCOPE)
 
 
-def _started(
-    name: str,
-    kind: _Kind,
-    attributes: Mapping[str, Value],
-    *,
-    context: Context | None = None,
-    start_time: int | None = None,
-) -> Span:
-    """A child of the current span, or of `context`'s where that is given."""
-    tracer = _tracer()
-    if tracer is None:
-        return NO_SPAN
-    from opentelemetry.trace import SpanKind
+def _is_in_trace() -> bool:
+    return trace.get_current_span().get_span_context().is_valid
 
-    return Span(tracer.start_span(name, context, SpanKind[kind], attributes, start_time=start_time))
+
+@contextmanager
+def _block(span: trace.Span) -> Iterator[trace.Span]:
+    """Makes a span current inside a block that ends it."""
+    with current(span):
+        try:
+            yield span
+        except BaseException as error:
+            end(span, error)
+            raise
+        end(span)
+
+
+def _fail(span: trace.Span, error_type: str) -> None:
+    span.set_attribute("error.type", error_type)
+    span.set_status(StatusCode.ERROR)
 
 
 def _prefixed(attributes: Mapping[str, Value]) -> dict[str, Value]:

@@ -1,4 +1,4 @@
-"""Files that operators change while a service runs: their meaning, read again when one of them is another one."""
+"""Values of files that operators may change while a service runs; a changed file is read again."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from lookonce.errors import ConfigurationError
 
 ValueT = TypeVar("ValueT")
 ValueT_co = TypeVar("ValueT_co", covariant=True)
-# Node, time of change in nanoseconds, size; None: there is no file.
+# Inode, time of change in nanoseconds, size; None: the file does not exist.
 _Version: TypeAlias = "tuple[int, int, int] | None"
 
-# Between looks at the files. Kubernetes takes about a minute to bring a changed Secret.
+# Pause between checks. Kubernetes takes about a minute to deliver a changed Secret.
 _LOOK_S = 1.0
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 class Current(Protocol[ValueT_co]):
-    """A value that may be another one the next time."""
+    """A value that may change between reads."""
 
     @property
     def value(self) -> ValueT_co:
-        """Of this moment."""
+        """The current value; it may change between reads."""
         ...
 
 
 class WatchedFiles(Generic[ValueT]):
-    """For use by any thread. Files that belong together are read together."""
+    """The parsed value of files that belong together. Thread-safe."""
 
     def __init__(self, name: str, paths: tuple[pathlib.Path, ...], parse: Callable[..., ValueT]) -> None:
-        """`parse` takes the content of each file and raises ValueError, with what is wrong, where it means nothing.
+        """`parse` takes the content of each file and returns the value; it raises ValueError for invalid content.
 
-        `name` is the setting's. Raises ConfigurationError for files that cannot be read or mean nothing at the start.
+        `name` is the name of the setting. Raises ConfigurationError for files that cannot be read or are invalid.
         """
         self._name, self._paths, self._parse = name, paths, parse
         self._lock = threading.Lock()
         self._looked_s = time.monotonic()
-        # Taken before the content: what changes in between is read again.
+        # Taken before the content is read, so that a change in between is noticed later.
         self._versions = self._current_versions()
         try:
             self._value = self._read()
@@ -52,7 +52,7 @@ class WatchedFiles(Generic[ValueT]):
 
     @property
     def value(self) -> ValueT:
-        """What the files say, or said last when they mean nothing now. Looks at them once a second at most."""
+        """The value of the files, or the last valid one. Checks the files at most once a second."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._looked_s >= _LOOK_S:

@@ -1,4 +1,4 @@
-"""A collector of traces on loopback: takes what OpenTelemetry's exporters send over gRPC, and shows it to a test."""
+"""A collector of traces on loopback, which keeps the spans that OpenTelemetry's exporters send over gRPC."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from lookonce.server.settings import TracingVariables
 
 @dataclass(frozen=True, slots=True)
 class SeenSpan:
-    """One span that arrived."""
+    """One span that the collector received."""
 
-    # service.name of the process.
+    # service.name of the exporting process.
     service: str
     name: str
     # "SERVER", "CLIENT" or "INTERNAL".
     kind: str
-    # Hex digits, as in logs.
+    # Hex digits, in the format of logs.
     trace_id: str
     span_id: str
-    # Empty: none.
+    # Empty for a root span.
     parent_id: str
     attributes: dict[str, Any]
     is_error: bool
-    # Of the wall clock.
+    # Readings of the wall clock.
     started_ns: int
     ended_ns: int
-    # All of it, to look for what must not be there.
+    # The whole span as text, to search for content that must not be in it.
     text: str
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Remembers everything."""
+    """A gRPC service that keeps all received spans."""
 
     def __init__(self) -> None:
         self.target = ""
@@ -61,23 +61,23 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def spans(self) -> list[SeenSpan]:
-        """What has arrived, in the order of beginnings."""
+        """All received spans, by start time."""
         with self._lock:
             return sorted(self._spans, key=lambda span: span.started_ns)
 
     def named(self, name: str) -> list[SeenSpan]:
-        """Those of this name."""
+        """Returns the spans with this name, by start time."""
         return [span for span in self.spans if span.name == name]
 
     def one(self, name: str) -> SeenSpan:
-        """The only one of this name."""
+        """Returns the only span with this name."""
         (span,) = self.named(name)
         return span
 
 
 @contextlib.contextmanager
 def running_collector() -> Iterator[Collector]:
-    """A collector that listens."""
+    """Starts a collector and stops it after the block."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
     add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
@@ -91,20 +91,20 @@ def running_collector() -> Iterator[Collector]:
 
 
 class Traces:
-    """What this process exports."""
+    """The spans that this process exports."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
 
-    def told(self) -> Collector:
-        """Ends the tracing, so that nothing more can come."""
+    def collected(self) -> Collector:
+        """Stops the tracing, which exports the remaining spans, and returns the collector."""
         tracing.stop()
         return self._collector
 
 
 @contextlib.contextmanager
 def traced_process() -> Iterator[Traces]:
-    """This process exports its spans, as the service "under-test", until the block or `told` ends that."""
+    """Exports this process' spans as the service "under-test", until the block or `collected` ends that."""
     with running_collector() as collector, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.target)
         tracing.start("under-test", TracingVariables().exporters)

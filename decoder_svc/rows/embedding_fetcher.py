@@ -93,10 +93,10 @@ class EmbeddingFetcher:
         started_s = time.monotonic()
         self._metrics.begun(len(fetch.rows))
         try:
-            with self._order.entered(fetch.request_id) as turn, _span(fetch) as span:
+            with self._order.entered(fetch.request_id) as turn, _span(fetch):
                 async with asyncio.timeout(self._timeout_s):
                     rows, tier = await self._fetch(fetch, turn)
-                span.set(tier=tier.value, source=rows.source.value, num_bytes=len(rows.data))
+                tracing.annotate(tier=tier.value, source=rows.source.value, num_bytes=len(rows.data))
         except LookonceError as error:
             self._fail(fetch, error, on_failed)
         except TimeoutError:
@@ -185,7 +185,7 @@ class EmbeddingFetcher:
         return await asyncio.get_running_loop().run_in_executor(self._threads, run, read) is None
 
 
-def _span(fetch: RowFetch) -> tracing.Span:
+def _span(fetch: RowFetch) -> tracing.SpanBlock:
     return tracing.span("generate.fetch", num_rows=len(fetch.rows), num_image_rows=fetch.num_image_rows)
 
 

@@ -201,9 +201,9 @@ class CacheTiers:
                 outcome = WriteOutcome.FAILED
             return outcome, time.monotonic() - started_s
 
-        with tracing.span("encode.store", num_bytes=entry.rows.nbytes) as span:
+        with tracing.span("encode.store", num_bytes=entry.rows.nbytes):
             outcome, duration_s = await self._in_thread(write)
-            span.set(outcome=outcome.value)
+            tracing.annotate(outcome=outcome.value)
         self._metrics.store_seconds.observe(duration_s)
         if outcome in (WriteOutcome.STORED, WriteOutcome.LATE):
             self._admission.note_write(entry.rows.nbytes, duration_s)

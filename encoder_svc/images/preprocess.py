@@ -98,5 +98,5 @@ class Preprocessor:
         return decoder
 
 
-def _span(header: ImageHeader) -> tracing.Span:
+def _span(header: ImageHeader) -> tracing.SpanBlock:
     return tracing.span("encode.preprocess", width=header.width, height=header.height)

@@ -1,4 +1,4 @@
-"""What the command line takes from its environment, and the record by which commands find the running `lookonce up`."""
+"""Environment settings of the `lookonce` command, and the record that leads commands to a running `lookonce up`."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _RECORD_NAME = "up.json"
 
 
 class CliSettings(BaseSettings):
-    """Environment of the `lookonce` command."""
+    """Environment settings of the `lookonce` command."""
 
     model_config = SettingsConfigDict(env_prefix="LOOKONCE_", frozen=True, extra="ignore", hide_input_in_errors=True)
 
-    target: str | None = Field(default=None, description="Decoder that generate, encode and lookup ask.")
-    redis_url: SecretStr | None = Field(default=None, description="Cache that `up` uses instead of starting one.")
-    token: SecretStr | None = Field(default=None, description="Bearer token of the calls.")
-    tls_ca: pathlib.Path | None = Field(default=None, description="PEM certificates of the servers' authorities.")
-    tls_cert: pathlib.Path | None = Field(default=None, description="PEM certificate chain of this client.")
-    tls_key: pathlib.Path | None = Field(default=None, description="PEM private key of it.")
+    target: str | None = Field(default=None, description="host:port of the decoder for generate, encode and lookup.")
+    redis_url: SecretStr | None = Field(default=None, description="Redis that `up` uses instead of its own.")
+    token: SecretStr | None = Field(default=None, description="Bearer token for calls.")
+    tls_ca: pathlib.Path | None = Field(default=None, description="PEM file with the servers' certificate authorities.")
+    tls_cert: pathlib.Path | None = Field(default=None, description="PEM file with the client's certificate chain.")
+    tls_key: pathlib.Path | None = Field(default=None, description="PEM file with the client's private key.")
     runtime_dir: pathlib.Path | None = Field(
         default=None,
         validation_alias="XDG_RUNTIME_DIR",
-        description="Folder of this user for files of running programs.",
+        description="Folder for the user's files of running programs.",
     )
 
     @property
     def record_dir(self) -> pathlib.Path:
-        """Where the record of the running stack lies; a folder of this user alone."""
+        """Folder of the running stack's record; only this user may write it."""
         if self.runtime_dir is not None:
             return self.runtime_dir / "lookonce"
         return pathlib.Path(tempfile.gettempdir()) / f"lookonce-{os.getuid()}"
@@ -44,16 +44,16 @@ class CliSettings(BaseSettings):
 
 @dataclass(frozen=True, slots=True)
 class StackRecord:
-    """The running `lookonce up` of this user."""
+    """The record of this user's running `lookonce up`."""
 
-    # host:port of its first decoder and encoder.
+    # host:port of the first decoder and the first encoder.
     decoder_target: str
     encoder_target: str
-    # Of the process that holds the stack.
+    # Process id of `lookonce up`.
     pid: int
 
     def write(self, directory: pathlib.Path) -> None:
-        """Replaces the record; the newest `up` is the one that commands find."""
+        """Writes the record and replaces an older one, so commands find the newest `up`."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(directory)
         with tempfile.NamedTemporaryFile("w", dir=directory, delete=False) as file:
@@ -61,13 +61,13 @@ class StackRecord:
         os.replace(file.name, directory / _RECORD_NAME)
 
     def remove(self, directory: pathlib.Path) -> None:
-        """Removes the record unless a later `up` has replaced it."""
+        """Removes the record, unless a later `up` has replaced it."""
         if find_stack(directory) == self:
             (directory / _RECORD_NAME).unlink(missing_ok=True)
 
 
 def find_stack(directory: pathlib.Path) -> StackRecord | None:
-    """The running stack, None when there is none. Raises ConfigurationError when others could have written it."""
+    """Returns the running stack, or None. Raises ConfigurationError if others could have written the record."""
     path = directory / _RECORD_NAME
     if not path.exists():
         return None
@@ -78,16 +78,16 @@ def find_stack(directory: pathlib.Path) -> StackRecord | None:
 
 
 def _check_private(directory: pathlib.Path) -> None:
-    """Another user's record could send this user's pictures to that user's server."""
+    """Raises ConfigurationError if others may write the folder: their record could direct pictures to their server."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise ConfigurationError(f"{directory} must be a folder that only this user can write")
+        raise ConfigurationError(f"{directory} must be a folder that only this user can write; remove it")
 
 
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError):
-        # Somebody else's is not the one that wrote the record: the number has been given away again.
+        # Another user's process did not write the record: its id has been used again.
         return False
     return True

@@ -1,4 +1,4 @@
-"""What this machine has of what Lookonce needs; each finding says what to do. Starts nothing, changes nothing."""
+"""Checks this machine for all that Lookonce needs; each fault names its remedy. Starts nothing, changes nothing."""
 
 from __future__ import annotations
 
@@ -6,40 +6,30 @@ import importlib.metadata
 import pathlib
 import platform
 import sys
-from dataclasses import dataclass
 
 from lookonce import __version__
 from lookonce.errors import LookonceError
 from lookonce.local.cli_settings import CliSettings, find_stack
+from lookonce.local.finding import Finding
 from lookonce.local.model_source import resolve_model
 from lookonce.local.redis_server import find_server
 from lookonce.model.model_folder import ModelFolder
 from lookonce.store.embedding_store import EmbeddingStore
 
 _PACKAGES = ("grpcio", "protobuf", "torch", "transformers", "tokenizers", "safetensors", "pillow", "redis")
-# Instruction sets that make a difference, in the words of /proc/cpuinfo: matrix work, bfloat16, SHA-256.
+# Instruction sets that affect speed, as /proc/cpuinfo names them: matrix operations, bfloat16, SHA-256.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "sha_ni", "asimd", "bf16", "sha2")
 _PING_BUDGET_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    subject: str
-    is_fine: bool
-    # What was found, or what is wrong and what to do.
-    detail: str
-
-
 def examine(settings: CliSettings, model: str | None) -> list[Finding]:
-    """All findings; `model` is a folder or a hub name to look into, None for none."""
+    """Returns all findings. `model` is a folder or a hub name to check as well, or None."""
     findings = [
         Finding("lookonce", True, __version__),
         Finding("Python", sys.version_info >= (3, 11), f"{platform.python_version()} on {platform.platform()}"),
         *(_package(name) for name in _PACKAGES),
         _torch(),
-        Finding("CPU features", True, ", ".join(_cpu_features()) or "none of the known ones"),
+        Finding("CPU features", True, ", ".join(_cpu_features()) or "none of those that affect speed"),
         _redis(settings),
         _stack(settings),
     ]
@@ -59,14 +49,14 @@ def _torch() -> Finding:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Finding("tensor work", False, f"torch does not load: {error}")
+        return Finding("tensor work", False, f"torch cannot be imported: {error}")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     capability = torch.backends.cpu.get_cpu_capability()
     return Finding("tensor work", True, f"{torch.get_num_threads()} CPU threads, {capability}, {device}")
 
 
 def _cpu_features() -> list[str]:
-    """Of the flags that matter, those that this CPU has; none on systems without /proc/cpuinfo."""
+    """Returns the flags of `_CPU_FLAGS` that this CPU has; none on systems without /proc/cpuinfo."""
     path = pathlib.Path("/proc/cpuinfo")
     if not path.exists():
         return []
@@ -96,8 +86,8 @@ def _configured_redis(url: str) -> Finding:
         is_up = store.ping()
     finally:
         store.close()
-    detail = "LOOKONCE_REDIS_URL answers" if is_up else "LOOKONCE_REDIS_URL does not answer; images are encoded anew"
-    return Finding("Redis", is_up, detail)
+    answer = "answers" if is_up else "does not answer; without a cache every image is encoded again"
+    return Finding("Redis", is_up, f"LOOKONCE_REDIS_URL {answer}")
 
 
 def _stack(settings: CliSettings) -> Finding:
@@ -119,5 +109,5 @@ def _model(name: str) -> list[Finding]:
     try:
         from lookonce.local.doctor_model import examine_folder
     except (ImportError, OSError) as error:
-        return [found, Finding("loading", False, f"{error}; pip install 'lookonce[serve]' to look into the model")]
+        return [found, Finding("loading", False, f"{error}; pip install 'lookonce[serve]' to check the model")]
     return [found, *examine_folder(folder)]

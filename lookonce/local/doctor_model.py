@@ -1,6 +1,6 @@
-"""What `lookonce doctor` says about a model folder: whether both services will load it, and what images cost in it.
+"""Checks a model folder for `lookonce doctor`: whether both services can load it, and the size of its images.
 
-Needs torch and transformers. Reads the vision half's weights, for the fingerprint, and of the others the headers.
+Needs torch and transformers. Reads the vision half's weights for the fingerprint, and only the headers of the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ImageTooLargeError, LookonceError, ModelFolderError
 from lookonce.families.base import ImageShape
 from lookonce.families.video import DEFAULT_FPS
-from lookonce.local.doctor import Finding
+from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.half_model import Half, load_vision_half
@@ -27,13 +27,13 @@ from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
 _SAMPLE_SIZES = ((640, 480), (1920, 1080), (3000, 200))
 _SAMPLE_FRAMES = (16, 128)
-# Tokens of a KV block where the decoder is not told otherwise.
+# The decoder's default number of tokens per KV block.
 _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
 
 
 def examine_folder(folder: ModelFolder) -> list[Finding]:
-    """Findings on a folder that was opened; one that is not fine is a reason for which a service would not start."""
+    """Returns the findings about an opened folder. A service would refuse to start for each one that is not fine."""
     with _quiet_transformers():
         try:
             model = FamilyModel.load(folder)
@@ -53,7 +53,7 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
 
 
 def _vision(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
-    """Weights, fingerprint and rows of the encoder."""
+    """Returns findings about the encoder: weights, fingerprint and rows."""
     try:
         weights = check_half(folder, model.source.config, Half.VISION)
         half = load_vision_half(folder.path, None)
@@ -74,7 +74,7 @@ def _vision(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
 
 
 def _text(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
-    """Weights and KV cache of the decoder."""
+    """Returns findings about the decoder: weights and KV cache."""
     try:
         weights = check_half(folder, model.source.config, Half.TEXT)
     except LookonceError as error:
@@ -96,7 +96,7 @@ def _rows(model: FamilyModel, width: int, height: int) -> str:
     try:
         rows = f"{model.image_shape(width, height, ProcessorOptions()).num_rows:,}"
     except ImageTooLargeError:
-        rows = "refused, too elongated"
+        rows = "refused for its aspect ratio"
     return f"{width}×{height}: {rows}"
 
 
@@ -110,14 +110,14 @@ def _largest_image(folder: ModelFolder, model: FamilyModel) -> Finding:
 
 
 def _prompts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
-    """How images and videos come into a prompt."""
+    """Returns findings about the chat template's placeholders for images and videos."""
     try:
         tokenizer = _tokenizer(folder)
         source = chat_template_source(folder.path, tokenizer.chat_template)
     except LookonceError as error:
         return [Finding("chat template", False, str(error))]
     if source is not None and model.data.finish_text is not None:
-        # Its processor puts images in front of everything, which no template does.
+        # The family's processor puts images before the whole text, which no template can do.
         return [Finding("chat template", True, "not used: this family takes text and token prompts only")]
     if source is None:
         return [Finding("chat template", True, "none: text and token prompts only"), _videos(model, takes_videos=False)]
@@ -132,7 +132,7 @@ def _prompts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
 
 
 def _num_written(tokenizer: Any, source: str, part_type: str, text: str) -> int:
-    """How often a chat template writes this text for one part of this type; 0 when it refuses the part."""
+    """Counts `text` in the rendered template of one part of type `part_type`; 0 if the template refuses the part."""
     conversation = [{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]
     try:
         rendered = tokenizer.apply_chat_template(
@@ -158,7 +158,7 @@ def _videos(model: FamilyModel, *, takes_videos: bool) -> Finding:
 
 
 def _num_tokens(folder: ModelFolder, shape: ImageShape) -> int:
-    """Tokens that an image's placeholder becomes. Raises ModelFolderError when the tokenizer does not know it."""
+    """Returns the number of prompt tokens of one image. Raises ModelFolderError if the tokenizer does not fit."""
     token_id = _image_token_id(folder)
     tokenizer = _tokenizer(folder)
     token = tokenizer.convert_ids_to_tokens(token_id)
@@ -178,7 +178,7 @@ def _num_tokens(folder: ModelFolder, shape: ImageShape) -> int:
 def _image_token_id(folder: ModelFolder) -> int:
     token_id = folder.config.get("image_token_index", folder.config.get("image_token_id"))
     if not isinstance(token_id, int):
-        raise ModelFolderError("config.json names no image token (image_token_index or image_token_id)")
+        raise ModelFolderError("config.json has no image token (image_token_index or image_token_id)")
     return token_id
 
 
@@ -201,7 +201,7 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its progress bars and reports: what is wrong is said by findings."""
+    """Silences transformers' progress bars and reports inside the block, since findings report the faults."""
     verbosity, has_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,7 +1,7 @@
-"""Whether a checkpoint holds what a half of its model needs, told from the headers of its files: no weight is read.
+"""Checks that a checkpoint has the weights of one half of its model, from file headers, without reading weights.
 
-The half is built on the meta device and gets tensors that have a shape and no values, through the same functions of
-transformers that `from_pretrained` calls: its renaming of legacy keys, merging of experts and tying of weights apply.
+The half is built on the meta device and loads tensors without values, with the functions of transformers that
+`from_pretrained` calls. So the renaming of legacy keys, merging of experts and tying of weights apply as in loading.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class HalfWeights:
-    """What one half is when it is loaded with the element type of its checkpoint."""
+    """Element type and size of one half, loaded with the element type of its checkpoint."""
 
     dtype: torch.dtype
-    # Tied weights count once.
+    # Number of tensors; tied weights count once.
     num_tensors: int
     num_bytes: int
 
 
 def check_half(folder: ModelFolder, config: Any, half: Half) -> HalfWeights:
-    """Compares names and shapes; `config` is the folder's configuration as transformers reads it.
+    """Compares names and shapes of the weights. `config` is the folder's configuration, read by transformers.
 
-    Raises ModelFolderError where loading this half would fail. With a transformers whose loading works in another way
-    than this module knows, the half is loaded instead.
+    Raises ModelFolderError if loading this half would fail. With a release of transformers whose internal functions
+    differ from those used here, the half is loaded instead.
     """
     tensors = _headers(folder)
     report: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ def _loaded(folder: ModelFolder, half: Half) -> Any:
 
 
 def _headers(folder: ModelFolder) -> dict[str, torch.Tensor] | None:
-    """All tensors of the folder, without values; None with a transformers that reads them in another way."""
+    """Returns all tensors of the folder, without values; None if transformers has no such function."""
     try:
         from transformers.modeling_utils import load_state_dict
     except ImportError:
@@ -87,13 +87,13 @@ def _empty_half(folder: ModelFolder, config: Any, half: Half, tensors: Mapping[s
             return half_class(base, half)._from_config(config, dtype=dtype)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ModelFolderError(
-            f"config.json does not describe a model whose {half.value} half can be built: "
+            f"the {half.value} half cannot be built from config.json: "
             f"{type(error).__name__} {error}; use the config.json that belongs to the weights"
         ) from error
 
 
 def _loading_report(model: Any, tensors: dict[str, torch.Tensor], half: Half) -> dict[str, Any] | None:
-    """What `from_pretrained` would have to say; None with a transformers that loads in another way."""
+    """Returns the report that `from_pretrained` would log; None if transformers lacks the functions used here."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.modeling_utils import LoadStateDictConfig

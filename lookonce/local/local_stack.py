@@ -1,4 +1,4 @@
-"""The whole system on this machine: a Redis, encoders and decoders, each a process of its own, for one `with` block.
+"""Runs the whole system on this machine inside a `with` block: Redis, encoders and decoders, each in a process.
 
 Used by `lookonce up`, the demo and the end-to-end tests. Not for production: see k8s/.
 """
@@ -18,9 +18,9 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.reserved_port import reserved_port
 
 _DRAIN_TIMEOUT_S = 5.0
-# Of the memory that is left; all decoders of the machine together.
+# Share of the free memory for the KV caches of all decoders together.
 _KV_CACHE_MEMORY_SHARE = 0.5
-# Beyond its drain a process needs time to free the model and to end its threads.
+# After draining, a process needs time to free the model and to end its threads.
 _STOP_MARGIN_S = 10.0
 
 
@@ -29,7 +29,10 @@ def _ignore(_: str) -> None:
 
 
 class LocalStack:
-    """Started by entering it, from a thread that lives on (see ChildProcess); everything is stopped on leaving it."""
+    """A context manager that starts all processes on entry and stops them on exit.
+
+    Enter it from a long-lived thread, since the processes end with the thread that starts them (see ChildProcess).
+    """
 
     def __init__(
         self,
@@ -47,12 +50,13 @@ class LocalStack:
         start_timeout_s: float = 300.0,
         on_progress: Callable[[str], None] = _ignore,
     ) -> None:
-        """`redis_url` None starts an embedded server, unless the services' own environment names one and
-        `use_environment_redis` says so (a password then shows in no process list). Without `use_redis` there is none,
-        and the services' environment must name none.
+        """`redis_url` None starts an embedded Redis server. With `use_environment_redis` the services read the URL from
+        their environment instead, which keeps its password out of process lists. Without `use_redis` the system has no
+        Redis, and the environment must not name one.
 
-        `decoder_port` is the first decoder's, 0 a free one; the others always get free ones.
-        `*_arguments` are flags of the services; they win over the ones given here. `on_progress` hears what is awaited.
+        `decoder_port` is the port of the first decoder, 0 for a free one; other decoders always get free ports.
+        `*_arguments` are flags of the services; they override those set here. `on_progress` is called with the name
+        of each stage.
         """
         self._model = model
         self._redis_url = redis_url
@@ -66,7 +70,7 @@ class LocalStack:
         self._on_progress = on_progress
         self._exits = contextlib.ExitStack()
         self._directory = pathlib.Path()
-        # Module and flags of each process, by its name.
+        # Module and flags of each process, by the process' name.
         self._commands: dict[str, tuple[str, Sequence[str]]] = {}
         self.redis: EmbeddedRedis | None = None
         self.encoders: list[ChildProcess] = []
@@ -74,41 +78,41 @@ class LocalStack:
 
     @property
     def encoder_targets(self) -> list[str]:
-        """host:port of each encoder."""
+        """Addresses of the encoders, host:port."""
         return [process.ready.target for process in self.encoders]
 
     @property
     def decoder_targets(self) -> list[str]:
-        """host:port of each decoder."""
+        """Addresses of the decoders, host:port."""
         return [process.ready.target for process in self.decoders]
 
     @property
     def redis_url(self) -> str | None:
-        """URL that was handed to the services; None when they take it from their environment or use none."""
+        """The Redis URL given to the services; None if they read it from their environment or use no Redis."""
         return self._redis_url if self.redis is None else self.redis.url
 
     def metric(self, processes: Sequence[ChildProcess], name: str) -> float:
-        """Sum of one Prometheus sample over all its labels and over these processes of the stack."""
+        """Returns the sum of one Prometheus metric over its labels and over `processes`."""
         return sum(_sample(process.ready.metrics_port, name) for process in processes)
 
     def failed(self) -> ChildProcess | None:
-        """A process that has ended although nobody stopped it."""
+        """Returns a process that has ended by itself, or None."""
         ended = (process for process in [*self.encoders, *self.decoders] if process.returncode is not None)
         return next(ended, None)
 
     def __enter__(self) -> Self:
-        """Raises StartupError with the end of the log of the process that did not start."""
+        """Starts everything. Raises StartupError with the end of the log of a process that did not start."""
         with contextlib.ExitStack() as exits:
             self._directory = pathlib.Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-stack-")))
             deadline_s = time.monotonic() + self._start_timeout_s
             if self._starts_redis:
                 self._on_progress("starting Redis")
                 self.redis = exits.enter_context(EmbeddedRedis())
-            # For as long as the stack lives: a process that is started again takes the address of the one before.
+            # Reserved until the stack stops, so that a restarted process gets its old address.
             encoder_ports = [exits.enter_context(reserved_port()) for _ in range(self._num_encoders)]
             decoder_ports = [port or exits.enter_context(reserved_port()) for port in self._decoder_ports]
             exits.callback(self._stop_processes)
-            self._on_progress("encoder and decoder load the model")
+            self._on_progress("loading the model in encoder and decoder")
             self._launch(encoder_ports, decoder_ports)
             for process in [*self.encoders, *self.decoders]:
                 process.wait_until_ready(deadline_s)
@@ -119,11 +123,12 @@ class LocalStack:
         self._exits.close()
 
     def restart(self, process: ChildProcess) -> ChildProcess:
-        """Launches a process that has ended again, with its flags at its address, and takes the new one in its place.
+        """Starts an ended process again with the same flags and address; returns the new process.
 
-        Whoever calls waits until it is ready. Call it from a thread that lives on.
+        The new process replaces the old one in its list. The caller waits for its readiness. Call it from a long-lived
+        thread.
         """
-        assert process.returncode is not None, "its address is free once it has ended"
+        assert process.returncode is not None, "the address is in use until the process has ended"
         module, arguments = self._commands[process.name]
         restarted = ChildProcess(process.name, module, arguments, self._directory)
         for processes in (self.encoders, self.decoders):
@@ -131,7 +136,7 @@ class LocalStack:
         return restarted
 
     def _launch(self, encoder_ports: Sequence[int], decoder_ports: Sequence[int]) -> None:
-        """Starts all processes side by side: most of the time goes into loading libraries and models."""
+        """Starts all processes at once, since each spends most of its start on loading libraries and the model."""
         addresses = [f"127.0.0.1:{port}" for port in encoder_ports]
         for index, address in enumerate(addresses):
             arguments = [*self._shared_arguments(), "--listen", address, "--admin-listen", "127.0.0.1:0"]
@@ -158,7 +163,7 @@ class LocalStack:
         return arguments
 
     def _stop_processes(self) -> None:
-        """Decoders first: what they still answer may need an encoder."""
+        """Stops the decoders first: their last answers may need an encoder."""
         for processes in (self.decoders, self.encoders):
             for process in processes:
                 process.terminate()

@@ -1,4 +1,4 @@
-"""From what a person types for `--model` to a folder: a path, or the name of a repository on the Hugging Face hub."""
+"""Finds the folder for `--model`: a path, or a repository on the Hugging Face hub, which it downloads."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lookonce.errors import ModelFolderError
 
 _SERVED_NAME, _SERVED_NAME_VARIABLE = "--served-model-name", "LOOKONCE_SERVED_MODEL_NAME"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Weights as safetensors only: pickled ones can run code and are never loaded, so they are not fetched either.
+# Only safetensors weights: pickled weights can run code and are never loaded, so they are not downloaded.
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 
 def resolve_model(name: str) -> pathlib.Path:
-    """The folder itself where it exists, else the downloaded (or earlier downloaded) hub repository.
+    """Returns `name` if it is a folder, otherwise the folder of the hub repository, downloaded if needed.
 
-    Raises ModelFolderError when it is neither.
+    Raises ModelFolderError if it is neither.
     """
     path = pathlib.Path(name)
     if name and path.is_dir():
         return path
     if not _HUB_NAME.fullmatch(name):
-        raise ModelFolderError(f"{name} is neither a folder nor a name like Qwen/Qwen2-VL-2B-Instruct")
+        raise ModelFolderError(f"{name} is neither a folder nor a name on the hub like Qwen/Qwen2-VL-2B-Instruct")
     return _download(name)
 
 
 def with_resolved_model(arguments: Sequence[str]) -> list[str]:
-    """A service's flags with the value of `--model` resolved; other flags stay as they are.
+    """Returns a service's flags with the value of `--model` replaced by its folder.
 
-    What came from the hub is served under its name there, unless another one was asked for.
+    Adds the hub name of a model from the hub as the served model name, unless the flags or the environment set one.
     """
     resolved, named = list(arguments), []
     for index, argument in enumerate(resolved):
@@ -50,7 +50,7 @@ def with_resolved_model(arguments: Sequence[str]) -> list[str]:
 
 
 def served_name(name: str, folder: pathlib.Path) -> list[str]:
-    """Flags for a folder that came from the hub, which is called after a commit; none for a folder as it was named."""
+    """Returns the flags that serve a hub model under its hub name (its folder is named after a commit)."""
     is_folder = not name or folder == pathlib.Path(name)
     return [] if is_folder or _SERVED_NAME_VARIABLE in os.environ else [_SERVED_NAME, name]
 
@@ -65,7 +65,7 @@ def _download(name: str) -> pathlib.Path:
             OfflineModeIsEnabled,
         )
     except ImportError:
-        raise ModelFolderError(f"{name} is not a folder, and huggingface_hub is not installed to fetch it") from None
+        raise ModelFolderError(f"{name} is not a folder, and huggingface_hub is not installed to download it") from None
     try:
         return pathlib.Path(snapshot_download(name, allow_patterns=list(_PATTERNS)))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError):
@@ -74,7 +74,7 @@ def _download(name: str) -> pathlib.Path:
             "give a local folder, or go online"
         ) from None
     except HFValidationError:
-        raise ModelFolderError(f"{name} is neither a folder nor a possible name on the hub") from None
+        raise ModelFolderError(f"{name} is neither a folder nor a valid name on the hub") from None
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "an unknown status"
-        raise ModelFolderError(f"{name} is not a folder, and the hub answered {status} for it") from None
+        raise ModelFolderError(f"{name} is not a folder, and the hub answered status {status} for it") from None

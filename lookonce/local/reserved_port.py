@@ -1,4 +1,4 @@
-"""A loopback port that is known before its server runs, so that processes which need each other start side by side."""
+"""Reserves a loopback port before its server runs, so that processes that need each other can start together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port of 127.0.0.1 for a server that sets SO_REUSEADDR (gRPC does), nobody else's inside the block.
+    """Yields a free port of 127.0.0.1, reserved inside the block, for a server that sets SO_REUSEADDR (gRPC does).
 
-    Linux lets such a server listen on a port that is bound, but not listened on, by a socket with the same option, and
-    gives the port to no one who asks for any. Elsewhere the port is merely free at this moment.
+    On Linux such a server may listen on a port that another socket with the same option has bound, and the kernel gives
+    a bound port to nobody who asks for any port. On other systems the port is only free when the block starts.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

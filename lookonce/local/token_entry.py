@@ -1,4 +1,4 @@
-"""A new bearer token and the entry by which services know it (authentication.py)."""
+"""Makes a bearer token and its entry for the services' tokens file (server/authentication.py)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import secrets
 
 from lookonce.errors import ConfigurationError
 
-# 256 random bits: nobody guesses one, so one round of SHA-256 keeps them.
+# 256 random bits cannot be guessed, so a single SHA-256 protects them; a slow password hash is not needed.
 _TOKEN_BYTES = 32
 
 
 def new_token(name: str, tenant: str, role: str) -> tuple[str, str]:
-    """(token, TOML entry). Raises ConfigurationError for a name, tenant or role that services would refuse."""
+    """Returns a token and its TOML entry. Raises ConfigurationError for a name, tenant or role that services refuse."""
     from lookonce.server.authentication import parse_tokens
 
     token = f"lookonce-{secrets.token_urlsafe(_TOKEN_BYTES)}"

@@ -1,13 +1,14 @@
-"""Size and format of an image file from its header, with the limits that hold before any pixel is decoded.
+"""Reads size and format of an image file from its header, and checks limits before any pixel is decoded.
 
-Both services use it: the encoder before it decodes, the decoder for the layout of a prompt. Needs Pillow, no SDK module
-imports it. Pillow's own messages are never passed on: they hold heap addresses.
+The encoder uses it before decoding, the decoder for the layout of a prompt. It needs Pillow, so the SDK does not import
+it. Pillow's own messages contain heap addresses and are never passed on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import io
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,8 @@ from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidPa
 from lookonce.image_file import ImageFile, files_of
 from lookonce.media.image_metadata import check_exif, check_metadata
 
-# Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
-PIL.Image.MAX_IMAGE_PIXELS = None
-# Compressed texts of a PNG, unpacked; 70 kB of them may ask for Pillow's 64 MiB.
-PIL.PngImagePlugin.MAX_TEXT_MEMORY = 8 << 20
-# One line for each of 65535 wrong entries of an EXIF block is a flood.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+# Unpacked size of a PNG's compressed texts. 70 kB of them can expand to Pillow's own limit of 64 MiB.
+_MAX_PNG_TEXT_BYTES = 8 << 20
 
 # EXIF orientations that swap width and height.
 _SIDEWAYS = frozenset({5, 6, 7, 8})
@@ -34,7 +31,7 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 class ImageFormat(enum.Enum):
-    """Accepted file formats; of an animation the first frame counts."""
+    """Accepted file formats. Of an animation only the first frame is used."""
 
     PNG = "PNG"
     JPEG = "JPEG"
@@ -42,14 +39,14 @@ class ImageFormat(enum.Enum):
     GIF = "GIF"
 
 
-# Pictures of phones are often MPO: a JPEG with further pictures behind the first one.
+# Phones often write MPO: a JPEG followed by further pictures.
 _FORMAT_OF_PILLOW = {format.value: format for format in ImageFormat} | {"MPO": ImageFormat.JPEG}
 _ACCEPTED = ", ".join(format.value for format in ImageFormat)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What an image may have at most; each limit is still accepted."""
+    """Largest values that are accepted for an image."""
 
     # Bytes of the file.
     max_bytes: int
@@ -61,47 +58,64 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header says."""
+    """Format, size and orientation from an image file's header."""
 
     format: ImageFormat
-    # Upright size in pixels, i.e. after the EXIF orientation has been applied.
+    # Upright size in pixels: after applying the EXIF orientation.
     width: int
     height: int
     # EXIF orientation 1..8, 1 where there is none.
     orientation: int
 
 
-def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
-    """Reads the header only.
+@functools.cache
+def set_pillow_limits() -> None:
+    """Sets Pillow's limits for this process; later calls have no effect.
 
-    Raises ImageUndecodableError for anything but an image of an accepted format, ImageTooLargeError with value and
-    limit for too many bytes or pixels, an extreme aspect ratio or a side of zero, and ImageDecodeLimitError for more
-    metadata than an image needs.
+    `open_image` calls it, so no file is opened without the limits, whichever process opens it.
+    """
+    # Pillow would warn above 89 million pixels and raise above twice as many; `ImageLimits` is checked instead.
+    PIL.Image.MAX_IMAGE_PIXELS = None
+    PIL.PngImagePlugin.MAX_TEXT_MEMORY = _MAX_PNG_TEXT_BYTES
+    # Pillow warns about each wrong entry of an EXIF block, which may have 65535 of them.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+
+
+def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
+    """Reads and checks the header of an image file.
+
+    Raises ImageUndecodableError if the file is not an image of an accepted format, ImageTooLargeError with value and
+    limit for too many bytes or pixels, an extreme aspect ratio or a side of zero pixels, and ImageDecodeLimitError for
+    more metadata than an image needs.
     """
     with open_image(data, limits) as (_, header):
         return header
 
 
 def probe_file(image: ImageFile, limits: ImageLimits) -> ImageHeader:
-    """As `probe_image`; of a pair the first frame's. Raises InvalidParameterError for frames of different sizes."""
+    """Reads the header as `probe_image` does; of a pair, returns the first frame's header.
+
+    Raises InvalidParameterError for frames of different sizes.
+    """
     header, *others = [probe_image(data, limits) for data in files_of(image)]
     check_one_size([header, *others], "second_frame")
     return header
 
 
 def check_one_size(frames: Sequence[ImageHeader], field: str) -> None:
-    """Raises InvalidParameterError naming `field` unless all frames of a video are of the same size."""
+    """Raises InvalidParameterError naming `field` unless all frames of a video have the same size."""
     sizes = list(dict.fromkeys((frame.width, frame.height) for frame in frames))
     if len(sizes) > 1:
         (width, height), (other_width, other_height) = sizes[:2]
         raise InvalidParameterError(
-            field, f"must have one size with the others, not {width}×{height} and {other_width}×{other_height} pixels"
+            field, f"must all have one size, not {width}×{height} and {other_width}×{other_height} pixels"
         )
 
 
 @contextlib.contextmanager
 def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.Image.Image, ImageHeader]]:
-    """As `probe_image`, and gives the opened Pillow image, not yet decoded and not yet upright."""
+    """Checks a file as `probe_image` does; yields the Pillow image, not yet decoded or turned, and the header."""
+    set_pillow_limits()
     check_file_size(data, limits)
     check_metadata(data)
     image = _opened(data)
@@ -111,7 +125,7 @@ def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.Image.Ima
 
 
 def check_file_size(data: bytes, limits: ImageLimits) -> None:
-    """Raises ImageTooLargeError for too many bytes, ImageUndecodableError for none."""
+    """Raises ImageTooLargeError for too many bytes, ImageUndecodableError for an empty file."""
     if not data:
         raise ImageUndecodableError("the image is empty; send the bytes of a file")
     if len(data) > limits.max_bytes:
@@ -124,10 +138,10 @@ def _opened(data: bytes) -> PIL.Image.Image:
     try:
         return PIL.Image.open(io.BytesIO(data), formats=[format.value for format in ImageFormat])
     except Exception:
-        # Any exception may come out of Pillow for bad bytes.
+        # Pillow may raise any exception for bad bytes.
         if _has_zero_side(data):
             raise ImageTooLargeError("the image has a side of 0 pixels, at least 1 is needed") from None
-        raise ImageUndecodableError(f"the bytes are no image of an accepted format ({_ACCEPTED})") from None
+        raise ImageUndecodableError(f"the bytes are not an image of an accepted format ({_ACCEPTED})") from None
 
 
 def _header(image: PIL.Image.Image) -> ImageHeader:
@@ -137,17 +151,17 @@ def _header(image: PIL.Image.Image) -> ImageHeader:
 
 
 def _orientation(image: PIL.Image.Image) -> int:
-    """1..8. Raises ImageUndecodableError for a broken EXIF block: guessing would turn the picture."""
-    # Written as hexadecimal text by some tools, in PNG maybe compressed.
+    """Returns 1..8. Raises ImageUndecodableError for a broken EXIF block, since a guess could turn the picture."""
+    # Some tools write EXIF as hexadecimal text, which a PNG may compress.
     check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
     try:
         if "exif" in image.info:
-            # Pillow swallows the fault when it opens a JPEG, and never reports it again.
+            # Pillow ignores the fault when it opens a JPEG, and never reports it.
             PIL.Image.Exif().load(image.info["exif"])
-        # Of the base class: a PNG's own method would decode all pixels to find an EXIF block behind them.
+        # The base class's method: that of PNG would decode all pixels to find an EXIF block behind them.
         orientation = PIL.Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     except Exception:
-        raise ImageUndecodableError("the image's EXIF block is broken; save the image without it") from None
+        raise ImageUndecodableError("the image's EXIF block is broken; save the image without EXIF") from None
     return int(orientation) if orientation in range(1, 9) else 1
 
 
@@ -165,5 +179,5 @@ def _check_size(width: int, height: int, limits: ImageLimits) -> None:
 
 
 def _has_zero_side(data: bytes) -> bool:
-    """Whether a PNG says that it has no pixels (Pillow calls it unidentified)."""
+    """Tells whether a PNG has a side of zero pixels, which Pillow reports as an unidentified file."""
     return data.startswith(_PNG_SIGNATURE) and len(data) >= 24 and (data[16:20] == bytes(4) or data[20:24] == bytes(4))

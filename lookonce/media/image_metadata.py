@@ -1,8 +1,8 @@
-"""How much an image file holds besides its pixels, told from its outermost structure alone.
+"""Limits the metadata of an image file by its outermost structure, before Pillow reads the file.
 
 Pillow makes an object of every block that it meets on the way to the pixels: 20 MB of empty JPEG segments took 707 MB
-and 10 s (Pillow 13, 2026-11-21), in a process that has requests to answer. So blocks are counted before Pillow sees a
-file. What is in them, and whether the structure is sound, is its business.
+and 10 s (Pillow 13, 2026-11-21), in a process that has requests to answer. This module only counts blocks and bytes;
+Pillow checks their content and whether the structure is valid.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 from lookonce.errors import ImageDecodeLimitError
 
-# A photo has a few dozen blocks of some hundred kilobytes; with depth maps inside some megabytes.
+# A photo has a few dozen blocks with some hundred kilobytes in all, or some megabytes with depth maps.
 _MAX_BLOCKS = 10_000
 _MAX_BYTES = 8 << 20
-# Of EXIF, whose every number becomes objects: 8 MB of one tag of fractions take 240 MB and seconds. A camera writes one
-# JPEG segment, 64 KiB at most.
+# Pillow makes objects of every number in EXIF: 8 MB of one tag of fractions take 240 MB and seconds. A camera writes
+# one JPEG segment, 64 KiB at most.
 MAX_EXIF_BYTES = 128 << 10
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXELS = frozenset({b"IDAT", b"fdAT"})
 _JPEG_FILL, _JPEG_START_OF_SCAN, _JPEG_APP1 = 0xFF, 0xDA, 0xE1
-# Markers without a length: RST0 … EOI, and those that Pillow passes over.
+# Markers without a length: RST0 … EOI, and those that Pillow skips.
 _JPEG_LONE = frozenset({0x00, *range(0x01, 0xC0), 0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)})
 _WEBP_PIXELS = frozenset({b"VP8 ", b"VP8L", b"ALPH", b"ANMF"})
 _GIF_EXTENSION, _GIF_PIXELS, _GIF_END = 0x21, 0x2C, 0x3B
@@ -34,7 +34,7 @@ class _Block(NamedTuple):
 
 
 def check_metadata(data: bytes) -> None:
-    """Raises ImageDecodeLimitError for a file with too much beside its pixels, and passes everything else."""
+    """Raises ImageDecodeLimitError for a file with too much metadata. Accepts all others, also broken ones."""
     num_bytes = num_exif_bytes = 0
     for number, block in enumerate(_blocks(data), 1):
         num_bytes += block.num_bytes
@@ -42,21 +42,21 @@ def check_metadata(data: bytes) -> None:
         if number > _MAX_BLOCKS or num_bytes > _MAX_BYTES:
             raise ImageDecodeLimitError(
                 f"the image file holds more than {_MAX_BLOCKS} blocks or {_MAX_BYTES} bytes of metadata; "
-                "save it without them"
+                "save it without metadata"
             )
     check_exif(num_exif_bytes)
 
 
 def check_exif(num_bytes: int) -> None:
-    """Raises ImageDecodeLimitError for so many bytes of EXIF that nobody should look into them."""
+    """Raises ImageDecodeLimitError for more bytes of EXIF than the limit."""
     if num_bytes > MAX_EXIF_BYTES:
         raise ImageDecodeLimitError(
-            f"the image file holds more than {MAX_EXIF_BYTES} bytes of EXIF; save it without them"
+            f"the image file holds more than {MAX_EXIF_BYTES} bytes of EXIF; save it without EXIF"
         )
 
 
 def _blocks(data: bytes) -> Iterator[_Block]:
-    """With the bytes of each, at most what the file has left."""
+    """Yields the metadata blocks with their sizes; a size is cut to the bytes that the file has left."""
     if data.startswith(_PNG_SIGNATURE):
         return _png_blocks(data)
     if data.startswith(b"\xff\xd8"):
@@ -69,7 +69,7 @@ def _blocks(data: bytes) -> Iterator[_Block]:
 
 
 def _png_blocks(data: bytes) -> Iterator[_Block]:
-    """Up to the pixels: what follows is read by the decoding process only."""
+    """Yields the blocks before the pixels. Only the decoding process reads those behind."""
     position = len(_PNG_SIGNATURE)
     while position < len(data) and data[position + 4 : position + 8] not in _PNG_PIXELS:
         size = int.from_bytes(data[position : position + 4], "big")
@@ -79,7 +79,7 @@ def _png_blocks(data: bytes) -> Iterator[_Block]:
 
 
 def _jpeg_blocks(data: bytes) -> Iterator[_Block]:
-    """Up to the first scan. Each byte that belongs to no segment counts as a block: Pillow reads them one by one."""
+    """Yields the segments before the first scan. A byte outside of segments counts, since Pillow reads each alone."""
     position = 2
     while position + 1 < len(data):
         is_marker, marker = data[position] == _JPEG_FILL, data[position + 1]
@@ -99,7 +99,7 @@ def _jpeg_blocks(data: bytes) -> Iterator[_Block]:
 
 
 def _gif_blocks(data: bytes) -> Iterator[_Block]:
-    """Up to the first frame, each sub-block of an extension for itself."""
+    """Yields the blocks before the first frame; each sub-block of an extension counts."""
     palette_bits = (data[10] & 7) + 1 if len(data) > 10 and data[10] & 0x80 else 0
     position = 13 + (3 << palette_bits if palette_bits else 0)
     while position < len(data) and data[position] not in (_GIF_PIXELS, _GIF_END):
@@ -115,12 +115,12 @@ def _gif_blocks(data: bytes) -> Iterator[_Block]:
 
 
 def _webp_blocks(data: bytes) -> Iterator[_Block]:
-    """Of the whole file: metadata come last, and all frames are listed at the beginning."""
+    """Yields the blocks of the whole file: metadata come last, and Pillow lists all frames when it opens a file."""
     position = 12
     while position < len(data):
         size = int.from_bytes(data[position + 4 : position + 8], "little")
         name = data[position : position + 4]
         num_bytes = 0 if name in _WEBP_PIXELS else min(size, len(data) - position)
         yield _Block(num_bytes, is_exif=name == b"EXIF")
-        # Name, length, and a byte of padding behind an odd number.
+        # Name, length, and a byte of padding behind an odd length.
         position += 8 + size + size % 2

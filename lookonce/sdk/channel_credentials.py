@@ -1,4 +1,4 @@
-"""TLS of a client. Needs gRPC only, for the SDK has nothing else."""
+"""TLS credentials of a client. Uses gRPC only, since the SDK must not need a cryptography package."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from lookonce.errors import ConfigurationError
 def channel_credentials(
     authorities: pathlib.Path | None, certificate: pathlib.Path | None, key: pathlib.Path | None
 ) -> grpc.ChannelCredentials | None:
-    """Of a client that trusts `authorities` and may show a certificate; None, for plaintext, without authorities.
+    """Returns the credentials of a client that trusts `authorities` and may have a certificate of its own.
 
-    Raises ConfigurationError for files that cannot be read, and for half a pair.
+    Returns None, for plaintext, without authorities. Raises ConfigurationError for files that cannot be read, for a
+    certificate without its key or a key without its certificate, and for a certificate without authorities.
     """
     if (certificate is None) != (key is None):
-        raise ConfigurationError("a certificate and its key belong together; give both or neither")
+        raise ConfigurationError("a client's certificate and its key belong together; give both or neither")
     if authorities is None:
         if certificate is not None:
-            raise ConfigurationError("a client's certificate needs the authorities that the server is checked against")
+            raise ConfigurationError("a client's certificate needs tls_ca, the authorities of the server's certificate")
         return None
     if certificate is None or key is None:
         return grpc.ssl_channel_credentials(_content(authorities))

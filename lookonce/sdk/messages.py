@@ -1,4 +1,4 @@
-"""What both clients share: plain data ⇄ protobuf, and which images to upload. Calls no server, so it fits either."""
+"""Converts between plain data and protobuf for both clients, and chooses the images to upload. Calls no server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lookonce.generation import FinishReason, GenerateOptions, Generation, Messa
 from lookonce.images import EmbeddingSource, Encoding, ImageLike, ImageRef, as_image, as_images
 from lookonce.videos import Video
 
-# An image of this size costs less to send than a second round trip costs to find out that it must be sent.
+# Up to this size, sending the image costs less than a round trip to learn that the server lacks it.
 SMALL_IMAGE_BYTES = 64 << 10
 MAX_LOOKUP_KEYS = 256
 
@@ -41,18 +41,18 @@ _REPEATED_FIELDS = ("stop", "stop_token_ids")
 
 
 class PreparedPrompt:
-    """A prompt whose images are hashed, and which of them travel as bytes.
+    """A prompt with hashed images, and the choice of those to send as bytes.
 
-    Small images travel as bytes at once, larger ones by digest; what the server then lacks travels as bytes, too.
+    Small images are sent as bytes at once, larger ones as digests first, and as bytes if the server lacks them.
     """
 
     def __init__(self, prompt: str | Sequence[Message], images: Sequence[ImageLike], options: GenerateOptions) -> None:
-        """Reads and hashes files: keep it off event loops. Raises InvalidParameterError and OSError."""
+        """Reads and hashes files, so keep it off event loops. Raises InvalidParameterError and OSError."""
         self._messages = _as_messages(prompt, images)
         self._options = options
         # Images and videos in reading order.
         self._visuals = [part for _, parts in self._messages for part in parts if not isinstance(part, str)]
-        # Of each of what the server counts as an image (one image, or two frames) the index of its visual.
+        # The server counts an image, or two frames of a video, as one. The index in `_visuals` of each that it counts.
         self._visual_of = [
             index
             for index, visual in enumerate(self._visuals)
@@ -61,7 +61,7 @@ class PreparedPrompt:
         self._inline = {index for index, visual in enumerate(self._visuals) if _travels_at_once(visual)}
 
     def params(self) -> decoder_pb2.GenerateParams:
-        """The request as it stands now."""
+        """Returns the request with the bytes of the images that are to be sent."""
         params = decoder_pb2.GenerateParams(sampling=_sampling(self._options))
         for name in _REQUEST_FIELDS:
             if name in self._options:
@@ -81,10 +81,10 @@ class PreparedPrompt:
         return params
 
     def supply(self, error: EmbeddingNotCachedError, info: decoder_pb2.GetModelInfoResponse) -> list[ImageRef]:
-        """Lets what the server asked for travel as bytes from now on, and answers which images must go ahead instead.
+        """Sends the images that the server lacks as bytes from now on; returns those to encode ahead of the request.
 
-        Those are all images asked for when together they have more than half of a message's bytes; videos always travel
-        in their message. Raises `error` when bytes are not at hand.
+        If the missing images exceed half of a message, all of them must be encoded ahead. Videos always stay in the
+        request. Raises `error` if the caller gave a missing image by digest only.
         """
         asked = self._asked_for(error)
         if sum(_num_bytes(self._visuals[index]) for index in asked) <= info.max_message_bytes // 2:
@@ -98,7 +98,7 @@ class PreparedPrompt:
         return images
 
     def _asked_for(self, error: EmbeddingNotCachedError) -> set[int]:
-        """Which images and videos the server lacks."""
+        """Returns the indexes of the images and videos that the server lacks. Raises `error` if one has no bytes."""
         if any(index >= len(self._visual_of) for index in error.indexes):
             raise error
         asked = {self._visual_of[index] for index in error.indexes}
@@ -109,7 +109,7 @@ class PreparedPrompt:
 
 
 class Transcript:
-    """What one choice's stream has said so far; checks that it has no gap and exactly one end."""
+    """Collects the events of one choice's stream; checks that it has no gap and exactly one end."""
 
     def __init__(self) -> None:
         self._request_id = ""
@@ -120,11 +120,11 @@ class Transcript:
 
     @property
     def has_text(self) -> bool:
-        """Whether any text came; a stream that has shown text cannot start again."""
+        """Whether any text has arrived. A stream that has shown text cannot be started again."""
         return bool(self._pieces)
 
     def add(self, response: decoder_pb2.GenerateStreamResponse) -> str:
-        """Takes one event; returns its text, "" for none. Raises InternalError on a gap or a second end."""
+        """Adds one event and returns its text, "" for none. Raises InternalError on a gap or a second end."""
         if response.HasField("started"):
             self._request_id = response.started.request_id
         elif response.HasField("finished"):
@@ -145,9 +145,9 @@ class Transcript:
         return delta.text
 
     def generation(self) -> Generation:
-        """The whole answer. Raises InternalError while the stream has not said its end."""
+        """Returns the whole answer. Raises InternalError if the stream has not finished."""
         if self._finished is None:
-            raise InternalError("the stream stopped without its end")
+            raise InternalError("the stream stopped before its final event")
         return Generation(
             text="".join(self._pieces),
             token_ids=tuple(self._token_ids),
@@ -159,11 +159,11 @@ class Transcript:
 
 
 class EncodePlan:
-    """One `encode` of many images: look all of them up, upload each missing one once, in calls that fit the limits."""
+    """One `encode` call: looks up all images and uploads each missing one once, in requests within the limits."""
 
     def __init__(self, images: Sequence[ImageRef]) -> None:
         self._images = list(images)
-        # The same image may be given by digest and with its bytes.
+        # The same image may be given by digest and with its bytes; the one with bytes wins.
         self._distinct = {image: image for image in sorted(self._images, key=lambda image: image.data is not None)}
         self._known: dict[ImageRef, Encoding] = {}
 
@@ -173,11 +173,11 @@ class EncodePlan:
         return len(self._known) == len(self._distinct)
 
     def lookups(self) -> Iterator[tuple[list[ImageRef], encoder_pb2.LookupEmbeddingsRequest]]:
-        """Look-ups of all images; what is found lives on."""
+        """Returns look-ups of all images, which also renew the entries that they find."""
         return lookup_requests(self._distinct, touch=True)
 
     def take_lookup(self, images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> None:
-        """Notes what is cached."""
+        """Takes the answer to a look-up of `images`."""
         for image, result in zip(images, response.results, strict=True):
             if result.cached:
                 size = result.embedding
@@ -186,13 +186,13 @@ class EncodePlan:
     def uploads(
         self, info: encoder_pb2.GetEncoderInfoResponse
     ) -> Iterator[tuple[list[ImageRef], encoder_pb2.EncodeRequest]]:
-        """Encode calls for what is missing. Raises EmbeddingNotCachedError for missing images without bytes."""
+        """Yields Encode requests for the missing images. Raises EmbeddingNotCachedError if one has no bytes."""
         missing = [image for key, image in self._distinct.items() if key not in self._known]
         without_bytes = {image for image in missing if image.data is None}
         if without_bytes:
             indexes = [index for index, image in enumerate(self._images) if image in without_bytes]
             raise EmbeddingNotCachedError(f"{len(indexes)} images are not cached; give their bytes", indexes=indexes)
-        # A tenth is left for everything in a message that is not image bytes.
+        # A tenth of a message is left for everything but image bytes.
         for batch in _batches(missing, max(1, info.max_batch_items), info.max_message_bytes * 9 // 10):
             items = [
                 encoder_pb2.EncodeItem(image=image_source(image, as_bytes=True, in_prompt=False)) for image in batch
@@ -200,7 +200,7 @@ class EncodePlan:
             yield batch, encoder_pb2.EncodeRequest(items=items)
 
     def take_encoded(self, images: Sequence[ImageRef], response: encoder_pb2.EncodeResponse) -> None:
-        """Notes what an Encode call said."""
+        """Takes the answer to an Encode request for `images`."""
         for image, result in zip(images, response.results, strict=True):
             self._known[image] = Encoding(
                 num_rows=result.embedding.num_rows,
@@ -211,14 +211,14 @@ class EncodePlan:
             )
 
     def images(self) -> list[ImageRef]:
-        """The images as they were given, each with its encoding."""
+        """Returns the images in the given order, each with its encoding."""
         return [replace(image, encoding=self._known[image]) for image in self._images]
 
 
 def lookup_requests(
     images: Iterable[ImageRef], *, touch: bool
 ) -> Iterator[tuple[list[ImageRef], encoder_pb2.LookupEmbeddingsRequest]]:
-    """Look-ups of at most 256 keys with the same options each, with the images that they are about, each once."""
+    """Yields look-ups of at most 256 distinct images, all with the same options, each with its images."""
     by_options: dict[tuple[int | None, bool], list[ImageRef]] = {}
     for image in dict.fromkeys(images):
         by_options.setdefault((image.max_pixels, image.beside_others), []).append(image)
@@ -233,12 +233,12 @@ def lookup_requests(
 
 
 def cached_images(images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> list[ImageRef]:
-    """Those of a look-up's images that are cached."""
+    """Returns the images that a look-up found in the cache."""
     return [image for image, result in zip(images, response.results, strict=True) if result.cached]
 
 
 def image_source(image: ImageRef, *, as_bytes: bool, in_prompt: bool) -> common_pb2.ImageSource:
-    """The image on the wire, as bytes with the digest that they must have, or as the digest alone."""
+    """Converts an image to protobuf, as bytes with their expected digest or as the digest alone."""
     source = common_pb2.ImageSource(beside_others=image.beside_others and not in_prompt)
     if as_bytes and image.data is not None:
         source.data = image.data
@@ -250,7 +250,7 @@ def image_source(image: ImageRef, *, as_bytes: bool, in_prompt: bool) -> common_
 
 
 def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
-    """The video on the wire, its frames as bytes with their digests, or as digests alone."""
+    """Converts a video to protobuf, its frames as bytes with their expected digests or as digests alone."""
     source = decoder_pb2.VideoSource(
         frames=[image_source(frame, as_bytes=as_bytes, in_prompt=True) for frame in video.frames]
     )
@@ -264,7 +264,7 @@ def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
 
 
 def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
-    """The only choice of an answer. Raises InternalError when there is none."""
+    """Returns the first choice of a response. Raises InternalError if it has none."""
     if not response.choices:
         raise InternalError("the answer has no choice")
     choice = response.choices[0]
@@ -279,7 +279,7 @@ def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
 
 
 def usage_of(usage: decoder_pb2.Usage) -> Usage:
-    """Token accounting, durations in seconds."""
+    """Converts the token accounting, with durations in seconds."""
     return Usage(
         prompt_tokens=usage.prompt_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
@@ -297,11 +297,11 @@ def usage_of(usage: decoder_pb2.Usage) -> Usage:
 def _as_messages(
     prompt: str | Sequence[Message], images: Sequence[ImageLike]
 ) -> list[tuple[Role, list[str | ImageRef | Video]]]:
-    """A plain prompt is one user message, its images before its text."""
+    """Returns role and parts of each message. A plain prompt is one user message, with its images before its text."""
     if isinstance(prompt, str):
         return [("user", [*as_images(images), prompt])]
     if images:
-        raise InvalidParameterError("images", "with messages, images are parts of the messages")
+        raise InvalidParameterError("images", "must be parts of the messages if the prompt is a list of messages")
     return [(_checked_role(message.role), _as_parts(message.content)) for message in prompt]
 
 
@@ -318,7 +318,7 @@ def _as_parts(content: str | Sequence[Any]) -> list[str | ImageRef | Video]:
 
 
 def _sampling(options: GenerateOptions) -> decoder_pb2.SamplingParams:
-    """Only what was said, so that zero and unset differ. Raises InvalidParameterError for values that do not fit."""
+    """Sets only the given options, so that zero and unset differ. Raises InvalidParameterError for unusable values."""
     sampling = decoder_pb2.SamplingParams()
     for name, value in options.items():
         if name in _REQUEST_FIELDS or name == "timeout_s":
@@ -338,7 +338,7 @@ def _assign(message: Any, name: str, value: object) -> None:
     try:
         setattr(message, name, value)
     except (TypeError, ValueError):
-        raise InvalidParameterError(name, f"{value!r} is not a possible value") from None
+        raise InvalidParameterError(name, f"{value!r} is not a valid value") from None
 
 
 def _assign_max_pixels(message: Any, max_pixels: int | None) -> None:
@@ -347,7 +347,7 @@ def _assign_max_pixels(message: Any, max_pixels: int | None) -> None:
 
 
 def _travels_at_once(visual: ImageRef | Video) -> bool:
-    """Whether its bytes travel unasked: where a digest does not save a round trip's worth, or does not suffice."""
+    """Tells whether to send bytes at once: for small files, and for videos without a `size`, which need them."""
     if not _has_bytes(visual):
         return False
     return _num_bytes(visual) <= SMALL_IMAGE_BYTES or (isinstance(visual, Video) and visual.size is None)
@@ -370,7 +370,7 @@ def _key(image: ImageRef) -> common_pb2.ContentKey:
 
 
 def _batches(images: Sequence[ImageRef], max_items: int, max_bytes: int) -> Iterator[list[ImageRef]]:
-    """Runs of images within both limits; one that is too large alone still gets its batch, and the server's answer."""
+    """Yields batches within both limits. An image over the byte limit gets a batch that the server refuses."""
     batch: list[ImageRef] = []
     num_bytes = 0
     for image in images:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lookonce.errors import UnauthenticatedError
-from lookonce.identity import ANYBODY, TENANT_NAME, Identity, Role
+from lookonce.identity import ANYBODY, TENANT_NAME, CallerRole, Identity
 from lookonce.server.settings import ServiceSettings
 from lookonce.watched_files import WatchedFiles
 
@@ -102,7 +102,7 @@ class JsonWebTokens:
             tenant = _text(claims, self._tenant_claim, TENANT_NAME)
             if not tenant:
                 raise _refused(token)
-            return Identity(_text(claims, "sub", _NAME), tenant, Role(claims.get("lookonce_role", "client")))
+            return Identity(_text(claims, "sub", _NAME), tenant, CallerRole(claims.get("lookonce_role", "client")))
         except (jwt.PyJWTError, ValueError, OverflowError, RecursionError):
             # The library's texts quote the token. Numbers beyond all bounds and JSON that is nested without end, too.
             raise _refused(token) from None
@@ -183,7 +183,7 @@ def _known_token(index: int, entry: Any) -> KnownToken:
         raise ValueError(f"{where} has something else than name, sha256, tenant and role")
     try:
         digest = bytes.fromhex(str(entry.get("sha256", "")))
-        role = Role(entry.get("role", "client"))
+        role = CallerRole(entry.get("role", "client"))
     except ValueError:
         raise ValueError(f"{where}: sha256 must be hex, role one of client, service, operator") from None
     if len(digest) != hashlib.sha256().digest_size:

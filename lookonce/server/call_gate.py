@@ -9,7 +9,7 @@ from dataclasses import replace
 import structlog
 
 from lookonce.errors import InvalidParameterError, PermissionDeniedError, UnauthenticatedError
-from lookonce.identity import ANYBODY, TENANT_KEY, TENANT_NAME, Identity, Role, acting_for
+from lookonce.identity import ANYBODY, TENANT_KEY, TENANT_NAME, CallerRole, Identity, acting_for
 from lookonce.server.authentication import Authenticator
 from lookonce.server.quotas import Quotas
 
@@ -23,7 +23,12 @@ class CallGate:
     """Every call passes here before anything else of it is looked at."""
 
     def __init__(
-        self, authenticator: Authenticator, quotas: Quotas, *, open_services: frozenset[str], role: Role | None = None
+        self,
+        authenticator: Authenticator,
+        quotas: Quotas,
+        *,
+        open_services: frozenset[str],
+        role: CallerRole | None = None,
     ) -> None:
         """`open_services` (health) ask for nothing. `role`: of the callers that are let in; None: of any."""
         self._authenticator = authenticator
@@ -56,7 +61,7 @@ class CallGate:
             _audit.warning("call refused", method=method, reason="role", identity=identity.name)
             raise PermissionDeniedError(f"only a token of role {self._role.value} may make this call")
         tenant = metadata.get(TENANT_KEY)
-        if tenant is None or identity.role is Role.CLIENT:
+        if tenant is None or identity.role is CallerRole.CLIENT:
             return identity
         if not TENANT_NAME.fullmatch(tenant):
             raise InvalidParameterError(TENANT_KEY, f"must match {TENANT_NAME.pattern}")

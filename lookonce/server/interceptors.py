@@ -22,6 +22,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_status import rpc_status
+from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from lookonce import errors, status_codes, tracing
@@ -128,21 +129,21 @@ class _CallBorder:
                 await _abort(context, status, request_id)
             return result
 
-    def _span(self, context: Context, request_id: str) -> tracing.Span:
+    def _span(self, context: Context, request_id: str) -> tracing.SpanBlock:
         """None for health and reflection: a watch of health lasts as long as its client."""
         if self._is_quiet:
             return tracing.NO_SPAN
         return tracing.serving(self._method, context.invocation_metadata() or (), request_id)
 
     @contextmanager
-    def _accounted(self, span: tracing.Span) -> Iterator[_Outcome]:
+    def _accounted(self, span: trace.Span) -> Iterator[_Outcome]:
         started_s = time.monotonic()
         outcome = _Outcome(grpc.StatusCode.UNKNOWN)
         try:
             yield outcome
         finally:
             duration_s = time.monotonic() - started_s
-            span.answered(outcome.code.name)
+            tracing.answered(span, outcome.code.name)
             self._metrics.requests.labels(self._method, outcome.code.name).inc()
             self._metrics.duration.labels(self._method).observe(duration_s)
             log = _log.debug if self._is_quiet else _log.info

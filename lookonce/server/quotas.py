@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lookonce.errors import OverloadedError
-from lookonce.identity import Identity, Role
+from lookonce.identity import CallerRole, Identity
 from lookonce.server.settings import ServiceSettings
 from lookonce.watched_files import Current, WatchedFiles
 
@@ -119,7 +119,7 @@ class Quotas:
     @contextmanager
     def admitted(self, identity: Identity) -> Iterator[None]:
         """One call. Raises OverloadedError, with the time after which to come again, when a quota is used up."""
-        if self._table is None or identity.role is not Role.CLIENT:
+        if self._table is None or identity.role is not CallerRole.CLIENT:
             yield
             return
         quota, usage = self._state(identity.tenant)
@@ -136,12 +136,12 @@ class Quotas:
 
     def check(self, identity: Identity, resource: Resource) -> None:
         """For what comes while a call goes on, as the items of a stream do. Raises OverloadedError as `admitted`."""
-        if self._table is not None and identity.role is Role.CLIENT:
+        if self._table is not None and identity.role is CallerRole.CLIENT:
             self._check(*self._state(identity.tenant), resource)
 
     def charge(self, identity: Identity, resource: Resource, amount: float) -> None:
         """What a call took, once that is known; it may leave a debt."""
-        if self._table is None or identity.role is not Role.CLIENT:
+        if self._table is None or identity.role is not CallerRole.CLIENT:
             return
         quota, usage = self._state(identity.tenant)
         rate = quota.rate(resource)

@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from lookonce.errors import ConfigurationError, StartupError
-from lookonce.identity import Role
+from lookonce.identity import CallerRole
 from lookonce.server.authentication import load_authenticator
 from lookonce.server.call_gate import CallGate
 from lookonce.server.credentials import server_credentials
@@ -206,7 +206,7 @@ class GrpcService:
     async def _start_side_servers(self, metrics: CallMetrics) -> None:
         settings = self._settings
         if settings.admin_listen is not None:
-            server = self._build_server(metrics, self._admin_services, role=Role.OPERATOR)
+            server = self._build_server(metrics, self._admin_services, role=CallerRole.OPERATOR)
             names = [entry.full_name for entry in (*self._services, *self._admin_services)]
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
             self._admin_target = self._bind(server, "--admin-listen", settings.admin_listen, self._credentials)
@@ -220,7 +220,7 @@ class GrpcService:
             self._side_servers.append(server)
 
     def _build_server(
-        self, metrics: CallMetrics, services: Sequence[ServiceEntry], *, role: Role | None
+        self, metrics: CallMetrics, services: Sequence[ServiceEntry], *, role: CallerRole | None
     ) -> grpc.aio.Server:
         gate = CallGate(self._authenticator, self._quotas, open_services=_OPEN, role=role)
         border = BorderInterceptor(self._calls, gate, metrics, _QUIET)

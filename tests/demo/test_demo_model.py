@@ -1,4 +1,4 @@
-"""The committed demo model: loads offline with plain transformers, and really sees."""
+"""The committed demo model loads offline with plain transformers, and its answers depend on the pictures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_several_pictures_and_later_turns_are_answered_as_well(outcomes: list[Ou
 
 
 def swapped_pairs(num_pairs: int) -> list[Chat]:
-    """Chats in pairs: the very same words about two pictures whose right answers differ."""
+    """Returns pairs of chats with the same words about two pictures with different right answers."""
     rng = random.Random(SEED)
     chats: list[Chat] = []
     while len(chats) < 2 * num_pairs:
@@ -124,7 +124,7 @@ def test_chat_template_keeps_the_order_of_the_parts() -> None:
     )
 
 
-def test_report_beside_the_weights_keeps_its_promises() -> None:
+def test_the_report_beside_the_weights_meets_the_targets() -> None:
     report = json.loads((MODEL_DIR / "REPORT.json").read_text())
     assert report["held_out_pictures_and_wordings"]["accuracy"] >= MIN_ACCURACY
     assert all(report["demo_session_right"])

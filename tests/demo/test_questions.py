@@ -1,4 +1,4 @@
-"""Questions: the answers follow from the scenes, and ambiguous questions are not asked."""
+"""Answers follow from the scenes, and ambiguous questions are not asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from demo.wordings import QuestionKind, Split
 
 
 def scene_of(*shapes: tuple[str, str, int, int]) -> Scene:
-    """A scene of (colour, shape, row, column)."""
+    """Returns a scene with shapes given as (colour, shape, row, column)."""
     placed = tuple(
         PlacedShape(
             shape=shape,

@@ -1,4 +1,4 @@
-"""Scenes: deterministic by seed, unambiguous positions, shapes where and how they are said to be."""
+"""Scenes are determined by their seed, positions are unambiguous, and shapes are drawn as described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Independent questions in one row are worth as many conversations of their own."""
+"""Independent questions in one row train the model as separate conversations would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wordings: the held-out ones are really held out, and every pattern can be filled."""
+"""Held-out wordings never occur in training, and every pattern can be filled."""
 
 from __future__ import annotations
 

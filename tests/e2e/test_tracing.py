@@ -24,7 +24,7 @@ ENCODE = "lookonce.encoder.v1.EncoderService/Encode"
 
 CLIENT, DECODER, ENCODER = "asking", "lookonce-decoder", "lookonce-encoder"
 
-# Service and name of each span, and the name of its parent; in no order.
+# Service and name of each span, and the name of its parent. The order has no meaning.
 FIRST_LOOK = [
     (CLIENT, "client.generate", None),
     (DECODER, GENERATE, "client.generate"),
@@ -34,7 +34,7 @@ FIRST_LOOK = [
     (DECODER, "generate.fetch", GENERATE),
     (DECODER, "redis.read_rows", "generate.fetch"),
     (ENCODER, ENCODE, "generate.fetch"),
-    # Before the lease and with it in hand.
+    # Before taking the lease, and while holding it.
     (ENCODER, "redis.stat", ENCODE),
     (ENCODER, "redis.stat", ENCODE),
     (ENCODER, "encode.decode_image", ENCODE),
@@ -42,7 +42,7 @@ FIRST_LOOK = [
     (ENCODER, "encode.forward", ENCODE),
     (ENCODER, "encode.store", ENCODE),
     (ENCODER, "redis.write", "encode.store"),
-    # Taken, given back, told.
+    # The lease is taken, released, and its end published.
     (ENCODER, "redis.lease", ENCODE),
     (ENCODER, "redis.lease", ENCODE),
     (ENCODER, "redis.lease", ENCODE),
@@ -59,7 +59,7 @@ SECOND_LOOK = [
     (DECODER, "generate.decode", GENERATE),
 ]
 
-# All that a span may say of itself.
+# All attributes that a span may have.
 ATTRIBUTES = {
     "rpc.system.name",
     "rpc.method",
@@ -78,18 +78,18 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Traced:
-    """Two questions about one picture, and everything that was told of them."""
+    """The spans and log lines of two questions about one picture."""
 
     picture: Picture
-    # Of each question, in order.
+    # The spans of each question, in order.
     spans: tuple[list[SeenSpan], list[SeenSpan]]
-    # Access lines of each service.
+    # The access lines of each service.
     lines: dict[str, list[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
 def traced() -> Traced:
-    """The services have ended by then: nothing more can come."""
+    """Asks both questions, stops all services, and returns their spans and log lines."""
     (picture,) = fresh(1)
     with pytest.MonkeyPatch.context() as patch, running_collector() as collector:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.target)
@@ -134,7 +134,7 @@ def test_the_parts_of_a_generation_do_not_overlap(traced: Traced) -> None:
         took_ns = {span.name: span.ended_ns - span.started_ns for span in spans}
         parts_ns = [took_ns[f"generate.{name}"] for name in ("lookup", "queue", "prefill", "decode")]
         assert min(parts_ns) > 0
-        # What is not measured by one clock is measured by two.
+        # A millisecond of tolerance: the times come from two clocks.
         assert sum(parts_ns) <= took_ns[GENERATE] + 1_000_000
 
 
@@ -152,7 +152,7 @@ def test_attributes_tell_sizes_and_outcomes(traced: Traced) -> None:
     assert later["generate.prefill"]["lookonce.cached_prompt_tokens"] > 0
 
 
-def test_no_span_says_what_was_asked_or_shown(traced: Traced) -> None:
+def test_no_span_contains_the_question_the_answer_or_the_digest(traced: Traced) -> None:
     digest = hashlib.sha256(traced.picture.data).digest()
     hidden = [digest.hex()[:16], *QUESTION.split(), *traced.picture.answer.split()]
     hidden = [word for word in hidden if len(word) > 3]
@@ -174,12 +174,16 @@ def test_access_lines_of_all_services_name_the_trace(traced: Traced) -> None:
     ]
 
 
-def test_where_nobody_asks_services_import_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter lists what a process imports. Where OpenTelemetry is installed redis-py imports some of it."""
-    program = "import sys, redis, redis.asyncio; print(*(name for name in sys.modules if name.startswith('opentel')))"
-    by_redis = set(
+def test_services_that_export_no_traces_import_only_the_api_of_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter lists the modules that a process imports. redis-py imports some of OpenTelemetry by itself."""
+    program = (
+        "import sys, redis, redis.asyncio, lookonce.tracing; "
+        "print(*(name for name in sys.modules if name.startswith('opentel')))"
+    )
+    expected = set(
         subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split()
     )
+    assert not {name for name in expected if name.startswith(("opentelemetry.sdk.trace", "opentelemetry.exporter"))}
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     with LocalStack(DEMO_MODEL, encoder_arguments=ONE_THREAD, decoder_arguments=ONE_THREAD) as stack:
         for process in (*stack.encoders, *stack.decoders):
@@ -189,4 +193,4 @@ def test_where_nobody_asks_services_import_nothing_of_it(monkeypatch: pytest.Mon
                 if line.startswith("import time:")
             ]
             assert "lookonce.tracing" in imported
-            assert {name for name in imported if name.startswith("opentelemetry")} <= by_redis
+            assert {name for name in imported if name.startswith("opentelemetry")} <= expected

@@ -7,7 +7,6 @@ import hashlib
 import os
 import pathlib
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -15,10 +14,7 @@ from typing import Any
 
 import pytest
 
-from lookonce.errors import ConfigurationError, ModelFolderError
-from lookonce.identity import Role
-from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
-from lookonce.local.model_source import resolve_model, with_resolved_model
+from lookonce.identity import CallerRole
 from lookonce.server.authentication import parse_tokens
 from tests.lookonce.sdk.sdk_servers import System, running_system
 from tests.tiny_models import build_llava_clip, random_image
@@ -142,75 +138,6 @@ def test_doctor_says_when_the_configured_cache_is_away(environment: dict[str, st
     assert "does not answer" in finished.stdout
 
 
-def test_a_folder_and_other_flags_stay_as_they_are(tmp_path: pathlib.Path) -> None:
-    flags = ["--model", str(tmp_path), f"--model={tmp_path}", "--dtype", "auto", "--model"]
-    assert with_resolved_model(flags) == flags
-
-
-def test_what_came_from_the_hub_is_served_under_its_name_there(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, folder = "Qwen/Qwen2-VL-2B-Instruct", str(tmp_path / "snapshots" / "0123abc")
-    monkeypatch.setattr("lookonce.local.model_source._download", lambda _name: pathlib.Path(folder))
-    named = ["--served-model-name", name]
-    assert with_resolved_model(["--model", name]) == ["--model", folder, *named]
-    assert with_resolved_model([f"--model={name}", "--dtype", "auto"]) == [
-        f"--model={folder}",
-        "--dtype",
-        "auto",
-        *named,
-    ]
-    for own in (["--served-model-name", "mine"], ["--served-model-name=mine"]):
-        assert with_resolved_model(["--model", name, *own]) == ["--model", folder, *own]
-    monkeypatch.setenv("LOOKONCE_SERVED_MODEL_NAME", "mine")
-    assert with_resolved_model(["--model", name]) == ["--model", folder]
-
-
-@pytest.mark.parametrize("name", ["", "no/such/folder", "../up", "a b/c", "/absolute"])
-def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
-    with pytest.raises(ModelFolderError, match="neither a folder nor a name"):
-        resolve_model(name)
-
-
-def test_the_record_of_a_running_stack_is_found_and_removed_by_its_owner(tmp_path: pathlib.Path) -> None:
-    directory = tmp_path / "lookonce"
-    first = StackRecord("127.0.0.1:1", "127.0.0.1:2", os.getpid())
-    second = StackRecord("127.0.0.1:3", "127.0.0.1:4", os.getpid())
-    assert find_stack(directory) is None
-    first.write(directory)
-    assert find_stack(directory) == first
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    second.write(directory)
-    first.remove(directory)
-    assert find_stack(directory) == second
-    second.remove(directory)
-    assert list(directory.iterdir()) == []
-
-
-def test_the_record_of_a_stack_that_died_is_not_used(tmp_path: pathlib.Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    StackRecord("127.0.0.1:1", "127.0.0.1:2", process.pid).write(tmp_path / "lookonce")
-    assert find_stack(tmp_path / "lookonce") is None
-
-
-def test_a_record_that_others_could_have_written_is_refused(tmp_path: pathlib.Path) -> None:
-    directory = tmp_path / "lookonce"
-    StackRecord("127.0.0.1:1", "127.0.0.1:2", os.getpid()).write(directory)
-    directory.chmod(0o777)
-    with pytest.raises(ConfigurationError, match="only this user"):
-        find_stack(directory)
-
-
-def test_the_record_lies_in_the_runtime_folder_or_in_one_of_this_user(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert CliSettings().record_dir == tmp_path / "lookonce"
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert CliSettings().record_dir.name == f"lookonce-{os.getuid()}"
-
-
 @pytest.fixture
 def running_up(environment: dict[str, str], tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
     """`lookonce up` with two decoders on a tiny model, started as a script's background is: SIGINT ignored."""
@@ -248,7 +175,7 @@ async def test_a_token_and_its_entry_belong_together(environment: dict[str, str]
     assert finished.returncode == 0
     (known,) = parse_tokens(finished.stderr.encode())
     assert known.digest == hashlib.sha256(finished.stdout.strip().encode()).digest()
-    assert (known.identity.name, known.identity.tenant, known.identity.role) == ("shop", "acme", Role.CLIENT)
+    assert (known.identity.name, known.identity.tenant, known.identity.role) == ("shop", "acme", CallerRole.CLIENT)
     assert finished.stdout.strip() not in finished.stderr
     again = await _run(environment, "token", "shop", "--tenant", "acme")
     assert again.stdout != finished.stdout

@@ -1,4 +1,4 @@
-"""Whatever changes the rows changes the key, whatever does not leaves it, and a tenant's key needs its secret."""
+"""A key changes exactly with the inputs that change the rows, and a tenant's key depends on its secret."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_pair_of_frames_is_named_by_both_files_and_their_order() -> None:
     twice = FramePair(b"first", None)
     digests = [file_digest(one) for one in (pair, turned, twice, b"first", b"firstsecond")]
     assert len(set(digests)) == len(digests)
-    # As the wire contract states it.
+    # The format that the wire contract defines.
     said = b"".join(len(part).to_bytes(8, "little") + part for part in (b"lookonce/frame-pair/1", first, second))
     assert file_digest(pair) == pair_digest(first, second) == hashlib.sha256(said).digest()
     assert file_digest(twice) == file_digest(FramePair(b"first", b"first"))

@@ -1,4 +1,4 @@
-"""Tenants' secrets: one file for all services, another secret gives other keys and tags."""
+"""One secret file serves all services, and another secret gives other keys and tags."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_secret_changes_every_tenant(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "xyz", "00" * 31, "00" * 33, "0g" * 32])
-def test_an_unusable_file_is_refused_without_telling_what_is_in_it(tmp_path: pathlib.Path, content: str) -> None:
+def test_an_unusable_file_is_refused_without_showing_its_content(tmp_path: pathlib.Path, content: str) -> None:
     path = tmp_path / "secret"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match="tenant_secret_file") as caught:

@@ -1,4 +1,4 @@
-"""Spans where traces are asked for, and nothing where they are not; with a real exporter, over real gRPC."""
+"""Spans exist if traces are enabled and only then. The tests use a real exporter over real gRPC."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GENERATE = "lookonce.decoder.v1.DecoderService/Generate"
 STREAM = "lookonce.decoder.v1.DecoderService/GenerateStream"
 LARGE_IMAGE = b"\x07" * (SMALL_IMAGE_BYTES + 1)
 
-# As W3C's Trace Context has them: version, trace, span, and whether it is recorded.
+# W3C Trace Context: version, trace, span, and a flag for a recorded trace.
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 RECORDED = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-01"),)
 NOT_RECORDED = (("traceparent", f"00-{TRACE_ID}-{SPAN_ID}-00"),)
@@ -51,7 +51,7 @@ async def system() -> AsyncIterator[System]:
         yield started
 
 
-# Whether traces are made.
+# Enabling and disabling traces.
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ async def system() -> AsyncIterator[System]:
         ({"TRACES_EXPORTER": "otlp", "SDK_DISABLED": "false"}, ("otlp_proto_grpc",)),
     ],
 )
-def test_the_standard_variables_say_who_exports(
+def test_the_standard_variables_select_the_exporters(
     variables: dict[str, str], exporters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -78,34 +78,38 @@ def test_the_standard_variables_say_who_exports(
 
 
 @pytest.mark.parametrize("module", ["lookonce", "lookonce.client", "lookonce.aio", "lookonce.server.interceptors"])
-def test_nothing_of_opentelemetry_is_imported_by(module: str) -> None:
-    program = f"import sys, {module}; print(*(name for name in sys.modules if name.startswith('opentelemetry')))"
+def test_only_the_api_of_opentelemetry_is_imported_by(module: str) -> None:
+    """The SDK and the exporters are imported only by a process that exports."""
+    heavy = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto")
+    program = f"import sys, {module}; print(*(name for name in sys.modules if name.startswith({heavy!r})))"
     listed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout
     assert listed.split() == []
 
 
 def test_without_a_tracer_there_is_no_span() -> None:
-    with tracing.serving("/a/b", RECORDED, "r"), tracing.calling("c"), tracing.span("s") as span:
-        assert span is tracing.NO_SPAN
+    with tracing.serving("/a/b", RECORDED, "r"), tracing.calling("c") as call, tracing.span("s") as span:
+        assert not call.get_span_context().is_valid
+        assert not span.get_span_context().is_valid
         assert tracing.trace_id() is None
         assert tracing.metadata() == ()
+        assert tracing.span("s") is tracing.NO_SPAN
         assert tracing.redis_span("stat") is tracing.NO_SPAN
 
 
-def test_an_exporter_that_is_not_there_keeps_the_service_from_starting() -> None:
+def test_an_exporter_that_is_not_installed_keeps_the_service_from_starting() -> None:
     with pytest.raises(ConfigurationError, match="no exporter zipkin is installed"):
         tracing.start("under-test", ("zipkin",))
     assert tracing.trace_id() is None
 
 
-def test_without_the_extra_a_service_starts_and_says_so(
+def test_without_the_extra_a_service_starts_and_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     tracing.start("under-test", ("otlp_proto_grpc",))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "lookonce[otel] is not installed" in caplog.text
-    assert tracing.calling("c") is tracing.NO_SPAN
+    assert not tracing.start_call("c").is_recording()
 
 
 def test_the_service_has_a_name_unless_the_variables_give_another(
@@ -118,21 +122,21 @@ def test_the_service_has_a_name_unless_the_variables_give_another(
     tracing.start("under-test", TracingVariables().exporters)
     with tracing.calling("theirs"):
         pass
-    told = traces.told()
-    assert (told.one("ours").service, told.one("theirs").service) == ("under-test", "chosen")
+    collected = traces.collected()
+    assert (collected.one("ours").service, collected.one("theirs").service) == ("under-test", "chosen")
 
 
-def test_a_service_that_nobody_asks_makes_no_span_whatever_its_libraries_do() -> None:
-    """In a process of its own, for a provider is set once."""
+def test_a_service_without_exporters_makes_no_span_even_if_a_library_sets_a_provider() -> None:
+    """Runs in a new process, since a provider can be set only once."""
     program = """
 from lookonce import tracing
 tracing.start("service", ())
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 trace.set_tracer_provider(TracerProvider())
-assert tracing.calling("call") is tracing.NO_SPAN
+assert not tracing.start_call("call").is_recording()
 tracing.stop()
-assert tracing.calling("call") is not tracing.NO_SPAN
+assert tracing.start_call("call").is_recording()
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -145,52 +149,52 @@ def test_only_calls_begin_a_trace(traces: Traces) -> None:
     with tracing.span("lonely"), tracing.redis_span("ping"):
         tracing.annotate(outcome="ok")
     with tracing.calling("call"), tracing.span("part", num_rows=3) as part:
-        part.set(tier="shared")
+        part.set_attribute("lookonce.tier", "shared")
         tracing.annotate(outcome="ok")
-    told = traces.told()
-    assert [span.name for span in told.spans] == ["call", "part"]
-    part_span = told.one("part")
-    assert (part_span.parent_id, part_span.kind) == (told.one("call").span_id, "INTERNAL")
+    collected = traces.collected()
+    assert [span.name for span in collected.spans] == ["call", "part"]
+    part_span = collected.one("part")
+    assert (part_span.parent_id, part_span.kind) == (collected.one("call").span_id, "INTERNAL")
     assert part_span.attributes == {"lookonce.num_rows": 3, "lookonce.tier": "shared", "lookonce.outcome": "ok"}
 
 
-def test_an_error_shows_by_its_type_alone(traces: Traces) -> None:
+def test_an_error_is_recorded_by_its_type_alone(traces: Traces) -> None:
     with pytest.raises(OverloadedError), tracing.calling("call"), tracing.span("part"):
         raise OverloadedError("a private word")
-    told = traces.told()
-    assert {span.name: span.attributes["error.type"] for span in told.spans} == {
+    collected = traces.collected()
+    assert {span.name: span.attributes["error.type"] for span in collected.spans} == {
         "call": "OverloadedError",
         "part": "OverloadedError",
     }
-    assert all(span.is_error and "private" not in span.text for span in told.spans)
+    assert all(span.is_error and "private" not in span.text for span in collected.spans)
 
 
-def test_what_is_over_is_recorded_with_its_own_times(traces: Traces) -> None:
+def test_an_ended_part_is_recorded_with_its_own_times(traces: Traces) -> None:
     now_s, before_ns = time.monotonic(), time.time_ns()
     with tracing.calling("call"):
         tracing.record("waited", now_s - 20, now_s - 5, num_rows=1)
-    span = traces.told().one("waited")
+    span = traces.collected().one("waited")
     assert span.ended_ns - span.started_ns == pytest.approx(15e9, abs=1000)
     assert span.started_ns < span.ended_ns < before_ns
 
 
-def test_a_caller_that_is_not_recorded_is_not_recorded_here_but_followed(traces: Traces) -> None:
+def test_an_unrecorded_trace_stays_unrecorded_and_is_passed_on(traces: Traces) -> None:
     with tracing.serving("/a/b", NOT_RECORDED, "r"), tracing.span("part"):
         ((name, parent),) = tracing.metadata()
-    assert traces.told().spans == []
+    assert traces.collected().spans == []
     assert name == "traceparent"
     assert (parent[3:35], parent[-2:]) == (TRACE_ID, "00")
 
 
 @pytest.mark.parametrize("header", ["", "00-zz-zz-01", f"00-{'0' * 32}-{SPAN_ID}-01", "x" * 5000])
-def test_a_broken_parent_begins_a_trace_of_its_own(header: str, traces: Traces) -> None:
+def test_a_broken_parent_starts_a_new_trace(header: str, traces: Traces) -> None:
     with tracing.serving("/a/b", (("traceparent", header), ("some-bin", b"\x00")), "r"):
         pass
-    span = traces.told().one("a/b")
+    span = traces.collected().one("a/b")
     assert (span.parent_id, span.trace_id != TRACE_ID) == ("", True)
 
 
-def test_a_stores_operation_tells_its_outcome_and_size(traces: Traces, tmp_path: pathlib.Path) -> None:
+def test_an_operation_of_the_store_has_its_outcome_and_size(traces: Traces, tmp_path: pathlib.Path) -> None:
     store = EmbeddingStore(f"unix://{tmp_path}/nobody.sock", 0.2, 60, 1 << 20)
     key = content_key(image_digest(b"image"), EncoderFingerprint("f" * 64), ProcessorOptions(), DEFAULT_TENANT)
     with tracing.calling("call"):
@@ -198,12 +202,12 @@ def test_a_stores_operation_tells_its_outcome_and_size(traces: Traces, tmp_path:
         assert store.read_rows(key, 0, 2, memoryview(bytearray(64))) is not None
         assert not store.touch(key)
     store.close()
-    told = traces.told()
-    spans = [span for span in told.spans if span.name != "call"]
+    collected = traces.collected()
+    spans = [span for span in collected.spans if span.name != "call"]
     assert [span.name for span in spans] == ["redis.stat", "redis.read_rows", "redis.touch"]
     counted = {outcome for _, outcome in store.stats.snapshot()}
     assert {span.attributes["lookonce.outcome"] for span in spans} <= counted
-    assert told.one("redis.read_rows").attributes["lookonce.num_bytes"] == 64
+    assert collected.one("redis.read_rows").attributes["lookonce.num_bytes"] == 64
     assert all(span.kind == "CLIENT" and key.digest.hex()[:8] not in span.text for span in spans)
 
 
@@ -228,7 +232,7 @@ HANDLERS: dict[str, Any] = {
 
 @pytest.fixture
 async def channel() -> AsyncIterator[grpc.aio.Channel]:
-    """To a service that answers with the trace that it works for."""
+    """Returns a channel to a service that answers with its current trace id."""
     generic = grpc.method_handlers_generic_handler(KINDS, HANDLERS)
     entry = ServiceEntry(KINDS, lambda server: server.add_generic_rpc_handlers([generic]))
     values: dict[str, Any] = {"model": ".", "drain_timeout_s": 0.0}
@@ -239,7 +243,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def _call(channel: grpc.aio.Channel, kind: str) -> bytes:
-    """The only answer of a method, called as the kind that its name says."""
+    """Calls a method by the RPC kind of its name and returns its only answer."""
     metadata = (*RECORDED, ("x-request-id", "turn-1"))
     opened: dict[str, Any] = {
         "UnaryUnary": channel.unary_unary,
@@ -260,7 +264,7 @@ async def test_a_call_of_each_kind_joins_its_callers_trace(
     kind: str, traces: Traces, channel: grpc.aio.Channel, log_lines: Callable[[], list[dict[str, Any]]]
 ) -> None:
     assert await _call(channel, kind) == TRACE_ID.encode()
-    span = (await asyncio.to_thread(traces.told)).one(f"{KINDS}/{kind}")
+    span = (await asyncio.to_thread(traces.collected)).one(f"{KINDS}/{kind}")
     assert (span.trace_id, span.parent_id, span.kind) == (TRACE_ID, SPAN_ID, "SERVER")
     assert span.attributes == {
         "rpc.system.name": "grpc",
@@ -273,7 +277,7 @@ async def test_a_call_of_each_kind_joins_its_callers_trace(
 
 
 @pytest.mark.parametrize("kind", HANDLERS)
-async def test_without_tracing_lines_name_no_trace(
+async def test_without_tracing_log_lines_have_no_trace_id(
     kind: str, channel: grpc.aio.Channel, log_lines: Callable[[], list[dict[str, Any]]]
 ) -> None:
     assert await _call(channel, kind) == b""
@@ -284,10 +288,10 @@ async def test_without_tracing_lines_name_no_trace(
 
 async def test_health_leaves_no_span(traces: Traces, channel: grpc.aio.Channel) -> None:
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), metadata=RECORDED, timeout=5)
-    assert (await asyncio.to_thread(traces.told)).spans == []
+    assert (await asyncio.to_thread(traces.collected)).spans == []
 
 
-async def test_a_refused_call_is_no_error_of_the_server_and_a_fault_is(traces: Traces, system: System) -> None:
+async def test_a_refused_call_is_not_an_error_of_the_server_but_a_fault_is(traces: Traces, system: System) -> None:
     system.decoder.error_after_first_word = OverloadedError("no room")
     async with lookonce.AsyncClient.connect(system.decoder_target) as client:
         with pytest.raises(OverloadedError):
@@ -295,12 +299,12 @@ async def test_a_refused_call_is_no_error_of_the_server_and_a_fault_is(traces: T
         system.decoder.error_after_first_word = UnavailableError("going away")
         with pytest.raises(UnavailableError):
             [piece async for piece in client.stream("one two")]
-    told = await asyncio.to_thread(traces.told)
-    assert [(span.attributes["rpc.response.status_code"], span.is_error) for span in told.named(STREAM)] == [
+    collected = await asyncio.to_thread(traces.collected)
+    assert [(span.attributes["rpc.response.status_code"], span.is_error) for span in collected.named(STREAM)] == [
         ("RESOURCE_EXHAUSTED", False),
         ("UNAVAILABLE", True),
     ]
-    assert [span.attributes["error.type"] for span in told.named("client.stream")] == [
+    assert [span.attributes["error.type"] for span in collected.named("client.stream")] == [
         "OverloadedError",
         "UnavailableError",
     ]
@@ -310,7 +314,7 @@ async def test_a_refused_call_is_no_error_of_the_server_and_a_fault_is(traces: T
 
 
 class SyncCalls:
-    """Each method in a thread of its own."""
+    """Calls `lookonce.Client`, each method in a thread."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -333,7 +337,7 @@ class SyncCalls:
 
 
 class AsyncCalls:
-    """The same with the other client."""
+    """Calls `lookonce.AsyncClient` in the test's event loop."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -360,43 +364,41 @@ def calls(request: pytest.FixtureRequest, system: System) -> Any:
 
 
 @pytest.mark.parametrize(("method", "served"), [("generate", GENERATE), ("stream", STREAM)])
-async def test_all_that_one_call_asks_servers_for_is_one_trace(
-    method: str, served: str, calls: Any, traces: Traces
-) -> None:
+async def test_all_requests_of_one_call_are_one_trace(method: str, served: str, calls: Any, traces: Traces) -> None:
     await calls.run(method, "what is it", images=[LARGE_IMAGE])
-    told = await asyncio.to_thread(traces.told)
-    root = told.one(f"client.{method}")
+    collected = await asyncio.to_thread(traces.collected)
+    root = collected.one(f"client.{method}")
     assert (root.parent_id, root.kind, root.is_error) == ("", "CLIENT", False)
-    others = [span for span in told.spans if span is not root and span.name != root.name]
+    others = [span for span in collected.spans if span is not root and span.name != root.name]
     assert {(span.trace_id, span.parent_id) for span in others} == {(root.trace_id, root.span_id)}
-    # First by digest, then with the bytes.
+    # The first request has the digest, the second the bytes.
     info = "lookonce.decoder.v1.DecoderService/GetModelInfo"
     assert sorted(span.name for span in others) == sorted([served, info, served])
-    assert [span.attributes["rpc.response.status_code"] for span in told.named(served)] == ["NOT_FOUND", "OK"]
+    assert [span.attributes["rpc.response.status_code"] for span in collected.named(served)] == ["NOT_FOUND", "OK"]
 
 
 @pytest.mark.parametrize("method", ["encode", "lookup"])
 async def test_calls_to_encoders_are_traced_too(method: str, calls: Any, traces: Traces) -> None:
     await calls.run(method, [LARGE_IMAGE])
-    told = await asyncio.to_thread(traces.told)
-    root = told.one(f"client.{method}")
-    assert len(told.spans) > 2
-    assert all(span.parent_id == root.span_id for span in told.spans if span.name != root.name)
+    collected = await asyncio.to_thread(traces.collected)
+    root = collected.one(f"client.{method}")
+    assert len(collected.spans) > 2
+    assert all(span.parent_id == root.span_id for span in collected.spans if span.name != root.name)
 
 
 async def test_a_stream_that_is_left_early_has_a_span_without_error(calls: Any, traces: Traces) -> None:
     await calls.read_one_and_leave()
-    span = (await asyncio.to_thread(traces.told)).one("client.stream")
+    span = (await asyncio.to_thread(traces.collected)).one("client.stream")
     assert not span.is_error
 
 
 def test_an_applications_own_provider_is_used() -> None:
-    """In a process of its own, for a provider is set once."""
+    """Runs in a new process, since a provider can be set only once."""
     program = """
 from opentelemetry import trace
 import lookonce
 from lookonce import tracing
-assert tracing.calling("too early") is tracing.NO_SPAN
+assert not tracing.start_call("too early").is_recording()
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -416,7 +418,7 @@ print(call.name, call.parent.span_id == page.context.span_id, call.attributes["e
     assert (done.stdout.split(), done.stderr) == (["client.generate", "True", "UnavailableError"], "")
 
 
-def test_the_end_of_tracing_ends_its_thread(traces: Traces) -> None:
+def test_stopping_the_tracing_ends_its_thread(traces: Traces) -> None:
     before = set(threading.enumerate())
     tracing.stop()
     assert {thread.name for thread in before - set(threading.enumerate())} == {"OtelBatchSpanRecordProcessor"}

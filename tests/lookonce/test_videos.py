@@ -1,4 +1,4 @@
-"""What a video becomes by the size and number of its frames, whatever its folder's video processor says."""
+"""Frame sizes, rows and times of videos, compared with the video processors of transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def videos_of(path: pathlib.Path) -> VideoModel:
 
 
 def bounded_each(width: int, height: int, num_frames: int, max_tokens: int | None) -> tuple[int, int]:
-    """Height and width where the family bounds each frame, `max_tokens` those of a video."""
+    """Returns height and width for a family that bounds each frame; `max_tokens` is the bound of a video."""
     most = 90_000
     if max_tokens is not None:
         most = max(min(most, int(max_tokens * 28 * 28 * 0.9) * 2 // num_frames), int(4000 * 1.05))
@@ -62,7 +62,7 @@ def bounded_each(width: int, height: int, num_frames: int, max_tokens: int | Non
 
 
 def bounded_together(width: int, height: int, num_frames: int, max_tokens: int | None) -> tuple[int, int]:
-    """Where it bounds all frames of a video together, `max_tokens` those of a frame."""
+    """Returns height and width for a family that bounds all frames together; `max_tokens` is the bound of a frame."""
     most = 90_000
     if max_tokens is not None:
         most = num_frames * max(min(max_tokens * 32 * 32, 90_000 // num_frames), int(4000 * 1.05))
@@ -85,7 +85,7 @@ def test_frames_are_sized_as_the_familys_video_processor_sizes_them(
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_no_pair_has_more_rows_than_the_largest(folder: Folder, name: str) -> None:
-    """Whether thin, long or short; the room that is kept for one pair depends on it."""
+    """Tries thin, long and short videos, because the memory reserved for one pair depends on this bound."""
     model = model_of(folder(name))
     assert model.video is not None
     sizes = [*SIZES, (2000, 10, 2), (10, 2000, 2), (2000, 10, 64), (300, 300, 2), (200_000, 1000, 2)]
@@ -111,7 +111,7 @@ def test_settings_come_from_the_file_that_transformers_would_read(folder: Folder
     assert videos_of(path).settings.most_pixels == 90_000
     (path / "video_preprocessor_config.json").unlink()
     images = json.loads((path / "preprocessor_config.json").read_text())
-    # An old folder has one file for images and videos.
+    # Older folders have one file for images and videos.
     (path / "preprocessor_config.json").write_text(json.dumps({**images, "min_pixels": 3136, "max_pixels": 50_000}))
     assert (videos_of(path).settings.least_pixels, videos_of(path).settings.most_pixels) == (3136, 50_000)
     nested = {"image_processor": images, "video_processor": {"size": {"shortest_edge": 784, "longest_edge": 7840}}}
@@ -139,12 +139,12 @@ def test_with_a_video_processor_that_does_not_fit_images_are_served_and_videos_a
     assert model.image_shape(100, 100, ProcessorOptions()).num_rows
 
 
-def test_what_is_null_is_as_if_it_were_not_there(folder: Folder) -> None:
+def test_a_setting_of_null_counts_as_absent(folder: Folder) -> None:
     assert videos_of(folder(patch_size=None, max_video_tokens=None, image_mean=None)).settings.pixels["image_mean"]
 
 
 def test_frames_that_must_grow_are_no_larger_than_the_largest_pair(folder: Folder) -> None:
-    """With the least as high as the most, both sides are rounded up."""
+    """If the lower bound equals the upper bound, both sides are rounded up."""
     video = videos_of(folder("qwen2_5_vl", size={"shortest_edge": 90_000, "longest_edge": 90_000}))
     sizes = [video.frame_size(width, height, num_frames, None) for width, height, num_frames in SIZES]
     assert all(video.is_frame_size(*size) for size in sizes)
@@ -152,7 +152,7 @@ def test_frames_that_must_grow_are_no_larger_than_the_largest_pair(folder: Folde
 
 
 def test_a_bound_holds_for_odd_numbers_of_frames_too(folder: Folder) -> None:
-    """The processor compares 5 frames as 4 with its bound for all of them."""
+    """The processor counts 5 frames as 4 when it compares them with its bound for all frames."""
     video = videos_of(folder("qwen3_vl", size={"shortest_edge": 4096, "longest_edge": 25_000_000}))
     for num_frames in range(2, 20):
         width, height = video.frame_size(1270, 635, num_frames, 655_523)
@@ -179,7 +179,7 @@ def test_a_folder_that_names_no_video_token_takes_no_videos(folder: Folder) -> N
         model.check_options(ProcessorOptions(frame_size=(28, 28)))
 
 
-def test_what_changes_a_frames_pixels_changes_the_fingerprint(folder: Folder) -> None:
+def test_a_setting_that_changes_pixels_changes_the_fingerprint(folder: Folder) -> None:
     def fingerprint(path: pathlib.Path) -> str:
         opened = ModelFolder.open(path)
         return vision_fingerprint(opened, load_vision_half(path, None), FamilyModel.load(opened))
@@ -198,7 +198,7 @@ def test_what_changes_a_frames_pixels_changes_the_fingerprint(folder: Folder) ->
     [(0.5, [0, 8, 16]), (2.0, [0, 2, 4]), (8.0, [0, 0, 1]), (29.97, [0, 0, 0])],
 )
 def test_real_time_is_counted_in_whole_steps(folder: Folder, fps: float, times: list[int]) -> None:
-    """Two steps a second here, two frames a pair: a pair at 8 frames a second is half a step."""
+    """This family has two steps a second and two frames a pair, so a pair at 8 frames a second is half a step."""
     path = folder()
     config = json.loads((path / "config.json").read_text())
     config["vision_config"]["tokens_per_second"] = 2
@@ -214,7 +214,7 @@ def test_times_in_words_are_those_between_the_two_frames(folder: Folder) -> None
     assert [shape.place for shape in shapes] == [None, None, None]
 
 
-def test_the_sdk_refuses_what_is_no_video() -> None:
+def test_the_sdk_refuses_invalid_videos() -> None:
     one, known = ImageRef.from_bytes(b"file"), ImageRef.from_digest(bytes(32))
     for frames, size in (([one], None), ([one, known], None), ([one, ImageRef.from_bytes(b"x", max_pixels=5)], None)):
         with pytest.raises(InvalidParameterError):

@@ -1,4 +1,4 @@
-"""What operators change is in use within a second or two, all of it or nothing."""
+"""A change of watched files takes effect within two seconds, completely or not at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_changed_file_is_read_again(path: pathlib.Path) -> None:
     assert watched.value == 22
 
 
-def test_a_file_put_in_its_place_is_read_though_it_looks_as_old(path: pathlib.Path) -> None:
+def test_a_replacement_with_the_same_time_of_change_is_read(path: pathlib.Path) -> None:
     watched = WatchedFiles("setting", (path,), number)
     other = path.with_name("other")
     other.write_text("2")
@@ -48,7 +48,7 @@ def test_a_file_put_in_its_place_is_read_though_it_looks_as_old(path: pathlib.Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"two", None])
-def test_what_means_nothing_leaves_the_last_value(path: pathlib.Path, content: bytes | None) -> None:
+def test_invalid_content_leaves_the_last_value(path: pathlib.Path, content: bytes | None) -> None:
     watched = WatchedFiles("setting", (path,), number)
     path.unlink()
     if content is not None:
@@ -75,7 +75,7 @@ def test_files_that_belong_together_are_read_together(path: pathlib.Path, tmp_pa
     assert watched.value == 201
 
 
-def test_at_the_start_it_must_mean_something(path: pathlib.Path) -> None:
+def test_invalid_files_at_the_start_are_refused(path: pathlib.Path) -> None:
     path.write_text("one")
     with pytest.raises(ConfigurationError, match=r"setting: .*holds no number"):
         WatchedFiles("setting", (path,), number)

@@ -315,7 +315,7 @@ async def test_a_trace_has_the_parts_of_a_request_with_the_engines_times(
         ) as generation:
             await generation.admission()
             _ = [increment async for increment in generation.increments()]
-    told = await asyncio.to_thread(traces.told)
+    told = await asyncio.to_thread(traces.collected)
     took_s = {span.name: (span.ended_ns - span.started_ns) / 1e9 for span in told.spans if span.name != "call"}
     assert set(took_s) == {"generate.queue", "generate.prefill", "generate.decode"}
     assert took_s["generate.queue"] == pytest.approx(2.0, abs=1e-5)
@@ -345,5 +345,5 @@ async def test_a_trace_of_a_request_that_failed_has_the_parts_that_began(
 ) -> None:
     with pytest.raises(UnavailableError), tracing.calling("call"):
         await run(ScriptedEngine(outputs), llava_text, registry)
-    told = await asyncio.to_thread(traces.told)
+    told = await asyncio.to_thread(traces.collected)
     assert {span.name for span in told.spans if span.name != "call"} == parts

@@ -27,7 +27,7 @@ from lookonce.content_key import (
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceServicer
-from lookonce.identity import Identity, Role, acting_for
+from lookonce.identity import CallerRole, Identity, acting_for
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.server.authentication import parse_token
 from lookonce.tenants import Tenants
@@ -516,7 +516,7 @@ async def test_a_call_says_whose_it_is_and_which_image_it_is_about(tmp_path: pat
         scripted_encoder(noting) as target,
         EncoderClient(target, ExpectedRows("llava", 64), replace(CHANNEL, token=token)) as encoder,
     ):
-        with acting_for(Identity("shop", "acme", Role.CLIENT)):
+        with acting_for(Identity("shop", "acme", CallerRole.CLIENT)):
             await encoder.encode(key, data, NO_OPTIONS, 10)
             assert await encoder.lookup(key, NO_OPTIONS) is None
             await encoder.read_rows(key, 0, 1, memoryview(bytearray(256)), 10, options=NO_OPTIONS)

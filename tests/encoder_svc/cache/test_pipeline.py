@@ -448,7 +448,7 @@ async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(op
                 await settled(lambda: len(batcher._queue) == 2)
                 harness.gate.set()
             assert harness.passes == [1, 2]
-        told = await asyncio.to_thread(traces.told)
+        told = await asyncio.to_thread(traces.collected)
     passes = {span.trace_id: span for span in told.named("encode.forward")}
     num_together = {}
     for seed in range(3):

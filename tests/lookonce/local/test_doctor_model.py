@@ -1,11 +1,8 @@
-"""What `lookonce doctor --model` and `lookonce models` say."""
+"""The reports of `lookonce doctor --model` and `lookonce models`."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import pathlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,57 +18,17 @@ from decoder_svc.runner.attention import KVCacheSpec
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.families.registry import FAMILIES
-from lookonce.local import doctor, half_check
+from lookonce.local import doctor
 from lookonce.local.cli_settings import CliSettings
-from lookonce.local.doctor import Finding
 from lookonce.local.doctor_model import examine_folder
-from lookonce.local.half_check import check_half
+from lookonce.local.finding import Finding
 from lookonce.model.family_model import FamilyModel
-from lookonce.model.half_model import Half, load_text_half, load_vision_half
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_families, tiny_models
 
 ROOT = pathlib.Path(__file__).parents[3]
-BUILDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
-    **{name: module.build for name, module in tiny_families.FAMILIES.items()},
-    **tiny_models.BUILDERS,
-}
 
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    root = tmp_path_factory.mktemp("models")
-
-    def build(name: str) -> pathlib.Path:
-        return root / name if (root / name).exists() else BUILDERS[name](root / name)
-
-    return build
-
-
-@pytest.fixture
-def copied(built: Callable[[str], pathlib.Path], tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
-    """A copy of a tiny folder, with changed fields of its configuration or of the text model's."""
-
-    def copy(name: str, fields: Mapping[str, Any] | None = None, text: Mapping[str, Any] | None = None) -> pathlib.Path:
-        path = tmp_path / name
-        shutil.copytree(built(name), path)
-        config = json.loads((path / "config.json").read_text())
-        config |= fields or {}
-        config["text_config"] |= text or {}
-        (path / "config.json").write_text(json.dumps(config))
-        return path
-
-    return copy
-
-
-@pytest.fixture(autouse=True)
-def only_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This transformers loads in the way that is known, so no half is loaded only to be compared."""
-
-    def never(folder: ModelFolder, half: Half) -> None:
-        raise AssertionError(f"the {half.value} half of {folder.path} was loaded")
-
-    monkeypatch.setattr(half_check, "_loaded", never)
+pytestmark = pytest.mark.usefixtures("only_headers")
 
 
 def _examined(path: pathlib.Path) -> dict[str, Finding]:
@@ -92,7 +49,7 @@ def _drop_tensor(path: pathlib.Path, part: str) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+@pytest.mark.parametrize("name", sorted(tiny_families.FAMILIES | tiny_models.BUILDERS))
 def test_every_tiny_family_loads(name: str, built: Callable[[str], pathlib.Path]) -> None:
     path = built(name)
     findings = _examined(path)
@@ -115,21 +72,6 @@ def test_every_tiny_family_loads(name: str, built: Callable[[str], pathlib.Path]
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
 def test_the_fingerprint_is_the_encoders(name: str, built: Callable[[str], pathlib.Path]) -> None:
     assert _examined(built(name))["encoder fingerprint"].detail == _encoders_fingerprint(built(name))
-
-
-# Of untied and tied weights, and of experts that are merged.
-@pytest.mark.parametrize("name", ["gemma3", "paligemma", "qwen3_vl_moe"])
-def test_the_memory_is_that_of_the_loaded_halves(name: str, built: Callable[[str], pathlib.Path]) -> None:
-    folder = ModelFolder.open(built(name))
-    loaded = {
-        Half.VISION: load_vision_half(folder.path, None),
-        Half.TEXT: load_text_half(folder.path, None, "sdpa"),
-    }
-    for half, model in loaded.items():
-        weights = check_half(folder, _config(folder.path), half)
-        parameters = list(model.parameters())
-        assert weights.num_bytes == sum(parameter.nbytes for parameter in parameters)
-        assert (weights.num_tensors, weights.dtype) == (len(parameters), torch.float32)
 
 
 def test_sizes_follow_from_the_configuration(built: Callable[[str], pathlib.Path]) -> None:
@@ -187,16 +129,6 @@ def test_a_tokenizer_without_the_image_token_is_found(copied: Callable[..., path
     assert "1000000" in findings["largest image"].detail
 
 
-def test_another_transformers_is_told_by_loading(
-    built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = ModelFolder.open(built("gemma3"))
-    known = [check_half(folder, _config(folder.path), half) for half in Half]
-    monkeypatch.undo()
-    monkeypatch.delattr(importlib.import_module("transformers.conversion_mapping"), "get_model_conversion_mapping")
-    assert [check_half(folder, _config(folder.path), half) for half in Half] == known
-
-
 def test_without_the_services_libraries_the_finding_says_what_to_install(
     built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +151,7 @@ def test_the_command_prints_one_line_per_finding(built: Callable[[str], pathlib.
     assert "Loading weights" not in finished.stderr
 
 
-def test_it_says_whether_videos_are_taken(copied: Callable[..., pathlib.Path]) -> None:
+def test_the_report_tells_whether_videos_are_accepted(copied: Callable[..., pathlib.Path]) -> None:
     path = copied("qwen3_vl")
     assert "16 frames of 640×480" in _examined(path)["videos"].detail
     template = (path / "chat_template.jinja").read_text()

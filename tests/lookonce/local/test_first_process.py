@@ -1,4 +1,4 @@
-"""A service as the first process of its container, to which the kernel passes no signal that it has no handler for."""
+"""Signals to a service that is process 1 of its container; the kernel drops those without a handler there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DRAINING = """
 import asyncio, signal
 from lookonce.server import serving
 async def main():
-    # What serve_until_stopped leaves behind when a drain begins.
+    # The handlers that serve_until_stopped sets when a drain begins.
     serving.end_by(signal.SIGTERM)
     serving.end_by(signal.SIGINT)
     print("draining", flush=True)
@@ -44,12 +44,12 @@ def can_unshare() -> bool:
     return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
 
 
-pytestmark = pytest.mark.skipif(not can_unshare(), reason="may not make a process the first of a namespace here")
+pytestmark = pytest.mark.skipif(not can_unshare(), reason="needs the right to create a PID namespace")
 
 
 @contextlib.contextmanager
 def first_process(program: str, says: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """Who waits for it, and itself, once it has said what it says."""
+    """Starts `program` as process 1 of a namespace; yields its parent and itself once it has printed `says`."""
     command = [*NAMESPACE, sys.executable, "-c", program]
     waiting = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -78,7 +78,7 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals) -> None:
 
 
 def test_without_a_handler_the_kernel_passes_nothing_on() -> None:
-    """What this is all about; were it otherwise here, the tests above would show nothing."""
+    """Checks the premise of the tests above on this machine."""
     program = "import time; print('deaf', flush=True); time.sleep(3600)"
     with first_process(program, "deaf") as (waiting, first):
         first.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Reserved ports, with a real gRPC server and real sockets."""
+"""A reserved port belongs to one server only. Tested with a real gRPC server and real sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_a_grpc_server_can_take_the_port_while_it_is_reserved() -> None:
         await service.stop()
 
 
-def test_reserved_ports_differ_and_are_given_to_nobody_else() -> None:
+def test_reserved_ports_differ_and_no_other_socket_gets_them() -> None:
     with contextlib.ExitStack() as exits:
         reserved = {exits.enter_context(reserved_port()) for _ in range(50)}
         assert len(reserved) == 50

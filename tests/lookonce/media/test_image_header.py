@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 
 import hypothesis
 import PIL.Image
@@ -49,7 +51,7 @@ def test_an_unknown_orientation_counts_as_none() -> None:
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "GIF"])
 def test_no_pixel_is_decoded(file_format: str) -> None:
-    """A file that ends behind its header still gives its size."""
+    """A file that is cut off behind its header still gives its size."""
     data = image_files.encoded(image_files.noise(1, 300, 200), file_format)
     header = probe_image(data[: len(data) - len(data) // 3], LIMITS)
     assert (header.width, header.height) == (300, 200)
@@ -104,11 +106,30 @@ def test_limits_themselves_are_accepted() -> None:
         image_files.jpeg_with_broken_exif(),
     ],
 )
-def test_anything_else_is_undecodable_and_says_nothing_of_the_library(data: bytes) -> None:
+def test_anything_else_is_undecodable_and_shows_no_text_of_the_library(data: bytes) -> None:
     with pytest.raises(ImageUndecodableError) as caught:
         probe_image(data, LIMITS)
     for internal in ("0x", "BytesIO", "PIL", "Traceback", "/"):
         assert internal not in caught.value.message
+
+
+def test_every_process_that_opens_an_image_has_pillows_limits() -> None:
+    """Runs in a new process, since the limits belong to a process. Importing the module sets nothing."""
+    program = """
+import sys, PIL.Image, PIL.PngImagePlugin
+before = PIL.Image.MAX_IMAGE_PIXELS, PIL.PngImagePlugin.MAX_TEXT_MEMORY
+from lookonce.media.image_header import ImageLimits, probe_image
+assert (PIL.Image.MAX_IMAGE_PIXELS, PIL.PngImagePlugin.MAX_TEXT_MEMORY) == before
+try:
+    probe_image(sys.stdin.buffer.read(), ImageLimits(1 << 20, 1_000_000, 50.0))
+except Exception as error:
+    print(type(error).__name__)
+print(PIL.Image.MAX_IMAGE_PIXELS, PIL.PngImagePlugin.MAX_TEXT_MEMORY)
+"""
+    # 1.6 billion pixels, for which Pillow by itself would raise an error of its own.
+    bomb = image_files.png_of_size(40_000, 40_000)
+    done = subprocess.run([sys.executable, "-c", program], input=bomb, capture_output=True, check=True, timeout=60)
+    assert done.stdout.decode().split() == ["ImageTooLargeError", "None", str(8 << 20)]
 
 
 @pytest.mark.filterwarnings("ignore")

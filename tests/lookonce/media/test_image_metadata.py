@@ -1,4 +1,4 @@
-"""Files that ask for more blocks than pixels are refused before Pillow sees them; all others pass."""
+"""Files with too much metadata are refused before Pillow reads them; all others pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_metadata_may_have_some_megabytes() -> None:
         probe_image(image_bombs.png_with_exif(image_bombs.exif_of(10) + bytes(9 << 20)), LIMITS)
 
 
-def test_pixels_are_no_metadata() -> None:
+def test_pixels_do_not_count_as_metadata() -> None:
     noise = image_files.noise(1, 2000, 1600).effect_spread(200)
     for file_format, options in (
         ("PNG", {"compress_level": 0}),
@@ -74,8 +74,8 @@ def test_compressed_texts_are_unpacked_up_to_a_limit() -> None:
     flips=strategies.lists(strategies.tuples(strategies.integers(0, 700), strategies.integers(1, 255)), max_size=8),
     length=strategies.integers(0, 4000),
 )
-def test_damage_is_somebody_else_s_business(source: str, flips: list[tuple[int, int]], length: int) -> None:
-    """A small file never has too much, whatever its lengths claim."""
+def test_damaged_files_pass(source: str, flips: list[tuple[int, int]], length: int) -> None:
+    """A small file never exceeds the limits, whatever lengths its blocks claim."""
     data = bytearray(image_files.encoded(image_files.noise(3, 40, 30), source))
     for offset, mask in flips:
         data[offset % len(data)] ^= mask

@@ -1,4 +1,4 @@
-"""Small servers behind the real shell for the SDK's tests: they know digests, count uploads and echo prompts."""
+"""Small servers in the real gRPC shell for the SDK's tests: they know digests, count uploads and echo prompts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NUM_ROWS = 9
 
 
 class Knowledge:
-    """What both servers share: what is cached, and what arrived."""
+    """The state of both servers: cached digests and received requests."""
 
     def __init__(self) -> None:
         # (digest, max_pixels or 0, beside others).
         self.cached: set[tuple[bytes, int, bool]] = set()
-        # Whether an image has other rows in a prompt that shows several.
+        # Whether an image has other rows in a prompt with several images.
         self.tells_apart = False
-        # Sizes of the images that came as bytes, in order.
+        # Sizes of the images received as bytes, in order.
         self.uploads: list[int] = []
         # (method, request id, seconds of deadline) of each call.
         self.calls: list[tuple[str, str, float]] = []
@@ -45,7 +45,7 @@ class Knowledge:
         return sum(name == method for name, _, _ in self.calls)
 
     def resolve(self, images: list[common_pb2.ImageSource], *, are_beside_others: bool = False) -> list[bytes]:
-        """Digests of the images. Raises EmbeddingNotCachedError for the unknown ones."""
+        """Returns the digests of the images. Raises EmbeddingNotCachedError for unknown ones."""
         if not self.tells_apart and any(image.beside_others for image in images):
             raise InvalidParameterError("beside_others", "makes no difference here")
         keys = [(self._digest(image), image.max_pixels, image.beside_others or are_beside_others) for image in images]
@@ -75,7 +75,7 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
         self.delay_s = 0.0
         # Raised by a stream after its first word.
         self.error_after_first_word: LookonceError | None = None
-        # Events of a stream instead of the echo.
+        # Events that a stream sends instead of the echo.
         self.events: list[decoder_pb2.GenerateStreamResponse] | None = None
         self.ended_streams = 0
 
@@ -138,7 +138,7 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
 
 
 def stream_of(words: list[str], usage: decoder_pb2.Usage) -> list[decoder_pb2.GenerateStreamResponse]:
-    """Started, one delta per word, Finished."""
+    """Returns the events of a stream: Started, one delta per word, Finished."""
     response = decoder_pb2.GenerateStreamResponse
     events = [response(started=decoder_pb2.StreamStarted(request_id="r", usage=usage))]
     for index, word in enumerate(words):
@@ -149,7 +149,7 @@ def stream_of(words: list[str], usage: decoder_pb2.Usage) -> list[decoder_pb2.Ge
 
 
 class CountingEncoder(UnsupportedEncoder):
-    """Encode caches digests; the limits are small, so that batching shows."""
+    """An encoder that caches digests. Its limits are small, to make clients send several batches."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
@@ -200,7 +200,7 @@ def _embedding(digest: bytes) -> common_pb2.EmbeddingInfo:
 
 
 class System:
-    """Both servers, running."""
+    """A running decoder and encoder."""
 
     def __init__(self) -> None:
         self.knowledge = Knowledge()
@@ -212,7 +212,7 @@ class System:
 
 @contextlib.asynccontextmanager
 async def running_system(is_ready: Callable[[], bool] = lambda: True, **settings: Any) -> AsyncIterator[System]:
-    """One decoder and one encoder on free ports, both as ready as `is_ready` says; the decoder names the encoder."""
+    """Runs a decoder and an encoder on free ports. `is_ready` sets their health; the decoder announces the encoder."""
     system = System()
 
     def add_decoder(server: Any) -> None:

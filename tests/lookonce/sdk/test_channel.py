@@ -1,4 +1,4 @@
-"""Channels of both clients between replicas: who says NOT_SERVING gets no calls."""
+"""Both clients balance calls over replicas and send none to a replica that reports NOT_SERVING."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lookonce.images import ImageRef
 from tests.lookonce.sdk.sdk_servers import EchoDecoder, Knowledge, System, running_system
 
 CONNECT = [lookonce.Client.connect, lookonce.AsyncClient.connect]
-# Of which round robin between two replicas would bring half to each.
+# Round robin between two replicas would send half of them to each.
 NUM_CALLS = 10
 TIMEOUT_S = 60
 
 
 async def ask(client: Any, method: str, *arguments: Any) -> Any:
-    """The same call by either client."""
+    """Makes the same call with either client."""
     called = getattr(client, method)
     if isinstance(client, lookonce.AsyncClient):
         return await called(*arguments)
@@ -35,7 +35,7 @@ async def close(client: Any) -> None:
 
 
 async def calls_of(client: Any, system: System) -> tuple[int, int]:
-    """How many of `NUM_CALLS` calls of each service this system's decoder and encoder got."""
+    """Counts the calls that this system's decoder and encoder received."""
     before = system.knowledge.count("Generate"), system.knowledge.count("LookupEmbeddings")
     for _ in range(NUM_CALLS):
         await ask(client, "generate", "hello")
@@ -64,7 +64,7 @@ async def test_a_replica_that_is_not_serving_gets_no_calls_until_it_serves(conne
 
 @pytest.mark.parametrize("connect", CONNECT, ids=["sync", "async"])
 async def test_a_server_that_knows_nothing_of_health_is_called(connect: Any) -> None:
-    """Such as a gateway in between."""
+    """A gateway between client and servers may have no health service."""
     server = grpc.aio.server()
     decoder_grpc.add_DecoderServiceServicer_to_server(EchoDecoder(Knowledge()), server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from lookonce import watched_files
 from lookonce.errors import UnauthenticatedError
-from lookonce.identity import ANYBODY, Identity, Role
+from lookonce.identity import ANYBODY, CallerRole, Identity
 from lookonce.server.authentication import (
     Authenticator,
     Unguarded,
@@ -90,8 +90,8 @@ def test_without_files_everybody_is_let_in(tmp_path: pathlib.Path) -> None:
 def test_a_known_token_is_somebody_and_all_others_are_nobody(tmp_path: pathlib.Path) -> None:
     text = entry(TOKEN) + entry(OTHER, name="ops", tenant="", role="operator")
     authenticator = load_authenticator(settings(tmp_path, tokens=text))
-    assert authenticator.identify(TOKEN) == Identity("shop", "acme", Role.CLIENT)
-    assert authenticator.identify(OTHER) == Identity("ops", "", Role.OPERATOR)
+    assert authenticator.identify(TOKEN) == Identity("shop", "acme", CallerRole.CLIENT)
+    assert authenticator.identify(OTHER) == Identity("ops", "", CallerRole.OPERATOR)
     wrong = {refused(authenticator, token) for token in ("", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "\udcff"[:0])}
     assert len(wrong) == 1
     assert TOKEN not in wrong.pop()
@@ -129,8 +129,8 @@ def test_a_token_file_that_means_nothing_is_refused_without_saying_a_token(text:
 
 def test_a_signed_token_is_somebody(tmp_path: pathlib.Path) -> None:
     authenticator = load_authenticator(settings(tmp_path, keys=key_set(k1=KEY)))
-    assert authenticator.identify(signed()) == Identity("alice", "acme", Role.CLIENT)
-    assert authenticator.identify(signed(lookonce_role="service")).role is Role.SERVICE
+    assert authenticator.identify(signed()) == Identity("alice", "acme", CallerRole.CLIENT)
+    assert authenticator.identify(signed(lookonce_role="service")).role is CallerRole.SERVICE
     assert authenticator.identify(signed(aud=["x", AUDIENCE])).tenant == "acme"
 
 

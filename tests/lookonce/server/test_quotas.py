@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from lookonce.errors import OverloadedError
-from lookonce.identity import ANYBODY, Identity, Role
+from lookonce.identity import ANYBODY, CallerRole, Identity
 from lookonce.server.quotas import Quotas, Resource, parse_quotas
 from tests.clock import Clock
 
-A, B = (Identity(name, name, Role.CLIENT) for name in "ab")
+A, B = (Identity(name, name, CallerRole.CLIENT) for name in "ab")
 
 
 class Table:
@@ -93,8 +93,8 @@ def test_tenants_that_are_named_have_quotas_of_their_own(registry: CollectorRegi
     assert all(admit(quotas, B) is None for _ in range(100))
 
 
-@pytest.mark.parametrize("role", [Role.SERVICE, Role.OPERATOR])
-def test_services_and_operators_have_none(registry: CollectorRegistry, clock: Clock, role: Role) -> None:
+@pytest.mark.parametrize("role", [CallerRole.SERVICE, CallerRole.OPERATOR])
+def test_services_and_operators_have_none(registry: CollectorRegistry, clock: Clock, role: CallerRole) -> None:
     quotas = Quotas(Table("[default]\nrequests_per_s = 1\nmax_in_flight = 1"), registry, clock)
     assert all(admit(quotas, Identity("x", "a", role)) is None for _ in range(10))
 
@@ -114,7 +114,7 @@ def test_idle_tenants_are_forgotten_and_those_in_debt_are_not(
     assert admit(quotas, A) is None
     quotas.charge(A, Resource.TOKENS, 1e6)
     for number in range(1000):
-        assert admit(quotas, Identity("x", f"t{number}", Role.CLIENT)) is None
+        assert admit(quotas, Identity("x", f"t{number}", CallerRole.CLIENT)) is None
         clock.now_s += 3
     assert len(quotas._usages) <= 11
     assert admit(quotas, A) is not None

@@ -1,0 +1,86 @@
+"""The report of `lookonce doctor` about the machine, Redis and the running stack."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+from lookonce.local import doctor
+from lookonce.local.cli_settings import CliSettings, StackRecord
+from lookonce.local.doctor import examine
+from lookonce.local.finding import Finding
+from lookonce.local.redis_server import EmbeddedRedis
+
+
+@pytest.fixture
+def settings(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> CliSettings:
+    """Returns the settings of an environment with nothing but a runtime folder."""
+    for name in [name for name in os.environ if name.startswith("LOOKONCE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return CliSettings()
+
+
+def _examined(settings: CliSettings, model: str | None = None) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in examine(settings, model)}
+
+
+def test_a_machine_that_runs_these_tests_is_fine(settings: CliSettings) -> None:
+    findings = _examined(settings)
+    assert [finding for finding in findings.values() if not finding.is_fine] == []
+    assert findings["running stack"].detail == "none; `lookonce up` starts one"
+
+
+def test_a_running_stack_is_reported_with_its_address(settings: CliSettings) -> None:
+    StackRecord("127.0.0.1:1234", "127.0.0.1:2", os.getpid()).write(settings.record_dir)
+    assert _examined(settings)["running stack"].detail == "decoder at 127.0.0.1:1234"
+
+
+def test_a_record_that_others_may_write_is_a_fault(settings: CliSettings) -> None:
+    StackRecord("127.0.0.1:1234", "127.0.0.1:2", os.getpid()).write(settings.record_dir)
+    settings.record_dir.chmod(0o777)
+    finding = _examined(settings)["running stack"]
+    assert not finding.is_fine
+    assert "only this user" in finding.detail
+
+
+def test_a_configured_redis_is_asked(settings: CliSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedRedis() as server:
+        monkeypatch.setenv("LOOKONCE_REDIS_URL", server.url)
+        assert _examined(CliSettings())["Redis"] == Finding("Redis", True, "LOOKONCE_REDIS_URL answers")
+    finding = _examined(CliSettings())["Redis"]
+    assert not finding.is_fine
+    assert finding.detail.startswith("LOOKONCE_REDIS_URL does not answer")
+
+
+def test_an_invalid_redis_url_is_a_fault_that_shows_no_password(
+    monkeypatch: pytest.MonkeyPatch, settings: CliSettings
+) -> None:
+    monkeypatch.setenv("LOOKONCE_REDIS_URL", "http://:a-secret@somewhere")
+    finding = _examined(CliSettings())["Redis"]
+    assert not finding.is_fine
+    assert "a-secret" not in finding.detail
+
+
+def test_a_missing_package_names_the_command_that_installs_it(
+    settings: CliSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_PACKAGES", ("a-package-that-nobody-has",))
+    finding = _examined(settings)["a-package-that-nobody-has"]
+    assert (finding.is_fine, finding.detail) == (False, "not installed; pip install 'lookonce[serve]'")
+
+
+def test_a_torch_that_cannot_be_imported_is_a_fault(settings: CliSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    finding = _examined(settings)["tensor work"]
+    assert not finding.is_fine
+    assert finding.detail.startswith("torch cannot be imported")
+
+
+def test_a_folder_that_is_no_model_is_the_models_fault(settings: CliSettings, tmp_path: pathlib.Path) -> None:
+    finding = _examined(settings, str(tmp_path))["model"]
+    assert not finding.is_fine
+    assert "config.json" in finding.detail

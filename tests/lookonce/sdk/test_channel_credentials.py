@@ -1,0 +1,51 @@
+"""TLS files of a client: which combinations are credentials, plaintext, or a mistake."""
+
+from __future__ import annotations
+
+import pathlib
+
+import grpc
+import pytest
+import trustme
+
+from lookonce.errors import ConfigurationError
+from lookonce.sdk.channel_credentials import channel_credentials
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Returns a folder with authorities, a certificate and its key."""
+    folder = tmp_path_factory.mktemp("pem")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    issued = authority.issue_cert("localhost")
+    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    return folder
+
+
+def test_without_files_the_connection_is_plaintext() -> None:
+    assert channel_credentials(None, None, None) is None
+
+
+def test_authorities_alone_and_with_a_certificate_are_credentials(pem: pathlib.Path) -> None:
+    own = pem / "cert.pem", pem / "key.pem"
+    for files in ((None, None), own):
+        assert isinstance(channel_credentials(pem / "ca.pem", *files), grpc.ChannelCredentials)
+
+
+@pytest.mark.parametrize("names", [("cert.pem", None), (None, "key.pem")])
+def test_half_a_pair_is_refused(names: tuple[str | None, str | None], pem: pathlib.Path) -> None:
+    certificate, key = (None if name is None else pem / name for name in names)
+    with pytest.raises(ConfigurationError, match="belong together"):
+        channel_credentials(pem / "ca.pem", certificate, key)
+
+
+def test_a_certificate_without_authorities_is_refused_instead_of_sent_in_plaintext(pem: pathlib.Path) -> None:
+    with pytest.raises(ConfigurationError, match="authorities"):
+        channel_credentials(None, pem / "cert.pem", pem / "key.pem")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"missing\.pem: No such file"):
+        channel_credentials(tmp_path / "missing.pem", None, None)

@@ -1,0 +1,192 @@
+"""The choice of images to send as bytes, batches within limits, and the checks of a stream, without any server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
+from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
+from lookonce.generation import GenerateOptions, Message
+from lookonce.images import ImageRef
+from lookonce.sdk.messages import (
+    MAX_LOOKUP_KEYS,
+    SMALL_IMAGE_BYTES,
+    EncodePlan,
+    PreparedPrompt,
+    Transcript,
+    lookup_requests,
+)
+from lookonce.videos import Video
+from tests.lookonce.sdk.sdk_servers import stream_of
+
+LARGE = [ImageRef.from_bytes(bytes([number]) * (SMALL_IMAGE_BYTES + 1)) for number in range(4)]
+SMALL = ImageRef.from_bytes(b"small")
+USAGE = decoder_pb2.Usage(prompt_tokens=2)
+
+
+def _sent_as_bytes(prompt: PreparedPrompt) -> list[bool]:
+    (message,) = prompt.params().chat.messages
+    return [part.image.HasField("data") for part in message.parts if part.HasField("image")]
+
+
+def _info(max_message_bytes: int = 64 << 20, **fields: Any) -> decoder_pb2.GetModelInfoResponse:
+    return decoder_pb2.GetModelInfoResponse(max_message_bytes=max_message_bytes, **fields)
+
+
+def _lacks(*indexes: int) -> EmbeddingNotCachedError:
+    return EmbeddingNotCachedError("not cached", indexes=indexes)
+
+
+def test_only_the_missing_images_are_sent_as_bytes_the_second_time() -> None:
+    prompt = PreparedPrompt("what", [LARGE[0], SMALL, LARGE[1]], {})
+    assert _sent_as_bytes(prompt) == [False, True, False]
+    assert prompt.supply(_lacks(2), _info()) == []
+    assert _sent_as_bytes(prompt) == [False, True, True]
+
+
+def test_an_answer_without_positions_means_all_images() -> None:
+    prompt = PreparedPrompt("what", LARGE[:2], {})
+    assert prompt.supply(_lacks(), _info()) == []
+    assert _sent_as_bytes(prompt) == [True, True]
+
+
+def test_images_over_half_a_message_are_encoded_ahead() -> None:
+    prompt = PreparedPrompt("what", LARGE[:2], {})
+    assert prompt.supply(_lacks(0, 1), _info(max_message_bytes=3 * SMALL_IMAGE_BYTES)) == LARGE[:2]
+    assert _sent_as_bytes(prompt) == [False, False]
+
+
+def test_images_encoded_ahead_are_encoded_as_in_a_prompt_with_several_images() -> None:
+    info = _info(max_message_bytes=SMALL_IMAGE_BYTES, rows_depend_on_image_count=True)
+    for images, are_beside_others in ((LARGE[:1], False), (LARGE[:2], True)):
+        (ahead, *_) = PreparedPrompt("what", images, {}).supply(_lacks(0), info)
+        assert ahead.beside_others is are_beside_others
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_missing_image_without_bytes_or_an_unknown_position_is_the_servers_error(index: int) -> None:
+    error = _lacks(index)
+    prompt = PreparedPrompt("what", [ImageRef.from_digest(bytes(32))], {})
+    with pytest.raises(EmbeddingNotCachedError) as caught:
+        prompt.supply(error, _info())
+    assert caught.value is error
+
+
+def test_a_missing_frame_sends_its_whole_video_as_bytes() -> None:
+    video = Video.from_frames(LARGE[:3], size=(8, 8))
+    prompt = PreparedPrompt([Message("user", [SMALL, video, "what"])], (), {})
+
+    def frames_sent() -> list[bool]:
+        return [frame.HasField("data") for frame in prompt.params().chat.messages[0].parts[1].video.frames]
+
+    assert frames_sent() == [False] * 3
+    # The server counts the image as 0, the first two frames as 1, and the last one as 2.
+    assert prompt.supply(_lacks(2), _info(max_message_bytes=SMALL_IMAGE_BYTES)) == []
+    assert frames_sent() == [True] * 3
+
+
+def test_a_video_without_its_size_is_sent_as_bytes_at_once() -> None:
+    prompt = PreparedPrompt([Message("user", [Video.from_frames(LARGE[:2]), "what"])], (), {})
+    assert all(frame.HasField("data") for frame in prompt.params().chat.messages[0].parts[0].video.frames)
+
+
+def test_options_that_are_not_given_stay_unset_and_zero_is_sent() -> None:
+    sampling = (
+        PreparedPrompt("what", [], {"temperature": 0.0, "stop": "end", "logit_bias": {5: -1.0}}).params().sampling
+    )
+    assert sampling.HasField("temperature")
+    assert not sampling.HasField("top_p")
+    assert (list(sampling.stop), dict(sampling.logit_bias)) == (["end"], {5: -1.0})
+
+
+@pytest.mark.parametrize(
+    ("options", "field"), [({"top_k": -1}, "top_k"), ({"seed": "x"}, "seed"), ({"priority": 1.5}, "priority")]
+)
+def test_values_of_the_wrong_type_name_their_field(options: Any, field: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        PreparedPrompt("what", [], options).params()
+    assert caught.value.field == field
+
+
+def test_an_unknown_option_is_a_type_error() -> None:
+    options: Any = {"temprature": 1.0}
+    with pytest.raises(TypeError, match="temprature"):
+        PreparedPrompt("what", [], options).params()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [([Message("user", "what")], "images"), ([Message("robot", "what")], "role")],  # type: ignore[arg-type]
+)
+def test_a_chat_with_separate_images_or_an_unknown_role_is_refused(prompt: list[Message], field: str) -> None:
+    options: GenerateOptions = {}
+    with pytest.raises(InvalidParameterError) as caught:
+        PreparedPrompt(prompt, [SMALL] if field == "images" else [], options)
+    assert caught.value.field == field
+
+
+def test_a_transcript_joins_the_pieces_of_a_stream() -> None:
+    transcript = Transcript()
+    pieces = [transcript.add(event) for event in stream_of(["a", "b"], USAGE)]
+    assert pieces == ["", "a", " b", ""]
+    generation = transcript.generation()
+    assert (generation.text, generation.token_ids, generation.finish_reason) == ("a b", (0, 1), "stop")
+    assert generation.request_id == "r"
+
+
+def test_a_stream_must_have_no_gap_and_exactly_one_end() -> None:
+    started, first, second, finished = stream_of(["a", "b"], USAGE)
+    for events in ([started, second], [started, first, first], [started, first, second, finished, finished]):
+        transcript = Transcript()
+        for event in events[:-1]:
+            transcript.add(event)
+        with pytest.raises(InternalError):
+            transcript.add(events[-1])
+    transcript = Transcript()
+    transcript.add(first)
+    with pytest.raises(InternalError, match="final event"):
+        transcript.generation()
+
+
+def _cached(images: list[ImageRef], *, known: set[ImageRef]) -> encoder_pb2.LookupEmbeddingsResponse:
+    response = encoder_pb2.LookupEmbeddingsResponse()
+    for image in images:
+        response.results.add(cached=image in known)
+    return response
+
+
+def test_an_encode_uploads_each_missing_image_once_within_both_limits() -> None:
+    # The first image is given twice, once by its digest alone.
+    plan = EncodePlan([ImageRef.from_digest(LARGE[0].digest), *LARGE, LARGE[0], SMALL])
+    for images, _ in plan.lookups():
+        plan.take_lookup(images, _cached(images, known={LARGE[1]}))
+    assert not plan.is_complete
+    limits = encoder_pb2.GetEncoderInfoResponse(max_batch_items=2, max_message_bytes=5 * SMALL_IMAGE_BYTES)
+    batches = [images for images, _ in plan.uploads(limits)]
+    assert sorted(map(len, batches)) == [2, 2]
+    assert {image for batch in batches for image in batch} == {LARGE[0], LARGE[2], LARGE[3], SMALL}
+    assert all(image.data is not None for batch in batches for image in batch)
+    small = encoder_pb2.GetEncoderInfoResponse(max_batch_items=9, max_message_bytes=SMALL_IMAGE_BYTES)
+    assert all(len(images) == 1 or SMALL in images for images, _ in plan.uploads(small))
+
+
+def test_an_encode_of_missing_images_without_bytes_names_all_their_positions() -> None:
+    unknown = ImageRef.from_digest(bytes(32))
+    plan = EncodePlan([unknown, SMALL, unknown])
+    for images, _ in plan.lookups():
+        plan.take_lookup(images, _cached(images, known=set()))
+    with pytest.raises(EmbeddingNotCachedError) as caught:
+        list(plan.uploads(encoder_pb2.GetEncoderInfoResponse(max_batch_items=2, max_message_bytes=1 << 20)))
+    assert caught.value.indexes == (0, 2)
+
+
+def test_look_ups_hold_distinct_images_with_equal_options() -> None:
+    refs = [ImageRef.from_digest(number.to_bytes(32, "big")) for number in range(MAX_LOOKUP_KEYS + 1)]
+    other = ImageRef.from_digest(bytes(32), max_pixels=100)
+    requests = list(lookup_requests([*refs, *refs, other], touch=False))
+    assert [len(images) for images, _ in requests] == [MAX_LOOKUP_KEYS, 1, 1]
+    assert [request.max_pixels for _, request in requests] == [0, 0, 100]
+    assert [len(request.keys) for _, request in requests] == [MAX_LOOKUP_KEYS, 1, 1]

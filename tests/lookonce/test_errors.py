@@ -1,0 +1,72 @@
+"""The tree drawn in errors.py is the tree of classes, and every error has a place in it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lookonce import errors
+
+
+def _classes() -> dict[str, type[errors.LookonceError]]:
+    return {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.LookonceError)
+    }
+
+
+def _drawn_parents() -> dict[str, str]:
+    """Returns the parent of each class, from the indentation of the module's docstring."""
+    parents: dict[str, str] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"([│├└─ ]*)(\w+Error)\b", line)
+        if found is None:
+            continue
+        depth = len(found[1]) // 4
+        path = [*path[:depth], found[2]]
+        if depth:
+            parents[found[2]] = path[depth - 1]
+    return parents
+
+
+def test_the_drawn_tree_is_the_tree_of_classes() -> None:
+    actual = {name: kind.__mro__[1].__name__ for name, kind in _classes().items() if kind is not errors.LookonceError}
+    assert _drawn_parents() == actual
+
+
+def test_every_error_has_its_message_as_text() -> None:
+    assert str(errors.UnavailableError("try again")) == "try again"
+    assert errors.UnavailableError("try again").message == "try again"
+
+
+def test_an_error_keeps_a_copy_of_its_metadata() -> None:
+    given = {"limit": "5"}
+    error = errors.InvalidInputError("too many", metadata=given)
+    given["limit"] = "6"
+    assert error.metadata == {"limit": "5"}
+
+
+def test_an_invalid_parameter_names_its_field_in_message_and_metadata() -> None:
+    error = errors.InvalidParameterError("sampling.top_p", "must be in (0, 1], not 7")
+    assert error.message == "sampling.top_p: must be in (0, 1], not 7"
+    assert error.metadata == {"field": "sampling.top_p"}
+
+
+def test_missing_images_are_listed_in_the_metadata() -> None:
+    assert errors.EmbeddingNotCachedError("not cached", indexes=[0, 3]).metadata == {"indexes": "0,3"}
+    assert errors.EmbeddingNotCachedError("not cached").indexes == ()
+
+
+def test_an_error_in_an_image_gets_the_images_position() -> None:
+    with pytest.raises(errors.ImageTooLargeError) as caught, errors.located_in_image(2):
+        raise errors.ImageTooLargeError("too large")
+    assert caught.value.metadata == {"index": "2"}
+
+
+def test_an_error_that_is_not_the_images_fault_gets_no_position() -> None:
+    with pytest.raises(errors.UnavailableError) as caught, errors.located_in_image(2):
+        raise errors.UnavailableError("away")
+    assert caught.value.metadata == {}

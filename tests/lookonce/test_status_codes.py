@@ -1,0 +1,113 @@
+"""The status table is complete and unambiguous, and a status without our details still becomes a typed error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from lookonce import errors, status_codes
+
+# The base of all errors is never raised, and start-up errors never leave their process.
+WITHOUT_ROW = {
+    errors.LookonceError,
+    errors.StartupError,
+    errors.ConfigurationError,
+    errors.ModelFolderError,
+}
+
+
+class FailedCall(grpc.RpcError):
+    """A call that gRPC itself or a proxy ended, with or without status details."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, status: status_pb2.Status | None = None) -> None:
+        super().__init__()
+        self._code, self._details, self._status = code, details, status
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        if self._status is None:
+            return ()
+        return (("grpc-status-details-bin", self._status.SerializeToString()),)
+
+
+def _all_errors() -> set[type[errors.LookonceError]]:
+    return {
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.LookonceError)
+    }
+
+
+def _status(code: int, domain: str, reason: str) -> status_pb2.Status:
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(domain=domain, reason=reason))
+    return status_pb2.Status(code=code, message="text", details=[detail])
+
+
+def test_the_table_has_a_row_for_every_error_that_a_client_can_meet() -> None:
+    assert {row.exception for row in status_codes.STATUS_TABLE} == _all_errors() - WITHOUT_ROW
+
+
+def test_reasons_and_exceptions_are_unique() -> None:
+    reasons = [row.reason for row in status_codes.STATUS_TABLE]
+    assert len(set(reasons)) == len(reasons) == len({row.exception for row in status_codes.STATUS_TABLE})
+    assert all(reason.isupper() and reason.replace("_", "").isalpha() for reason in reasons)
+
+
+def test_a_subclass_without_a_row_takes_that_of_its_base() -> None:
+    class NarrowError(errors.ImageTooLargeError):
+        pass
+
+    assert status_codes.status_row(NarrowError("x")).reason == "IMAGE_TOO_LARGE"
+
+
+@pytest.mark.parametrize("kind", [errors.ConfigurationError, errors.ModelFolderError, errors.LookonceError])
+def test_an_error_that_clients_must_not_see_is_an_internal_error(kind: type[errors.LookonceError]) -> None:
+    assert status_codes.status_row(kind("x")).exception is errors.InternalError
+    assert status_codes.code_number(kind("x")) == grpc.StatusCode.INTERNAL.value[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, errors.UnavailableError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
+        (grpc.StatusCode.CANCELLED, errors.AbortedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.MessageTooLargeError),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.UnsupportedError),
+        (grpc.StatusCode.DATA_LOSS, errors.InternalError),
+    ],
+)
+def test_a_status_without_details_becomes_the_error_of_its_code(
+    code: grpc.StatusCode, kind: type[errors.LookonceError]
+) -> None:
+    received = status_codes.from_rpc_error(FailedCall(code, "text"))
+    assert (type(received), received.message) == (kind, "text")
+
+
+def test_a_status_without_text_gets_the_name_of_its_code() -> None:
+    assert status_codes.from_rpc_error(FailedCall(grpc.StatusCode.UNAVAILABLE, "")).message == "UNAVAILABLE"
+
+
+def test_details_that_a_proxy_made_contradict_the_code_are_ignored() -> None:
+    sent = status_codes.to_status(errors.OverloadedError("full"))
+    received = status_codes.from_rpc_error(FailedCall(grpc.StatusCode.UNAVAILABLE, "proxy", sent))
+    assert (type(received), received.message) == (errors.UnavailableError, "proxy")
+
+
+@pytest.mark.parametrize(("domain", "reason"), [("other.example", "OVERLOADED"), ("lookonce", "FROM_A_NEWER_SERVER")])
+def test_details_that_this_client_does_not_know_become_an_internal_error(domain: str, reason: str) -> None:
+    code: Any = grpc.StatusCode.UNAVAILABLE.value[0]
+    received = status_codes.from_status(_status(code, domain, reason))
+    assert (type(received), received.message) == (errors.InternalError, "text")
+
+
+def test_an_unknown_reason_of_one_item_is_an_internal_error() -> None:
+    assert type(status_codes.from_reason("FROM_A_NEWER_SERVER", "text", {})) is errors.InternalError
