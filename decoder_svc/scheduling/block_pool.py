@@ -8,37 +8,17 @@ sequence the last block first, because a prefix without its tail is still of use
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from decoder_svc.scheduling.request import BlockHash
 
 
-class BlockEventKind(Enum):
-    """What happened to a name."""
-
-    STORED = "stored"
-    REMOVED = "removed"
-    CLEARED = "cleared"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEvent:
-    """A name became findable, or ceased to be; for routers that know which decoder has which prefix."""
-
-    kind: BlockEventKind
-    # None when all names were cleared.
-    block_hash: BlockHash | None
-
-
 class BlockPool:
     """Blocks 0 … num_blocks − 1 with holders and names. Everything is O(1) per block."""
 
-    def __init__(self, num_blocks: int, on_event: Callable[[BlockEvent], None] | None = None) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._on_event = on_event
         self._num_holders = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         # Several blocks may hold the same: requests that started together each computed their own.
@@ -111,8 +91,6 @@ class BlockPool:
         blocks = self._blocks_by_hash.setdefault(block_hash, {})
         blocks[block] = None
         self.version += 1
-        if len(blocks) == 1:
-            self._tell(BlockEventKind.STORED, block_hash)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Takes the names of blocks back: they were not computed after all."""
@@ -124,7 +102,6 @@ class BlockPool:
         self._hashes = [None] * self.num_blocks
         self._blocks_by_hash.clear()
         self.version += 1
-        self._tell(BlockEventKind.CLEARED, None)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless holders, names and the free list agree with the sequences that hold blocks."""
@@ -151,8 +128,3 @@ class BlockPool:
         self.version += 1
         if not blocks:
             del self._blocks_by_hash[block_hash]
-            self._tell(BlockEventKind.REMOVED, block_hash)
-
-    def _tell(self, kind: BlockEventKind, block_hash: BlockHash | None) -> None:
-        if self._on_event is not None:
-            self._on_event(BlockEvent(kind, block_hash))

@@ -13,11 +13,10 @@ prefix is only in the cache where both groups have what the next token looks at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from decoder_svc.scheduling.block_hash import BlockHasher
-from decoder_svc.scheduling.block_pool import BlockEvent, BlockPool
+from decoder_svc.scheduling.block_pool import BlockPool
 from decoder_svc.scheduling.kv_group import KVGroup, SlidingGroupSize
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.scheduler_output import SlidingTable
@@ -42,13 +41,8 @@ NO_HIT = PrefixHit((), 0)
 class PrefixCacheStats:
     """How often the cache was asked, and what it had, in tokens. Counted once per admission."""
 
-    num_queries: int = 0
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
-    # Admissions after a preemption, which mostly find their own blocks: kept apart.
-    num_preempted_queries: int = 0
-    num_preempted_query_tokens: int = 0
-    num_preempted_hit_tokens: int = 0
 
 
 class KVCacheManager:
@@ -63,7 +57,6 @@ class KVCacheManager:
         is_shared: bool = True,
         deterministic: bool = False,
         sliding: SlidingGroupSize | None = None,
-        on_event: Callable[[BlockEvent], None] | None = None,
     ) -> None:
         """Without `is_shared` there is no prefix cache: nothing is hashed, published or found.
 
@@ -71,14 +64,14 @@ class KVCacheManager:
 
         `deployment` tells apart what must never share blocks, see BlockHasher.
 
-        `num_blocks` and `on_event` are the full group's; `sliding` None: all layers are in that.
+        `num_blocks` is the full group's; `sliding` None: all layers are in that.
         """
         self.block_size = block_size
         self.hasher = BlockHasher(block_size, deployment)
         self.stats = PrefixCacheStats()
         self._is_shared = is_shared
         self._deterministic = deterministic
-        self._full = KVGroup(num_blocks, block_size, on_event=on_event)
+        self._full = KVGroup(num_blocks, block_size)
         # Of the layers that see everything.
         self.pool = self._full.pool
         self._sliding = None if sliding is None else _sliding_group(sliding, block_size)
@@ -319,15 +312,10 @@ class KVCacheManager:
         return min(stop * self.block_size, request.num_tokens - 1)
 
     def _count(self, request: Request, hit: PrefixHit) -> None:
-        stats = self.stats
-        if request.num_preemptions:
-            stats.num_preempted_queries += 1
-            stats.num_preempted_query_tokens += request.num_tokens
-            stats.num_preempted_hit_tokens += hit.num_tokens
-        else:
-            stats.num_queries += 1
-            stats.num_query_tokens += request.num_tokens
-            stats.num_hit_tokens += hit.num_tokens
+        # After a preemption a request mostly finds its own blocks, which says nothing about the cache's use.
+        if request.num_preemptions == 0:
+            self.stats.num_query_tokens += request.num_tokens
+            self.stats.num_hit_tokens += hit.num_tokens
 
 
 def _sliding_group(size: SlidingGroupSize, block_size: int) -> KVGroup:

@@ -7,10 +7,10 @@ In the sliding group a table loses the blocks at its start whose tokens nobody l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.block_pool import BlockEvent, BlockPool
+from decoder_svc.scheduling.block_pool import BlockPool
 from decoder_svc.scheduling.request import BlockHash, Prompt, RequestId
 
 
@@ -52,10 +52,9 @@ class KVGroup:
         block_size: int,
         window: int | None = None,
         max_blocks_per_request: int | None = None,
-        on_event: Callable[[BlockEvent], None] | None = None,
     ) -> None:
         """`window` None: the layers see everything. `max_blocks_per_request` None: all that its tokens fill."""
-        self.pool = BlockPool(num_blocks, on_event)
+        self.pool = BlockPool(num_blocks)
         self.tables: dict[RequestId, BlockTable] = {}
         # Blocks that got their name in the step in hand.
         self.named_in_step: list[int] = []
