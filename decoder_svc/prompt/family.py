@@ -8,7 +8,7 @@ from typing import Any
 
 from decoder_svc.prompt.image_layout import ImageLayout, layout_of
 from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions
-from decoder_svc.scheduling.request import Positions, Span
+from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ModelFolderError, UnsupportedError
 from lookonce.families.base import PositionAxes

@@ -18,7 +18,8 @@ from decoder_svc.prompt.sampling_check import (
     fit_to_context,
 )
 from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter
-from decoder_svc.scheduling.request import Prompt, SamplingParams
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import Tenant
 
 

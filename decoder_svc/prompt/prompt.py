@@ -19,7 +19,7 @@ from decoder_svc.prompt.prompt_spec import (
 )
 from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
 from decoder_svc.prompt.video_frames import SplitVideo
-from decoder_svc.scheduling.request import ImageItem, Prompt, Span
+from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import (
     ContextTooLongError,

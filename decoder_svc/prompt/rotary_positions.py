@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.request import Positions, Span
+from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.families.base import FramePlace
 
 Grid = tuple[int, int, int]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decoder_svc.prompt.generation_defaults import GenerationDefaults
-from decoder_svc.scheduling.request import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 
 MAX_TEMPERATURE = 100.0

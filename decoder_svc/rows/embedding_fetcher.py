@@ -20,7 +20,8 @@ from decoder_svc.rows.encoder_client import EncoderClient, EncoderInfo
 from decoder_svc.rows.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.rows.touch_queue import TouchQueue
-from decoder_svc.scheduling.request import RequestId, RowSource
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce import tracing
 from lookonce.caller_order import CallerOrder, Turn

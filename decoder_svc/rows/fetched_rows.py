@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.request import RowSource
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 

@@ -14,7 +14,8 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from decoder_svc.scheduling.request import BlockHash, ImageItem, Prompt, Request
+from decoder_svc.scheduling.prompt import ImageItem, Prompt
+from decoder_svc.scheduling.request import BlockHash, Request
 from lookonce.families.base import Mask
 
 # Raise it whenever the encoding below changes.

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decoder_svc.scheduling.request import Request, RequestId, RequestState, RowSource
-from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
+from decoder_svc.scheduling.request import Request, RequestId, RequestState
+from decoder_svc.scheduling.row_range import RowRange, RowRangeSet, RowSource
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
 

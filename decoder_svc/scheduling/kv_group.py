@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from decoder_svc.scheduling.block_pool import BlockPool
-from decoder_svc.scheduling.request import BlockHash, Prompt, RequestId
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import BlockHash, RequestId
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager, RowUser, row_user
-from decoder_svc.scheduling.request import ImageItem, Request, RequestId, RowSource
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.prompt import ImageItem
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.content_key import ContentKey
 

@@ -1,9 +1,19 @@
-"""Ranges of embedding rows, and sets of them."""
+"""Ranges of embedding rows, sets of ranges, and the places that rows come from."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+
+class RowSource(enum.Enum):
+    """Where an image's rows came from."""
+
+    ENCODED = "encoded"
+    SHARED_CACHE = "shared"
+    # They were on this decoder already.
+    DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True, order=True)

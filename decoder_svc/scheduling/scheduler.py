@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.least_chunk import LeastChunk
-from decoder_svc.scheduling.request import FinishReason, Request, RequestId, RequestState, RowSource
+from decoder_svc.scheduling.request import Request, RequestId, RequestState
+from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_demand import RowDemand
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from decoder_svc.scheduling.scheduler_output import (
     AdmittedRequest,
     SampledToken,

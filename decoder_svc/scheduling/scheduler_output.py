@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.request import (
-    FinishReason,
-    ImageItem,
-    Positions,
-    Request,
-    RequestId,
-    SamplingParams,
-    Span,
-    TokenLogprobs,
-)
+from decoder_svc.scheduling.prompt import ImageItem, Positions, Span
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.request_output import FinishReason, TokenLogprobs
 from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.image_file import ImageFile
 

@@ -13,7 +13,8 @@ from decoder_svc.scheduling.block_pool import BlockPool
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.kv_group import KVGroup
-from decoder_svc.scheduling.request import CacheScope, Prompt, Request
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import CacheScope, Request
 from decoder_svc.scheduling.scheduler import Scheduler
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch

@@ -8,7 +8,8 @@ import pytest
 
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_group import KVGroup
-from decoder_svc.scheduling.request import Prompt, Request
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
