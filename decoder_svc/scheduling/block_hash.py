@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from decoder_svc.scheduling.prompt import ImageItem, Prompt
@@ -93,15 +94,17 @@ def _prompt_digest(prompt: Prompt) -> bytes:
 
 
 def _images_between(request: Request, start: int, stop: int) -> Iterable[ImageItem]:
-    """Images that reach into tokens [start, stop), in prompt order. Blocks are asked for in ascending order."""
+    """Yields the images whose spans overlap tokens [start, stop), in prompt order."""
     images = request.prompt.images
-    # Those before have ended: skipped once per request rather than once per block.
-    while request.num_images_hashed < len(images) and images[request.num_images_hashed].span.stop <= start:
-        request.num_images_hashed += 1
-    for index in range(request.num_images_hashed, len(images)):
+    # A prompt may have hundreds of images and thousands of blocks: skip the images that ended before `start`.
+    for index in range(bisect_right(images, start, key=_span_stop), len(images)):
         if images[index].span.offset >= stop:
             return
         yield images[index]
+
+
+def _span_stop(item: ImageItem) -> int:
+    return item.span.stop
 
 
 def _framed(fields: Iterable[bytes]) -> bytes:

@@ -8,9 +8,7 @@ from typing import NewType
 
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request_output import FinishReason, RequestUsage
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from lookonce.content_key import ContentKey
 
 RequestId = NewType("RequestId", str)
 
@@ -75,18 +73,8 @@ class Request:
         self.num_preemptions = 0
         # Of the full blocks, as far as anybody needed them; extended by BlockHasher only, never computed again.
         self.block_hashes: list[BlockHash] = []
-        # Images before this index end before the first block without a hash.
-        self.num_images_hashed = 0
         # Keys and values of tokens before this index are in blocks that were found: others' too, never to be written.
         self.num_shared_tokens = 0
-        # Rows of each image whose tokens the prefix cache had when the request was first admitted.
-        self.num_skipped_rows = [0] * len(prompt.images)
-        # Images before this index are computed to their last token.
-        self.num_images_passed = 0
-        # Images already counted in `usage`; a recomputation after preemption does not count again.
-        self.num_images_accounted = 0
-        # Where each image's rows came from as this request first saw them; None: they were not there yet.
-        self.row_sources: dict[ContentKey, RowSource | None] = {}
         self.usage = RequestUsage(prompt_tokens=len(prompt.token_ids), image_tokens=prompt.num_image_tokens)
 
     @property

@@ -135,6 +135,7 @@ class Scheduler:
         """Queues a request that has passed the admission checks."""
         request.is_private = any(self.encoder_cache.is_forgotten(item.key) for item in request.prompt.images)
         self._requests[request.request_id] = request
+        self._row_demand.add(request)
         self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
@@ -355,11 +356,11 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Back to the front of its place in the queue; everything is recomputed later."""
         self._running.remove(request)
-        self._free(request)
+        self._free_blocks(request)
+        self._row_demand.restart(request)
         request.state = RequestState.WAITING
         request.num_computed_tokens = 0
         request.num_shared_tokens = 0
-        request.num_images_passed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(request)
@@ -393,14 +394,14 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
-        self._free(request)
+        self._free_blocks(request)
+        self._row_demand.remove(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         self.speculation.forget(request.request_id)
         del self._requests[request.request_id]
 
-    def _free(self, request: Request) -> None:
+    def _free_blocks(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self._released.append(request.request_id)
         self.kv_cache.free(request.request_id)
-        self._row_demand.release(request)
