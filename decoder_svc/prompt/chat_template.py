@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from decoder_svc.prompt.prompt_spec import ChatMessage, ImagePart, Role, TextPart, VideoPart
+from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole, ImagePart, TextPart, VideoPart
 from decoder_svc.prompt.text_tokenizer import TextPiece
 from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
 from lookonce.model.model_folder import chat_template_source
@@ -58,7 +58,7 @@ class ChatTemplate:
         """
         if not messages:
             raise PromptEmptyError("chat.messages is empty; send at least one message")
-        if messages[-1].role is Role.ASSISTANT:
+        if messages[-1].role is ChatRole.ASSISTANT:
             raise InvalidParameterError(
                 "chat.messages", "the last message is the assistant's; continuing it is not offered, end with a user's"
             )
@@ -200,7 +200,7 @@ def _in_parts(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any
 def _in_text(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any]:
     """Where the message is not a user's and has nothing but text."""
     texts = [mark(part.text) for part in message.parts if isinstance(part, TextPart)]
-    if message.role is Role.USER or len(texts) < len(message.parts):
+    if message.role is ChatRole.USER or len(texts) < len(message.parts):
         return _in_parts(message, mark)
     return {"role": message.role.value, "content": "".join(texts)}
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from decoder_svc.prompt.generation_defaults import GenerationDefaults
-from decoder_svc.prompt.image_reference import ImageResolver
-from decoder_svc.prompt.prompt import PromptBuilder
+from decoder_svc.prompt.image_resolver import ImageResolver
+from decoder_svc.prompt.prompt_builder import PromptBuilder
 from decoder_svc.prompt.prompt_spec import ChatPrompt, PromptSpec
 from decoder_svc.prompt.sampling_check import (
     CheckedSampling,
@@ -21,6 +20,7 @@ from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import Tenant
+from lookonce.threads import run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,8 @@ class RequestPreparer:
     async def build_prompt(self, spec: PromptSpec, tenant: Tenant) -> Prompt:
         """The prompt alone, however long."""
         self._builder.check(spec)
-        loop = asyncio.get_running_loop()
         videos: list[SplitVideo] = []
         if isinstance(spec, ChatPrompt) and spec.videos:
-            videos = await loop.run_in_executor(self._threads, self._splitter.split_all, spec.visuals)
+            videos = await run_in_thread(self._threads, self._splitter.split_all, spec.visuals)
         images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant)
-        return await loop.run_in_executor(self._threads, self._builder.build, spec, images, videos)
+        return await run_in_thread(self._threads, self._builder.build, spec, images, videos)

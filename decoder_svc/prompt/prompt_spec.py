@@ -10,7 +10,7 @@ from lookonce.content_key import ImageDigest, ProcessorOptions
 from lookonce.image_file import ImageFile, num_file_bytes
 
 
-class Role(enum.Enum):
+class ChatRole(enum.Enum):
     """Who says a message; the values are the words that chat templates know."""
 
     SYSTEM = "system"
@@ -93,7 +93,7 @@ class VideoPart:
 class ChatMessage:
     """One turn."""
 
-    role: Role
+    role: ChatRole
     # In reading order.
     parts: tuple[TextPart | ImagePart | VideoPart, ...]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import functools
 import logging
 import time
 import uuid
@@ -19,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from decoder_svc.rows.encoder_client import EncoderClient, EncoderInfo
 from decoder_svc.rows.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.rows.fetched_rows import FetchedRows
-from decoder_svc.rows.touch_queue import TouchQueue
+from decoder_svc.rows.ttl_refresher import TtlRefresher
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
@@ -29,6 +27,7 @@ from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
 from lookonce.image_file import ImageFile
 from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class EmbeddingFetcher:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
         self._tasks: set[asyncio.Task[None]] = set()
         self._order: CallerOrder[RequestId] = CallerOrder()
-        self._touches = TouchQueue(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
+        self._touches = TtlRefresher(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
 
     def start(
         self,
@@ -174,7 +173,8 @@ class EmbeddingFetcher:
         """Whether the shared cache filled the buffer with verified rows."""
         if self._store is None:
             return False
-        read = functools.partial(
+        miss = await run_in_thread(
+            self._threads,
             self._store.read_rows,
             fetch.key,
             fetch.rows.start,
@@ -182,8 +182,7 @@ class EmbeddingFetcher:
             memoryview(buffer),
             num_rows=fetch.num_image_rows,
         )
-        run = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run, read) is None
+        return miss is None
 
 
 def _span(fetch: RowFetch) -> tracing.Span:

@@ -34,7 +34,7 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def num_named_blocks(self) -> int:
+    def num_published_blocks(self) -> int:
         """Blocks that `find` can return."""
         return sum(len(blocks) for blocks in self._blocks_by_hash.values())
 
@@ -48,7 +48,7 @@ class BlockPool:
         blocks = self._blocks_by_hash.get(block_hash)
         return next(iter(blocks)) if blocks else None
 
-    def num_unnamed_free_blocks(self, at_most: int) -> int:
+    def num_unpublished_free_blocks(self, at_most: int) -> int:
         """Of the blocks that would be handed out next, those before the first with a name, counted up to `at_most`."""
         next_blocks = islice(self._free, at_most)
         return sum(1 for _ in takewhile(lambda block: self._hashes[block] is None, next_blocks))

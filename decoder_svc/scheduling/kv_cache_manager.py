@@ -77,7 +77,7 @@ class KVCacheManager:
         self._sliding = None if sliding is None else _sliding_group(sliding, block_size)
         self._groups = [self._full] if self._sliding is None else [self._full, self._sliding]
         # Blocks of each table, from its start, that were found or have been published.
-        self._num_named: dict[RequestId, int] = {}
+        self._num_published: dict[RequestId, int] = {}
 
     @property
     def sliding_pool(self) -> BlockPool | None:
@@ -127,7 +127,7 @@ class KVCacheManager:
         if self._sliding is not None:
             self._sliding.adopt(request.request_id, index, hit.sliding_block_ids, stop)
             self._release_unseen(self._sliding, request, hit.num_tokens)
-        self._num_named[request.request_id] = stop
+        self._num_published[request.request_id] = stop
 
     def num_blocks_for_admission(self, request: Request, hit: PrefixHit) -> int:
         """Free blocks that admitting the request with all its tokens takes from the full group."""
@@ -148,7 +148,7 @@ class KVCacheManager:
         self._full.admit(request.request_id, hit.block_ids, num_blocks)
         if self._sliding is not None:
             self._sliding.admit(request.request_id, hit.sliding_block_ids, num_blocks)
-        self._num_named[request.request_id] = num_blocks
+        self._num_published[request.request_id] = num_blocks
         self._count(request, hit)
 
     def num_blocks_missing(self, request: Request, num_new_tokens: int) -> int:
@@ -177,7 +177,7 @@ class KVCacheManager:
         num_missing = -(-(start + num_tokens) // self.block_size) - num_blocks
         if num_missing <= 0:
             return num_tokens
-        num_spare = min(group.pool.num_unnamed_free_blocks(num_missing) for group in self._groups)
+        num_spare = min(group.pool.num_unpublished_free_blocks(num_missing) for group in self._groups)
         return min(num_tokens, max(0, (num_blocks + num_spare) * self.block_size - start))
 
     def cut(self, request: Request) -> None:
@@ -205,7 +205,7 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """From here on names are given in another step."""
         for group in self._groups:
-            group.named_in_step.clear()
+            group.published_in_step.clear()
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """Lets others find the full blocks of the first `num_tokens` tokens.
@@ -217,27 +217,27 @@ class KVCacheManager:
         if self._deterministic:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         num_full = num_tokens // self.block_size
-        num_named = self._num_named[request.request_id]
-        if num_named >= num_full:
+        num_published = self._num_published[request.request_id]
+        if num_published >= num_full:
             return
         self.hasher.extend(request)
         for group in self._groups:
-            group.publish(request.request_id, request.block_hashes, num_named, num_full)
-        self._num_named[request.request_id] = num_full
+            group.publish(request.request_id, request.block_hashes, num_published, num_full)
+        self._num_published[request.request_id] = num_full
 
     def holds_any_of_step(self, request_id: RequestId) -> bool:
         """Whether the request has a block that got its name in the step in hand."""
-        return any(group.holds_any(request_id, group.named_in_step) for group in self._groups)
+        return any(group.holds_any(request_id, group.published_in_step) for group in self._groups)
 
     def withdraw_step(self) -> None:
         """Takes back the names that `publish` gave in the step in hand, which has failed."""
         for group in self._groups:
-            group.pool.withdraw(group.named_in_step)
+            group.pool.withdraw(group.published_in_step)
         self.begin_step()
 
     def num_shared_tokens(self, request_id: RequestId) -> int:
         """Tokens at the start of the request whose blocks have a name: others may read them, nobody may write."""
-        return self._num_named[request_id] * self.block_size
+        return self._num_published[request_id] * self.block_size
 
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:
         """The request's blocks of the full group in token order."""
@@ -253,7 +253,7 @@ class KVCacheManager:
         """Gives all blocks of a request back; a request without blocks is fine."""
         for group in self._groups:
             group.free(request_id)
-        self._num_named.pop(request_id, None)
+        self._num_published.pop(request_id, None)
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached; running requests go on and publish what they compute from now on."""

@@ -36,7 +36,7 @@ class BlockTable:
     # Those from `first` on, in token order.
     blocks: list[int]
     # The runner knows the table up to this index.
-    num_told: int = 0
+    num_sent: int = 0
 
     @property
     def stop(self) -> int:
@@ -58,7 +58,7 @@ class KVGroup:
         self.pool = BlockPool(num_blocks)
         self.tables: dict[RequestId, BlockTable] = {}
         # Blocks that got their name in the step in hand.
-        self.named_in_step: list[int] = []
+        self.published_in_step: list[int] = []
         self._block_size = block_size
         self._window = window
         self._max_blocks_per_request = max_blocks_per_request
@@ -124,7 +124,7 @@ class KVGroup:
         table.blocks[split:] = found
         if split == 0:
             table.first = first_found
-        table.num_told = min(index, table.num_told)
+        table.num_sent = min(index, table.num_sent)
         self.pool.release(own)
 
     def extend(self, request_id: RequestId, num_blocks: int) -> None:
@@ -147,7 +147,7 @@ class KVGroup:
         if table.stop > stop:
             unused = table.blocks[stop - table.first :]
             del table.blocks[stop - table.first :]
-            table.num_told = min(table.num_told, stop)
+            table.num_sent = min(table.num_sent, stop)
             self.pool.release(unused)
 
     def publish(self, request_id: RequestId, hashes: Sequence[BlockHash], start: int, stop: int) -> None:
@@ -156,13 +156,13 @@ class KVGroup:
         blocks = table.blocks[start - table.first : stop - table.first]
         for block, block_hash in zip(blocks, hashes[start:stop], strict=True):
             self.pool.publish(block, block_hash)
-        self.named_in_step += blocks
+        self.published_in_step += blocks
 
     def take_changes(self, request_id: RequestId) -> tuple[int, tuple[int, ...]]:
         """(index, blocks): what has changed in the table since the last call, which is all from `index` on."""
         table = self.tables[request_id]
-        start = max(table.num_told, table.first)
-        table.num_told = table.stop
+        start = max(table.num_sent, table.first)
+        table.num_sent = table.stop
         return start, tuple(table.blocks[start - table.first :])
 
     def free(self, request_id: RequestId) -> None:

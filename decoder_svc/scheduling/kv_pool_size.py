@@ -18,7 +18,7 @@ _MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class KVPoolWish:
+class KVPoolConfig:
     """What the operator says about the pool; the first that is given counts."""
 
     num_blocks: int | None
@@ -28,7 +28,7 @@ class KVPoolWish:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCosts:
+class BlockBytes:
     """What blocks take of the memory."""
 
     # One block of the full group, over its layers.
@@ -61,7 +61,7 @@ def sliding_group_size(
     return SlidingGroupSize(window, min(num_blocks, max_num_seqs * per_request), per_request)
 
 
-def num_kv_blocks(wish: KVPoolWish, costs: BlockCosts, *, free_bytes: int, max_useful_blocks: int) -> int:
+def num_kv_blocks(wish: KVPoolConfig, costs: BlockBytes, *, free_bytes: int, max_useful_blocks: int) -> int:
     """Blocks of the full group.
 
     `free_bytes` is the memory beside the heaviest step. `max_useful_blocks` bounds a pool that nobody has sized: all

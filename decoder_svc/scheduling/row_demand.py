@@ -50,14 +50,14 @@ class RowDemand:
         self._fetches: list[RowFetch] = []
         # The first in line found no room for its rows: nobody behind it may take any.
         self._is_short = False
-        self._has_put_off = False
+        self._has_deferred = False
 
     def begin_step(self) -> None:
         """From here on it is another step's budget."""
         self._row_budget = self._max_num_rows_asked
         self._fetches = []
         self._is_short = False
-        self._has_put_off = False
+        self._has_deferred = False
 
     @property
     def fetches(self) -> tuple[RowFetch, ...]:
@@ -65,9 +65,9 @@ class RowDemand:
         return tuple(self._fetches)
 
     @property
-    def has_put_off(self) -> bool:
+    def has_deferred(self) -> bool:
         """Whether somebody was refused rows in this step that the next one may give."""
-        return self._has_put_off
+        return self._has_deferred
 
     def add(self, request: Request) -> None:
         """Starts tracking the images of a request, which has no computed tokens yet."""
@@ -164,7 +164,7 @@ class RowDemand:
     def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, request_id: RequestId) -> bool:
         """Asks for rows that nobody has asked for; False when budget or room are short."""
         if self._is_short or (self._fetches and len(rows) > self._row_budget):
-            self._has_put_off = True
+            self._has_deferred = True
             return False
         if not self._cache.can_reserve(len(rows), displacing):
             return False

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
-from decoder_svc.scheduling.least_chunk import LeastChunk
+from decoder_svc.scheduling.minimum_chunk import MinimumChunk
 from decoder_svc.scheduling.request import Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_demand import RowDemand
@@ -91,7 +91,7 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
         self._row_demand = RowDemand(encoder_cache, limits.max_num_rows_asked, overlap_encode=limits.overlap_encode)
-        self._least_chunk = LeastChunk(
+        self._minimum_chunk = MinimumChunk(
             kv_cache.block_size, limits.min_tokens_before_missing_row, deterministic=limits.deterministic
         )
         self._clock = clock
@@ -249,7 +249,7 @@ class Scheduler:
         num_without_rows = step.num_without_rows
         self._admit_and_look_ahead(step)
         self._num_looked_at_without_rows = step.num_without_rows - num_without_rows
-        self._seen_queue = None if self._row_demand.has_put_off else self._queue_state()
+        self._seen_queue = None if self._row_demand.has_deferred else self._queue_state()
 
     def _is_queue_as_before(self) -> bool:
         """Whether the batch is full and nothing has changed for those who wait since they were looked at."""
@@ -266,7 +266,7 @@ class Scheduler:
         num_looked_ahead = 0
         for request in self._waiting.first(self.limits.max_num_seqs):
             hit = self._waiting.prefix_hit(request, may_be_old=is_full)
-            if self._waiting.is_hopeless(request, hit):
+            if self._waiting.must_miss_deadline(request, hit):
                 self._finish(request, FinishReason.ABORT)
                 step.expired.append(request.request_id)
                 continue
@@ -305,7 +305,7 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
         """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
-        least = self._least_chunk.num_tokens(request, start)
+        least = self._minimum_chunk.num_tokens(request, start)
         is_first = request.state is RequestState.RUNNING or self._waiting.is_head(request)
         may_displace = request.state is RequestState.RUNNING or (is_first and not self._running)
         self._row_demand.ask(request, start, least, is_first=is_first, may_displace=may_displace)

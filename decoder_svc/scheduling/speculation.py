@@ -46,7 +46,7 @@ class Speculation:
         self._limits = limits
         self._kv_cache = kv_cache
         self._max_context_tokens = max_context_tokens
-        self._guessers: dict[RequestId, _Guesser] = {}
+        self._drafters: dict[RequestId, _RequestDrafter] = {}
         # Since the start: drafts computed, and how many of them became tokens of an answer.
         self.num_drafted = 0
         self.num_accepted = 0
@@ -74,7 +74,7 @@ class Speculation:
         """
         num_agreed = len(sampled) - 1
         assert tuple(token.token_id for token in sampled[:-1]) == chunk.draft_ids[:num_agreed], "a draft was changed"
-        self._guessers[request.request_id].settle(num_agreed, len(chunk.draft_ids))
+        self._drafters[request.request_id].settle(num_agreed, len(chunk.draft_ids))
         self.num_accepted += min(num_agreed, num_taken)
         # Of the tokens taken the last has not been computed.
         request.num_computed_tokens += num_taken - 1
@@ -83,7 +83,7 @@ class Speculation:
 
     def forget(self, request_id: RequestId) -> None:
         """The request ended; one that never guessed is fine."""
-        self._guessers.pop(request_id, None)
+        self._drafters.pop(request_id, None)
 
     def _drafts(self, request: Request, token_budget: int) -> tuple[int, ...]:
         """Guesses that may be computed beside the request's last token."""
@@ -93,10 +93,10 @@ class Speculation:
         num_wanted = min(self._limits.max_draft_tokens, token_budget, num_answer_tokens_left, num_context_tokens_left)
         if num_wanted < 1:
             return ()
-        guesser = self._guessers.get(request.request_id)
-        if guesser is None:
-            guesser = self._guessers[request.request_id] = _Guesser(self._limits)
-        draft_ids = guesser.guess(request, num_wanted)
+        drafter = self._drafters.get(request.request_id)
+        if drafter is None:
+            drafter = self._drafters[request.request_id] = _RequestDrafter(self._limits)
+        draft_ids = drafter.guess(request, num_wanted)
         return draft_ids[: self._kv_cache.num_spare_tokens(request, request.num_tokens, len(draft_ids))]
 
     def _lengthened(self, chunk: ScheduledChunk, request: Request, draft_ids: tuple[int, ...]) -> ScheduledChunk:
@@ -115,7 +115,7 @@ class Speculation:
         )
 
 
-class _Guesser:
+class _RequestDrafter:
     """One request's look-ups, and how much they are worth.
 
     It begins with FIRST_DRAFTS; where all are right there are twice as many the next time. After a step in which none

@@ -61,7 +61,7 @@ class WaitingQueue:
             known = self._prefix_hits[request.request_id] = (version, self._kv_cache.find_prefix(request))
         return known[1]
 
-    def is_hopeless(self, request: Request, hit: PrefixHit) -> bool:
+    def must_miss_deadline(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request cannot have its first token before its deadline.
 
         Its uncached tokens are counted at the best pace that any step had so far: who could still make it is kept.

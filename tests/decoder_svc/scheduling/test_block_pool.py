@@ -73,7 +73,7 @@ def test_of_two_blocks_of_one_name_the_second_survives_the_first() -> None:
     first, second = pool.allocate(2)
     pool.publish(first, ONE)
     pool.publish(second, ONE)
-    assert pool.num_named_blocks == 2
+    assert pool.num_published_blocks == 2
     pool.release([first])
     assert pool.allocate(1) == [first]
     assert pool.find(ONE) == second

@@ -110,7 +110,7 @@ def test_deterministic_mode_computes_the_last_block_again_and_shares_prompts_onl
     one.token_ids += [1, 2, 3, 4]
     manager.allocate(one, 4)
     manager.publish(one, 12)
-    assert manager.pool.num_named_blocks == 2
+    assert manager.pool.num_published_blocks == 2
 
 
 def test_only_full_blocks_are_found_and_only_as_far_as_scheduled() -> None:
@@ -120,7 +120,7 @@ def test_only_full_blocks_are_found_and_only_as_far_as_scheduled() -> None:
     manager.allocate(one, 8)
     table = list(manager.block_table(one.request_id))
     manager.publish(one, 3)
-    assert manager.pool.num_named_blocks == 0
+    assert manager.pool.num_published_blocks == 0
     assert manager.find_prefix(request("b", 9, text="same")) == NO_HIT
     manager.publish(one, 5)
     assert manager.find_prefix(request("c", 9, text="same")).block_ids == tuple(table[:1])

@@ -151,9 +151,9 @@ def the_runner_is_not_told_of_adopted_blocks(patch: Patch) -> None:
 
     def adopt(self: KVGroup, request_id: Any, index: int, found: Any, stop: int) -> None:
         table = self.tables[request_id]
-        told = table.num_told
+        told = table.num_sent
         original(self, request_id, index, found, stop)
-        table.num_told = told
+        table.num_sent = told
 
     patch.setattr(KVGroup, "adopt", adopt)
 

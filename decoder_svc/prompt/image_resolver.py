@@ -7,12 +7,11 @@ The key is always derived here, from the fingerprint of the encoder that is serv
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from decoder_svc.prompt.prompt import ResolvedImage
+from decoder_svc.prompt.prompt_builder import ResolvedImage
 from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage
 from decoder_svc.rows.encoder_client import EncoderClient
 from lookonce import tracing
@@ -34,8 +33,7 @@ from lookonce.errors import (
 )
 from lookonce.image_file import file_digest, files_of
 from lookonce.media.image_header import ImageHeader, ImageLimits, check_file_size, probe_file
-
-ResultT = TypeVar("ResultT")
+from lookonce.threads import run_in_thread
 
 
 class MetadataSource(Protocol):
@@ -101,7 +99,7 @@ class ImageResolver:
     ) -> ResolvedImage:
         if isinstance(source, InlineImage):
             with located_in_image(index):
-                digest, header = await self._in_thread(_inspect, source, self._limits)
+                digest, header = await run_in_thread(self._threads, _inspect, source, self._limits)
             key = content_key(digest, fingerprint, source.options, tenant)
             return ResolvedImage(key, header.width, header.height, source.options, source.data)
         return await self._resolve_cached(source, fingerprint, tenant)
@@ -121,7 +119,7 @@ class ImageResolver:
 
     async def _stored_meta(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
         if self._metadata is not None:
-            meta = await self._in_thread(self._metadata.metadata, key)
+            meta = await run_in_thread(self._threads, self._metadata.metadata, key)
             if meta is not None:
                 return meta
         return None if self._encoder is None else await self._encoder.lookup(key, options)
@@ -130,10 +128,6 @@ class ImageResolver:
         if self._encoder is None:
             raise UnavailableError("this decoder has no encoder service; it answers text prompts only")
         return (await self._encoder.info()).fingerprint
-
-    async def _in_thread(self, action: Callable[..., ResultT], *arguments: object) -> ResultT:
-        run = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: run(action, *arguments))
 
 
 def _inspect(source: InlineImage, limits: ImageLimits) -> tuple[ImageDigest, ImageHeader]:

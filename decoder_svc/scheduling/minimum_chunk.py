@@ -5,7 +5,7 @@ from __future__ import annotations
 from decoder_svc.scheduling.request import Request
 
 
-class LeastChunk:
+class MinimumChunk:
     """The rule; without state."""
 
     def __init__(self, block_size: int, min_tokens_before_missing_row: int, *, deterministic: bool) -> None:

@@ -25,7 +25,7 @@ _MAX_KEYS_PER_CALL = 256
 _MAX_NOTED = 16_384
 
 
-class TouchQueue:
+class TtlRefresher:
     """Owned by the fetcher; event loop only."""
 
     def __init__(self, touch: Touch, interval_s: float) -> None:
