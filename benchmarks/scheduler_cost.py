@@ -19,7 +19,8 @@ from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import SampledToken
 from lookonce.content_key import (
     DEFAULT_TENANT,

@@ -27,7 +27,8 @@ from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.model.model_folder import ModelFolder
 

@@ -21,7 +21,8 @@ from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError

@@ -13,7 +13,7 @@ from lookonce.image_file import ImageFile
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens [offset, offset + length) of a prompt."""
+    """The prompt tokens [offset, offset + length)."""
 
     offset: int
     length: int
@@ -26,22 +26,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ImageItem:
-    """One image (or pair of video frames) in a prompt: where its tokens are and which rows they take."""
+    """One image (or pair of video frames) in a prompt: the span of its tokens and the embedding rows they take."""
 
     key: ContentKey
     span: Span
     # Rows of the embedding.
     num_rows: int
     options: ProcessorOptions
-    # The original file where the request brought it; None for a reference by digest.
+    # The original file if the request contained it; None for a reference by digest.
     data: ImageFile | None = field(repr=False)
-    # Of each row its token, counted from the span's first, ascending. None: token i takes row i.
+    # The token that takes each row, as an ascending index into the span. None: token i takes row i.
     row_tokens: tuple[int, ...] | None = None
-    # Of a pair of frames that continues a video: its rotary positions' time, counted from the video's beginning.
+    # Time coordinate of the rotary positions, counted from the video's beginning; only for the second and later pairs
+    # of frames of a video.
     time: int | None = None
 
     def rows_between(self, start: int, stop: int) -> tuple[int, int]:
-        """Rows [first, last) that the prompt's tokens [start, stop) take; first == last when they take none."""
+        """Returns the rows [first, last) that the prompt tokens [start, stop) take; first == last if they take none."""
         first = max(start, self.span.offset) - self.span.offset
         last = min(stop, self.span.stop) - self.span.offset
         if first >= last:
@@ -51,46 +52,46 @@ class ImageItem:
         return (first, last) if first < last else (0, 0)
 
     def tokens_with_row(self, start: int, stop: int) -> list[int]:
-        """Prompt tokens of [start, stop) that take a row, one per row of `rows_between`."""
+        """Returns the prompt tokens of [start, stop) that take a row, one per row of `rows_between`."""
         first, last = self.rows_between(start, stop)
         return [self.token_of_row(row) for row in range(first, last)]
 
     def token_of_row(self, row: int) -> int:
-        """The prompt token that takes a row."""
+        """Returns the index of the prompt token that takes a row."""
         return self.span.offset + (row if self.row_tokens is None else self.row_tokens[row])
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Rotary positions of a prompt where they are not simply 0, 1, 2, …"""
+    """Rotary positions of a prompt whose positions are not simply 0, 1, 2, …"""
 
     # [num_axes][num_prompt_tokens].
     axes: tuple[tuple[int, ...], ...]
-    # A generated token at index i has position i + delta on every axis.
+    # The generated token at index i has position i + delta on every axis.
     delta: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids with every image placeholder expanded."""
+    """Token ids in which every image placeholder is expanded to the image's tokens."""
 
     token_ids: tuple[int, ...]
-    # In prompt order, spans disjoint.
+    # In prompt order, with disjoint spans.
     images: tuple[ImageItem, ...] = ()
-    # None: 0, 1, 2, …
+    # None: positions are 0, 1, 2, …
     positions: Positions | None = None
     mask: Mask = Mask.CAUSAL
 
     @property
     def mutual_spans(self) -> tuple[Span, ...]:
-        """Stretches whose tokens all see each other, also those behind them; in order. A step never cuts one."""
+        """Spans with bidirectional attention, in order: every token sees the whole span. No step may end inside one."""
         if self.mask is Mask.PROMPT:
             return (Span(0, len(self.token_ids)),)
         return tuple(item.span for item in self.images) if self.mask is Mask.IMAGE else ()
 
     def last_cut(self, start: int, stop: int) -> int:
-        """Where a step that computes from `start` on may end: the last such place up to `stop`, or `start` itself."""
-        # Nearly every prompt, in every step.
+        """Returns the last index in [start, stop] at which a step that begins at `start` may end."""
+        # Fast path: nearly every prompt, in every step.
         if self.mask is Mask.CAUSAL:
             return stop
         for span in self._mutual_spans_behind(start):
@@ -99,7 +100,11 @@ class Prompt:
         return stop
 
     def first_cut(self, start: int, stop: int) -> int:
-        """Where a step that computes from `start` on may end at the earliest if it should end at `stop`."""
+        """Returns where a step that begins at `start` and should end at `stop` has to end at the earliest.
+
+        That is `stop`, unless it lies inside a bidirectional span: then the span's begin, or its end if the step begins
+        in the span.
+        """
         if self.mask is Mask.CAUSAL:
             return stop
         for span in self._mutual_spans_behind(start):
@@ -114,9 +119,9 @@ class Prompt:
             yield from (span for span in self.mutual_spans if span.stop > start)
 
     def first_seen(self, start: int, window: int) -> int:
-        """The first token that a layer with this window looks at when tokens from `start` on are computed.
+        """Returns the first token that a layer with this window attends to when tokens from `start` on are computed.
 
-        `window` counts the token that looks. Where the whole prompt sees itself, it does so beyond the window.
+        `window` includes the attending token itself. A prompt with a fully bidirectional mask ignores the window.
         """
         if self.mask is Mask.PROMPT and start < len(self.token_ids):
             return 0
@@ -124,5 +129,5 @@ class Prompt:
 
     @property
     def num_image_tokens(self) -> int:
-        """Placeholder tokens that take a row."""
+        """Number of placeholder tokens that take a row."""
         return sum(item.num_rows for item in self.images)

@@ -1,4 +1,7 @@
-"""One request and its progress through the scheduler."""
+"""One request and its progress through the scheduler.
+
+Its images are tracked by row_demand.py, its KV blocks by kv_cache_manager.py.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from decoder_svc.scheduling.sampling_params import SamplingParams
 RequestId = NewType("RequestId", str)
 
 BlockHash = NewType("BlockHash", bytes)
-"""The name of a KV block by what it holds: SHA-256, 32 bytes (block_hash.py)."""
+"""SHA-256 of a KV block's content and of everything before it, 32 bytes (block_hash.py)."""
 
 
 class RequestState(enum.Enum):
-    """Where a request stands in the scheduler."""
+    """The stage that a request has reached in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -26,13 +29,13 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """With whom a request shares KV blocks, beyond having the same tokens and images."""
+    """Conditions for sharing KV blocks between requests, in addition to equal tokens and images."""
 
-    # Tenant and salt of the caller; requests with different ones never share. Empty: the default tenant, no salt.
+    # Tenant and salt of the caller; requests share only if both are equal. Empty: the default tenant without a salt.
     salt: bytes = b""
     # Adapter that changes keys and values; None: the base model.
     adapter: str | None = None
-    # Neither look for cached blocks nor let others find what is computed.
+    # Whether the request neither reads the prefix cache nor publishes its own blocks there.
     bypass: bool = False
 
 
@@ -56,49 +59,50 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
-        # Monotonic clock, seconds.
+        # Seconds on the monotonic clock.
         self.arrival_s = arrival_s
+        # Latest useful time of the first token, on the same clock; None: no deadline.
         self.deadline_s = deadline_s
-        # Lower runs earlier.
+        # A lower value runs earlier.
         self.priority = priority
         self.cache_scope = cache_scope
-        # Prompt, then generated.
+        # The prompt's ids, then the generated ones.
         self.token_ids = list(prompt.token_ids)
-        # Shows an image that is to be forgotten: its blocks get no names any more.
+        # The prompt has an image that an operator removed: blocks computed from now on are not published.
         self.is_private = False
-        # Tokens whose KV is in the cache; catches up with len(token_ids).
+        # Tokens whose keys and values are in the KV cache; catches up with len(token_ids).
         self.num_computed_tokens = 0
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_preemptions = 0
-        # Of the full blocks, as far as anybody needed them; extended by BlockHasher only, never computed again.
+        # Hashes of the full blocks, computed on demand by BlockHasher, which only ever appends.
         self.block_hashes: list[BlockHash] = []
-        # Keys and values of tokens before this index are in blocks that were found: others' too, never to be written.
+        # Tokens before this index are in blocks that may be shared with other requests, so they are never written.
         self.num_shared_tokens = 0
         self.usage = RequestUsage(prompt_tokens=len(prompt.token_ids), image_tokens=prompt.num_image_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """Number of prompt and generated tokens."""
         return len(self.token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens, image placeholders included."""
+        """Number of prompt tokens, including image placeholders."""
         return len(self.prompt.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens."""
         return len(self.token_ids) - len(self.prompt.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Generated ids."""
+        """Ids of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def finish_reason_now(self, max_context_tokens: int) -> FinishReason | None:
-        """Why the latest generated token is the last; None when another may follow."""
+        """Returns the reason why the latest generated token ends the request, or None if another token may follow."""
         if self.token_ids[-1] in self.params.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
             return FinishReason.STOP
         if self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= max_context_tokens:

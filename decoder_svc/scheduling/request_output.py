@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended with an answer."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -16,7 +16,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True)
 class RequestUsage:
-    """Token accounting of one request; the words are those of the wire contract's Usage."""
+    """Token accounting of one request. Field names match the `Usage` message of the gRPC API."""
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -32,22 +32,23 @@ class RequestUsage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one generated position: (token id, logprob), the sampled token first."""
+    """Log probabilities (natural logarithm) at one generated position."""
 
+    # (token id, log probability), the sampled token first.
     top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What happened to a request since the previous output; several steps are coalesced when its reader is behind."""
+    """A request's progress since its previous output. Several steps are merged into one output for a slow reader."""
 
     # Newly generated ids; empty in the first output (admission) and possibly in the last.
     token_ids: tuple[int, ...]
-    # One per new token where they were asked for, else empty.
+    # One per new token if the request asked for them, else empty.
     logprobs: tuple[TokenLogprobs, ...]
-    # Set in exactly one output, the last.
+    # Set in the last output only.
     finish_reason: FinishReason | None
-    # A snapshot.
+    # A copy taken with this output.
     usage: RequestUsage
-    # Of each new token whether it was guessed before it was sampled; empty: none was.
+    # For each new token, whether it was an accepted draft token; empty if none was.
     was_draft: tuple[bool, ...] = ()

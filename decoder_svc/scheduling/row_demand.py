@@ -1,7 +1,6 @@
-"""Which embedding rows the coming tokens of requests take: asked for, waited for, passed and accounted for.
+"""The embedding rows that each live request still needs, and the fetches of those that are missing.
 
-The scheduler's half that knows images. The scheduler decides who may ask, and when; the EncoderCacheManager what there
-is room for.
+The scheduler decides which request may ask for rows and when. The EncoderCacheManager decides whether there is room.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ class _ImageProgress:
 
 
 class RowDemand:
-    """Keeps every request's claims on rows true as its computed tokens advance. One step at a time."""
+    """Tracks the rows that live requests need, asks for missing ones, and releases rows whose tokens are computed."""
 
     def __init__(
         self, encoder_cache: EncoderCacheManager, max_num_rows_asked: int, *, overlap_encode: bool = True
     ) -> None:
-        """`max_num_rows_asked` bounds the rows asked for in one step; a single larger image still is asked for.
+        """`max_num_rows_asked` bounds the rows requested in one step, except that one larger image is still requested.
 
-        `overlap_encode` False: a request computes nothing while rows that it has asked for are on their way.
+        With `overlap_encode` False a request computes nothing while any of its rows is in flight.
         """
         self._cache = encoder_cache
         self._overlap_encode = overlap_encode
         self._max_num_rows_asked = max_num_rows_asked
         self._progress: dict[RequestId, _ImageProgress] = {}
-        # Of the step in hand.
+        # Rows that the current step may still ask for.
         self._row_budget = max_num_rows_asked
         self._fetches: list[RowFetch] = []
-        # The first in line found no room for its rows: nobody behind it may take any.
+        # The request that is served first found no room for its rows: no request behind it may take any in this step.
         self._is_short = False
         self._has_deferred = False
 
     def begin_step(self) -> None:
-        """From here on it is another step's budget."""
+        """Starts a step with a full row budget and an empty list of fetches."""
         self._row_budget = self._max_num_rows_asked
         self._fetches = []
         self._is_short = False
@@ -61,12 +60,12 @@ class RowDemand:
 
     @property
     def fetches(self) -> tuple[RowFetch, ...]:
-        """What this step has asked for."""
+        """The fetches that this step has asked for."""
         return tuple(self._fetches)
 
     @property
     def has_deferred(self) -> bool:
-        """Whether somebody was refused rows in this step that the next one may give."""
+        """Whether this step refused rows that a later step may grant: its budget was spent, or room was reserved."""
         return self._has_deferred
 
     def add(self, request: Request) -> None:
@@ -84,11 +83,14 @@ class RowDemand:
         self._progress[request.request_id].num_passed = 0
 
     def ask(self, request: Request, start: int, least: int, *, is_first: bool, may_displace: bool) -> None:
-        """Asks for the rows that the request's tokens from `start` on take and that nobody has asked for.
+        """Asks for the rows of the request's tokens from `start` on that are neither resident nor in flight.
 
-        `least` is the smallest number of tokens with which the request could go on; only for those may it, where
-        `may_displace` says so, take the place of rows that requests behind it need. `is_first`: of those that wait, or
-        of all that run, nobody stands before it in the order of service who could take the room that it waits for.
+        Args:
+            least: The smallest number of tokens that the request can compute next. Only for the rows of these tokens
+                may the request evict rows that requests behind it need.
+            is_first: Whether no request is served before this one that could take the room that it waits for. True
+                for the head of the waiting queue and for every running request.
+            may_displace: Whether the request may evict rows that requests behind it need.
         """
         for index, item, rows in self._images_from(request, start):
             user = row_user(request, index)
@@ -102,7 +104,7 @@ class RowDemand:
             self._note_source(request, item, rows)
 
     def runnable_stop(self, request: Request, start: int) -> int:
-        """One past the last token from `start` on before the first row that is not on the device."""
+        """Returns one past the last token from `start` on that can be computed with the rows now on the device."""
         if not self._overlap_encode and self._is_any_arriving(request, start):
             return start
         for _, item, rows in self._images_from(request, start):
@@ -112,23 +114,23 @@ class RowDemand:
         return request.num_tokens
 
     def has_asked_for_all(self, request: Request, start: int) -> bool:
-        """Whether there is room for all rows that the request's tokens from `start` on take."""
+        """Whether every row of the request's tokens from `start` on is resident or in flight."""
         return not any(self._cache.unasked(item.key, rows) for _, item, rows in self._images_from(request, start))
 
     def renew(self, request: Request) -> None:
-        """Says again what the request needs, because its place in the order of service has changed."""
+        """Restates the rows that the request needs, because its place in the serving order has changed."""
         for index, item, rows in self._images_from(request, request.num_computed_tokens):
             self._cache.need(item.key, row_user(request, index), rows)
 
     def account_for_hit(self, request: Request, num_tokens: int) -> None:
-        """The prefix cache had the tokens up to `num_tokens`: the rows under them are not needed at all."""
+        """Counts rows of tokens up to `num_tokens` as skipped: the prefix cache has these tokens."""
         for index, item in enumerate(request.prompt.images):
             first, last = item.rows_between(request.num_computed_tokens, num_tokens)
             self._progress[request.request_id].num_skipped_rows[index] += last - first
             request.usage.skipped_image_tokens += last - first
 
     def pass_computed(self, request: Request) -> None:
-        """Gives up the claim on every image whose tokens are all computed, and accounts for it once."""
+        """Releases every image whose tokens are all computed, and counts its rows in the usage once."""
         images = request.prompt.images
         progress = self._progress[request.request_id]
         while progress.num_passed < len(images):
@@ -142,7 +144,7 @@ class RowDemand:
             self._cache.release(item.key, request.request_id, index)
 
     def takes_any(self, request: Request, key: ContentKey, rows: RowRange, *, had_data: bool) -> bool:
-        """Whether the request cannot go on when these rows do not come.
+        """Whether the request cannot continue without these rows, which failed to arrive.
 
         A fetch without the image's bytes fails only requests that have no bytes either; the others ask again.
         """
@@ -162,7 +164,7 @@ class RowDemand:
         return any(self._cache.is_any_arriving(item.key, rows) for _, item, rows in self._images_from(request, start))
 
     def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, request_id: RequestId) -> bool:
-        """Asks for rows that nobody has asked for; False when budget or room are short."""
+        """Reserves room for rows and adds their fetch to the step. Returns False if budget or room is short."""
         if self._is_short or (self._fetches and len(rows) > self._row_budget):
             self._has_deferred = True
             return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class SamplingParams:
     """Validated sampling parameters; defaults are already filled in."""
 
-    # 0 is greedy.
+    # 0 means greedy decoding.
     temperature: float = 0.0
     top_p: float = 1.0
     # None: no limit.
@@ -20,18 +20,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     # (token id, addend) pairs.
     logit_bias: tuple[tuple[int, float], ...] = ()
-    # Budget of generated tokens.
+    # Most tokens to generate.
     max_tokens: int = 256
-    # No end of sequence and no stop id before this many tokens.
+    # Stop ids end the request only from this many generated tokens on.
     min_tokens: int = 0
-    # End-of-sequence ids of the model (empty with ignore_eos) and the request's own stop ids.
+    # The model's end-of-sequence ids (none with ignore_eos) and the request's own stop ids.
     stop_token_ids: frozenset[int] = frozenset()
-    # None: drawn by the server.
+    # None: the server draws a random seed.
     seed: int | None = None
-    # Alternatives reported per generated token; 0: the sampled token's only; None: no log probabilities.
+    # Alternatives reported per generated token. 0: only the sampled token. None: no log probabilities.
     logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether every token is the most likely one."""
         return self.temperature == 0.0

@@ -23,7 +23,8 @@ from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import RowFetch, SchedulerOutput
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.content_key import (

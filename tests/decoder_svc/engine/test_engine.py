@@ -27,7 +27,8 @@ from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from lookonce.errors import (
     ContextTooLongError,
