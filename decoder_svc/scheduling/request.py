@@ -93,7 +93,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of generated tokens."""
+        """Number of tokens generated so far."""
         return len(self.token_ids) - len(self.prompt.token_ids)
 
     @property

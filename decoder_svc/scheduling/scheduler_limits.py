@@ -41,8 +41,8 @@ class MinimumChunk:
         """Returns the fewest tokens from `start` on that a step computes; the rows of all of them must be present.
 
         A step reads all weights even for one token. A few tokens before a row that has not arrived are therefore
-        computed later, together with the tokens behind that row. The configured minimum is at most one block: otherwise a
-        request could need more rows than the cache holds in addition to the largest image, and wait for itself forever.
+        computed later, together with the tokens behind that row. The configured minimum is at most one block. With
+        more, a request could need more rows than the cache holds and wait for itself forever.
         """
         if self._limits.deterministic:
             return self._fixed(request, start)
