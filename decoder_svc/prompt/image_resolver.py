@@ -1,7 +1,7 @@
-"""Image sources of a prompt → identity and size, without rows and without pixels.
+"""Resolves the images of a prompt to content keys and sizes. Reads neither embedding rows nor pixels.
 
-Bytes are hashed and their header is read; a digest is looked up in the shared cache's metadata, then at the encoder.
-The key is always derived here, from the fingerprint of the encoder that is served now.
+Image bytes are hashed and their header is read. A digest is looked up in the shared cache's metadata, then at the
+encoder. Keys are always derived here, from the fingerprint of the encoder that is in service now.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from lookonce.threads import run_in_thread
 
 
 class MetadataSource(Protocol):
-    """The part of the shared cache that is needed here."""
+    """The part of the shared cache that image resolution uses."""
 
     def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
-        """Shape of an image's rows, None for an unknown image. Blocks; never raises."""
+        """Returns the shape of an image's rows; None for an unknown image. Blocks; never raises."""
         ...
 
 
 class ImageResolver:
-    """Resolves the images of prompts, all images of a prompt at once. Use it from the event loop."""
+    """Resolves all images of a prompt concurrently. Use it on the event loop."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class ImageResolver:
         limits: ImageLimits,
         threads: Executor,
     ) -> None:
-        """`threads` hash, read headers and ask the shared cache."""
+        """`threads` run hashing, header parsing and shared cache look-ups."""
         self._encoder = encoder
         self._metadata = metadata
         self._limits = limits
         self._threads = threads
 
     async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant) -> list[ResolvedImage]:
-        """One per source, in order.
+        """Returns one resolved image per source, in order.
 
         Raises the first of DigestMismatchError, ImageUndecodableError, ImageTooLargeError (each with the image's index
-        in its metadata), FingerprintMismatchError, UnavailableError; else, where digests are unknown,
+        in its metadata), FingerprintMismatchError and UnavailableError. If the only problem is unknown digests, raises
         EmbeddingNotCachedError with the indexes of all of them.
         """
         if not sources:

@@ -1,4 +1,4 @@
-"""Request as stated → request that the engine takes: images resolved, prompt built, sampling checked."""
+"""Turns a caller's request into the engine's: resolves images, builds the prompt, checks sampling values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from lookonce.threads import run_in_thread
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What the engine gets, and what the answer's text needs."""
+    """A checked request: the engine's prompt and parameters, and the stop strings for the answer's text."""
 
     prompt: Prompt
-    # Those of `sampling` with max_tokens fitted to the context.
+    # The parameters of `sampling`, with max_tokens limited to the context.
     params: SamplingParams
     sampling: CheckedSampling
 
 
 class RequestPreparer:
-    """Prepares requests; the heavy parts run in threads. Use it from the event loop."""
+    """Prepares requests. Heavy work runs in threads. Use it on the event loop."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RequestPreparer:
         max_context_tokens: int,
         threads: Executor,
     ) -> None:
-        """`threads` split videos, template and tokenize."""
+        """`threads` run video splitting, templating and tokenizing."""
         self._builder = builder
         self._splitter = splitter
         self._resolver = resolver
@@ -56,14 +56,17 @@ class RequestPreparer:
         self._threads = threads
 
     async def prepare(self, spec: PromptSpec, sampling: SamplingSpec, tenant: Tenant) -> PreparedRequest:
-        """Raises the InvalidInputError, EmbeddingNotCachedError, … that says what is wrong with the request."""
+        """Returns the checked request.
+
+        Raises a subclass of InvalidInputError, EmbeddingNotCachedError or another LookonceError that names the problem.
+        """
         checked = check_sampling(sampling, self._defaults, self._limits)
         prompt = await self.build_prompt(spec, tenant)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
         return PreparedRequest(prompt, params, checked)
 
     async def build_prompt(self, spec: PromptSpec, tenant: Tenant) -> Prompt:
-        """The prompt alone, however long."""
+        """Returns the prompt alone, without checking that an answer fits behind it."""
         self._builder.check(spec)
         videos: list[SplitVideo] = []
         if isinstance(spec, ChatPrompt) and spec.videos:

@@ -52,7 +52,7 @@ class EmbeddingFetcher:
         ttl_s: float,
         metrics: FetchMetrics,
     ) -> None:
-        """`ttl_s`: lifetime of a shared cache entry. It is extended several times per lifetime for entries that are read."""
+        """`ttl_s`: lifetime of a shared cache entry. Reading an entry extends it, a few times per lifetime at most."""
         self._store = store
         self._encoder = encoder
         self._metrics = metrics
