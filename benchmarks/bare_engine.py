@@ -19,7 +19,9 @@ from prometheus_client import CollectorRegistry
 from decoder_svc.assembly import build_engine
 from decoder_svc.engine.engine import Engine
 from decoder_svc.rows.fetch_metrics import FetchMetrics
-from decoder_svc.scheduling.request import Prompt, RequestId, SamplingParams
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
 from lookonce.server.settings import parse_settings

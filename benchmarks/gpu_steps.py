@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.scheduling.request import RequestId, SamplingParams
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, SampledToken, ScheduledChunk, SchedulerOutput
 
 # Number of alternatives compared per token.

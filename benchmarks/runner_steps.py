@@ -14,7 +14,8 @@ from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.attention import PAGED_ATTENTION, SdpaBackend
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.scheduling.request import RequestId, SamplingParams
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
 from lookonce.model.half_model import load_text_half
 from lookonce.model.model_folder import ModelFolder

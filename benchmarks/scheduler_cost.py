@@ -16,8 +16,11 @@ from benchmarks import report
 from decoder_svc.scheduling.block_hash import BlockHasher
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.request import ImageItem, Prompt, Request, RequestId, SamplingParams, Span
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import SampledToken
 from lookonce.content_key import (
     DEFAULT_TENANT,

@@ -24,8 +24,11 @@ from decoder_svc.runner.base import Embedded, PreparedInputs, RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.request import Prompt, Request, RequestId, SamplingParams
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.model.model_folder import ModelFolder
 

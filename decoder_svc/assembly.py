@@ -20,8 +20,9 @@ from decoder_svc.scheduling.encoder_budget import encoder_budget
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_group import SlidingGroupSize
-from decoder_svc.scheduling.kv_pool_size import BlockCosts, KVPoolWish, num_kv_blocks, sliding_group_size
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError
@@ -176,8 +177,8 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
     sliding = _sliding_group(settings, runner, max_useful_blocks)
     spec = runner.get_kv_cache_spec()
     num_blocks = num_kv_blocks(
-        KVPoolWish(settings.num_kv_blocks, settings.kv_cache_memory_bytes, settings.kv_cache_memory_share),
-        BlockCosts(spec.block_bytes, spec.sliding_block_bytes, 0 if sliding is None else sliding.num_blocks),
+        KVPoolConfig(settings.num_kv_blocks, settings.kv_cache_memory_bytes, settings.kv_cache_memory_share),
+        BlockBytes(spec.block_bytes, spec.sliding_block_bytes, 0 if sliding is None else sliding.num_blocks),
         free_bytes=runner.profile_run(worst),
         max_useful_blocks=max_useful_blocks,
     )

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from decoder_svc.engine.engine_interface import Engine
-from decoder_svc.scheduling.request import RequestUsage
+from decoder_svc.scheduling.request_output import RequestUsage
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 

@@ -16,9 +16,9 @@ from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.prompt.chat_template import ChatTemplate
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.prompt.generation_defaults import load_defaults
-from decoder_svc.prompt.image_reference import ImageResolver
+from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
-from decoder_svc.prompt.prompt import PromptBuilder, PromptLimits
+from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits
 from decoder_svc.prompt.sampling_check import SamplingLimits
 from decoder_svc.prompt.text_tokenizer import TextTokenizer, load_pretrained
 from decoder_svc.prompt.video_frames import VideoSplitter

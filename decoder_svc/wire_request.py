@@ -11,11 +11,11 @@ from decoder_svc.prompt.prompt_spec import (
     CachedImage,
     ChatMessage,
     ChatPrompt,
+    ChatRole,
     ImagePart,
     ImageSource,
     InlineImage,
     PromptSpec,
-    Role,
     TextPart,
     TextPrompt,
     TokenPrompt,
@@ -32,9 +32,9 @@ from lookonce.errors import ContextTooLongError, InvalidParameterError
 from lookonce.families.video import DEFAULT_FPS, MAX_FPS, MIN_FPS
 
 _ROLES = {
-    decoder_service_pb2.ROLE_SYSTEM: Role.SYSTEM,
-    decoder_service_pb2.ROLE_USER: Role.USER,
-    decoder_service_pb2.ROLE_ASSISTANT: Role.ASSISTANT,
+    decoder_service_pb2.ROLE_SYSTEM: ChatRole.SYSTEM,
+    decoder_service_pb2.ROLE_USER: ChatRole.USER,
+    decoder_service_pb2.ROLE_ASSISTANT: ChatRole.ASSISTANT,
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2

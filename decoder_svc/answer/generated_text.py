@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decoder_svc.answer.detokenizer import IncrementalDecoder, StopFilter
 from decoder_svc.prompt.sampling_check import CheckedSampling
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
-from decoder_svc.scheduling.request import FinishReason, RequestOutput, TokenLogprobs
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

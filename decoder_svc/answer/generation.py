@@ -14,7 +14,8 @@ from decoder_svc.engine.output_stream import slices
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.prompt.preparation import PreparedRequest
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
-from decoder_svc.scheduling.request import CacheScope, FinishReason, RequestId, RequestOutput, RequestUsage
+from decoder_svc.scheduling.request import CacheScope, RequestId
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage
 from lookonce import tracing
 from lookonce.errors import InternalError
 

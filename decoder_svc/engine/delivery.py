@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from decoder_svc.engine.output_stream import OutputStream
-from decoder_svc.scheduling.request import RequestId, RequestOutput
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.request_output import RequestOutput
 from lookonce.errors import LookonceError
 
 Answer: TypeAlias = RequestOutput | LookonceError

@@ -25,16 +25,10 @@ from decoder_svc.engine.output_stream import OutputStream
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.scheduling.request import (
-    DEFAULT_SCOPE,
-    CacheScope,
-    FinishReason,
-    Prompt,
-    Request,
-    RequestId,
-    RequestOutput,
-    SamplingParams,
-)
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request, RequestId
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import RowFetch, SchedulerOutput, TokenUpdate
 from lookonce.errors import (

@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from decoder_svc.scheduling.request import CacheScope, FinishReason, Prompt, RequestId, RequestOutput, SamplingParams
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import CacheScope, RequestId
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
+from decoder_svc.scheduling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from decoder_svc.scheduling.request import RequestOutput
+from decoder_svc.scheduling.request_output import RequestOutput
 from lookonce.errors import LookonceError
 
 

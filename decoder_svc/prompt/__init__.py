@@ -1,1 +1,1 @@
-"""Turns a request as stated into token ids and image spans."""
+"""Turns a caller's prompt into token ids, image spans and checked sampling parameters."""

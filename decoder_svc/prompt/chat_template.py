@@ -1,7 +1,7 @@
-"""Renders a conversation with the model's own chat template, and says which of the text the template wrote.
+"""Renders a conversation with the model's own chat template, and separates the template's text from the users' text.
 
-The messages are data: nothing in them is run as template code, and what a user wrote stays marked as a user's, however
-the template moves it about. Tokenizes nothing.
+Messages are data: nothing in them is run as template code, and user text stays marked as such wherever the template
+puts it. Does not tokenize.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from decoder_svc.prompt.prompt_spec import ChatMessage, ImagePart, Role, TextPart, VideoPart
+from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole, ImagePart, TextPart, VideoPart
 from decoder_svc.prompt.text_tokenizer import TextPiece
 from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
 from lookonce.model.model_folder import chat_template_source
@@ -22,7 +22,7 @@ from lookonce.model.template_errors import TEMPLATE_ERRORS
 # Marks consist of digits only: no case filter or escaping of a template changes them.
 _NONCE_DIGITS = 32
 _INDEX_DIGITS = 6
-# So many digits of a mark's beginning or end show that it was there.
+# Digits at a mark's beginning or end by which a damaged mark is recognised.
 _FRAGMENT_DIGITS = 10
 _OPEN, _CLOSE, _WHOLE = "1", "2", "3"
 
@@ -33,40 +33,44 @@ class ChatTemplate:
     def __init__(self, pretrained: Any, source: str, image_token: str, video_text: str | None = None) -> None:
         """`pretrained` is the folder's tokenizer in transformers, `source` the Jinja text.
 
-        `video_text` stands for one video; None: there are none. Raises ModelFolderError when the template does not
-        write `image_token` once for one image.
+        `video_text` is the placeholder of one video; None: the model takes no videos. Raises ModelFolderError if the
+        template does not write `image_token` exactly once per image.
         """
         self._pretrained = pretrained
         self._source = source
         self._check_image_placement(image_token)
-        # Whether the template knows videos.
+        # Whether the template writes a placeholder for a video.
         self.takes_videos = video_text is not None and self._writes_videos(video_text)
 
     @classmethod
     def load(
         cls, folder: pathlib.Path, pretrained: Any, image_token: str, video_text: str | None = None
     ) -> ChatTemplate | None:
-        """The folder's template (chat_template.jinja, chat_template.json, tokenizer_config.json), None without one."""
+        """Loads the folder's template; None without one.
+
+        Looks into chat_template.jinja, chat_template.json and tokenizer_config.json.
+        """
         source = chat_template_source(folder, pretrained.chat_template)
         return None if source is None else cls(pretrained, source, image_token, video_text)
 
     def render(self, messages: Sequence[ChatMessage]) -> list[TextPiece]:
-        """The conversation up to where the assistant's answer begins.
+        """Returns the rendered conversation up to the beginning of the assistant's answer.
 
-        Raises PromptEmptyError without messages and InvalidParameterError for a conversation that the template refuses
-        or that ends with the assistant's turn.
+        Raises PromptEmptyError without messages, and InvalidParameterError for a conversation that the template refuses
+        or that ends with an assistant message.
         """
         if not messages:
             raise PromptEmptyError("chat.messages is empty; send at least one message")
-        if messages[-1].role is Role.ASSISTANT:
+        if messages[-1].role is ChatRole.ASSISTANT:
             raise InvalidParameterError(
-                "chat.messages", "the last message is the assistant's; continuing it is not offered, end with a user's"
+                "chat.messages",
+                "the last message is the assistant's; continuing it is not supported, end with a user's",
             )
         marks = _Marks()
         pieces = marks.bordered_pieces(self._rendered(messages, marks.bordered))
         if pieces is not None:
             return pieces
-        # The template cut a text in two (it drops a thinking passage, say). Then it gets to see no text at all.
+        # The template cut a text, for example to drop a thinking passage: render again with marks in place of texts.
         marks = _Marks()
         return marks.whole_pieces(self._rendered(messages, marks.whole))
 
@@ -75,10 +79,10 @@ class ChatTemplate:
             try:
                 return self._apply([_in_parts(message, mark) for message in messages])
             except TypeError:
-                # Some templates take what is not a user's for strings (Pixtral's does).
+                # Some templates expect system and assistant messages as strings (Pixtral's does).
                 return self._apply([_in_text(message, mark) for message in messages])
         except TEMPLATE_ERRORS as error:
-            # The class itself: the template's author speaks. Another: Jinja or Python does, and its words stay here.
+            # Exactly TemplateError: the template's author wrote the message. A subclass: Jinja did, and it stays here.
             reason = str(error) if type(error) is jinja2.TemplateError else "it could not be rendered"
             raise InvalidParameterError("chat.messages", f"the model's chat template refuses: {reason}") from None
 
@@ -99,14 +103,14 @@ class ChatTemplate:
             )
 
     def _writes_videos(self, text: str) -> bool:
-        """Whether it writes the text once for one video, rather than nothing or a refusal."""
+        """Whether the template writes `text` exactly once for one video."""
         try:
             return self._num_written("video", text) == 1
         except TEMPLATE_ERRORS:
             return False
 
     def _num_written(self, part_type: str, text: str) -> int:
-        """How often the template writes this text for one part of this type. Raises one of TEMPLATE_ERRORS."""
+        """Returns how often the template writes `text` for one part of this type. Raises one of TEMPLATE_ERRORS."""
         return self._apply([{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]).count(
             text
         )
@@ -117,28 +121,31 @@ class _Mark(NamedTuple):
 
     start: int
     stop: int
-    # Digits that number the text, and which of its marks this is.
+    # The text's index in digits, and the mark's kind: _OPEN, _CLOSE or _WHOLE.
     number: str
     kind: str
 
 
 class _Marks:
-    """Marks around the texts of one conversation, by which they are found again in the rendered string."""
+    """Random marks around the texts of one conversation, by which they are found in the rendered string."""
 
     def __init__(self) -> None:
         self._nonce = str(secrets.randbelow(9 * 10 ** (_NONCE_DIGITS - 1)) + 10 ** (_NONCE_DIGITS - 1))
         self._texts: list[str] = []
 
     def bordered(self, text: str) -> str:
-        """The text with a mark before its first and after its last visible character: stripping still works."""
+        """Returns the text with a mark before its first and after its last visible character.
+
+        White space stays outside the marks, so that a template can still strip it.
+        """
         return self._marked(text, lambda index, core: f"{self._nonce}{index}{_OPEN}{core}{self._nonce}{index}{_CLOSE}")
 
     def whole(self, text: str) -> str:
-        """The text with a mark in place of everything between its first and its last visible character."""
+        """Returns the text with one mark in place of everything from its first to its last visible character."""
         return self._marked(text, lambda index, core: f"{self._nonce}{index}{_WHOLE}")
 
     def bordered_pieces(self, rendered: str) -> list[TextPiece] | None:
-        """Pieces of a string that was rendered from bordered texts; None when a text lost one of its two marks."""
+        """Splits a string rendered from bordered texts into pieces; None if a text lost one of its two marks."""
         pieces: list[TextPiece] = []
         end, opened = 0, None
         for mark in self._found(rendered):
@@ -151,9 +158,9 @@ class _Marks:
         return _non_empty([*pieces, TextPiece(rendered[end:], is_trusted=True)])
 
     def whole_pieces(self, rendered: str) -> list[TextPiece]:
-        """Pieces of a string that was rendered from marks in place of texts.
+        """Splits a string rendered from marks in place of texts into pieces.
 
-        Raises InvalidParameterError when the template left a part of a mark only.
+        Raises InvalidParameterError if the template kept only a part of a mark.
         """
         pieces: list[TextPiece] = []
         end = 0
@@ -168,7 +175,10 @@ class _Marks:
         return _non_empty(pieces)
 
     def _found(self, rendered: str) -> Iterator[_Mark]:
-        """All marks, in order. Not by a regular expression: compiling one for each conversation cost a third of it."""
+        """Yields all marks in order.
+
+        Uses no regular expression: compiling one per conversation took a third of the rendering time.
+        """
         start = 0
         while (start := rendered.find(self._nonce, start)) >= 0:
             stop = start + _NONCE_DIGITS + _INDEX_DIGITS + 1
@@ -198,9 +208,9 @@ def _in_parts(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any
 
 
 def _in_text(message: ChatMessage, mark: Callable[[str], str]) -> dict[str, Any]:
-    """Where the message is not a user's and has nothing but text."""
+    """Returns the message with a plain string as content; a user's message or one with images keeps its parts."""
     texts = [mark(part.text) for part in message.parts if isinstance(part, TextPart)]
-    if message.role is Role.USER or len(texts) < len(message.parts):
+    if message.role is ChatRole.USER or len(texts) < len(message.parts):
         return _in_parts(message, mark)
     return {"role": message.role.value, "content": "".join(texts)}
 

@@ -1,4 +1,4 @@
-"""The model's family as the decoder needs it: placeholder, layout of an image's tokens, positions, mask. No pixels."""
+"""The decoder's view of a model family: placeholder, token layout of images, positions, mask. Knows no pixels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from decoder_svc.prompt.image_layout import ImageLayout, layout_of
 from decoder_svc.prompt.rotary_positions import PlacedGrid, mrope_positions, sequence_positions
-from decoder_svc.scheduling.request import Positions, Span
+from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ModelFolderError, UnsupportedError
 from lookonce.families.base import PositionAxes
@@ -17,12 +17,12 @@ from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
-# Layouts that are kept: a chat shows the same pictures again in every turn.
+# Number of cached layouts. A chat repeats its images in every turn.
 _NUM_LAYOUTS = 256
 
 
 class DecoderFamily:
-    """One model's family; safe to use from several threads at once."""
+    """The family of one model; safe to use from several threads at once."""
 
     def __init__(
         self,
@@ -33,32 +33,32 @@ class DecoderFamily:
         video_token: str | None,
         encode: Callable[[str], Sequence[int]],
     ) -> None:
-        """`encode` tokenizes trusted text without adding special tokens. `video_token` None: videos are not taken.
+        """`encode` tokenizes trusted text without adding special tokens. `video_token` None: videos are refused.
 
-        Raises ModelFolderError when the tokenizer cannot write what stands around an image's rows.
+        Raises ModelFolderError if the tokenizer cannot encode the text between an image's rows.
         """
         data = model.data
         self._model = model
         self._encode = encode
         self.title = data.title
-        # The token that takes rows.
+        # The token of which each occurrence takes one embedding row.
         self.image_token = image_token
         self.image_token_id = image_token_id
-        # What stands for one image in a rendered prompt, and its id; None where it is plain text.
+        # The placeholder of one image in a rendered prompt, and its token id; None if the placeholder is plain text.
         self.placeholder = data.placeholder(model.source) or image_token
         self.placeholder_id = placeholder_id
         self._video_token = video_token or ""
         self._video = model.video if video_token else None
-        # Says why, where videos are not taken.
+        # The reason why videos are refused; empty if they are accepted.
         self.no_video_reason = model.no_video_reason or ("" if video_token else "the tokenizer has no video token")
-        # What stands for one video in a rendered prompt; None: videos are not taken.
+        # The placeholder of one video in a rendered prompt; None: videos are refused.
         self.video_placeholder = None if self._video is None else self._video.rule.placeholder(self._video_token)
         self.num_position_axes = 3 if data.axes is PositionAxes.MROPE else 1
         self.mask = data.mask
-        # Feature levels beside each row.
+        # Extra feature levels per row.
         self.num_levels = model.num_levels
         self.finish_text = data.finish_text
-        # Whether an image is processed differently beside others in its prompt.
+        # Whether an image is processed differently if its prompt has several.
         self.depends_on_image_count = data.depends_on_image_count
         self._layout = functools.lru_cache(_NUM_LAYOUTS)(self._new_layout)
         try:
@@ -67,46 +67,47 @@ class DecoderFamily:
                 self.video_layouts((self._video.settings.factor,) * 2, FRAMES_PER_PAIR, DEFAULT_FPS)
         except ValueError as error:
             raise ModelFolderError(f"the tokenizer does not fit {data.title}: {error}") from error
-        # Of the largest image (or pair of frames) that the processor can make: rows, and tokens from the first row's to
-        # the last one's.
+        # Size of the largest image or pair of frames that the processor can make: its rows, and its tokens from the
+        # first one with a row to the last.
         self.max_rows_per_image = max(largest.num_rows, 0 if self._video is None else self._video.most_rows)
         self.max_tokens_per_image = max(largest.span_length, self.max_rows_per_image)
 
     def check_options(self, options: ProcessorOptions) -> None:
-        """Raises InvalidParameterError for options that the model does not have or values out of range."""
+        """Raises InvalidParameterError for options that the model does not support and values out of range."""
         self._model.check_options(options)
 
     def image_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
-        """Layout of an upright image of this size in pixels.
+        """Returns the layout of an upright image of this size in pixels.
 
-        Raises ImageTooLargeError for a size that the model cannot take and InvalidParameterError for wrong options.
+        Raises ImageTooLargeError for a size that the model does not support, InvalidParameterError for wrong options.
         """
         return self._layout(width, height, options)
 
     def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
-        """Width and height that the frames of a video of this size in pixels are resized to.
+        """Returns the width and height to which a video's frames of this size in pixels are resized.
 
-        Raises UnsupportedError, InvalidParameterError for `max_pixels` and ImageTooLargeError.
+        Raises UnsupportedError if videos are refused, InvalidParameterError for a wrong `max_pixels`, and
+        ImageTooLargeError.
         """
         if self._video is None:
             raise UnsupportedError(f"{self.no_video_reason}; send single images")
         return self._model.frame_size(width, height, num_frames, max_pixels)
 
     def num_pairs(self, num_frames: int) -> int:
-        """The most pairs that videos of so many frames have together; 0 where videos are not taken.
+        """Returns the largest number of frame pairs in videos of `num_frames` frames in total; 0 if videos are refused.
 
-        Videos of three frames have the most, two each.
+        Videos of three frames are the worst case, with two pairs each.
         """
         return 0 if self._video is None else -(-num_frames * 2 // 3)
 
     def video_layouts(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageLayout]:
-        """Layout of each pair of frames of a video; together they take its placeholder's place."""
+        """Returns the layout of each pair of frames; together they replace the video's placeholder."""
         assert self._video is not None, "frame_size() comes first"
         shapes = self._video.shapes(frame_size, num_frames, fps)
         return [layout_of(shape, self._video_token, self._video.token_id, self._encode) for shape in shapes]
 
     def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
-        """Rotary positions of an expanded prompt, None for 0, 1, 2, …"""
+        """Returns the rotary positions of an expanded prompt; None for 0, 1, 2, …"""
         if self.num_position_axes == 1:
             return sequence_positions(num_tokens, self._model.data.first_position)
         placed = zip(spans, layouts, strict=True)
@@ -119,9 +120,9 @@ class DecoderFamily:
 
 
 def load_family(folder: ModelFolder, tokenizer: Any) -> DecoderFamily:
-    """The family of a folder; `tokenizer` is the folder's fast tokenizer of transformers.
+    """Loads the family of a model folder; `tokenizer` is the folder's fast tokenizer of transformers.
 
-    Raises ModelFolderError when tokenizer and configuration do not name the placeholder.
+    Raises ModelFolderError if the tokenizer or config.json does not name the image token.
     """
     config = folder.config
     token_id = config.get("image_token_index", config.get("image_token_id"))

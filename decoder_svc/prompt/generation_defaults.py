@@ -1,4 +1,4 @@
-"""What a model folder says about sampling where a request says nothing (generation_config.json)."""
+"""Sampling defaults of a model folder (generation_config.json), for values that a request does not set."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lookonce.errors import ModelFolderError
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Defaults of one model."""
+    """Sampling defaults of one model."""
 
-    # 0 (greedy) unless the folder says do_sample.
+    # 0 (greedy) unless the folder sets do_sample.
     temperature: float = 0.0
     top_p: float = 1.0
     # None: no limit.
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    # Each of them ends a generation.
+    # Each of these ids ends a generation.
     eos_token_ids: frozenset[int] = frozenset()
 
 
 def load_defaults(folder: pathlib.Path, tokenizer_eos_id: int | None) -> GenerationDefaults:
-    """Defaults of a folder. `tokenizer_eos_id` is used where neither configuration names an end of sequence.
+    """Loads the defaults of a folder. `tokenizer_eos_id` is used if no configuration file names an end of sequence.
 
-    Raises ModelFolderError when a file or a value in it is broken.
+    Raises ModelFolderError for an unreadable file or a wrong value in it.
     """
     generation = _read_json(folder / "generation_config.json")
     config = _read_json(folder / "config.json")
@@ -42,7 +42,7 @@ def load_defaults(folder: pathlib.Path, tokenizer_eos_id: int | None) -> Generat
             eos_token_ids=_eos_token_ids(generation, config, tokenizer_eos_id),
         )
     except (TypeError, ValueError) as error:
-        raise ModelFolderError(f"generation_config.json holds a value that is no number: {error}") from error
+        raise ModelFolderError(f"generation_config.json has a value that is not a number: {error}") from error
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _stated(generation: dict[str, Any], name: str, default: float) -> Any:
 
 
 def _eos_token_ids(generation: dict[str, Any], config: dict[str, Any], tokenizer_eos_id: int | None) -> frozenset[int]:
-    """The first source that names any: as `generate` of transformers does it."""
+    """Returns the ids of the first source that names any, in the order that `generate` of transformers uses."""
     text_config = config.get("text_config") or {}
     for stated in (generation.get("eos_token_id"), config.get("eos_token_id"), text_config.get("eos_token_id")):
         if stated is not None:

@@ -1,4 +1,4 @@
-"""What one image's placeholder becomes: text to tokenize with the prompt, or token ids, and which tokens take rows."""
+"""The tokens that replace one image's placeholder, as text or as ids, and which of them take embedding rows."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lookonce.families.base import FramePlace, ImageShape
 class ImageLayout:
     """The tokens of an image of a given size, or of a pair of video frames."""
 
-    # The token that takes rows.
+    # The token of which each occurrence takes one row.
     row_token_id: int
-    # Takes the placeholder's place in a rendered prompt; each image token in it stands for a run of them.
+    # Replaces the placeholder in a rendered prompt. Each image token in it stands for one run of image tokens.
     text: str
-    # Length of each run, in tokens that take the next rows.
+    # Length of each run in tokens; runs take the image's rows in order.
     runs: tuple[int, ...]
-    # Takes the placeholder's place in a prompt of token ids, runs in full.
+    # Replaces the placeholder in a prompt of token ids, with every run written in full.
     token_ids: tuple[int, ...]
-    # Of `token_ids`: those from the first that takes a row to the last that does.
+    # The span within `token_ids` from the first token that takes a row to the last one.
     span_start: int
     span_length: int
-    # Of each row its token, counted from the span's first, ascending. None: token i takes row i.
+    # The token that takes each row, as an ascending index into the span. None: token i takes row i.
     row_tokens: tuple[int, ...] | None = None
-    # Merged patches (frames, height, width) where positions depend on them, else None.
+    # Number of merged patches (frames, height, width) if positions depend on them, else None.
     grid: tuple[int, int, int] | None = None
-    # Of a pair of frames whose time counts from its video's beginning.
+    # Index and time of a pair of frames in its video; None for an image.
     place: FramePlace | None = None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return sum(self.runs)
 
     @property
@@ -44,9 +44,9 @@ class ImageLayout:
 def layout_of(
     shape: ImageShape, image_token: str, image_token_id: int, encode: Callable[[str], Sequence[int]]
 ) -> ImageLayout:
-    """The layout of a shape. `encode` tokenizes without adding special tokens.
+    """Returns the layout of a shape. `encode` tokenizes without adding special tokens.
 
-    Raises ValueError when the texts between the rows spell the image token themselves.
+    Raises ValueError if tokenizing the texts between the rows adds or removes image tokens.
     """
     text = "".join(image_token if isinstance(part, int) else part for part in shape.parts)
     runs = tuple(part for part in shape.parts if isinstance(part, int))
@@ -70,7 +70,10 @@ def layout_of(
 
 
 def expanded(token_ids: Sequence[int], row_token_ids: Container[int], runs: Sequence[int]) -> Iterator[int]:
-    """The ids with the k-th token that takes rows as often as the k-th run says; there are as many runs as those."""
+    """Yields the ids with the k-th row token repeated as often as the k-th run is long.
+
+    `runs` must have one entry per row token in `token_ids`.
+    """
     upcoming = iter(runs)
     for token_id in token_ids:
         if token_id in row_token_ids:

@@ -1,14 +1,13 @@
-"""Request as stated → request that the engine takes: images resolved, prompt built, sampling checked."""
+"""Turns a caller's request into the engine's: resolves images, builds the prompt, checks sampling values."""
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from decoder_svc.prompt.generation_defaults import GenerationDefaults
-from decoder_svc.prompt.image_reference import ImageResolver
-from decoder_svc.prompt.prompt import PromptBuilder
+from decoder_svc.prompt.image_resolver import ImageResolver
+from decoder_svc.prompt.prompt_builder import PromptBuilder
 from decoder_svc.prompt.prompt_spec import ChatPrompt, PromptSpec
 from decoder_svc.prompt.sampling_check import (
     CheckedSampling,
@@ -18,22 +17,24 @@ from decoder_svc.prompt.sampling_check import (
     fit_to_context,
 )
 from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter
-from decoder_svc.scheduling.request import Prompt, SamplingParams
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import Tenant
+from lookonce.threads import run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What the engine gets, and what the answer's text needs."""
+    """A checked request: the engine's prompt and parameters, and the stop strings for the answer's text."""
 
     prompt: Prompt
-    # Those of `sampling` with max_tokens fitted to the context.
+    # The parameters of `sampling`, with max_tokens limited to the context.
     params: SamplingParams
     sampling: CheckedSampling
 
 
 class RequestPreparer:
-    """Prepares requests; the heavy parts run in threads. Use it from the event loop."""
+    """Prepares requests. Heavy work runs in threads. Use it on the event loop."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class RequestPreparer:
         max_context_tokens: int,
         threads: Executor,
     ) -> None:
-        """`threads` split videos, template and tokenize."""
+        """`threads` run video splitting, templating and tokenizing."""
         self._builder = builder
         self._splitter = splitter
         self._resolver = resolver
@@ -55,18 +56,20 @@ class RequestPreparer:
         self._threads = threads
 
     async def prepare(self, spec: PromptSpec, sampling: SamplingSpec, tenant: Tenant) -> PreparedRequest:
-        """Raises the InvalidInputError, EmbeddingNotCachedError, … that says what is wrong with the request."""
+        """Returns the checked request.
+
+        Raises a subclass of InvalidInputError, EmbeddingNotCachedError or another LookonceError that names the problem.
+        """
         checked = check_sampling(sampling, self._defaults, self._limits)
         prompt = await self.build_prompt(spec, tenant)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
         return PreparedRequest(prompt, params, checked)
 
     async def build_prompt(self, spec: PromptSpec, tenant: Tenant) -> Prompt:
-        """The prompt alone, however long."""
+        """Returns the prompt alone, without checking that an answer fits behind it."""
         self._builder.check(spec)
-        loop = asyncio.get_running_loop()
         videos: list[SplitVideo] = []
         if isinstance(spec, ChatPrompt) and spec.videos:
-            videos = await loop.run_in_executor(self._threads, self._splitter.split_all, spec.visuals)
+            videos = await run_in_thread(self._threads, self._splitter.split_all, spec.visuals)
         images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant)
-        return await loop.run_in_executor(self._threads, self._builder.build, spec, images, videos)
+        return await run_in_thread(self._threads, self._builder.build, spec, images, videos)

@@ -1,11 +1,11 @@
-"""Rotary positions of a prompt with images, by the scheme of its family. Plain Python."""
+"""Rotary positions of a prompt with images, by the scheme of its model family. Plain Python."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.request import Positions, Span
+from decoder_svc.scheduling.prompt import Positions, Span
 from lookonce.families.base import FramePlace
 
 Grid = tuple[int, int, int]
@@ -13,29 +13,30 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PlacedGrid:
-    """An image's tokens, which are its grid's cells, or those of a pair of video frames."""
+    """The span of an image or frame pair, with one token per cell of its grid."""
 
     span: Span
+    # Frames, height, width.
     grid: Grid
-    # Of a pair whose time counts from its video's beginning.
+    # Index and time of a frame pair in its video; None for an image.
     place: FramePlace | None = None
 
 
 def sequence_positions(num_tokens: int, first: int) -> Positions | None:
-    """first, first + 1, …; None for 0, 1, …"""
+    """Returns the positions first, first + 1, …; None for 0, 1, …"""
     if first == 0:
         return None
     return Positions((tuple(range(first, first + num_tokens)),), delta=first)
 
 
 def mrope_positions(num_tokens: int, images: Sequence[PlacedGrid]) -> Positions:
-    """Time, height and width (arXiv:2409.12191, section 2.1): text advances all, an image spans its grid.
+    """Returns M-RoPE positions: axes for time, height and width (arXiv:2409.12191, section 2.1).
 
-    The pairs of one video begin at the same height and width, each at its own time; what follows a video follows the
-    largest position in it. `images` are in prompt order.
+    Text advances all three axes; an image spans its grid. All frame pairs of a video start at the same height and
+    width, each at its own time. The token after a video follows its largest position. `images` are in prompt order.
     """
     axes: tuple[list[int], list[int], list[int]] = ([], [], [])
-    # Where the next token stands, and where the image or video that it belongs to begins.
+    # `position` is the next token's position, `start` that of the current image or video, `token` an index.
     position = start = token = 0
     for image in images:
         position = _append_text(axes, position, image.span.offset - token)

@@ -1,4 +1,4 @@
-"""Checks the sampling values of a request and fills in what it left open. Knows neither the wire nor the sampler."""
+"""Checks the sampling values of a request and fills in defaults. Knows neither gRPC messages nor the sampler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decoder_svc.prompt.generation_defaults import GenerationDefaults
-from decoder_svc.scheduling.request import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 
 MAX_TEMPERATURE = 100.0
@@ -21,12 +21,12 @@ MAX_STOP_TOKEN_IDS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Sampling values as a caller states them; None is "not stated"."""
+    """Sampling values as the caller sent them; None means not set."""
 
-    # 0 is greedy.
+    # 0 means greedy decoding.
     temperature: float | None = None
     top_p: float | None = None
-    # 0 is off.
+    # 0 means no limit.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -39,41 +39,41 @@ class SamplingSpec:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    # Choices.
+    # Number of choices.
     n: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
-    # Name of the constraint field that is set: json_schema, regex or grammar.
+    # Name of the constraint field that is set (json_schema, regex or grammar); None: no constraint.
     constraint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """What this server allows."""
+    """The server's limits on sampling values."""
 
-    # Ids of the model, 0..vocab_size - 1.
+    # Valid token ids are 0..vocab_size - 1.
     vocab_size: int
-    # Stop strings of a request.
+    # Most stop strings per request.
     max_stop_strings: int
-    # Alternatives per token.
+    # Most alternatives reported per token.
     max_logprobs: int
-    # max_tokens of a request that does not say.
+    # max_tokens of a request that does not set it.
     default_max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedSampling:
-    """Valid sampling values."""
+    """Sampling values that passed all checks."""
 
     params: SamplingParams
-    # Texts that end the generation; none is empty.
+    # Non-empty texts that end the generation.
     stop_strings: tuple[str, ...]
-    # Whether the caller stated max_tokens; if not, the default gives way to the context's end.
+    # Whether the caller set max_tokens. If not, the default is reduced to the room left in the context.
     has_max_tokens: bool
 
 
 def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: SamplingLimits) -> CheckedSampling:
-    """Valid values with every gap filled.
+    """Returns checked values with every default filled in.
 
     Raises InvalidParameterError naming the field (`sampling.top_p`), its value and the limit, or UnsupportedError.
     """
@@ -82,7 +82,7 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
     params = SamplingParams(
         temperature=_number("temperature", spec.temperature, 0.0, MAX_TEMPERATURE, defaults.temperature),
         top_p=_number("top_p", spec.top_p, 0.0, 1.0, defaults.top_p, is_low_excluded=True),
-        # 0 says "off"; None does so from here on.
+        # The API uses 0 for "no limit", the engine None.
         top_k=(spec.top_k if spec.top_k is not None else defaults.top_k) or None,
         min_p=_number("min_p", spec.min_p, 0.0, 1.0, defaults.min_p),
         repetition_penalty=_number(
@@ -106,9 +106,9 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
 
 
 def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_context_tokens: int) -> SamplingParams:
-    """The parameters for a prompt of this length; a max_tokens that was not stated is clipped to what is left.
+    """Returns the parameters for a prompt of this length, with a default max_tokens reduced to the room that is left.
 
-    Raises ContextTooLongError when prompt and completion do not fit.
+    Raises ContextTooLongError if prompt and completion do not fit into the context.
     """
     params = sampling.params
     num_free = max_context_tokens - num_prompt_tokens
@@ -122,11 +122,11 @@ def fit_to_context(sampling: CheckedSampling, num_prompt_tokens: int, max_contex
 
 def _check_supported(spec: SamplingSpec) -> None:
     if spec.constraint is not None:
-        raise UnsupportedError(f"sampling.{spec.constraint}: structured output is not offered by this server")
+        raise UnsupportedError(f"sampling.{spec.constraint}: this server does not support structured output")
     if spec.n == 0:
         raise _out_of_range("n", 0, "at least 1")
     if spec.n is not None and spec.n > 1:
-        raise UnsupportedError(f"sampling.n: {spec.n} choices were asked for, this server offers one per request")
+        raise UnsupportedError(f"sampling.n: {spec.n} choices requested, this server returns one per request")
 
 
 def _number(
@@ -135,7 +135,8 @@ def _number(
     if value is None:
         return default
     is_inside = low <= value <= high and not (is_low_excluded and value == low)
-    if not is_inside:  # NaN is nowhere inside.
+    # Also true for NaN, which compares False with every bound.
+    if not is_inside:
         raise _out_of_range(name, value, f"in {'(' if is_low_excluded else '['}{low:g}, {high:g}]")
     return value
 

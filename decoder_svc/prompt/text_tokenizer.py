@@ -1,10 +1,10 @@
-"""The model folder's tokenizer: text → ids, where it is stated which text may spell control tokens, and ids → text.
+"""The model folder's tokenizer, made safe against control tokens spelled in users' text.
 
-A control token is an added token of the tokenizer (`<image>`, `<|im_end|>`, …); in text that a user wrote it is plain
-text. How that holds: a second copy of the tokenizer knows every control token by a random alias only. Trusted text gets
-its control tokens replaced by aliases, plain text stays as it is, and the whole is tokenized in one pass. So no way of
-spelling a control token (split over parts, by Unicode look-alikes that a normaliser folds, …) reaches its id, and the
-text around it is tokenized as if the control token did not exist.
+A control token is an added token of the tokenizer (`<image>`, `<|im_end|>`, …). In text that a user wrote, its spelling
+must stay plain text. To ensure that, a second copy of the tokenizer knows every control token by a random alias only.
+Control tokens in trusted text are replaced by their aliases, user text stays as it is, and everything is tokenized in
+one pass. So no spelling of a control token (split over parts, with Unicode look-alikes that a normaliser folds, …)
+reaches its id, and the text around it is tokenized as if the control token did not exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from lookonce.errors import InvalidParameterError, ModelFolderError
 
-# Digits survive every normaliser and every case filter of a chat template; 10^32 values cannot be guessed.
+# Digits survive every normaliser and every case filter of a chat template. 10^32 values cannot be guessed.
 _NONCE_DIGITS = 32
 
 
@@ -30,7 +30,7 @@ class TextPiece:
     """A stretch of a prompt's text."""
 
     text: str
-    # Whether control tokens spelled in it count (the template's own text), or are plain text (a user's).
+    # True: control tokens spelled in it count (the template's text). False: they are plain text (a user's text).
     is_trusted: bool
 
 
@@ -38,42 +38,42 @@ class TextTokenizer:
     """Tokenizes and detokenizes; safe to use from several threads at once."""
 
     def __init__(self, pretrained: Any) -> None:
-        """`pretrained` is a fast tokenizer of transformers."""
+        """`pretrained` is a fast tokenizer from transformers."""
         state = json.loads(pretrained.backend_tokenizer.to_str())
         state["truncation"] = state["padding"] = None
-        # The tokenizer as it is, for trusted text and for decoding.
+        # The unchanged tokenizer, for trusted text and for decoding.
         self.backend: Tokenizer = Tokenizer.from_str(json.dumps(state))
         self.bos_token: str | None = pretrained.bos_token
         self.eos_token_id: int | None = pretrained.eos_token_id
         self._aliased = _AliasedTokenizer(state)
-        # Ids that leave no trace in generated text.
+        # Ids that are omitted from generated text.
         self.special_token_ids = frozenset(token["id"] for token in state["added_tokens"] if token["special"])
         vocabulary = self.backend.get_vocab()
         self._ids = frozenset(vocabulary.values())
-        # No token stands for more characters than this, so a longer text cannot have fewer tokens.
+        # Characters of the longest token. Gives a lower bound for the number of tokens of a text.
         self.longest_token_chars = max((len(token) for token in vocabulary), default=1)
 
     def encode_trusted(self, text: str, *, is_complete: bool = False) -> list[int]:
-        """Ids of a rendered prompt: control tokens count.
+        """Tokenizes a rendered prompt, in which control tokens count.
 
-        BOS and the like are added, unless the text `is_complete` or begins with its BOS.
+        Adds BOS and similar tokens, unless the text `is_complete` or begins with BOS.
         """
         return list(self.backend.encode(text, add_special_tokens=not is_complete and not self._has_bos(text)).ids)
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[int]:
-        """Ids of the pieces' joined text, with control tokens from the trusted pieces only.
+        """Tokenizes the joined text of all pieces, with control tokens from the trusted pieces only.
 
-        Raises InvalidParameterError when a user's text cannot be written without a control token's id.
+        Raises InvalidParameterError if a user's text cannot be encoded without a control token's id.
         """
         has_bos = bool(pieces) and pieces[0].is_trusted and self._has_bos(pieces[0].text)
         return self._aliased.encode(pieces, add_special_tokens=not has_bos)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of ids that are in the vocabulary; incomplete characters become U+FFFD."""
+        """Returns the text of ids from the vocabulary; incomplete characters become U+FFFD."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def unknown_ids(self, token_ids: Sequence[int]) -> frozenset[int]:
-        """Those of the ids that are not in the vocabulary."""
+        """Returns those of the ids that are not in the vocabulary."""
         return frozenset(token_ids) - self._ids
 
     def _has_bos(self, text: str) -> bool:
@@ -81,9 +81,9 @@ class TextTokenizer:
 
 
 def load_pretrained(folder: pathlib.Path) -> Any:
-    """The folder's fast tokenizer as transformers loads it, never with code of the folder's own.
+    """Loads the folder's fast tokenizer with transformers, without running code from the folder.
 
-    Raises ModelFolderError when there is none.
+    Raises ModelFolderError if there is none.
     """
     from transformers import AutoTokenizer
 
@@ -97,7 +97,7 @@ def load_pretrained(folder: pathlib.Path) -> Any:
 
 
 class _AliasedTokenizer:
-    """A copy of a tokenizer in which control tokens go by secret names."""
+    """A copy of a tokenizer in which control tokens have secret names."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         """`state` is the tokenizer's JSON; it is not changed."""
@@ -112,12 +112,12 @@ class _AliasedTokenizer:
             self._add(token, name)
         longest_first = sorted(self._alias_of, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # An unknown character may become the unknown token in anybody's text.
+        # The unknown token may stand for an unknown character in any text, so it is allowed in users' text.
         for unknown_id in _unknown_ids(state):
             self._control_content.pop(unknown_id, None)
 
     def encode(self, pieces: Sequence[TextPiece], *, add_special_tokens: bool) -> list[int]:
-        """Ids in the original tokenizer's numbering."""
+        """Returns ids in the original tokenizer's numbering."""
         text = "".join(self._with_aliases(piece.text) if piece.is_trusted else piece.text for piece in pieces)
         return self._original_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
@@ -136,14 +136,14 @@ class _AliasedTokenizer:
         return self._control_pattern.sub(lambda match: self._alias_of[match[0]], text)
 
     def _original_ids(self, encoding: Encoding) -> list[int]:
-        """Goes by token text: the copy's own numbers of added tokens mean nothing and may collide."""
+        """Maps an encoding of the copy to original ids by token text: the copy's ids of added tokens are arbitrary."""
         ids: list[int] = []
         rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
         for token_id, token, is_post_processed in rows:
             original_id = self._id_of_name.get(token)
             if original_id is None:
-                # A control token that strips its surroundings carries their whitespace, and a normalised one what the
-                # normaliser writes for a space.
+                # A control token that strips its surroundings includes their white space, and a normalised token
+                # includes the normaliser's sign for a space.
                 original_id = self._id_of_name.get(token.strip().strip("▁"))
             if original_id is not None:
                 ids.append(original_id)
@@ -154,7 +154,7 @@ class _AliasedTokenizer:
         return ids
 
     def _spelled_out(self, token_id: int) -> list[int]:
-        """Ids of a control token's characters one by one, for vocabularies that hold its text as an ordinary piece."""
+        """Returns the ids of a control token's characters, for vocabularies with its text as an ordinary token."""
         content = self._control_content[token_id]
         ids = [found for char in content for found in self._tokenizer.encode(char, add_special_tokens=False).ids]
         if not self._control_content.keys().isdisjoint(ids):
@@ -163,12 +163,12 @@ class _AliasedTokenizer:
 
 
 def _is_control(token: dict[str, Any]) -> bool:
-    """Added tokens of mere whitespace (runs of spaces, line breaks) are text; every other one is control."""
+    """Whether an added token is a control token: all are, except ordinary ones of white space only."""
     return bool(token["special"]) or not str(token["content"]).replace("▁", " ").isspace()
 
 
 def _unknown_ids(state: dict[str, Any]) -> list[int]:
-    """Ids that the tokenizer's model gives to what it cannot spell: none or one."""
+    """Returns the id of the unknown token, as a list of one or none."""
     model = state["model"]
     if model.get("unk_id") is not None:
         return [model["unk_id"]]

@@ -1,4 +1,4 @@
-"""Video as stated → its pairs of frames as image sources, and the layout of each. Reads the frames' headers only."""
+"""Splits videos into pairs of frames: an image source and a layout for each pair. Reads the frames' headers only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lookonce.media.image_header import ImageLimits, check_one_size, probe_image
 
 @dataclass(frozen=True, slots=True)
 class SplitVideo:
-    """A video's pairs in order."""
+    """A video's frame pairs in order."""
 
     sources: tuple[ImageSource, ...]
     layouts: tuple[ImageLayout, ...]
@@ -35,7 +35,7 @@ class VideoSplitter:
         self._limits = limits
 
     def split_all(self, visuals: Sequence[ImageSource | VideoSource]) -> list[SplitVideo]:
-        """The videos among a prompt's images and videos. Raises as `split`."""
+        """Splits all videos among a prompt's images and videos. Raises the errors of `split`."""
         videos: list[SplitVideo] = []
         index = 0
         for visual in visuals:
@@ -50,11 +50,11 @@ class VideoSplitter:
         return videos
 
     def split(self, video: VideoSource, first_index: int) -> SplitVideo:
-        """The video's pairs, of which the first is the image source with this index of its prompt.
+        """Splits one video, whose first pair is image source `first_index` of the prompt.
 
-        Takes milliseconds: not for an event loop. Raises what is wrong with a frame (with its pair's index in the
-        metadata), InvalidParameterError for frames of different sizes, of a size that is not stated, or a bound that
-        cannot be kept, and ImageTooLargeError for frames that the model does not take.
+        Takes milliseconds, so do not call it on an event loop. Raises the error of a bad frame (with its pair's index
+        in the metadata), InvalidParameterError for frames of different sizes, an unknown or wrong size, or a
+        `max_pixels` that cannot be met, and ImageTooLargeError for frames that the model does not support.
         """
         width, height = self._size(video, first_index)
         with located_in_image(first_index):
@@ -69,7 +69,7 @@ class VideoSplitter:
         return SplitVideo(tuple(sources), tuple(layouts))
 
     def _size(self, video: VideoSource, first_index: int) -> tuple[int, int]:
-        """Of the frames, in pixels."""
+        """Returns the common size of the frames in pixels."""
         headers = []
         for number, frame in enumerate(video.frames):
             if frame.data is not None:
@@ -78,7 +78,7 @@ class VideoSplitter:
         check_one_size(headers, "frames")
         if video.size is None:
             if len(headers) < len(video.frames):
-                raise InvalidParameterError("size", "is needed where a frame is given by its key")
+                raise InvalidParameterError("size", "is required if a frame is given by its key")
             return headers[0].width, headers[0].height
         width, height = video.size
         if headers and (headers[0].width, headers[0].height) != video.size:
@@ -89,9 +89,9 @@ class VideoSplitter:
 
 
 def _pair(first: VideoFrame, second: VideoFrame | None, options: ProcessorOptions) -> ImageSource:
-    """Of frames with their bytes, a file; otherwise what the cache must have.
+    """Returns the pair as inline data if all bytes are present, else as a reference to the cache.
 
-    Raises DigestMismatchError, and FingerprintMismatchError for frames of two encoders.
+    Raises DigestMismatchError, and FingerprintMismatchError if the frames name different encoders.
     """
     frames = [first] if second is None else [first, second]
     files = [frame.data for frame in frames if frame.data is not None]
@@ -105,7 +105,7 @@ def _pair(first: VideoFrame, second: VideoFrame | None, options: ProcessorOption
 
 
 def _stated(frames: Sequence[VideoFrame]) -> ImageDigest | None:
-    """What the pair's digest must be; its files are hashed, and compared with it, where images are."""
+    """Returns the digest that the pair must have, or None. The image resolver hashes the files and compares."""
     if all(frame.digest is None for frame in frames):
         return None
     digests = [frame.digest or _digest(frame) for frame in frames]
@@ -113,7 +113,7 @@ def _stated(frames: Sequence[VideoFrame]) -> ImageDigest | None:
 
 
 def _digest(frame: VideoFrame) -> ImageDigest:
-    """Raises DigestMismatchError for bytes that hash to something else than they should."""
+    """Returns a frame's digest. Raises DigestMismatchError if its bytes do not match the expected digest."""
     if frame.data is None:
         assert frame.digest is not None, "a frame has bytes or a digest"
         return frame.digest

@@ -1,1 +1,1 @@
-"""Fetches embedding rows from the shared cache or the encoder."""
+"""Fetches embedding rows from the shared cache or from the encoder service."""

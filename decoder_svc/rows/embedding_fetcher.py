@@ -1,15 +1,13 @@
-"""Brings ranges of embedding rows to the decoder, beside the engine loop: from the shared cache, else the encoder.
+"""Fetches ranges of embedding rows in the background: from the shared cache, else from the encoder service.
 
-One fetch of a range serves every request that needs it. Rows that nobody has, with no bytes to encode from, are an
-EmbeddingNotCachedError; trouble with the shared cache is a miss.
+One fetch of a range serves every request that needs it. If no cache has the rows and the request brought no image
+bytes, the fetch fails with EmbeddingNotCachedError. An error of the shared cache counts as a miss.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import functools
 import logging
 import time
 import uuid
@@ -19,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from decoder_svc.rows.encoder_client import EncoderClient, EncoderInfo
 from decoder_svc.rows.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.rows.fetched_rows import FetchedRows
-from decoder_svc.rows.touch_queue import TouchQueue
-from decoder_svc.scheduling.request import RequestId, RowSource
+from decoder_svc.rows.ttl_refresher import TtlRefresher
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce import tracing
 from lookonce.caller_order import CallerOrder, Turn
@@ -28,19 +27,20 @@ from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
 from lookonce.image_file import ImageFile
 from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
 _MAX_TOUCH_INTERVAL_S = 60.0
 _TOUCHES_PER_LIFE = 4
-# An image whose rows cannot be read after they were written, nor had from another replica, is encoded so often at most.
+# Most encodes of one image whose rows can be read neither from the shared cache nor from another replica.
 _MAX_ENCODES = 6
-# After so many it seems that the encoder finds an entry whose rows nobody can read.
+# Encodes that may be answered from the encoder's caches. Later ones force a new encode: the cached entry seems broken.
 _TRUSTING_ENCODES = 2
 
 
 class EmbeddingFetcher:
-    """Owns the fetches in flight. All methods belong to the event loop; reads of the shared cache run in threads."""
+    """Owns the fetches in flight. Call all methods on the event loop; reads of the shared cache run in threads."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class EmbeddingFetcher:
         ttl_s: float,
         metrics: FetchMetrics,
     ) -> None:
-        """`ttl_s`: life of a shared cache entry; what is read is prolonged several times in a life."""
+        """`ttl_s`: lifetime of a shared cache entry. Reading an entry extends it, a few times per lifetime at most."""
         self._store = store
         self._encoder = encoder
         self._metrics = metrics
@@ -60,7 +60,7 @@ class EmbeddingFetcher:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
         self._tasks: set[asyncio.Task[None]] = set()
         self._order: CallerOrder[RequestId] = CallerOrder()
-        self._touches = TouchQueue(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
+        self._touches = TtlRefresher(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
 
     def start(
         self,
@@ -68,16 +68,16 @@ class EmbeddingFetcher:
         on_arrived: Callable[[FetchedRows], None],
         on_failed: Callable[[RowFetch, LookonceError], None],
     ) -> None:
-        """Begins one fetch; exactly one of the two callbacks is called, on the event loop.
+        """Starts one fetch. Calls exactly one of the two callbacks, on the event loop.
 
-        Of the images that a request lacks the encoder is asked in the order of these calls.
+        The missing images of one request reach the encoder in the order of these calls.
         """
         task = asyncio.get_running_loop().create_task(self._run(fetch, on_arrived, on_failed))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancels what is in flight and frees the threads."""
+        """Cancels all fetches in flight and releases the threads."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -121,7 +121,7 @@ class EmbeddingFetcher:
             raise UnavailableError("this decoder has no encoder; it serves text only")
         info = await self._encoder.info()
         if info.fingerprint != fetch.key.fingerprint:
-            # The prompt was laid out for another encoder's rows, of which this one's description says nothing.
+            # The prompt was laid out for the previous encoder's rows; the new one may give other shapes.
             raise UnavailableError("the encoder was replaced while the request waited; send it again")
         buffer = bytearray(len(fetch.rows) * info.row_bytes)
         if await self._read_shared(fetch, buffer):
@@ -142,7 +142,7 @@ class EmbeddingFetcher:
             refresh = number >= _TRUSTING_ENCODES
             encoded = await encoder.encode(fetch.key, data, fetch.options, self._timeout_s, refresh=refresh)
             if encoded.meta.num_rows != fetch.num_image_rows:
-                raise InternalError("the encoder made another number of rows than the prompt has placeholders")
+                raise InternalError("the encoder returned a different number of rows than the prompt has placeholders")
             if encoded.meta.dtype is not info.dtype:
                 raise UnavailableError("the encoder service changed the element type of its rows; retry")
             if encoded.was_computed:
@@ -152,8 +152,8 @@ class EmbeddingFetcher:
             if encoded.rows is not None:
                 buffer[:] = encoded.rows[fetch.rows.start * info.row_bytes : fetch.rows.stop * info.row_bytes]
                 return _rows(fetch, buffer, info, source)
-            # The shared cache has lost the rows since, or does not answer. Calls go round the replicas; with one call
-            # more each time, one that has encoded the image is met for any number of them.
+            # The shared cache has lost the rows or does not answer. Read calls rotate over the encoder replicas. Each
+            # round makes one call more, so one reaches the replica that encoded the image, for any replica count.
             for _ in range(number + 1):
                 with contextlib.suppress(EmbeddingNotCachedError):
                     await self._read_rows(encoder, fetch, buffer)
@@ -170,10 +170,11 @@ class EmbeddingFetcher:
             await self._encoder.touch(keys, options)
 
     async def _read_shared(self, fetch: RowFetch, buffer: bytearray) -> bool:
-        """Whether the shared cache filled the buffer with verified rows."""
+        """Reads verified rows from the shared cache into the buffer. Returns whether it had them."""
         if self._store is None:
             return False
-        read = functools.partial(
+        miss = await run_in_thread(
+            self._threads,
             self._store.read_rows,
             fetch.key,
             fetch.rows.start,
@@ -181,8 +182,7 @@ class EmbeddingFetcher:
             memoryview(buffer),
             num_rows=fetch.num_image_rows,
         )
-        run = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run, read) is None
+        return miss is None
 
 
 def _span(fetch: RowFetch) -> tracing.SpanBlock:

@@ -1,6 +1,6 @@
-"""The decoder's gRPC channel to all encoders behind a target. Knows no call.
+"""The decoder's gRPC channel to all encoder replicas behind a target. Knows no RPC.
 
-Certificates change while calls go on: new calls take a channel of the files as they are, those in flight end on theirs.
+Certificates may be replaced at run time: new calls then use a new channel, and calls in flight finish on the old one.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ from lookonce.sdk.channel_credentials import channel_credentials
 from lookonce.watched_files import Current, WatchedFiles
 
 _SERVICE = "lookonce.encoder.v1.EncoderService"
-# gRPC's default grows to two minutes, so long after an encoder is back.
+# gRPC's default backoff grows to two minutes, which delays calls after an encoder has recovered.
 _MAX_RECONNECT_BACKOFF_MS = 2000
-# gRPC's default is half a minute, in which a rollout may have put other pods behind the name.
+# gRPC's default is half a minute; a rollout may replace the pods behind the name faster.
 _MIN_RESOLUTION_INTERVAL_MS = 2000
 _SERVICE_CONFIG = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}
 )
-# So long calls may take on the channel of certificates that have been replaced.
+# Time that calls in flight get to finish after their certificates were replaced.
 _GRACE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSettings:
-    """How to talk to the encoder."""
+    """Connection settings of the channel to the encoder."""
 
-    # Largest message, both directions.
+    # Largest message in either direction.
     max_message_bytes: int
-    # Idle time before a keepalive ping, seconds.
+    # Seconds of silence before a keepalive ping.
     keepalive_time_s: float
-    # A peer that does not answer a ping so long is gone, seconds.
+    # Seconds after which an unanswered ping closes the connection.
     keepalive_timeout_s: float
     # None: plaintext.
     credentials: Current[grpc.ChannelCredentials] | None = None
-    # Bearer token that every call carries.
+    # Bearer token sent with every call; None: no token.
     token: Current[str] | None = None
 
 
 def watched_credentials(
     authorities: pathlib.Path | None, certificate: pathlib.Path | None, key: pathlib.Path | None
 ) -> WatchedFiles[grpc.ChannelCredentials] | None:
-    """Of files that are read again when they change; None without authorities. Raises ConfigurationError."""
+    """Returns TLS credentials that follow changes of their files; None without authorities.
+
+    Raises ConfigurationError for files that are missing or do not fit together.
+    """
     if channel_credentials(authorities, certificate, key) is None:
         return None
     # In the order of gRPC's arguments.
@@ -56,19 +59,19 @@ def watched_credentials(
 
 
 class EncoderChannel:
-    """Event loop only."""
+    """A channel that is replaced when its certificates change. Use it on the event loop only."""
 
     def __init__(self, target: str, settings: ChannelSettings) -> None:
-        """Connects on first use."""
+        """Opens the channel, which connects on first use."""
         self._target = target
         self._settings = settings
         self._credentials = None if settings.credentials is None else settings.credentials.value
         self._channel = self._open()
-        # Of certificates that have been replaced: they close when their calls have ended.
+        # Channels with replaced certificates, which close when their calls have ended.
         self._closing: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     def current(self) -> grpc.aio.Channel:
-        """For the next call."""
+        """Returns the channel for the next call."""
         credentials = self._settings.credentials
         if credentials is not None and credentials.value is not self._credentials:
             self._credentials = credentials.value
@@ -79,7 +82,7 @@ class EncoderChannel:
         return self._channel
 
     async def close(self) -> None:
-        """Calls in flight end."""
+        """Closes all channels; calls in flight fail."""
         closing = dict(self._closing)
         for task in closing:
             task.cancel()

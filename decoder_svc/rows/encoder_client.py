@@ -1,7 +1,7 @@
-"""The decoder's client of the encoder service: what it serves, encode one image, describe it, read its rows.
+"""The decoder's client of the encoder service: describes the service, encodes images, looks them up, reads their rows.
 
-Every call has a deadline, and everything that goes wrong is a LookonceError whose text may be shown to a client:
-addresses and gRPC's own words stay in the log. All methods belong to the event loop.
+Every call has a deadline. Every failure is a LookonceError whose text may be shown to a client: addresses and gRPC's
+own messages go to the log only. Call all methods on the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lookonce.server.telemetry import current_request_id
 
 _INFO_TIMEOUT_S = 5.0
 _LOOKUP_TIMEOUT_S = 5.0
-# A proxy in front of encoders may send calls about one image to one of them (k8s/components/affinity).
+# A proxy may route by this header, so that calls about one image reach one encoder (k8s/components/affinity).
 _DIGEST_KEY = "x-lookonce-digest"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _DTYPES = {
@@ -45,7 +45,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRows:
-    """The rows that the decoder's language model takes."""
+    """The kind of rows that the decoder's language model needs."""
 
     # Hugging Face model type, e.g. "llava".
     model_type: str
@@ -53,13 +53,13 @@ class ExpectedRows:
     hidden_size: int
     # Extra levels per row.
     num_levels: int = 0
-    # Of the tenant under whose secret the encoder keeps them.
+    # Tag of the tenant whose secret the encoder uses to store rows.
     tenant_tag: str = DEFAULT_TENANT.tag
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInfo:
-    """What an encoder serves; checked against what the decoder expects."""
+    """An encoder's description of itself, checked against the decoder's `ExpectedRows`."""
 
     fingerprint: EncoderFingerprint
     model_type: str
@@ -69,12 +69,12 @@ class EncoderInfo:
     dtype: RowDtype
     # Largest image file, bytes.
     max_image_bytes: int
-    # Largest image, width times height.
+    # Largest image in pixels, width times height.
     max_image_pixels: int
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row with its levels."""
+        """Bytes of one row, including its extra levels."""
         return self.dtype.row_bytes(self.hidden_size, self.num_levels)
 
 
@@ -83,16 +83,16 @@ class EncodedImage:
     """An image whose rows exist."""
 
     meta: EmbeddingMeta
-    # Whether the shared cache has the rows; if not, `read_rows` does for a while.
+    # Whether the shared cache has the rows. If not, `read_rows` can read them for a short time.
     stored: bool
-    # Whether the rows were encoded for this call or for one that it joined, rather than found.
+    # Whether the rows were encoded for this call or one that it joined, not found in a cache.
     was_computed: bool
-    # All rows where the shared cache does not have them and they are small enough for a message, else None.
+    # All rows, if the shared cache does not have them and they fit into a message; else None.
     rows: bytes | None = field(default=None, repr=False)
 
 
 class EncoderClient:
-    """One gRPC channel to all replicas behind a target."""
+    """A client for all encoder replicas behind one gRPC target."""
 
     def __init__(self, target: str, expected: ExpectedRows, settings: ChannelSettings) -> None:
         """`target` is a gRPC target such as dns:///encoder:50051. Connects on first use."""
@@ -104,7 +104,7 @@ class EncoderClient:
         )
         self._token = settings.token
         self._info: EncoderInfo | None = None
-        # Everybody who wants to know waits for one question, and hears of its failure with the others.
+        # The GetEncoderInfo call in flight; all callers share its result or failure.
         self._asking: asyncio.Task[EncoderInfo] | None = None
 
     async def __aenter__(self) -> Self:
@@ -129,17 +129,17 @@ class EncoderClient:
         return self._current_stub
 
     async def info(self) -> EncoderInfo:
-        """What the encoder serves. Asked once, and again after the encoder refused the fingerprint.
+        """Returns the encoder's description. Asks once, and again after the encoder refused the fingerprint.
 
-        Raises FingerprintMismatchError when its rows do not fit this decoder's model, UnavailableError when it cannot
-        be reached.
+        Raises FingerprintMismatchError if its rows do not fit this decoder's model, UnavailableError if it cannot be
+        reached.
         """
         if self._info is not None:
             return self._info
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_info())
             self._asking.add_done_callback(self._note_asked)
-        # Who stops waiting leaves the others their answer.
+        # Shielded: cancelling one caller must not cancel the call for the others.
         return await asyncio.shield(self._asking)
 
     async def _ask_info(self) -> EncoderInfo:
@@ -153,7 +153,7 @@ class EncoderClient:
 
     def _note_asked(self, asking: asyncio.Task[EncoderInfo]) -> None:
         self._asking = None
-        # Looking at the error keeps asyncio from reporting one that nobody was left to hear.
+        # Retrieving the exception keeps asyncio from logging it if every caller was cancelled.
         if not asking.cancelled() and asking.exception() is None:
             self._info = asking.result()
 
@@ -166,15 +166,16 @@ class EncoderClient:
         *,
         refresh: bool = False,
     ) -> EncodedImage:
-        """Makes sure that the image's rows exist. Without `data` they must: else EmbeddingNotCachedError.
+        """Makes sure that the image's rows exist, and encodes them if they do not.
 
-        `refresh`: encodes `data` whatever the caches say that they hold.
-        Raises what is wrong with the image as its own type, else UnavailableError, OverloadedError or
-        FingerprintMismatchError.
+        `refresh` forces a new encode of `data` even if a cache has the rows.
+
+        Raises EmbeddingNotCachedError without `data` if no cache has the rows; the encoder's own error for a bad image;
+        else UnavailableError, OverloadedError or FingerprintMismatchError.
         """
         policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
         request = encoder_service_pb2.EncodeRequest(cache_policy=policy, expected_encoder_fingerprint=key.fingerprint)
-        # Filled where it lies: a message that is put into another is copied, photos and all.
+        # Filled in place: assigning a message to a field of another one copies it, including the image bytes.
         image = request.items.add(image=common_pb2.ImageSource(**_wire_options(options)), rows_if_not_stored=True).image
         if data is None:
             image.key.CopyFrom(_wire_key(key))
@@ -190,11 +191,11 @@ class EncoderClient:
         )
         meta = _meta(result.embedding)
         if result.rows and len(result.rows) != meta.size_bytes:
-            raise UnavailableError("the encoder service sent other rows than it describes")
+            raise UnavailableError("the encoder service sent rows of another size than it announced; retry")
         return EncodedImage(meta, result.stored, was_computed, result.rows or None)
 
     async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
-        """Shape of the rows where the encoder knows them, without encoding; None for an unknown image."""
+        """Returns the shape of an image's rows without encoding it; None if the encoder does not know the image."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], **_wire_options(options))
         try:
             metadata = self._metadata(key)
@@ -208,7 +209,7 @@ class EncoderClient:
         return _meta(found[0])
 
     async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
-        """Prolongs the lives of at most 256 shared cache entries."""
+        """Extends the lifetime of at most 256 shared cache entries."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(
             keys=[_wire_key(key) for key in keys], **_wire_options(options), touch=True
         )
@@ -220,9 +221,10 @@ class EncoderClient:
     async def read_rows(
         self, key: ContentKey, start: int, stop: int, out: memoryview, timeout_s: float, *, options: ProcessorOptions
     ) -> None:
-        """Reads rows [start, stop) into `out`, which has exactly their size. Useful where the shared cache is away.
+        """Reads rows [start, stop) from the encoder into `out`, which has exactly their size.
 
-        Raises EmbeddingNotCachedError when the encoder does not hold them, UnavailableError when they cannot be had.
+        Used if the shared cache does not have them. Raises EmbeddingNotCachedError if the encoder does not have them
+        either, UnavailableError if it cannot be reached.
         """
         reader = RowStreamReader(key, start, stop, out)
         request = encoder_service_pb2.ReadEmbeddingRequest(
@@ -246,7 +248,7 @@ class EncoderClient:
         except grpc.aio.AioRpcError as error:
             raise self._noted(_without_position(_typed(error, timeout_s))) from None
         if len(response.results) != 1:
-            raise UnavailableError("the encoder service gave no result for an image")
+            raise UnavailableError("the encoder service returned no result for an image; retry")
         _check_key(response.results[0].embedding, key)
         return response.results[0]
 
@@ -254,7 +256,7 @@ class EncoderClient:
         found = ExpectedRows(response.model_type, response.hidden_size, response.num_levels, response.tenant_tag)
         if found.tenant_tag != self._expected.tenant_tag:
             raise FingerprintMismatchError(
-                "the encoder service keeps rows under another tenant secret; tenant_secret_file must be the same"
+                "the encoder service uses another tenant secret; tenant_secret_file must be the same on both services"
             )
         if found != self._expected:
             raise FingerprintMismatchError(
@@ -273,9 +275,9 @@ class EncoderClient:
         )
 
     def _metadata(self, key: ContentKey | None = None) -> tuple[tuple[str, str], ...]:
-        """Who calls, and for whom; the request's ids, so that they find the log lines and spans of both services.
+        """Returns the call's metadata: credentials, tenant, request id and trace context.
 
-        `key`: of the image that the call is about, by which a proxy may choose the encoder.
+        `key`: the image that the call is about; a proxy may route by its digest.
         """
         pairs = list(tracing.metadata())
         if key is not None:
@@ -296,7 +298,7 @@ class EncoderClient:
 
 
 class _WireOptions(TypedDict):
-    """Fields by which messages carry processor options."""
+    """Protobuf fields for processor options."""
 
     max_pixels: int | None
     beside_others: bool
@@ -319,7 +321,7 @@ def _wire_key(key: ContentKey) -> common_pb2.ContentKey:
 
 def _check_key(info: common_pb2.EmbeddingInfo, expected: ContentKey) -> None:
     if info.key.digest != expected.digest or info.key.encoder_fingerprint != expected.fingerprint:
-        raise UnavailableError("the encoder service answered for another image")
+        raise UnavailableError("the encoder service answered for another image; retry")
 
 
 def _meta(info: common_pb2.EmbeddingInfo) -> EmbeddingMeta:
@@ -341,7 +343,7 @@ def _dtype(value: common_pb2.DataType.ValueType) -> RowDtype:
 
 
 def _without_position(error: LookonceError) -> LookonceError:
-    """Drops where the image stood in the call to the encoder: our caller asked in other words."""
+    """Removes the image's position in the encoder call from an error: it means nothing to the decoder's caller."""
     if isinstance(error, InvalidParameterError):
         return InvalidParameterError(error.field.rpartition(".")[2], error.description)
     error.metadata.pop("index", None)
@@ -349,12 +351,12 @@ def _without_position(error: LookonceError) -> LookonceError:
 
 
 def _typed(error: grpc.aio.AioRpcError, timeout_s: float) -> LookonceError:
-    """The encoder's own error, or UnavailableError for what gRPC says about the connection."""
+    """Returns the encoder's own error, or UnavailableError for an error of the connection."""
     typed = status_codes.from_rpc_error(error)
     if isinstance(typed, errors.MessageTooLargeError):
         return errors.ImageTooLargeError("the image is over the encoder service's message limit; send a smaller file")
-    speaks_for_itself = _STATUS_DETAILS_KEY in error.trailing_metadata()
-    if speaks_for_itself and not isinstance(typed, errors.DeadlineError | errors.AbortedError):
+    is_from_encoder = _STATUS_DETAILS_KEY in error.trailing_metadata()
+    if is_from_encoder and not isinstance(typed, errors.DeadlineError | errors.AbortedError):
         return typed
     _log.warning("encoder call failed", code=error.code().name, details=error.details())
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

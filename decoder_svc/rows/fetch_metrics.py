@@ -1,4 +1,4 @@
-"""Prometheus metrics of the embedding rows that a decoder fetches, by where they came from."""
+"""Prometheus metrics of the embedding rows that a decoder fetches, by their source."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 
 
 class FetchTier(enum.Enum):
-    """Who gave the rows; the value is a metric label."""
+    """The source of fetched rows; the value is a metric label."""
 
-    # Redis had them before anybody was asked to encode.
+    # Redis had the rows, so the encoder was not asked.
     SHARED = "shared"
-    # The encoder was asked first, whether it encoded then or had them.
+    # The encoder was asked; it either encoded the image or had its rows.
     ENCODER = "encoder"
 
 
 class FetchMetrics:
-    """One instance per process and registry."""
+    """The metrics; create one instance per process and registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "lookonce_decoder_embedding_fetch_seconds",
-            "From asking for rows to their arrival; shared: Redis had them, encoder: the encoder was asked.",
+            "Time from asking for rows to their arrival. shared: Redis had them; encoder: the encoder was asked.",
             labelnames=("tier",),
             buckets=_BUCKETS_S,
             registry=registry,
@@ -33,11 +33,14 @@ class FetchMetrics:
             "lookonce_decoder_embedding_fetch_rows", "Rows that arrived.", labelnames=("tier",), registry=registry
         )
         self._bytes = Counter(
-            "lookonce_decoder_embedding_fetch_bytes", "Bytes of these rows.", labelnames=("tier",), registry=registry
+            "lookonce_decoder_embedding_fetch_bytes",
+            "Bytes of rows that arrived.",
+            labelnames=("tier",),
+            registry=registry,
         )
         self._needed = Counter(
             "lookonce_decoder_embedding_fetch_rows_needed",
-            "Rows that fetches were begun for: each is needed by a step, and asked for once.",
+            "Rows that fetches were started for. Each is needed by a step and asked for once.",
             registry=registry,
         )
         self._failed = Counter(
@@ -48,7 +51,7 @@ class FetchMetrics:
                 metric.labels(tier.value)
 
     def begun(self, num_rows: int) -> None:
-        """Counts a fetch that begins."""
+        """Counts a fetch that starts."""
         self._needed.inc(num_rows)
 
     def arrived(self, tier: FetchTier, num_rows: int, num_bytes: int, seconds: float) -> None:
@@ -58,5 +61,5 @@ class FetchMetrics:
         self._bytes.labels(tier.value).inc(num_bytes)
 
     def failed(self) -> None:
-        """Counts a fetch that did not."""
+        """Counts a fetch that failed."""
         self._failed.inc()

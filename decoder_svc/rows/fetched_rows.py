@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.request import RowSource
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 
@@ -16,9 +15,9 @@ class FetchedRows:
 
     key: ContentKey
     rows: RowRange
-    # [len(rows), row_bytes] little-endian, row-major, as `dtype` lays them out.
+    # [len(rows), row_bytes], little-endian, row-major; `dtype` defines a row's layout.
     data: bytearray
     dtype: RowDtype
     source: RowSource
-    # Extra feature levels of each row.
+    # Number of extra feature levels per row.
     num_levels: int = 0

@@ -1,4 +1,4 @@
-"""Puts the chunks of a ReadEmbedding stream into a buffer, and accepts nothing but the rows that were asked for."""
+"""Copies the chunks of a ReadEmbedding stream into a buffer, and rejects any rows that were not requested."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lookonce.errors import UnavailableError
 
 
 class RowStreamReader:
-    """State of one stream: rows [start, stop) of one key on their way into `out`."""
+    """The state of one stream, which fills `out` with rows [start, stop) of one key."""
 
     def __init__(self, key: ContentKey, start: int, stop: int, out: memoryview) -> None:
-        """`out` has exactly the size of the rows, which are at least one."""
+        """`out` has exactly the size of the rows. Raises ValueError for an empty range or a size that cannot fit."""
         if not start < stop or out.nbytes % (stop - start):
             raise ValueError(f"rows [{start}, {stop}) do not fill a buffer of {out.nbytes} bytes")
         self._key = key
@@ -19,11 +19,11 @@ class RowStreamReader:
         self._stop = stop
         self._out = out.cast("B")
         self._row_bytes = out.nbytes // (stop - start)
-        # Next row, None before the first chunk.
+        # The next expected row; None before the first chunk.
         self._next_row: int | None = None
 
     def take(self, chunk: encoder_service_pb2.ReadEmbeddingResponse) -> None:
-        """Copies the rows of the next chunk. Raises UnavailableError for a gap, a repeat, or rows of something else."""
+        """Copies the next chunk's rows. Raises UnavailableError for a gap, a repetition, or rows of another image."""
         if self._next_row is None:
             self._check_first(chunk)
             self._next_row = self._start
@@ -35,7 +35,7 @@ class RowStreamReader:
         self._next_row += num_rows
 
     def finish(self) -> None:
-        """Raises UnavailableError when the stream ended before the last row."""
+        """Raises UnavailableError if the stream ended before the last row."""
         if self._next_row != self._stop:
             raise UnavailableError("the encoder service ended before the last row; retry")
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.runner.pool_memory import pool_zeros
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 
 PAGED_ATTENTION = "lookonce_paged"
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from decoder_svc.scheduling.request import ImageItem, RequestId, SamplingParams, Span
+from decoder_svc.scheduling.prompt import ImageItem, Span
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
 
 IntArray = npt.NDArray[np.int64]

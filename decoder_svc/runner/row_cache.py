@@ -7,7 +7,7 @@ from torch import Tensor
 
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.host_transfer import HostTransfer
-from decoder_svc.scheduling.request import ImageItem
+from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype

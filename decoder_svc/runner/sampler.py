@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decoder_svc.scheduling.request import SamplingParams, TokenLogprobs
+from decoder_svc.scheduling.request_output import TokenLogprobs
+from decoder_svc.scheduling.sampling_params import SamplingParams
 
 _LIMITS = torch.finfo(torch.float32)
 

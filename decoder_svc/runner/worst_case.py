@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from decoder_svc.rows.fetched_rows import FetchedRows
-from decoder_svc.scheduling.request import ImageItem, RequestId, RowSource, SamplingParams, Span
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.prompt import ImageItem, Span
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput, SlidingTable
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype

@@ -1,1 +1,1 @@
-"""The scheduler and its block tables, in plain Python."""
+"""The scheduler, the KV block tables and the row cache's accounting, in plain Python without tensors."""

@@ -1,39 +1,42 @@
-"""Names KV blocks by what they hold, so that equal prefixes find each other's blocks.
+"""Hashes of KV blocks, by which requests with equal prefixes find each other's blocks.
 
-A block's hash covers its parent's hash, its token ids and all else that decides its keys and values: the adapter, the
-images that reach into it, and for the first block the salt, and the whole prompt where all its tokens see each other.
-An image enters with the distance from the block's start to the image's (negative where the image began before): its
-placeholder tokens are all alike, so without the distance the same image at two places could give two different blocks
-one name. A pair of video frames enters with its time, too, where that decides its positions. The full SHA-256 digest is
-kept; there is no shorter form anywhere.
+A block's hash covers its parent's hash, its token ids and everything else that its keys and values depend on: the
+adapter, the images that overlap it, the salt (first block only), and the whole prompt if its attention is fully
+bidirectional (first block only).
+
+An image enters with the distance from the block's start to the image's start, which is negative if the image began in
+an earlier block. Placeholder tokens are all alike, so without the distance two different blocks could get one hash. A
+pair of video frames also enters with its time if its positions depend on it. Hashes are full SHA-256 digests.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from decoder_svc.scheduling.request import BlockHash, ImageItem, Prompt, Request
+from decoder_svc.scheduling.prompt import ImageItem, Prompt
+from decoder_svc.scheduling.request import BlockHash, Request
 from lookonce.families.base import Mask
 
-# Raise it whenever the encoding below changes.
+# Raise the number whenever the encoding below changes.
 _ROOT_DOMAIN = b"lookonce/kv-block/3"
 _ADAPTER, _IMAGE, _SALT, _PROMPT, _FRAMES = b"\x01", b"\x02", b"\x03", b"\x04", b"\x05"
 
 
 class BlockHasher:
-    """Hashes the blocks of requests for one model; the hashes themselves belong to the requests."""
+    """Computes block hashes for one model and stores them in the requests."""
 
     def __init__(self, block_size: int, deployment: bytes = b"") -> None:
-        """`deployment` tells apart what must never share blocks: model, dtype and seed of the deployment."""
+        """`deployment` covers everything that must be equal for sharing blocks: model, dtype and seed."""
         self.block_size = block_size
-        # Blocks hashed so far, of all requests.
+        # Number of blocks hashed so far, over all requests.
         self.num_hashed = 0
         self._root = hashlib.sha256(_framed([_ROOT_DOMAIN, block_size.to_bytes(8, "little"), deployment])).digest()
 
     def extend(self, request: Request) -> None:
-        """Appends the hashes of the request's full blocks that have none yet. Cheap when there are none."""
+        """Appends the hashes of the request's full blocks that have none yet. Cheap if there are no such blocks."""
         hashes = request.block_hashes
         num_full = request.num_tokens // self.block_size
         if len(hashes) == num_full:
@@ -48,14 +51,14 @@ class BlockHasher:
         start = index * self.block_size
         stop = start + self.block_size
         digest = hashlib.sha256(parent)
-        # Every block of a chain has the same number of ids, so these need no length.
+        # Every block has the same number of ids, so the ids need no length prefix.
         digest.update(_token_bytes(request.token_ids[start:stop]))
         digest.update(_extra_keys(request, start, stop))
         return digest.digest()
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Eight bytes per id, little-endian on every machine."""
+    """Encodes ids as eight bytes each, little-endian on every machine."""
     ids = array("q", token_ids)
     if _IS_BIG_ENDIAN:
         ids.byteswap()
@@ -81,28 +84,30 @@ def _item_field(item: ImageItem, start: int) -> bytes:
     place = (item.span.offset - start).to_bytes(8, "little", signed=True)
     if item.time is None:
         return _IMAGE + place + item.key.value
-    # The same frames a second later in a video have other positions.
+    # The same frames at another time in a video have other positions.
     return _FRAMES + item.time.to_bytes(8, "little") + place + item.key.value
 
 
 def _prompt_digest(prompt: Prompt) -> bytes:
-    """Of a prompt whose tokens all see each other: each block depends on all of it, so only equal prompts share any."""
+    """Hashes a prompt with fully bidirectional attention: its blocks depend on all tokens and images."""
     images = (item.span.offset.to_bytes(8, "little") + item.key.value for item in prompt.images)
     return hashlib.sha256(_framed([_token_bytes(prompt.token_ids), *images])).digest()
 
 
 def _images_between(request: Request, start: int, stop: int) -> Iterable[ImageItem]:
-    """Images that reach into tokens [start, stop), in prompt order. Blocks are asked for in ascending order."""
+    """Yields the images whose spans overlap tokens [start, stop), in prompt order."""
     images = request.prompt.images
-    # Those before have ended: skipped once per request rather than once per block.
-    while request.num_images_hashed < len(images) and images[request.num_images_hashed].span.stop <= start:
-        request.num_images_hashed += 1
-    for index in range(request.num_images_hashed, len(images)):
+    # A prompt may have hundreds of images and thousands of blocks: skip the images that ended before `start`.
+    for index in range(bisect_right(images, start, key=_span_stop), len(images)):
         if images[index].span.offset >= stop:
             return
         yield images[index]
 
 
+def _span_stop(item: ImageItem) -> int:
+    return item.span.stop
+
+
 def _framed(fields: Iterable[bytes]) -> bytes:
-    """Length-prefixed, so that no two lists of fields give the same bytes."""
+    """Joins fields with length prefixes, so that different lists of fields give different bytes."""
     return b"".join(len(field).to_bytes(8, "little") + field for field in fields)

@@ -1,92 +1,72 @@
-"""The pool of KV blocks: who holds them, what they are called, and which go first. Block ids only; no memory.
+"""The pool of KV blocks: holders, published hashes, and the order of eviction. Manages block ids, not memory.
 
-A block is free when nobody holds it; a free block keeps its name, and can be found by it, until it is handed out again.
-Free blocks leave in one order: first those without a name, then those whose holders let them go longest ago, and of one
-sequence the last block first, because a prefix without its tail is still of use and a tail without its prefix is not.
+A block is free when no request holds it. A free block keeps its published hash, and can be found by it, until it is
+allocated again. Free blocks are allocated in this order: unpublished ones first, then the ones released longest ago.
+Of one sequence the last block goes first, because a prefix is useful without its tail but not the other way round.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
 
 from decoder_svc.scheduling.request import BlockHash
 
 
-class BlockEventKind(Enum):
-    """What happened to a name."""
-
-    STORED = "stored"
-    REMOVED = "removed"
-    CLEARED = "cleared"
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEvent:
-    """A name became findable, or ceased to be; for routers that know which decoder has which prefix."""
-
-    kind: BlockEventKind
-    # None when all names were cleared.
-    block_hash: BlockHash | None
-
-
 class BlockPool:
-    """Blocks 0 … num_blocks − 1 with holders and names. Everything is O(1) per block."""
+    """Blocks 0 … num_blocks − 1 with their holders and hashes. Every operation is O(1) per block."""
 
-    def __init__(self, num_blocks: int, on_event: Callable[[BlockEvent], None] | None = None) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._on_event = on_event
         self._num_holders = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
-        # Several blocks may hold the same: requests that started together each computed their own.
+        # Several blocks may have equal content, if requests that started together each computed their own.
         self._blocks_by_hash: dict[BlockHash, dict[int, None]] = {}
-        # Next to be handed out first.
+        # In order of allocation.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        # Changes whenever `find` may answer differently.
+        # Changes whenever `find` may return something else.
         self.version = 0
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, named ones included."""
+        """Number of blocks without a holder, published or not."""
         return len(self._free)
 
     @property
-    def num_named_blocks(self) -> int:
-        """Blocks that `find` can return."""
+    def num_published_blocks(self) -> int:
+        """Number of blocks that `find` can return."""
         return sum(len(blocks) for blocks in self._blocks_by_hash.values())
 
     @property
     def usage(self) -> float:
-        """Share of blocks that somebody holds, 0..1."""
+        """Share of blocks with a holder, 0..1."""
         return 1 - len(self._free) / self.num_blocks
 
     def find(self, block_hash: BlockHash) -> int | None:
-        """A block of this name, None if there is none."""
+        """Returns a block with this hash, or None."""
         blocks = self._blocks_by_hash.get(block_hash)
         return next(iter(blocks)) if blocks else None
 
-    def num_unnamed_free_blocks(self, at_most: int) -> int:
-        """Of the blocks that would be handed out next, those before the first with a name, counted up to `at_most`."""
+    def num_unpublished_free_blocks(self, at_most: int) -> int:
+        """Returns how many blocks can be allocated before one with a published hash, counted up to `at_most`."""
         next_blocks = islice(self._free, at_most)
         return sum(1 for _ in takewhile(lambda block: self._hashes[block] is None, next_blocks))
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody holds the block."""
+        """Whether the block has no holder."""
         return self._num_holders[block] == 0
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Adds a holder to blocks that were found; free ones are free no more."""
+        """Adds a holder to blocks that `find` returned; they are no longer free."""
         for block in blocks:
             if self._num_holders[block] == 0:
                 del self._free[block]
             self._num_holders[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hands out blocks with one holder and without a name. The caller has asked `num_free_blocks`."""
-        assert num_blocks <= len(self._free), "allocate() without asking num_free_blocks"
+        """Returns unpublished blocks with one holder each, evicting cached ones. Check `num_free_blocks` first."""
+        assert num_blocks <= len(self._free), "allocate() without checking num_free_blocks"
         blocks = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block in blocks:
             self._forget(block)
@@ -94,7 +74,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a holder from a sequence's blocks, given in token order."""
+        """Removes a holder from a sequence's blocks, which are given in token order."""
         for block in reversed(blocks):
             assert self._num_holders[block] > 0, f"block {block} was freed twice"
             self._num_holders[block] -= 1
@@ -104,30 +84,27 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
-        """Gives a held block, whose every slot is filled, the name by which it is found from now on."""
-        assert self._num_holders[block] > 0, f"block {block} is named without a holder"
-        assert self._hashes[block] is None, f"block {block} is named twice"
+        """Makes a held block findable by its hash. All its slots must be filled."""
+        assert self._num_holders[block] > 0, f"block {block} is published without a holder"
+        assert self._hashes[block] is None, f"block {block} is published twice"
         self._hashes[block] = block_hash
         blocks = self._blocks_by_hash.setdefault(block_hash, {})
         blocks[block] = None
         self.version += 1
-        if len(blocks) == 1:
-            self._tell(BlockEventKind.STORED, block_hash)
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Takes the names of blocks back: they were not computed after all."""
+        """Makes blocks unfindable again because their step failed."""
         for block in blocks:
             self._forget(block)
 
     def reset(self) -> None:
-        """Forgets all names; holders keep their blocks."""
+        """Drops all published hashes; holders keep their blocks."""
         self._hashes = [None] * self.num_blocks
         self._blocks_by_hash.clear()
         self.version += 1
-        self._tell(BlockEventKind.CLEARED, None)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError unless holders, names and the free list agree with the sequences that hold blocks."""
+        """Raises AssertionError unless the pool's records agree with `held`, the blocks of each sequence."""
         num_holders = [0] * self.num_blocks
         for blocks in held:
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
@@ -136,10 +113,10 @@ class BlockPool:
         assert num_holders == self._num_holders, "the holders of a block were miscounted"
         free = {block for block, count in enumerate(num_holders) if count == 0}
         assert free == set(self._free), "free list and holders disagree"
-        named = {block: name for block, name in enumerate(self._hashes) if name is not None}
-        found = {block: name for name, blocks in self._blocks_by_hash.items() for block in blocks}
-        assert named == found, "blocks and names disagree"
-        assert all(self._blocks_by_hash.values()), "a name without blocks was kept"
+        published = {block: block_hash for block, block_hash in enumerate(self._hashes) if block_hash is not None}
+        found = {block: block_hash for block_hash, blocks in self._blocks_by_hash.items() for block in blocks}
+        assert published == found, "blocks and hashes disagree"
+        assert all(self._blocks_by_hash.values()), "a hash without blocks was kept"
 
     def _forget(self, block: int) -> None:
         block_hash = self._hashes[block]
@@ -151,8 +128,3 @@ class BlockPool:
         self.version += 1
         if not blocks:
             del self._blocks_by_hash[block_hash]
-            self._tell(BlockEventKind.REMOVED, block_hash)
-
-    def _tell(self, kind: BlockEventKind, block_hash: BlockHash | None) -> None:
-        if self._on_event is not None:
-            self._on_event(BlockEvent(kind, block_hash))

@@ -1,9 +1,9 @@
-"""Accounting of the embedding rows on the device: what is there, on its way, needed, and what may go. No tensors.
+"""Accounting of the embedding rows on the device: resident, in flight, needed, evicted. Holds no tensors.
 
-Rows are kept by content key and shared by all requests. Whoever needs some of an image's rows says which; rows that
-nobody needs leave in the order in which the images were released. When those are not enough, a request that cannot go
-on otherwise may also take rows that only requests behind it need (the scheduler says which may): so the first one can
-always go on, provided the cache holds the rows of the largest image and one block beside (encoder_budget.py).
+Rows are kept by content key and shared by all requests. Each request states which rows of an image it needs. Rows that
+no request needs are evicted first, the image released longest ago before the others. If that is not enough, a request
+that the scheduler names may also evict rows that only requests behind it need. So the first request can always
+continue, provided that the cache holds the rows of the largest image plus one block (encoder_budget.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decoder_svc.scheduling.request import Request, RequestId, RequestState, RowSource
-from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
+from decoder_svc.scheduling.request import Request, RequestId, RequestState
+from decoder_svc.scheduling.row_range import RowRange, RowRangeSet, RowSource
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
 
 
 class RowUser(NamedTuple):
-    """One showing of an image in a request; orders like the requests are served."""
+    """One use of an image by a request. Sorts in serving order."""
 
     is_waiting: bool
     priority: int
@@ -29,7 +29,7 @@ class RowUser(NamedTuple):
 
 
 def row_user(request: Request, image_index: int) -> RowUser:
-    """The user that a request is for its image `image_index`, in its present state."""
+    """Returns the `RowUser` for a request's image at `image_index`, in the request's present state."""
     is_waiting = request.state is not RequestState.RUNNING
     return RowUser(is_waiting, request.priority, request.arrival_s, request.request_id, image_index)
 
@@ -38,10 +38,10 @@ def row_user(request: Request, image_index: int) -> RowUser:
 class _Entry:
     resident: RowRangeSet = field(default_factory=RowRangeSet)
     arriving: RowRangeSet = field(default_factory=RowRangeSet)
-    # Of the rows that arrived last; None before any did.
+    # Origin of the rows that arrived last; None before the first arrival.
     source: RowSource | None = None
     needed: dict[tuple[RequestId, int], tuple[RowUser, RowRange]] = field(default_factory=dict)
-    # Goes as soon as nobody needs it.
+    # Whether the rows are evicted as soon as no request needs them.
     is_forgotten: bool = False
 
     @property
@@ -49,7 +49,7 @@ class _Entry:
         return self.resident.num_rows + self.arriving.num_rows
 
     def spare(self, behind: RowUser | None) -> list[RowRange]:
-        """Resident rows that nobody needs, or with `behind` that only users behind that one need."""
+        """Returns the resident rows that no user needs, or with `behind` that only users behind that one need."""
         spare = RowRangeSet(self.resident)
         for user, rows in self.needed.values():
             if behind is None or user <= behind:
@@ -58,47 +58,53 @@ class _Entry:
 
 
 class EncoderCacheManager:
-    """Budgeted in embedding rows. Only `reserve` evicts; every other method that returns something is a question."""
+    """A cache with a budget in embedding rows. Questions never change state.
+
+    Only `reserve` evicts rows that may be needed again; `forget` evicts rows of removed images.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.capacity_rows = num_rows
         self._num_reserved_rows = 0
-        # Oldest release first.
+        # The image released longest ago comes first.
         self._entries: OrderedDict[ContentKey, _Entry] = OrderedDict()
         self._evicted: list[tuple[ContentKey, RowRange]] = []
-        # Changes whenever a question may be answered differently.
+        # Changes whenever a question may get a different answer.
         self.version = 0
 
     @property
     def num_reserved_rows(self) -> int:
-        """Rows that are resident or on their way."""
+        """Number of rows that are resident or in flight."""
         return self._num_reserved_rows
 
     def first_missing_row(self, key: ContentKey, rows: RowRange) -> int | None:
-        """The first of these rows that cannot be used in this step; None when all can."""
+        """Returns the first of these rows that is not resident; None if all are."""
         entry = self._entries.get(key)
         missing = entry.resident.missing(rows) if entry is not None else [rows]
         return missing[0].start if missing else None
 
     def unasked(self, key: ContentKey, rows: RowRange) -> list[RowRange]:
-        """The parts of these rows that are neither resident nor on their way."""
+        """Returns the parts of these rows that are neither resident nor in flight."""
         entry = self._entries.get(key)
         if entry is None:
             return [rows]
         return [part for gap in entry.resident.missing(rows) for part in entry.arriving.missing(gap)]
 
     def is_any_arriving(self, key: ContentKey, rows: RowRange) -> bool:
-        """Whether some of these rows are on their way."""
+        """Whether some of these rows are in flight."""
         entry = self._entries.get(key)
         return entry is not None and entry.arriving.missing(rows) != [rows]
 
     def source(self, key: ContentKey) -> RowSource | None:
-        """Where resident rows came from; None when there are none."""
+        """Returns the origin of an image's rows; None if none has arrived."""
         entry = self._entries.get(key)
         return entry.source if entry is not None else None
 
     def can_reserve(self, num_rows: int, displacing: RowUser | None = None) -> bool:
-        """Whether room for `num_rows` more rows can be made, if need be from users behind `displacing`."""
+        """Whether there is or can be room for `num_rows` more rows.
+
+        `displacing`: also counts rows that only users behind this one need.
+        """
         room = self.capacity_rows - self._num_reserved_rows
         if num_rows <= room:
             return True
@@ -106,7 +112,7 @@ class EncoderCacheManager:
         return num_rows <= room + spare
 
     def reserve(self, key: ContentKey, rows: RowRange, displacing: RowUser | None = None) -> None:
-        """Makes room and notes that the rows are on their way. The caller has asked `unasked` and `can_reserve`."""
+        """Makes room for rows and marks them as in flight. Call `unasked` and `can_reserve` first."""
         self._make_room(len(rows), None)
         if displacing is not None:
             self._make_room(len(rows), displacing)
@@ -118,14 +124,14 @@ class EncoderCacheManager:
         self.version += 1
 
     def need(self, key: ContentKey, user: RowUser, rows: RowRange) -> None:
-        """Notes which rows a user has yet to take, in place of what it said before. They need not be here yet."""
+        """Records the rows that a user still needs, replacing its earlier statement. They need not be resident yet."""
         entry = self._entries.setdefault(key, _Entry())
         if entry.needed.get((user.request_id, user.image_index)) != (user, rows):
             entry.needed[user.request_id, user.image_index] = (user, rows)
             self.version += 1
 
     def release(self, key: ContentKey, request_id: RequestId, image_index: int) -> None:
-        """The user needs the image no more; the rows stay until their room is needed."""
+        """Notes that a user no longer needs the image. The rows stay until they are evicted."""
         entry = self._entries.get(key)
         if entry is None or entry.needed.pop((request_id, image_index), None) is None:
             return
@@ -136,7 +142,7 @@ class EncoderCacheManager:
         self._drop_if_empty(key)
 
     def arrived(self, key: ContentKey, rows: RowRange, source: RowSource) -> bool:
-        """The rows are on the device. False when they are not expected any more: they must be dropped."""
+        """Marks rows as resident. Returns False if they are no longer expected: the caller must drop them."""
         entry = self._entries.get(key)
         if entry is None or entry.arriving.missing(rows):
             return False
@@ -150,7 +156,7 @@ class EncoderCacheManager:
         return True
 
     def drop(self, key: ContentKey, rows: RowRange) -> None:
-        """Forgets rows that will not arrive."""
+        """Frees the room of rows that will not arrive."""
         entry = self._entries.get(key)
         if entry is None or entry.arriving.missing(rows):
             return
@@ -160,34 +166,34 @@ class EncoderCacheManager:
         self._drop_if_empty(key)
 
     def forget(self, forgotten: Forgotten) -> None:
-        """Rows of these images go at once, or when those who need them now are done."""
+        """Evicts the rows of these images at once, or when their present users release them."""
         for key in [key for key in self._entries if forgotten.includes(key.value)]:
             self._entries[key].is_forgotten = True
             self._drop_if_forgotten(key)
 
     def is_forgotten(self, key: ContentKey) -> bool:
-        """Whether rows of this image are here only for those who needed them when it was to be forgotten."""
+        """Whether this image was removed and its rows stay only for the users that it had then."""
         entry = self._entries.get(key)
         return entry is not None and entry.is_forgotten
 
     def take_evicted(self) -> tuple[tuple[ContentKey, RowRange], ...]:
-        """Rows evicted since the last call; the runner frees them before others of the same key arrive."""
+        """Returns the rows evicted since the last call. The runner frees them before the same rows can arrive again."""
         evicted = tuple(self._evicted)
         self._evicted.clear()
         return evicted
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the accounting is off."""
+        """Raises AssertionError if the accounting is inconsistent."""
         assert self._num_reserved_rows == sum(entry.num_rows for entry in self._entries.values()), "rows were lost"
         assert self._num_reserved_rows <= self.capacity_rows, "over the budget"
         assert all(entry.num_rows or entry.needed for entry in self._entries.values()), "an empty entry was kept"
 
     def num_uses(self) -> int:
-        """Needs of live requests; 0 when idle."""
+        """Returns how many uses are recorded; 0 when no request is live."""
         return sum(len(entry.needed) for entry in self._entries.values())
 
     def _make_room(self, num_rows: int, displacing: RowUser | None) -> None:
-        """Evicts no more than it must; rows on their way stay, their answer must find its place."""
+        """Evicts only as many rows as needed. Rows in flight stay, because their room must exist when they arrive."""
         for key, entry in list(self._entries.items()):
             for rows in entry.spare(displacing):
                 num_missing = self._num_reserved_rows + num_rows - self.capacity_rows

@@ -1,23 +1,23 @@
-"""Block tables and the prefix cache: which KV blocks hold which request's tokens, and what need not be computed again.
+"""Block tables and the prefix cache: the KV blocks of each request, and the blocks that need not be computed again.
 
-A block can be found as soon as the chunk that fills it is scheduled, thus by requests behind it in the same step: an
-attention backend writes a layer's keys and values of the whole step before any of its queries look, and a chunk that is
-scheduled is computed in that step or the step fails as a whole; then the names are withdrawn with the requests.
+A block is published (findable by its hash) as soon as the chunk that fills it is scheduled, so requests behind it in
+the same step can use it. This is safe for two reasons. An attention backend writes a layer's keys and values of the
+whole step before any query of that layer reads them. And a scheduled chunk is computed in that step, or the whole step
+fails and its blocks are withdrawn.
 
-A block that was found is never written: of a prompt that is in the cache to its last token that token is computed again
-for its logits, and its keys and values go nowhere (`ScheduledChunk.write_start`), for the shared block has them.
+A shared block is never written. If a prompt is cached up to its last token, that token is computed again for its
+logits, but its keys and values are not stored (`ScheduledChunk.write_start`): the shared block has them.
 
-Layers with a sliding window have a group of their own (kv_group.py), which lets go of what nobody sees any more. A
-prefix is only in the cache where both groups have what the next token looks at.
+Layers with a sliding window form a group of their own (kv_group.py), which releases blocks outside the window. A prefix
+counts as cached only if both groups have all blocks that the next token attends to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from decoder_svc.scheduling.block_hash import BlockHasher
-from decoder_svc.scheduling.block_pool import BlockEvent, BlockPool
+from decoder_svc.scheduling.block_pool import BlockPool
 from decoder_svc.scheduling.kv_group import KVGroup, SlidingGroupSize
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.scheduler_output import SlidingTable
@@ -25,13 +25,13 @@ from decoder_svc.scheduling.scheduler_output import SlidingTable
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The longest prefix of a request that is in the cache."""
+    """The longest cached prefix of a request."""
 
-    # Of the layers that see everything, in token order.
+    # Blocks of the full-attention group, in token order.
     block_ids: tuple[int, ...]
-    # Tokens that need no computing. At least one token is left to compute, if need be the last of the last block.
+    # Tokens that need not be computed. At least one token always remains to compute, even if every block is cached.
     num_tokens: int
-    # Of the layers with a sliding window: the last ones of the same stretch, as far back as the next token looks.
+    # Blocks of the sliding group: the last ones of the same prefix, as far back as the next token's window reaches.
     sliding_block_ids: tuple[int, ...] = ()
 
 
@@ -40,19 +40,14 @@ NO_HIT = PrefixHit((), 0)
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """How often the cache was asked, and what it had, in tokens. Counted once per admission."""
+    """Looked-up and cached tokens since start-up. Counted once per request, at its first admission."""
 
-    num_queries: int = 0
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
-    # Admissions after a preemption, which mostly find their own blocks: kept apart.
-    num_preempted_queries: int = 0
-    num_preempted_query_tokens: int = 0
-    num_preempted_hit_tokens: int = 0
 
 
 class KVCacheManager:
-    """Maps requests to blocks of `block_size` tokens. Questions never change state."""
+    """Maps requests to KV blocks of `block_size` tokens. Questions never change state."""
 
     def __init__(
         self,
@@ -63,63 +58,64 @@ class KVCacheManager:
         is_shared: bool = True,
         deterministic: bool = False,
         sliding: SlidingGroupSize | None = None,
-        on_event: Callable[[BlockEvent], None] | None = None,
     ) -> None:
-        """Without `is_shared` there is no prefix cache: nothing is hashed, published or found.
+        """Creates empty tables and pools.
 
-        `deterministic` shares only what is computed block by block: whole blocks of prompts.
-
-        `deployment` tells apart what must never share blocks, see BlockHasher.
-
-        `num_blocks` and `on_event` are the full group's; `sliding` None: all layers are in that.
+        Args:
+            num_blocks: Blocks of the full-attention group.
+            deployment: See `BlockHasher`.
+            is_shared: False disables the prefix cache: nothing is hashed, published or found.
+            deterministic: Shares only whole blocks of prompts, which are computed block by block.
+            sliding: Size of the sliding-window group; None: the model has none.
         """
         self.block_size = block_size
         self.hasher = BlockHasher(block_size, deployment)
         self.stats = PrefixCacheStats()
         self._is_shared = is_shared
         self._deterministic = deterministic
-        self._full = KVGroup(num_blocks, block_size, on_event=on_event)
-        # Of the layers that see everything.
+        self._full = KVGroup(num_blocks, block_size)
+        # The pool of the full-attention group.
         self.pool = self._full.pool
         self._sliding = None if sliding is None else _sliding_group(sliding, block_size)
         self._groups = [self._full] if self._sliding is None else [self._full, self._sliding]
-        # Blocks of each table, from its start, that were found or have been published.
-        self._num_named: dict[RequestId, int] = {}
+        # Number of blocks at the start of each table that were found in the cache or have been published.
+        self._num_published: dict[RequestId, int] = {}
 
     @property
     def sliding_pool(self) -> BlockPool | None:
-        """Of the layers with a sliding window, where the model has some."""
+        """The pool of the sliding-window group; None if the model has none."""
         return None if self._sliding is None else self._sliding.pool
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that fit when one request has the whole pool."""
+        """Number of tokens that fit if one request has the whole pool."""
         return self.pool.num_blocks * self.block_size
 
     @property
     def usage(self) -> float:
-        """Share of blocks in use in the fuller group, 0..1; what is only kept in case is not in use."""
+        """Share of blocks that requests hold, 0..1, in the fuller group. Free cached blocks do not count."""
         return max(group.pool.usage for group in self._groups)
 
     @property
     def version(self) -> int:
-        """Changes whenever `find_prefix` may answer differently."""
+        """A number that changes whenever `find_prefix` may return something else."""
         return self.pool.version + (0 if self._sliding is None else self._sliding.pool.version)
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of a request that has no blocks yet."""
+        """Returns the longest cached prefix of a request that has no blocks yet."""
         if not self._may_share(request):
             return NO_HIT
         return self._find_from(request, 0)
 
     def may_find_more(self, request: Request) -> bool:
-        """Whether a whole block of known tokens lies ahead of the request; false while it decodes."""
+        """Whether at least one whole block of the request's known tokens is uncomputed; False while it decodes."""
         return (request.num_tokens - 1) // self.block_size > request.num_computed_tokens // self.block_size
 
     def find_more(self, request: Request) -> PrefixHit:
-        """What others have computed meanwhile of a request that is in the middle of its prompt, beyond its own tokens.
+        """Returns blocks ahead of a request in the middle of its prompt that others have published meanwhile.
 
-        NO_HIT unless that is at least one whole block; else the blocks from that of the next token on.
+        The blocks begin with the one of the request's next token. Returns NO_HIT unless they are at least one whole
+        block ahead.
         """
         if not self._may_share(request):
             return NO_HIT
@@ -127,21 +123,21 @@ class KVCacheManager:
         return hit if hit.num_tokens > request.num_computed_tokens else NO_HIT
 
     def adopt(self, request: Request, hit: PrefixHit) -> None:
-        """Puts the blocks of `find_more` in the place of the request's own from the same index on."""
+        """Replaces the request's own blocks, from that of its next token on, by the blocks of `find_more`."""
         index = request.num_computed_tokens // self.block_size
         stop = index + len(hit.block_ids)
         self._full.adopt(request.request_id, index, hit.block_ids, stop)
         if self._sliding is not None:
             self._sliding.adopt(request.request_id, index, hit.sliding_block_ids, stop)
             self._release_unseen(self._sliding, request, hit.num_tokens)
-        self._num_named[request.request_id] = stop
+        self._num_published[request.request_id] = stop
 
     def num_blocks_for_admission(self, request: Request, hit: PrefixHit) -> int:
-        """Free blocks that admitting the request with all its tokens takes from the full group."""
+        """Returns how many free blocks of the full group an admission takes, with room for all known tokens."""
         return self._full.num_blocks_for_admission(self._num_new_blocks(request, hit), hit.block_ids)
 
     def can_admit(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether all known tokens of the request fit beside what is held."""
+        """Whether the free blocks suffice for all known tokens of the request."""
         if self.num_blocks_for_admission(request, hit) > self.pool.num_free_blocks:
             return False
         if self._sliding is None:
@@ -150,125 +146,125 @@ class KVCacheManager:
         return num_blocks <= self._sliding.pool.num_free_blocks
 
     def admit(self, request: Request, hit: PrefixHit) -> None:
-        """Holds the blocks of the hit for the request; they are its block table from now on."""
+        """Starts the request's block table with the blocks of the hit, and holds them."""
         num_blocks = len(hit.block_ids)
         self._full.admit(request.request_id, hit.block_ids, num_blocks)
         if self._sliding is not None:
             self._sliding.admit(request.request_id, hit.sliding_block_ids, num_blocks)
-        self._num_named[request.request_id] = num_blocks
+        self._num_published[request.request_id] = num_blocks
         self._count(request, hit)
 
     def num_blocks_missing(self, request: Request, num_new_tokens: int) -> int:
-        """Blocks that `allocate` would take of each group so that `num_new_tokens` more tokens have a slot."""
+        """Returns how many blocks `allocate` would take from each group for `num_new_tokens` more tokens."""
         num_tokens = request.num_computed_tokens + num_new_tokens
         num_blocks = -(-num_tokens // self.block_size)
         return max(0, num_blocks - len(self._full.tables[request.request_id].blocks))
 
     def can_allocate(self, request: Request, num_new_tokens: int) -> bool:
-        """Whether the pools have the blocks for `num_new_tokens` more tokens."""
+        """Whether the pools have enough free blocks for `num_new_tokens` more tokens."""
         num_missing = self.num_blocks_missing(request, num_new_tokens)
         if self._sliding is not None and num_missing > self._sliding.pool.num_free_blocks:
             return False
         return num_missing <= self.pool.num_free_blocks
 
     def allocate(self, request: Request, num_new_tokens: int) -> None:
-        """Gives the request slots for `num_new_tokens` more tokens. The caller has asked `can_allocate`."""
+        """Gives the request slots for `num_new_tokens` more tokens. Call `can_allocate` first."""
         num_missing = self.num_blocks_missing(request, num_new_tokens)
         if num_missing:
             for group in self._groups:
                 group.extend(request.request_id, num_missing)
 
     def num_spare_tokens(self, request: Request, start: int, num_tokens: int) -> int:
-        """Of `num_tokens` tokens from `start` on, how many get a slot without a cached block being given up for it."""
+        """Returns how many of `num_tokens` tokens from `start` on fit without evicting a cached block."""
         num_blocks = len(self._full.tables[request.request_id].blocks)
         num_missing = -(-(start + num_tokens) // self.block_size) - num_blocks
         if num_missing <= 0:
             return num_tokens
-        num_spare = min(group.pool.num_unnamed_free_blocks(num_missing) for group in self._groups)
+        num_spare = min(group.pool.num_unpublished_free_blocks(num_missing) for group in self._groups)
         return min(num_tokens, max(0, (num_blocks + num_spare) * self.block_size - start))
 
     def cut(self, request: Request) -> None:
-        """Gives back the blocks behind the request's computed tokens; what was computed into them does not count."""
+        """Releases the blocks behind the request's computed tokens, and with them the results of rejected drafts."""
         num_blocks = -(-request.num_computed_tokens // self.block_size)
         for group in self._groups:
             group.cut(request.request_id, num_blocks)
 
     def release_unseen(self, request: Request) -> None:
-        """Lets go of what no token of the request will look at any more, now that its computed tokens have advanced."""
+        """Releases sliding-group blocks outside the window of all tokens that the request has yet to compute."""
         if self._sliding is not None:
             self._release_unseen(self._sliding, request, request.num_computed_tokens)
 
     def take_table_changes(self, request_id: RequestId) -> tuple[int, tuple[int, ...]]:
-        """(index, blocks): what has changed in the full group's table since the last call: all from `index` on."""
+        """Returns (index, blocks): the full group's table from the first index that changed since the last call."""
         return self._full.take_changes(request_id)
 
     def take_sliding_changes(self, request_id: RequestId) -> SlidingTable | None:
-        """The same of the sliding group; None where there is none."""
+        """Returns the changes of the sliding group's table; None if the model has no such group."""
         if self._sliding is None:
             return None
         start, block_ids = self._sliding.take_changes(request_id)
         return SlidingTable(self._sliding.tables[request_id].first, start, block_ids)
 
     def begin_step(self) -> None:
-        """From here on names are given in another step."""
+        """Starts a step and clears the list of blocks published in the last one."""
         for group in self._groups:
-            group.named_in_step.clear()
+            group.published_in_step.clear()
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Lets others find the full blocks of the first `num_tokens` tokens.
+        """Makes the full blocks of the first `num_tokens` tokens findable for other requests.
 
-        Call it when these tokens are computed, or scheduled in the step in hand.
+        Call it when these tokens are computed, or scheduled in the current step.
         """
         if not self._may_share(request) or request.is_private:
             return
         if self._deterministic:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         num_full = num_tokens // self.block_size
-        num_named = self._num_named[request.request_id]
-        if num_named >= num_full:
+        num_published = self._num_published[request.request_id]
+        if num_published >= num_full:
             return
         self.hasher.extend(request)
         for group in self._groups:
-            group.publish(request.request_id, request.block_hashes, num_named, num_full)
-        self._num_named[request.request_id] = num_full
+            group.publish(request.request_id, request.block_hashes, num_published, num_full)
+        self._num_published[request.request_id] = num_full
 
     def holds_any_of_step(self, request_id: RequestId) -> bool:
-        """Whether the request has a block that got its name in the step in hand."""
-        return any(group.holds_any(request_id, group.named_in_step) for group in self._groups)
+        """Whether the request holds a block that was published in the current step."""
+        return any(group.holds_any(request_id, group.published_in_step) for group in self._groups)
 
     def withdraw_step(self) -> None:
-        """Takes back the names that `publish` gave in the step in hand, which has failed."""
+        """Makes the blocks published in the current step unfindable again, because the step failed."""
         for group in self._groups:
-            group.pool.withdraw(group.named_in_step)
+            group.pool.withdraw(group.published_in_step)
         self.begin_step()
 
     def num_shared_tokens(self, request_id: RequestId) -> int:
-        """Tokens at the start of the request whose blocks have a name: others may read them, nobody may write."""
-        return self._num_named[request_id] * self.block_size
+        """Returns how many tokens at the request's start are in published blocks, which must not be written."""
+        return self._num_published[request_id] * self.block_size
 
     def block_table(self, request_id: RequestId) -> tuple[int, ...]:
-        """The request's blocks of the full group in token order."""
+        """Returns the request's blocks of the full group in token order."""
         table = self._full.tables.get(request_id)
         return () if table is None else tuple(table.blocks)
 
     def sliding_block_table(self, request_id: RequestId) -> tuple[int, tuple[int, ...]]:
-        """(index, blocks): the request's blocks of the sliding group, which begin at that index."""
+        """Returns (index, blocks): the request's blocks of the sliding group, which begin at that index."""
         table = None if self._sliding is None else self._sliding.tables.get(request_id)
         return (0, ()) if table is None else (table.first, tuple(table.blocks))
 
     def free(self, request_id: RequestId) -> None:
-        """Gives all blocks of a request back; a request without blocks is fine."""
+        """Releases all blocks of a request, which may have none."""
         for group in self._groups:
             group.free(request_id)
-        self._num_named.pop(request_id, None)
+        self._num_published.pop(request_id, None)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets what is cached; running requests go on and publish what they compute from now on."""
+        """Empties the prefix cache. Running requests continue and publish the blocks that they compute from now on."""
         for group in self._groups:
             group.pool.reset()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when tables and pools disagree."""
+        """Raises AssertionError if tables and pools disagree."""
         for group in self._groups:
             group.check_integrity()
             assert group.tables.keys() == self._full.tables.keys(), "a request is in one group only"
@@ -285,7 +281,7 @@ class KVCacheManager:
         sliding.release_before(request.request_id, sliding.first_seen(request.prompt, num_computed))
 
     def _find_from(self, request: Request, index: int) -> PrefixHit:
-        """The longest run of cached blocks from block `index` on; `num_tokens` counts from the prompt's start."""
+        """Returns the longest run of cached blocks from `index` on; its `num_tokens` counts from the prompt's start."""
         self.hasher.extend(request)
         blocks = self._full.find_run(request.block_hashes, index)
         stop = index + len(blocks)
@@ -300,9 +296,10 @@ class KVCacheManager:
         return PrefixHit(tuple(blocks[: stop - index]), num_tokens, tuple(sliding_blocks))
 
     def _find_sliding(self, sliding: KVGroup, request: Request, index: int, stop: int) -> tuple[int, list[int]]:
-        """The last end of a hit up to `stop` from which layers with a window can go on, and their blocks from `index`.
+        """Returns the last usable end of a hit, at most `stop`, and the sliding group's blocks for it.
 
-        Those before `index` are the request's own. Every block is looked for at most twice.
+        An end is usable if the sliding group has every block that the next token attends to. Blocks before `index` are
+        the request's own and need not be found. Looks up every block at most twice.
         """
         hashes = request.block_hashes
         while stop > index:
@@ -310,24 +307,19 @@ class KVCacheManager:
             blocks = sliding.find_run_before(hashes, first, stop)
             if len(blocks) == stop - first:
                 return stop, blocks
-            # All ends behind a missing block up to here look at it, and every end at the block before itself.
+            # Ends between the missing block and `stop` need that block, and every end needs the block before it.
             stop = sliding.last_stop(hashes, index, stop - len(blocks) - 1)
         return stop, []
 
     def _num_hit_tokens(self, request: Request, stop: int) -> int:
-        """Tokens that need no computing when the blocks before index `stop` are there."""
+        """Returns the tokens that need not be computed if the blocks before index `stop` are cached."""
         return min(stop * self.block_size, request.num_tokens - 1)
 
     def _count(self, request: Request, hit: PrefixHit) -> None:
-        stats = self.stats
-        if request.num_preemptions:
-            stats.num_preempted_queries += 1
-            stats.num_preempted_query_tokens += request.num_tokens
-            stats.num_preempted_hit_tokens += hit.num_tokens
-        else:
-            stats.num_queries += 1
-            stats.num_query_tokens += request.num_tokens
-            stats.num_hit_tokens += hit.num_tokens
+        # A readmitted request mostly finds its own blocks: counting it would inflate the hit rate.
+        if request.num_preemptions == 0:
+            self.stats.num_query_tokens += request.num_tokens
+            self.stats.num_hit_tokens += hit.num_tokens
 
 
 def _sliding_group(size: SlidingGroupSize, block_size: int) -> KVGroup:

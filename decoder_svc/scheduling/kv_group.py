@@ -1,28 +1,29 @@
-"""One KV cache group: the blocks of the layers that see equally far, and which request holds which of them.
+"""One KV cache group: the blocks of all layers with the same attention window, and the requests' tables of them.
 
-A model has a group of the layers that see everything and, where others have a sliding window, one of those. Each group
-has a pool, block ids and block tables of its own; index i of a request's table is the same tokens in all of them.
-In the sliding group a table loses the blocks at its start whose tokens nobody looks at any more.
+A model has a group for the layers with full attention and, if it has layers with a sliding window, one for those. Each
+group has its own pool, block ids and block tables. Index i of a request's table covers the same tokens in every group.
+In the sliding group a table releases blocks at its start that are outside the window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.block_pool import BlockEvent, BlockPool
-from decoder_svc.scheduling.request import BlockHash, Prompt, RequestId
+from decoder_svc.scheduling.block_pool import BlockPool
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import BlockHash, RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingGroupSize:
-    """The sliding group of a model: how far its layers see, and what it may hold."""
+    """The window of a model's sliding group, and the size of its pool."""
 
-    # Tokens that a layer sees, the token itself included.
+    # Tokens that a token attends to, including itself.
     window: int
-    # Of the pool.
+    # Blocks of the pool.
     num_blocks: int
-    # Most blocks that one request holds at once: its window and what one step computes.
+    # Most blocks that one request holds at once: its window and the tokens of one step.
     max_blocks_per_request: int
 
 
@@ -30,12 +31,12 @@ class SlidingGroupSize:
 class BlockTable:
     """One request's blocks of one group."""
 
-    # Blocks before this index are let go; 0 where layers see everything.
+    # Blocks before this index are released; 0 for full attention.
     first: int
-    # Those from `first` on, in token order.
+    # The blocks from index `first` on, in token order.
     blocks: list[int]
-    # The runner knows the table up to this index.
-    num_told: int = 0
+    # The runner has received the table up to this index.
+    num_sent: int = 0
 
     @property
     def stop(self) -> int:
@@ -44,7 +45,7 @@ class BlockTable:
 
 
 class KVGroup:
-    """A pool and the tables over it. Tables are extended and cut; what they hold is the caller's to say."""
+    """A pool and the block tables of requests. The caller decides which tokens the blocks hold."""
 
     def __init__(
         self,
@@ -52,23 +53,22 @@ class KVGroup:
         block_size: int,
         window: int | None = None,
         max_blocks_per_request: int | None = None,
-        on_event: Callable[[BlockEvent], None] | None = None,
     ) -> None:
-        """`window` None: the layers see everything. `max_blocks_per_request` None: all that its tokens fill."""
-        self.pool = BlockPool(num_blocks, on_event)
+        """`window` None means full attention. `max_blocks_per_request` None means no limit."""
+        self.pool = BlockPool(num_blocks)
         self.tables: dict[RequestId, BlockTable] = {}
-        # Blocks that got their name in the step in hand.
-        self.named_in_step: list[int] = []
+        # Blocks published in the current step.
+        self.published_in_step: list[int] = []
         self._block_size = block_size
         self._window = window
         self._max_blocks_per_request = max_blocks_per_request
 
     def first_seen(self, prompt: Prompt, start: int) -> int:
-        """Index of the first block that the layers look at when tokens from `start` on are computed."""
+        """Returns the index of the first block that the layers attend to when tokens from `start` on are computed."""
         return 0 if self._window is None else prompt.first_seen(start, self._window) // self._block_size
 
     def find_run(self, hashes: Sequence[BlockHash], start: int) -> list[int]:
-        """Cached blocks of these names from index `start` on, as far as there are any without a gap."""
+        """Returns the cached blocks of these hashes from index `start` on, up to the first gap."""
         find = self.pool.find
         blocks: list[int] = []
         for index in range(start, len(hashes)):
@@ -79,14 +79,14 @@ class KVGroup:
         return blocks
 
     def last_stop(self, hashes: Sequence[BlockHash], start: int, stop: int) -> int:
-        """One past the last cached block of the names [start, stop); `start` where none of them is cached."""
+        """Returns one past the last cached block of the hashes [start, stop); `start` if none is cached."""
         find = self.pool.find
         while stop > start and find(hashes[stop - 1]) is None:
             stop -= 1
         return stop
 
     def find_run_before(self, hashes: Sequence[BlockHash], start: int, stop: int) -> list[int]:
-        """Cached blocks of the names [start, stop): those before `stop` as far as there are any without a gap."""
+        """Returns the cached blocks of the hashes [start, stop), from `stop` backwards up to the first gap."""
         blocks: list[int] = []
         for index in range(stop - 1, start - 1, -1):
             block = self.pool.find(hashes[index])
@@ -97,24 +97,24 @@ class KVGroup:
         return blocks
 
     def num_blocks_for_admission(self, num_new_blocks: int, found: Sequence[int]) -> int:
-        """Free blocks that a request takes which has blocks that were found and will fill so many more.
+        """Returns how many free blocks the admission of a request takes.
 
-        Of those found, the ones that somebody holds cost nothing, those that are free cost themselves, once.
+        `found` are its cached blocks: one that is held by another request costs nothing, a free one costs itself.
         """
         num_blocks = num_new_blocks + sum(self.pool.is_free(block) for block in found)
         return num_blocks if self._max_blocks_per_request is None else min(num_blocks, self._max_blocks_per_request)
 
     def admit(self, request_id: RequestId, found: Sequence[int], stop: int) -> None:
-        """Begins a request's table with blocks that were found, the last of which has index `stop` - 1."""
+        """Starts a request's table with cached blocks, the last of which has index `stop` - 1."""
         assert request_id not in self.tables, "a request was admitted twice"
         self.pool.hold(found)
         first = stop - len(found)
         self.tables[request_id] = BlockTable(first, list(found), first)
 
     def adopt(self, request_id: RequestId, index: int, found: Sequence[int], stop: int) -> None:
-        """Puts blocks that were found in the place of the request's own from `index` on.
+        """Replaces the request's own blocks from `index` on by cached blocks, which end at `stop`.
 
-        They end at `stop`. Where they begin behind `index`, nobody looks at what is before them.
+        If the cached blocks begin behind `index`, the blocks before them are outside the window.
         """
         table = self.tables[request_id]
         first_found = stop - len(found)
@@ -124,15 +124,15 @@ class KVGroup:
         table.blocks[split:] = found
         if split == 0:
             table.first = first_found
-        table.num_told = min(index, table.num_told)
+        table.num_sent = min(index, table.num_sent)
         self.pool.release(own)
 
     def extend(self, request_id: RequestId, num_blocks: int) -> None:
-        """Appends fresh blocks. The caller has asked the pool."""
+        """Appends newly allocated blocks. Check the pool's free blocks first."""
         self.tables[request_id].blocks.extend(self.pool.allocate(num_blocks))
 
     def release_before(self, request_id: RequestId, index: int) -> None:
-        """Lets go of the blocks before `index`; they are found by their names until somebody needs their room."""
+        """Releases the blocks before `index`; published ones stay findable until they are allocated again."""
         table = self.tables[request_id]
         num_unseen = index - table.first
         if num_unseen > 0:
@@ -142,31 +142,31 @@ class KVGroup:
             self.pool.release(unseen)
 
     def cut(self, request_id: RequestId, stop: int) -> None:
-        """Gives back the blocks from index `stop` on; none of them has a name."""
+        """Releases the blocks from index `stop` on, none of which is published."""
         table = self.tables[request_id]
         if table.stop > stop:
             unused = table.blocks[stop - table.first :]
             del table.blocks[stop - table.first :]
-            table.num_told = min(table.num_told, stop)
+            table.num_sent = min(table.num_sent, stop)
             self.pool.release(unused)
 
     def publish(self, request_id: RequestId, hashes: Sequence[BlockHash], start: int, stop: int) -> None:
-        """Names the blocks [start, stop) of a table."""
+        """Publishes the blocks [start, stop) of a table."""
         table = self.tables[request_id]
         blocks = table.blocks[start - table.first : stop - table.first]
         for block, block_hash in zip(blocks, hashes[start:stop], strict=True):
             self.pool.publish(block, block_hash)
-        self.named_in_step += blocks
+        self.published_in_step += blocks
 
     def take_changes(self, request_id: RequestId) -> tuple[int, tuple[int, ...]]:
-        """(index, blocks): what has changed in the table since the last call, which is all from `index` on."""
+        """Returns (index, blocks): the table from the first index that changed since the last call."""
         table = self.tables[request_id]
-        start = max(table.num_told, table.first)
-        table.num_told = table.stop
+        start = max(table.num_sent, table.first)
+        table.num_sent = table.stop
         return start, tuple(table.blocks[start - table.first :])
 
     def free(self, request_id: RequestId) -> None:
-        """Gives all blocks of a request back; a request without blocks is fine."""
+        """Releases all blocks of a request, which may have none."""
         table = self.tables.pop(request_id, None)
         if table is not None:
             self.pool.release(table.blocks)
@@ -176,5 +176,5 @@ class KVGroup:
         return not set(blocks).isdisjoint(self.tables[request_id].blocks)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when tables and pool disagree."""
+        """Raises AssertionError if tables and pool disagree."""
         self.pool.check_integrity(table.blocks for table in self.tables.values())

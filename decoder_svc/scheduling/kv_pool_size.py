@@ -1,7 +1,7 @@
-"""How many KV blocks the pools have: what was asked for, else a share of the memory that the heaviest step leaves.
+"""The size of the KV pools: as configured, else a share of the memory that is free during the heaviest step.
 
-What is asked for are blocks of the full group. The sliding group gets what all running requests can hold at once, and
-never more than the full group: its blocks are then no fewer than anybody needs.
+The configured number is that of the full-attention group. The sliding-window group gets as many blocks as all running
+requests can hold at once, but never more than the full group, so it is never the bottleneck.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ _MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class KVPoolWish:
-    """What the operator says about the pool; the first that is given counts."""
+class KVPoolConfig:
+    """The operator's settings for the pool's size; the first one that is set applies."""
 
     num_blocks: int | None
     memory_bytes: int | None
-    # Of what the heaviest step leaves, 0..1.
+    # Share of the memory that is free during the heaviest step, 0..1.
     memory_share: float
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCosts:
-    """What blocks take of the memory."""
+class BlockBytes:
+    """Memory taken by one block of each group."""
 
-    # One block of the full group, over its layers.
+    # Bytes of one block of the full group, over all its layers.
     full_bytes: int
-    # One block of the sliding group; 0 where the model has none.
+    # Bytes of one block of the sliding group; 0 if the model has none.
     sliding_bytes: int = 0
-    # Most blocks that the sliding group has use for.
+    # Most blocks that the sliding group can use.
     max_sliding_blocks: int = 0
 
     def pool_bytes(self, num_blocks: int) -> int:
-        """What the pools take when the full group has so many blocks."""
+        """Returns the memory of both pools if the full group has `num_blocks` blocks."""
         return num_blocks * self.full_bytes + min(num_blocks, self.max_sliding_blocks) * self.sliding_bytes
 
     def num_blocks_in(self, num_bytes: int) -> int:
-        """The most blocks of the full group whose pools fit into so many bytes."""
+        """Returns the largest number of blocks of the full group for which both pools fit into `num_bytes`."""
         num_blocks = num_bytes // (self.full_bytes + self.sliding_bytes)
         if num_blocks < self.max_sliding_blocks:
             return num_blocks
@@ -53,22 +53,23 @@ class BlockCosts:
 def sliding_group_size(
     window: int, *, block_size: int, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> SlidingGroupSize:
-    """The sliding group beside a full group of `num_blocks`.
+    """Returns the size of the sliding group for a full group of `num_blocks` blocks.
 
-    A request holds at most its window and a step's tokens at once, which begin and end inside a block.
+    A request holds at most its window and one step's tokens. Both may begin and end inside a block, which adds one.
     """
     per_request = -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
     return SlidingGroupSize(window, min(num_blocks, max_num_seqs * per_request), per_request)
 
 
-def num_kv_blocks(wish: KVPoolWish, costs: BlockCosts, *, free_bytes: int, max_useful_blocks: int) -> int:
-    """Blocks of the full group.
+def num_kv_blocks(wish: KVPoolConfig, costs: BlockBytes, *, free_bytes: int, max_useful_blocks: int) -> int:
+    """Returns the number of blocks of the full group.
 
-    `free_bytes` is the memory beside the heaviest step. `max_useful_blocks` bounds a pool that nobody has sized: all
-    running requests at their longest.
+    Args:
+        free_bytes: Memory that is free during the heaviest step.
+        max_useful_blocks: Blocks of all running requests at their longest. It bounds the default size only.
 
-    Raises ConfigurationError when not even two blocks fit. A pool larger than what is free is granted with a warning,
-    for memory may be freed by others.
+    Raises ConfigurationError if fewer than two blocks fit. A configured pool larger than the free memory is granted
+    with a warning, because other processes may free memory.
     """
     wanted_bytes = int(free_bytes * wish.memory_share) if wish.memory_bytes is None else wish.memory_bytes
     num_blocks = wish.num_blocks or costs.num_blocks_in(wanted_bytes)
@@ -77,11 +78,11 @@ def num_kv_blocks(wish: KVPoolWish, costs: BlockCosts, *, free_bytes: int, max_u
     if num_blocks < _MIN_BLOCKS:
         raise ConfigurationError(
             f"the KV pool may take {wanted_bytes} bytes and one block takes {costs.pool_bytes(1)}: there is no room "
-            f"for {_MIN_BLOCKS} blocks; {free_bytes} bytes are free beside the heaviest step"
+            f"for {_MIN_BLOCKS} blocks; {free_bytes} bytes are free during the heaviest step"
         )
     if costs.pool_bytes(num_blocks) > free_bytes:
         logger.warning(
-            "the KV pool takes up to %d bytes, but beside the heaviest step only %d are free: lower "
+            "the KV pool takes up to %d bytes, but only %d are free during the heaviest step: lower "
             "kv_cache_memory_bytes or num_kv_blocks, or this process may be killed under load",
             costs.pool_bytes(num_blocks), free_bytes,
         )  # fmt: skip

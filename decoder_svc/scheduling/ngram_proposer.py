@@ -1,36 +1,35 @@
-"""Guesses a request's next tokens: what followed when its last few tokens stood in its prompt or answer before.
+"""Prompt lookup decoding (Saxena 2023): proposes the tokens that followed an earlier occurrence of the last few tokens.
 
-Prompt lookup decoding (Saxena 2023), as an index that grows with the request, so that a look-up costs the same however
-long it is. Plain Python; knows token ids only.
+The index grows with the request, so the cost of a look-up does not depend on the request's length. Plain Python; knows
+token ids only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Earlier places that are compared, the latest first. Repetitive text has many, and its latest one nearly always fits.
+# Earlier places that are compared, the latest first. Repetitive text has many, and the latest is nearly always right.
 MAX_PLACES = 16
 
 
 class NgramProposer:
-    """Looks up the end of one sequence in the sequence itself. The sequence only ever grows."""
+    """Looks up the end of one sequence in the sequence itself, which only ever grows."""
 
     def __init__(self, min_length: int, max_length: int) -> None:
-        """Looks for the last `min_length` tokens, and among the places where they stand for as many as `max_length`."""
+        """A match is at least `min_length` tokens long; among several, longer ones win, up to `max_length` tokens."""
         assert 1 <= min_length <= max_length
         self._min_length = min_length
         self._max_length = max_length
-        # A place is the index of the token behind a run of `min_length` tokens. Of each run its latest place …
+        # A place is the index of the token behind a run of `min_length` tokens. Maps each run to its latest place.
         self._latest: dict[tuple[int, ...], int] = {}
-        # … and of each place the one before it with the same run; 0: there is none.
+        # Maps each place to the previous place of the same run; 0: there is none.
         self._earlier: list[int] = [0] * min_length
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """What may come behind `token_ids`: `num_tokens` ids, or none where its end did not occur before.
+        """Proposes `num_tokens` ids to follow `token_ids`, or none if its last tokens did not occur before.
 
-        Of the latest places where the last `min_length` tokens stood, the one counts before which most tokens are the
-        same, up to `max_length`, and the latest of these. A copy that reaches the end goes on with what it copied
-        (as in LZ77), so that a loop is guessed to go on however short it is.
+        Copies from the earlier occurrence with the longest match, or the latest of several. A copy that reaches the
+        end continues with its own output (as in LZ77), so even a short loop is continued for `num_tokens` tokens.
         """
         self._index(token_ids)
         place = self._best_place(token_ids)
@@ -43,7 +42,7 @@ class NgramProposer:
         return copied
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Takes up places up to the last token: behind that nothing has followed yet."""
+        """Adds all new places to the index. The last token has no successor yet, so its run is not added."""
         latest, earlier, length = self._latest, self._earlier, self._min_length
         for place in range(len(earlier), len(token_ids)):
             run = tuple(token_ids[place - length : place])
@@ -51,7 +50,7 @@ class NgramProposer:
             latest[run] = place
 
     def _best_place(self, token_ids: Sequence[int]) -> int:
-        """0 where there is none."""
+        """Returns the place with the longest match, or 0 if there is none."""
         best = best_length = 0
         place = self._latest.get(tuple(token_ids[-self._min_length :]), 0)
         for _ in range(MAX_PLACES):
@@ -64,7 +63,7 @@ class NgramProposer:
         return best
 
     def _match_length(self, token_ids: Sequence[int], place: int) -> int:
-        """How many tokens before `place` are those at the end; at least `min_length` are known to be."""
+        """Returns how many tokens before `place` equal those at the end; at least `min_length` are known to."""
         length, end = self._min_length, len(token_ids)
         longest = min(self._max_length, place)
         while length < longest and token_ids[place - 1 - length] == token_ids[end - 1 - length]:

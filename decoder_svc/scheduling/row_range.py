@@ -1,9 +1,19 @@
-"""Ranges of embedding rows, and sets of them."""
+"""Ranges of embedding rows, sets of ranges, and the places that rows come from."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+
+class RowSource(enum.Enum):
+    """The origin of an image's rows."""
+
+    ENCODED = "encoded"
+    SHARED_CACHE = "shared"
+    # This decoder had them already.
+    DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -18,7 +28,7 @@ class RowRange:
 
 
 class RowRangeSet:
-    """Rows of one image as few ranges: disjoint, ascending, touching ones merged."""
+    """A set of rows of one image, kept as few ranges: disjoint, ascending, adjacent ones merged."""
 
     def __init__(self, ranges: Iterable[RowRange] = ()) -> None:
         """`ranges` are disjoint and ascending."""
@@ -32,11 +42,11 @@ class RowRangeSet:
 
     @property
     def num_rows(self) -> int:
-        """Rows in all ranges."""
+        """Number of rows in all ranges."""
         return sum(len(each) for each in self._ranges)
 
     def add(self, added: RowRange) -> None:
-        """Adds rows, of which some may be in the set already."""
+        """Adds rows; some may be in the set already."""
         start, stop = added.start, added.stop
         apart: list[RowRange] = []
         for each in self._ranges:
@@ -47,7 +57,7 @@ class RowRangeSet:
         self._ranges = sorted([*apart, RowRange(start, stop)])
 
     def remove(self, removed: RowRange) -> None:
-        """Takes rows out, of which some may not be in the set."""
+        """Removes rows; some may be absent from the set."""
         rest: list[RowRange] = []
         for each in self._ranges:
             if each.start < min(each.stop, removed.start):
@@ -57,7 +67,7 @@ class RowRangeSet:
         self._ranges = rest
 
     def missing(self, wanted: RowRange) -> list[RowRange]:
-        """The parts of `wanted` that are not in the set, ascending."""
+        """Returns the parts of `wanted` that are not in the set, ascending."""
         parts: list[RowRange] = []
         start = wanted.start
         for each in self._ranges:

@@ -1,15 +1,16 @@
-"""Decides which tokens of which request are computed in the next step. Plain Python, one caller thread.
+"""Decides which tokens of which request are computed in the next step. Plain Python, for a single thread.
 
 Each request's `num_computed_tokens` catches up with its `num_tokens`. A step gives each running, then each waiting
 request the largest number of new tokens that fits the token budget, the KV pool and the embedding rows that are
-present; zero is a normal answer and never blocks the requests behind. There is no prefill phase and no decode phase.
+present. Zero is a normal answer and never blocks the requests behind. There is no prefill phase and no decode phase.
 
-The prefix cache is asked before anything else: tokens that it has cost no budget, and rows under them are neither
-fetched nor encoded. Of the rest only the rows that are not on the device are asked for, range by range.
+The prefix cache is asked first: cached tokens cost no budget, and their rows are neither fetched nor encoded. Of the
+remaining rows only those that are not on the device are fetched, range by range.
 
-Progress: requests are served in the order (priority, arrival). The first running one always gets its blocks, because
-the others are preempted for it, and its rows, because it may take the place of rows that only requests behind it need;
-when nobody runs, the head of the queue may. While that waits, nobody behind it starts who would want its room for rows.
+Progress: requests are served in the order (priority, arrival). The first running request always gets its blocks,
+because the others are preempted for it, and its rows, because it may evict rows that only requests behind it need. If
+no request runs, the head of the queue has this right. While the head waits, a request behind it starts only if it needs
+no further room for rows.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
-from decoder_svc.scheduling.least_chunk import LeastChunk
-from decoder_svc.scheduling.request import FinishReason, Request, RequestId, RequestState, RowSource
+from decoder_svc.scheduling.request import Request, RequestId, RequestState
+from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_demand import RowDemand
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import (
     AdmittedRequest,
     SampledToken,
@@ -31,40 +33,18 @@ from decoder_svc.scheduling.scheduler_output import (
     SchedulerOutput,
     TokenUpdate,
 )
-from decoder_svc.scheduling.speculation import NO_SPECULATION, Speculation, SpeculationLimits
+from decoder_svc.scheduling.speculation import Speculation
 from decoder_svc.scheduling.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
 
-# Requests that cannot be admitted yet, but whose rows are asked for. More would cost every step more than it gains.
+# Waiting requests that cannot be admitted yet but whose rows are fetched. More would cost more than they gain.
 _NUM_LOOKED_AHEAD = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of one step."""
-
-    # Tokens computed in one step.
-    max_num_batched_tokens: int
-    # Requests in the running batch.
-    max_num_seqs: int
-    # Prompt and generated tokens of one request.
-    max_context_tokens: int
-    # Embedding rows asked for in one step; a single larger image still is.
-    max_num_rows_asked: int
-    # Every token is computed in the same company whatever is cached: prompts block by block, then token by token.
-    deterministic: bool = False
-    # Fewer tokens than this are not computed alone before a row that has not arrived; at most a block.
-    min_tokens_before_missing_row: int = 1
-    # A prompt is computed up to its first missing row; without, only once none of its rows is on its way.
-    overlap_encode: bool = True
-    # Tokens that are guessed beside decoding requests' last ones.
-    speculation: SpeculationLimits = NO_SPECULATION
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is put together."""
+    """A step while it is being assembled."""
 
     token_budget: int
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -72,7 +52,7 @@ class _Step:
     expired: list[RequestId] = field(default_factory=list)
     num_without_rows: int = 0
     has_preempted: bool = False
-    # Somebody's next tokens cannot be cut, and are more than what was left of the budget.
+    # A request's next tokens form an uncuttable span that is larger than the remaining budget.
     lacks_budget: bool = False
 
 
@@ -90,9 +70,7 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
         self._row_demand = RowDemand(encoder_cache, limits.max_num_rows_asked, overlap_encode=limits.overlap_encode)
-        self._least_chunk = LeastChunk(
-            kv_cache.block_size, limits.min_tokens_before_missing_row, deterministic=limits.deterministic
-        )
+        self._minimum_chunk = MinimumChunk(limits, kv_cache.block_size)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         # In serving order.
@@ -100,44 +78,45 @@ class Scheduler:
         self._waiting = WaitingQueue(kv_cache, clock)
         self._released: list[RequestId] = []
         self.speculation = Speculation(limits.speculation, kv_cache, limits.max_context_tokens)
-        # When those who wait were last looked at without a seat in the batch; None: look again.
+        # The state in which the waiting requests were last examined (`_queue_state`); None: examine them again.
         self._seen_queue: tuple[int, list[RequestId]] | None = None
         self._num_looked_at_without_rows = 0
-        # As the latest step saw it.
+        # In the latest step.
         self.num_waiting_for_rows = 0
-        # Since the start.
+        # Since start-up.
         self.num_preemptions = 0
 
     @property
     def num_running(self) -> int:
-        """Requests in the running batch."""
+        """Number of requests in the running batch."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no blocks yet, or no more."""
+        """Number of requests that hold no blocks: new or preempted."""
         return len(self._waiting)
 
     def has_requests(self) -> bool:
-        """Whether anything is live, or the runner has something to forget."""
+        """Whether a request is live or the runner has yet to drop a released one."""
         return bool(self._requests or self._released)
 
     def request(self, request_id: RequestId) -> Request:
-        """A live request. Raises KeyError when it is not."""
+        """Returns a live request. Raises KeyError for any other id."""
         return self._requests[request_id]
 
     def live_requests(self) -> list[Request]:
-        """All requests that have no terminal answer yet."""
+        """Returns all requests that have not finished."""
         return list(self._requests.values())
 
     def add(self, request: Request) -> None:
         """Queues a request that has passed the admission checks."""
         request.is_private = any(self.encoder_cache.is_forgotten(item.key) for item in request.prompt.images)
         self._requests[request.request_id] = request
+        self._row_demand.add(request)
         self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. `update` must be told its result before the next call."""
+        """Returns the next step. Pass its result to `update` or `fail_step` before the next call."""
         self._waiting.begin_step()
         step = _Step(self.limits.max_num_batched_tokens)
         self._row_demand.begin_step()
@@ -158,7 +137,7 @@ class Scheduler:
         )
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
-        """Takes a step's result: computed tokens advance, new tokens are appended, ended requests leave."""
+        """Applies a step's result: advances computed tokens, appends new tokens, removes finished requests."""
         self._waiting.end_step(output.num_scheduled_tokens)
         sampled_by_request: dict[RequestId, list[SampledToken]] = {}
         for token in sampled:
@@ -170,9 +149,9 @@ class Scheduler:
         ]
 
     def fail_step(self, output: SchedulerOutput) -> list[Request]:
-        """The step's results will not come: its requests end, and nobody keeps what it should have computed.
+        """Ends the requests of a step that failed, and discards the blocks that it should have computed.
 
-        A request that adopted such blocks and got no chunk in the step starts again.
+        A request that adopted such blocks but had no chunk in the step is preempted and starts again.
         """
         failed = [self._requests[chunk.request_id] for chunk in output.chunks]
         for request in failed:
@@ -184,18 +163,18 @@ class Scheduler:
         return failed
 
     def abort(self, request_id: RequestId) -> Request | None:
-        """Ends a request in any state and frees what it has at once; None if it is not live."""
+        """Ends a request in any state and frees its blocks and rows at once. Returns None if it is not live."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, FinishReason.ABORT)
         return request
 
     def rows_arrived(self, key: ContentKey, rows: RowRange, source: RowSource) -> bool:
-        """Rows reached the device. False when nobody has room for them any more: drop them."""
+        """Notes that rows reached the device. Returns False if they are no longer expected: the caller drops them."""
         return self.encoder_cache.arrived(key, rows, source)
 
     def rows_failed(self, key: ContentKey, rows: RowRange, *, had_data: bool) -> list[Request]:
-        """Rows will not come. Returns the requests that cannot go on, see RowDemand.takes_any, already removed."""
+        """Removes and returns the requests that cannot continue without these rows, which failed to arrive."""
         self.encoder_cache.drop(key, rows)
         failed = [
             request
@@ -207,10 +186,10 @@ class Scheduler:
         return failed
 
     def forget(self, forgotten: Forgotten) -> None:
-        """Nobody finds keys or values of these images any more; their rows go with the last request that needs them.
+        """Removes images from the caches; their rows are evicted when the last request that needs them ends.
 
-        Live requests that show them, and later ones that overlap with those, share nothing. All blocks lose their
-        names: which of them follow an image is not recorded, and this is rare.
+        Live requests with these images, and later requests that overlap with them, share nothing. The whole prefix
+        cache is cleared: it does not record which blocks follow an image, and removals are rare.
         """
         for request in self._requests.values():
             if any(forgotten.includes(item.key.value) for item in request.prompt.images):
@@ -227,7 +206,7 @@ class Scheduler:
             assert self.kv_cache.usage == 0, "blocks without a request"
             assert self.encoder_cache.num_uses() == 0, "rows are claimed by nobody"
 
-    # One step.
+    # Assembling a step.
 
     def _schedule_running(self, step: _Step) -> None:
         index = 0
@@ -240,23 +219,23 @@ class Scheduler:
                 self._schedule_chunk(request, num_tokens, step)
 
     def _schedule_waiting(self, step: _Step) -> None:
-        """Admits from the head of the queue; of those that must wait it asks for the rows of the first few."""
+        """Admits requests from the head of the queue, and asks for rows of the first few that must wait."""
         if self._is_queue_as_before():
             step.num_without_rows += self._num_looked_at_without_rows
             return
         num_without_rows = step.num_without_rows
         self._admit_and_look_ahead(step)
         self._num_looked_at_without_rows = step.num_without_rows - num_without_rows
-        self._seen_queue = None if self._row_demand.has_put_off else self._queue_state()
+        self._seen_queue = None if self._row_demand.has_deferred else self._queue_state()
 
     def _is_queue_as_before(self) -> bool:
-        """Whether the batch is full and nothing has changed for those who wait since they were looked at."""
+        """Whether the batch is full and nothing has changed since the waiting requests were last examined."""
         if len(self._running) < self.limits.max_num_seqs:
             return False
         return self._seen_queue == self._queue_state()
 
     def _queue_state(self) -> tuple[int, list[RequestId]]:
-        """All that decides whether rows can be asked for those at the head of the queue."""
+        """Returns everything that decides whether rows can be asked for the requests at the head of the queue."""
         return self.encoder_cache.version, [one.request_id for one in self._waiting.first(_NUM_LOOKED_AHEAD)]
 
     def _admit_and_look_ahead(self, step: _Step) -> None:
@@ -264,16 +243,16 @@ class Scheduler:
         num_looked_ahead = 0
         for request in self._waiting.first(self.limits.max_num_seqs):
             hit = self._waiting.prefix_hit(request, may_be_old=is_full)
-            if self._waiting.is_hopeless(request, hit):
+            if self._waiting.must_miss_deadline(request, hit):
                 self._finish(request, FinishReason.ABORT)
                 step.expired.append(request.request_id)
                 continue
             num_tokens = self._num_new_tokens(request, hit.num_tokens, step)
             may_start = not is_head_waiting or self._row_demand.has_asked_for_all(request, hit.num_tokens)
             is_head_waiting |= num_tokens == 0 and self._waiting.is_head(request)
-            # Nobody behind may take what is left of the budget, or one whose tokens cannot be cut might wait forever.
+            # Keep the remaining budget: if requests behind took it, an uncuttable span might wait forever.
             is_full = is_full or step.lacks_budget or len(self._running) >= self.limits.max_num_seqs
-            # All known tokens must fit, not only this chunk, or admission would only feed preemption.
+            # All known tokens must fit, not only this chunk; otherwise admission causes preemptions.
             is_full = is_full or not self.kv_cache.can_admit(request, hit)
             if num_tokens > 0 and may_start and not is_full:
                 self._admit(request, hit, step)
@@ -284,7 +263,7 @@ class Scheduler:
                     return
 
     def _adopt_from_others(self, request: Request) -> None:
-        """A request in the middle of its prompt goes on from where others are that compute the same."""
+        """Lets a request in the middle of its prompt adopt blocks that others have computed of the same prefix."""
         if not self.kv_cache.may_find_more(request):
             return
         hit = self.kv_cache.find_more(request)
@@ -293,7 +272,7 @@ class Scheduler:
             self._take_over(request, hit.num_tokens)
 
     def _take_over(self, request: Request, num_tokens: int) -> None:
-        """The request's first tokens are in shared blocks: neither they nor rows under them need to be computed."""
+        """Notes that the request's first `num_tokens` tokens are in shared blocks and need neither compute nor rows."""
         if request.num_preemptions == 0:
             request.usage.cached_prompt_tokens += num_tokens - request.num_computed_tokens
             self._row_demand.account_for_hit(request, num_tokens)
@@ -302,8 +281,8 @@ class Scheduler:
         self._row_demand.pass_computed(request)
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
-        """Tokens from `start` that the budget and the present rows allow; asks for the rows that are missing."""
-        least = self._least_chunk.num_tokens(request, start)
+        """Asks for missing rows and returns how many tokens from `start` on the budget and the present rows allow."""
+        least = self._minimum_chunk.num_tokens(request, start)
         is_first = request.state is RequestState.RUNNING or self._waiting.is_head(request)
         may_displace = request.state is RequestState.RUNNING or (is_first and not self._running)
         self._row_demand.ask(request, start, least, is_first=is_first, may_displace=may_displace)
@@ -318,7 +297,7 @@ class Scheduler:
         return least if least <= num_tokens else 0
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
-        """Preempts from the end of the running batch until the blocks are there; False if the request itself went."""
+        """Preempts from the end of the running batch until blocks are free; False if that hit the request itself."""
         while not self.kv_cache.can_allocate(request, num_tokens):
             victim = self._running[-1]
             self._preempt(victim)
@@ -352,21 +331,21 @@ class Scheduler:
         step.admitted.append(AdmittedRequest.of(request))
 
     def _preempt(self, request: Request) -> None:
-        """Back to the front of its place in the queue; everything is recomputed later."""
+        """Returns a running request to its place in the queue; all its tokens are computed again or found later."""
         self._running.remove(request)
-        self._free(request)
+        self._free_blocks(request)
+        self._row_demand.restart(request)
         request.state = RequestState.WAITING
         request.num_computed_tokens = 0
         request.num_shared_tokens = 0
-        request.num_images_passed = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(request)
 
-    # After a step.
+    # Applying a result.
 
     def _advance(self, chunk: ScheduledChunk, sampled: list[SampledToken]) -> list[TokenUpdate]:
-        """A chunk is computed: of its drafts those count that were sampled, up to the token that ends the request."""
+        """Applies a computed chunk: appends its sampled tokens up to the one that ends the request."""
         request = self._requests[chunk.request_id]
         request.num_computed_tokens += chunk.num_tokens - len(chunk.draft_ids)
         updates: list[TokenUpdate] = []
@@ -392,14 +371,14 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
-        self._free(request)
+        self._free_blocks(request)
+        self._row_demand.remove(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         self.speculation.forget(request.request_id)
         del self._requests[request.request_id]
 
-    def _free(self, request: Request) -> None:
+    def _free_blocks(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self._released.append(request.request_id)
         self.kv_cache.free(request.request_id)
-        self._row_demand.release(request)

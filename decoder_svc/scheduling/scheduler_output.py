@@ -1,41 +1,35 @@
-"""The one message from the scheduler to the runner, the answer, and what it means for requests."""
+"""Messages between scheduler and runner: the step to run, the sampled tokens, and the resulting request updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.request import (
-    FinishReason,
-    ImageItem,
-    Positions,
-    Request,
-    RequestId,
-    SamplingParams,
-    Span,
-    TokenLogprobs,
-)
+from decoder_svc.scheduling.prompt import ImageItem, Positions, Span
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.request_output import FinishReason, TokenLogprobs
 from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.image_file import ImageFile
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request that the runner does not know: new, or back from preemption."""
+    """A request that the runner does not know yet: new, or readmitted after a preemption."""
 
     request_id: RequestId
-    # Prompt and, after a preemption, what was generated before it.
+    # The prompt and, after a preemption, the tokens generated before it.
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     images: tuple[ImageItem, ...]
     positions: Positions | None
-    # Stretches whose tokens all see each other; no chunk ends inside one.
+    # Spans with bidirectional attention; no chunk ends inside one.
     mutual_spans: tuple[Span, ...]
     params: SamplingParams
 
     @classmethod
     def of(cls, request: Request) -> AdmittedRequest:
-        """What the runner must know of a request."""
+        """Returns the parts of a request that the runner needs."""
         return cls(
             request_id=request.request_id,
             token_ids=tuple(request.token_ids),
@@ -49,79 +43,79 @@ class AdmittedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SlidingTable:
-    """What has changed in a request's block table of the layers with a sliding window."""
+    """Changes to a request's block table for the layers with a sliding window."""
 
-    # Blocks before this index are let go: none of the chunk's tokens looks at theirs.
+    # Blocks before this index are released: none of the chunk's tokens attends to them.
     first: int
-    # From this index on, not before `first`, the table is now as follows.
+    # The table from index `start` on, with `start` ≥ `first`.
     start: int
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Tokens [start, start + num_tokens) of one request are computed in this step."""
+    """The tokens [start, start + num_tokens) of one request, to be computed in this step."""
 
     request_id: RequestId
     # The request's num_computed_tokens before this step.
     start: int
     # At least 1.
     num_tokens: int
-    # Tokens before this index have their keys and values in shared blocks: computed, but not written.
+    # Tokens before this index have their keys and values in shared blocks: the runner computes but does not write them.
     write_start: int
-    # From this index on the request's block table of the layers that see everything is now as follows.
+    # The request's block table from index `block_start` on, for the layers with full attention.
     block_start: int
     block_ids: tuple[int, ...]
-    # The chunk ends with the request's last known token: sample the next one.
+    # Whether the chunk ends with the request's last known token, so that the next one is sampled.
     samples: bool
     # None: all layers share one block table.
     sliding: SlidingTable | None = None
-    # The chunk's last tokens are guessed to be these: sample behind the last known one and behind each of them, as far
-    # as what is sampled is what was guessed.
+    # Draft tokens at the chunk's end. The runner samples after the last known token and after each draft token, and
+    # stops at the first sample that differs from its draft.
     draft_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RowFetch:
-    """A range of one image's rows that must be brought to the device."""
+    """A range of one image's rows to be fetched to the device."""
 
     key: ContentKey
     rows: RowRange
-    # Of the whole image.
+    # Rows of the whole image.
     num_image_rows: int
     options: ProcessorOptions
-    # The original file, to encode from when no cache has the rows; None: by digest only.
+    # The original file, to be encoded if no cache has the rows; None for a reference by digest.
     data: ImageFile | None
-    # The first that needs them; others may share the fetch.
+    # The first request that needs the rows; others may share the fetch.
     request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """Everything that the runner must know about one step."""
+    """One step: everything that the runner and the fetcher need to carry it out."""
 
-    # Requests that appear for the first time; each also has a chunk.
+    # Requests that are new to the runner; each also has a chunk.
     admitted: tuple[AdmittedRequest, ...]
     # In scheduling order; may be empty.
     chunks: tuple[ScheduledChunk, ...]
-    # Finished, aborted or preempted since the previous step: the runner forgets them first.
+    # Requests finished, aborted or preempted since the previous step; the runner drops them first.
     released: tuple[RequestId, ...]
-    # Rows whose room was given away: the runner frees them first.
+    # Evicted rows; the runner frees them before rows of the same image arrive again.
     evicted_rows: tuple[tuple[ContentKey, RowRange], ...]
-    # Rows to bring; started before the step runs, so that they travel meanwhile.
+    # Fetches to start before the step runs, so that both overlap.
     fetches: tuple[RowFetch, ...]
-    # Requests that were ended unstarted: their deadline cannot be met any more.
+    # Waiting requests that were ended because they can no longer meet their deadline.
     expired: tuple[RequestId, ...] = ()
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Number of tokens computed in this step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The next token of one request; where drafts were right, some in a row."""
+    """One sampled token of a request. A chunk with accepted draft tokens yields several, in order."""
 
     request_id: RequestId
     token_id: int
@@ -130,10 +124,10 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenUpdate:
-    """One generated token, and whether the request ended with it."""
+    """One generated token, with the finish reason if it ended the request."""
 
     request: Request
     token: SampledToken
     finish_reason: FinishReason | None
-    # It had been guessed and was computed before it was sampled.
+    # Whether it was an accepted draft token.
     was_draft: bool = False

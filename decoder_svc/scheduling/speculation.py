@@ -1,12 +1,12 @@
-"""Guessed tokens behind a step's chunks (drafts): which requests get some, how many, and what became of them.
+"""Speculative decoding: adds draft tokens to a step's chunks, and settles them after sampling.
 
-A step reads all weights however few tokens it computes. So beside a request's last token it may compute a few that are
-only guessed; the runner samples behind each as if it were known, and the guesses count as far as the samples agree with
-them. What is sampled is what it would have been, in fewer steps.
+A step reads all weights even if it computes few tokens. So besides a request's last token it may compute a few draft
+tokens. The runner samples after each of them as if it were known, and drafts are accepted as far as the samples agree.
+The answer is the same as without drafts, in fewer steps.
 
-Nobody waits for a guess: drafts take what is left of the step's token budget when everybody has been scheduled, and
-blocks that are free and have no name, so nobody is preempted and nothing that is cached goes. What was computed from a
-rejected draft is never seen again: it gets no name, its block is given back, and its slot is written anew.
+Drafts never delay a request: they use the token budget that is left after everything else is scheduled, and free blocks
+that are not cached, so they cause no preemption and no eviction. The results of a rejected draft are discarded: they
+are not published, their block is released, and their slot is written again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from decoder_svc.scheduling.ngram_proposer import NgramProposer
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk
 
-# Steps without drafts after drafts that came to nothing, at most.
+# Most steps without drafts after a step in which all drafts were rejected.
 MAX_PAUSE = 32
-# Drafts of a request that has not shown yet that it repeats anything.
+# Draft tokens per step of a request that has had none accepted yet.
 FIRST_DRAFTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationLimits:
-    """How much is guessed, and from what."""
+    """Limits on draft tokens, and the n-gram lengths of the prompt look-up."""
 
-    # Guessed tokens of one request in one step; 0: nothing is guessed.
+    # Draft tokens of one request in one step; 0: no drafts.
     max_draft_tokens: int
-    # Last tokens of a request that must have occurred in it before, at least and at most.
+    # Shortest and longest run of last tokens that is looked up in the request.
     ngram_min: int = 2
     ngram_max: int = 4
 
@@ -40,21 +40,21 @@ NO_SPECULATION = SpeculationLimits(0)
 
 
 class Speculation:
-    """What is guessed for which request. The scheduler's half that knows drafts."""
+    """Adds drafts to scheduled chunks, within the room that is left, and settles them after sampling."""
 
     def __init__(self, limits: SpeculationLimits, kv_cache: KVCacheManager, max_context_tokens: int) -> None:
         self._limits = limits
         self._kv_cache = kv_cache
         self._max_context_tokens = max_context_tokens
-        self._guessers: dict[RequestId, _Guesser] = {}
-        # Since the start: drafts computed, and how many of them became tokens of an answer.
+        self._drafters: dict[RequestId, _RequestDrafter] = {}
+        # Since start-up: draft tokens computed, and how many of them were accepted into an answer.
         self.num_drafted = 0
         self.num_accepted = 0
 
     def add_drafts(
         self, chunks: list[ScheduledChunk], requests: Mapping[RequestId, Request], token_budget: int
     ) -> None:
-        """Lengthens chunks in place, in their order; `token_budget` is what nobody else has use for."""
+        """Appends drafts to chunks in place, in order. `token_budget` is the part of the step's budget that is left."""
         if self._limits.max_draft_tokens == 0:
             return
         for index, chunk in enumerate(chunks):
@@ -68,35 +68,37 @@ class Speculation:
                 self.num_drafted += len(draft_ids)
 
     def settle(self, request: Request, chunk: ScheduledChunk, sampled: Sequence[SampledToken], num_taken: int) -> None:
-        """Tells what became of a chunk's drafts: `sampled` agrees with all but its last; `num_taken` were appended.
+        """Publishes the blocks of accepted drafts and releases those of rejected ones.
 
-        Fewer are where the request ends before. What is computed and right gets its names, the rest is given back.
+        Args:
+            sampled: The sampled tokens: all but the last equal the chunk's drafts.
+            num_taken: How many of them were appended to the request; fewer than all if one of them ended it.
         """
         num_agreed = len(sampled) - 1
         assert tuple(token.token_id for token in sampled[:-1]) == chunk.draft_ids[:num_agreed], "a draft was changed"
-        self._guessers[request.request_id].settle(num_agreed, len(chunk.draft_ids))
+        self._drafters[request.request_id].settle(num_agreed, len(chunk.draft_ids))
         self.num_accepted += min(num_agreed, num_taken)
-        # Of the tokens taken the last has not been computed.
+        # All taken tokens are computed except the last.
         request.num_computed_tokens += num_taken - 1
         self._kv_cache.publish(request, request.num_computed_tokens)
         self._kv_cache.cut(request)
 
     def forget(self, request_id: RequestId) -> None:
-        """The request ended; one that never guessed is fine."""
-        self._guessers.pop(request_id, None)
+        """Drops the state of a request that ended; it may have none."""
+        self._drafters.pop(request_id, None)
 
     def _drafts(self, request: Request, token_budget: int) -> tuple[int, ...]:
-        """Guesses that may be computed beside the request's last token."""
-        # The last token of an answer is sampled and not computed.
+        """Returns the drafts for a request's next chunk, within all limits."""
+        # The last token of an answer is only sampled, never computed.
         num_answer_tokens_left = request.params.max_tokens - request.num_output_tokens - 1
         num_context_tokens_left = self._max_context_tokens - request.num_tokens - 1
         num_wanted = min(self._limits.max_draft_tokens, token_budget, num_answer_tokens_left, num_context_tokens_left)
         if num_wanted < 1:
             return ()
-        guesser = self._guessers.get(request.request_id)
-        if guesser is None:
-            guesser = self._guessers[request.request_id] = _Guesser(self._limits)
-        draft_ids = guesser.guess(request, num_wanted)
+        drafter = self._drafters.get(request.request_id)
+        if drafter is None:
+            drafter = self._drafters[request.request_id] = _RequestDrafter(self._limits)
+        draft_ids = drafter.propose(request, num_wanted)
         return draft_ids[: self._kv_cache.num_spare_tokens(request, request.num_tokens, len(draft_ids))]
 
     def _lengthened(self, chunk: ScheduledChunk, request: Request, draft_ids: tuple[int, ...]) -> ScheduledChunk:
@@ -115,25 +117,25 @@ class Speculation:
         )
 
 
-class _Guesser:
-    """One request's look-ups, and how much they are worth.
+class _RequestDrafter:
+    """Proposes one request's drafts, and adapts their number to how many are accepted.
 
-    It begins with FIRST_DRAFTS; where all are right there are twice as many the next time. After a step in which none
-    was right the request begins anew, and sits out one step before, then two, four … up to MAX_PAUSE, until one is
-    right: text that repeats nothing costs little.
+    It starts with FIRST_DRAFTS tokens and doubles them whenever all were accepted. After a step in which none was
+    accepted it returns to FIRST_DRAFTS and pauses for one step, then two, four … up to MAX_PAUSE, until a draft is
+    accepted. So text without repetition costs little.
     """
 
     def __init__(self, limits: SpeculationLimits) -> None:
         self._proposer = NgramProposer(limits.ngram_min, limits.ngram_max)
         self._max_drafts = FIRST_DRAFTS
-        # After the latest failure, and what is left of it, steps.
+        # Length of the pause after the latest failure, and how much of it is left, in steps.
         self._pause = 0
-        self._num_steps_to_sit_out = 0
+        self._num_pause_steps_left = 0
 
-    def guess(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """At most so many; none while it sits out. A guess that would end the answer is worth nothing."""
-        if self._num_steps_to_sit_out > 0:
-            self._num_steps_to_sit_out -= 1
+    def propose(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """Returns at most `num_tokens` drafts, none during a pause, and none from a stop token on."""
+        if self._num_pause_steps_left > 0:
+            self._num_pause_steps_left -= 1
             return ()
         draft_ids = self._proposer.propose(request.token_ids, min(num_tokens, self._max_drafts))
         for index, token_id in enumerate(draft_ids):
@@ -142,11 +144,11 @@ class _Guesser:
         return tuple(draft_ids)
 
     def settle(self, num_agreed: int, num_drafts: int) -> None:
-        """So many of the latest guesses were right."""
+        """Notes that `num_agreed` of the latest `num_drafts` drafts were accepted."""
         if num_agreed == num_drafts:
-            # No more than were computed: where room was short, nothing is known of more.
+            # Doubles the number that was computed, which is below the maximum if room was short.
             self._max_drafts = max(self._max_drafts, 2 * num_drafts)
         elif num_agreed == 0:
             self._max_drafts = FIRST_DRAFTS
         self._pause = 0 if num_agreed else min(2 * self._pause or 1, MAX_PAUSE)
-        self._num_steps_to_sit_out = self._pause
+        self._num_pause_steps_left = self._pause

@@ -1,6 +1,6 @@
-"""Requests that hold no blocks, in serving order, with what the prefix cache has of each.
+"""The queue of requests that hold no KV blocks, with their cached prefixes and deadlines.
 
-The scheduler's half that knows who waits. It answers questions; whether to admit is the scheduler's to say.
+It keeps the order and answers questions; the scheduler decides which request to admit.
 """
 
 from __future__ import annotations
@@ -14,57 +14,60 @@ from decoder_svc.scheduling.request import Request, RequestId
 
 
 def enqueue(queue: list[Request], request: Request) -> None:
-    """Puts a request into its place of the serving order: priority, then arrival."""
+    """Inserts a request into a queue in serving order: priority, then arrival."""
     insort(queue, request, key=lambda other: (other.priority, other.arrival_s))
 
 
 class WaitingQueue:
-    """In serving order. A preempted request returns to the place it had."""
+    """Waiting requests in serving order. A preempted request returns to the place it had."""
 
     def __init__(self, kv_cache: KVCacheManager, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds on the scale of `Request.deadline_s`."""
+        """`clock` returns seconds on the same scale as `Request.deadline_s`."""
         self._kv_cache = kv_cache
         self._clock = clock
         self._requests: list[Request] = []
-        # The prefix cache's version at the look-up, and what was found.
+        # The prefix cache's version at the latest look-up, and its result.
         self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
         self._step_began_s = 0.0
-        # Of all steps so far; 0 before the first.
+        # Fastest pace of all steps so far; 0 before the first.
         self._best_s_per_token = 0.0
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns the number of waiting requests."""
         return len(self._requests)
 
     def add(self, request: Request) -> None:
-        """Lets a request wait in its place of the serving order."""
+        """Inserts a request at its place in the serving order."""
         enqueue(self._requests, request)
 
     def remove(self, request: Request) -> None:
-        """The request was admitted or ended. Raises ValueError when it does not wait."""
+        """Removes a request that was admitted or ended. Raises ValueError if it is not waiting."""
         self._requests.remove(request)
         self._prefix_hits.pop(request.request_id, None)
 
     def first(self, num_requests: int) -> list[Request]:
-        """At most so many from the head."""
+        """Returns at most `num_requests` requests from the head."""
         return list(islice(self._requests, num_requests))
 
     def is_head(self, request: Request) -> bool:
-        """Whether this one is served next."""
+        """Whether this request is served next."""
         return self._requests[0] is request
 
     def prefix_hit(self, request: Request, *, may_be_old: bool) -> PrefixHit:
-        """What the prefix cache has of a waiting request; looked up again only when the cache changed."""
+        """Returns the cached prefix of a waiting request, looked up again only if the prefix cache has changed.
+
+        With `may_be_old` an earlier result is returned even if the cache has changed since.
+        """
         version = self._kv_cache.version
         known = self._prefix_hits.get(request.request_id)
         if known is None or (known[0] != version and not may_be_old):
             known = self._prefix_hits[request.request_id] = (version, self._kv_cache.find_prefix(request))
         return known[1]
 
-    def is_hopeless(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a request cannot have its first token before its deadline.
+    def must_miss_deadline(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a request cannot get its first token before its deadline.
 
-        Its uncached tokens are counted at the best pace that any step had so far: who could still make it is kept.
+        The estimate uses the fastest pace of any step so far, so a request that could still succeed is kept.
         """
         if request.deadline_s is None:
             return False
@@ -72,11 +75,11 @@ class WaitingQueue:
         return request.deadline_s <= self._clock() + least_s
 
     def begin_step(self) -> None:
-        """A step begins, whose pace `end_step` tells."""
+        """Notes when a step begins; `end_step` measures its pace."""
         self._step_began_s = self._clock()
 
     def end_step(self, num_tokens: int) -> None:
-        """The step that began last has computed so many tokens."""
+        """Ends the step that began last, in which `num_tokens` tokens were computed."""
         if num_tokens:
             s_per_token = (self._clock() - self._step_began_s) / num_tokens
             self._best_s_per_token = min(self._best_s_per_token or s_per_token, s_per_token)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoder_svc.prompt.family import load_family
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImageTooLargeError, InvalidParameterError
 from lookonce.model.half_model import load_text_half

@@ -16,21 +16,21 @@ from typing import Any
 import PIL.Image
 import torch
 
-from decoder_svc.prompt.prompt import PromptBuilder, PromptLimits, ResolvedImage
+from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits, ResolvedImage
 from decoder_svc.prompt.prompt_spec import (
     ChatMessage,
     ChatPrompt,
+    ChatRole,
     ImagePart,
     InlineImage,
     PromptSpec,
-    Role,
     TextPart,
     TextPrompt,
     TokenPrompt,
 )
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.scheduling.request import Prompt
+from decoder_svc.scheduling.prompt import Prompt
 from encoder_svc.images.image_inputs import VisionAdapter
 from lookonce.content_key import (
     DEFAULT_TENANT,
@@ -177,7 +177,7 @@ class _Maker:
             num_images = sum(not isinstance(part, str) for part in parts)
             return TextPrompt(self._joined(parts), (InlineImage(b"", options),) * num_images)
         said = [TextPart(part) if isinstance(part, str) else ImagePart(InlineImage(b"", options)) for part in parts]
-        return ChatPrompt((ChatMessage(Role.USER, tuple(said)),))
+        return ChatPrompt((ChatMessage(ChatRole.USER, tuple(said)),))
 
     def _joined(self, parts: Sequence[str | PIL.Image.Image]) -> str:
         """Images first, as these models were trained."""

@@ -18,17 +18,13 @@ from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_pool_size import sliding_group_size
-from decoder_svc.scheduling.request import (
-    ImageItem,
-    Prompt,
-    Request,
-    RequestId,
-    RowSource,
-    SamplingParams,
-    Span,
-    TokenLogprobs,
-)
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.request_output import TokenLogprobs
+from decoder_svc.scheduling.row_range import RowSource
+from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import RowFetch, SchedulerOutput
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.content_key import (

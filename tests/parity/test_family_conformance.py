@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.scheduling.request import Prompt
+from decoder_svc.scheduling.prompt import Prompt
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Mask
 from lookonce.local.redis_server import EmbeddedRedis

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from decoder_svc.scheduling.request import Prompt, Span
+from decoder_svc.scheduling.prompt import Prompt, Span
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import tiny_models

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from decoder_svc.runner.input_batch import IntArray, RequestRow
-from decoder_svc.scheduling.request import FinishReason, Prompt, SamplingParams
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from tests.decoder_svc.scheduling.mutation import Mutations, Patch
 from tests.parity import families, offline

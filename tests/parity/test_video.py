@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from decoder_svc.scheduling.request import Prompt
+from decoder_svc.scheduling.prompt import Prompt
 from tests.parity import offline, videos
 from tests.parity.videos import Part, Video, VideoModel, frames
 from tests.tiny_families import FAMILIES

@@ -21,13 +21,13 @@ import numpy as np
 import PIL.Image
 import torch
 
-from decoder_svc.prompt.prompt import PromptBuilder, PromptLimits, ResolvedImage
+from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits, ResolvedImage
 from decoder_svc.prompt.prompt_spec import (
     ChatMessage,
     ChatPrompt,
+    ChatRole,
     ImagePart,
     InlineImage,
-    Role,
     TextPart,
     VideoFrame,
     VideoPart,
@@ -130,7 +130,7 @@ class VideoModel:
 
     def prompt(self, parts: Sequence[Part]) -> Any:
         """As the decoder builds it from a chat."""
-        spec = ChatPrompt((ChatMessage(Role.USER, tuple(map(_said, parts))),))
+        spec = ChatPrompt((ChatMessage(ChatRole.USER, tuple(map(_said, parts))),))
         self.builder.check(spec)
         videos = self.splitter.split_all(spec.visuals)
         resolved = [self._resolved(source) for source in self.builder.image_sources(spec, videos)]

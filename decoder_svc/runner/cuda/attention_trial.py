@@ -10,7 +10,8 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, LayerOptions
 from decoder_svc.runner.input_batch import InputBatch
 from decoder_svc.runner.step_metadata import step_metadata
-from decoder_svc.scheduling.request import RequestId, SamplingParams
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk
 
 

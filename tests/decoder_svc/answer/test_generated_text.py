@@ -9,7 +9,7 @@ import pytest
 from decoder_svc.answer.generated_text import GeneratedText, TextIncrement
 from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.prompt.sampling_check import SamplingLimits, SamplingSpec, check_sampling
-from decoder_svc.scheduling.request import FinishReason, RequestOutput, RequestUsage, TokenLogprobs
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage, TokenLogprobs
 from decoder_svc.service import LoadedText
 
 

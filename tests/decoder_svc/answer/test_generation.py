@@ -18,15 +18,10 @@ from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.prompt.preparation import PreparedRequest
 from decoder_svc.prompt.sampling_check import SamplingLimits, SamplingSpec, check_sampling
-from decoder_svc.scheduling.request import (
-    CacheScope,
-    FinishReason,
-    Prompt,
-    RequestId,
-    RequestOutput,
-    RequestUsage,
-    SamplingParams,
-)
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import CacheScope, RequestId
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.service import LoadedText
 from lookonce import tracing
 from lookonce.errors import InternalError, OverloadedError, UnavailableError

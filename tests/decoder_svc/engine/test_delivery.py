@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from decoder_svc.engine.delivery import Delivery
 from decoder_svc.engine.output_stream import OutputStream
-from decoder_svc.scheduling.request import FinishReason, RequestId, RequestOutput, RequestUsage
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage
 from lookonce.errors import InternalError, UnavailableError
 
 # No test waits so long: what is held back stays so.

@@ -23,8 +23,12 @@ from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.request import FinishReason, Prompt, RequestId, RequestOutput, SamplingParams
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
+from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from lookonce.errors import (
     ContextTooLongError,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decoder_svc.prompt.prompt import PromptBuilder, PromptLimits, ResolvedImage
-from decoder_svc.prompt.prompt_spec import ChatMessage, ChatPrompt, ImagePart, InlineImage, Role, TextPart
+from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits, ResolvedImage
+from decoder_svc.prompt.prompt_spec import ChatMessage, ChatPrompt, ChatRole, ImagePart, InlineImage, TextPart
 from decoder_svc.service import LoadedText
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 
@@ -32,7 +32,7 @@ def inline(data: bytes = b"", options: ProcessorOptions = NO_OPTIONS) -> InlineI
 
 def chat(*parts: str | InlineImage) -> ChatPrompt:
     """One user message."""
-    return ChatPrompt((ChatMessage(Role.USER, tuple(_part(part) for part in parts)),))
+    return ChatPrompt((ChatMessage(ChatRole.USER, tuple(_part(part) for part in parts)),))
 
 
 def _part(part: str | InlineImage) -> TextPart | ImagePart:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from decoder_svc.prompt.chat_template import ChatTemplate
-from decoder_svc.prompt.prompt_spec import ChatMessage, ImagePart, InlineImage, Role, TextPart
+from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole, ImagePart, InlineImage, TextPart
 from decoder_svc.prompt.text_tokenizer import TextPiece, load_pretrained
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ProcessorOptions
@@ -23,10 +23,10 @@ IMAGE = ImagePart(InlineImage(b"", ProcessorOptions()))
 
 
 def user(*parts: str | ImagePart) -> ChatMessage:
-    return message(Role.USER, *parts)
+    return message(ChatRole.USER, *parts)
 
 
-def message(role: Role, *parts: str | ImagePart) -> ChatMessage:
+def message(role: ChatRole, *parts: str | ImagePart) -> ChatMessage:
     return ChatMessage(role, tuple(TextPart(part) if isinstance(part, str) else part for part in parts))
 
 
@@ -47,7 +47,12 @@ CONVERSATIONS: list[list[ChatMessage]] = [
     [user("what is it")],
     [user(IMAGE, "what is in the picture")],
     [user("  which colour ", IMAGE, " has it, or ", IMAGE, "\n")],
-    [message(Role.SYSTEM, "be brief"), user(IMAGE, "what"), message(Role.ASSISTANT, "a picture"), user("which colour")],
+    [
+        message(ChatRole.SYSTEM, "be brief"),
+        user(IMAGE, "what"),
+        message(ChatRole.ASSISTANT, "a picture"),
+        user("which colour"),
+    ],
     [user(""), user("   "), user(IMAGE)],
     [user("{{ 7 * 7 }} {% raw %} ünï ☃ 😀")],
 ]
@@ -85,7 +90,7 @@ def test_users_can_spell_control_tokens_but_not_write_them(any_text: LoadedText,
 
     def control_tokens(parts: list[str]) -> list[int]:
         assert any_text.template is not None
-        pieces = any_text.template.render([user(*parts, IMAGE), message(Role.ASSISTANT, *parts), user(*parts)])
+        pieces = any_text.template.render([user(*parts, IMAGE), message(ChatRole.ASSISTANT, *parts), user(*parts)])
         return [token_id for token_id in any_text.tokenizer.encode_pieces(pieces) if token_id in control_ids]
 
     assert control_tokens(texts) == control_tokens(["x"] * len(texts))
@@ -176,7 +181,7 @@ def test_a_conversation_that_the_template_refuses_is_refused_in_its_words(
     source = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + PARTS
     template = with_template(model_folder("llava_clip"), tmp_path / "model", source)
     with pytest.raises(InvalidParameterError, match="no system here") as caught:
-        template.render([message(Role.SYSTEM, "be brief"), user("what")])
+        template.render([message(ChatRole.SYSTEM, "be brief"), user("what")])
     assert caught.value.field == "chat.messages"
 
 
@@ -188,7 +193,7 @@ def test_a_template_that_takes_a_system_message_for_a_string_is_given_one(
     source += "{% set messages = messages[1:] %}{% endif %}" + PARTS.replace("TEXT", "{{ p.text }}")
     template = with_template(model_folder("llava_clip"), tmp_path / "model", source)
     assert shown(template.render([user("what")])) == "user:[what];"
-    pieces = template.render([message(Role.SYSTEM, "be <image>", " brief"), user(IMAGE, "what"), user("and")])
+    pieces = template.render([message(ChatRole.SYSTEM, "be <image>", " brief"), user(IMAGE, "what"), user("and")])
     assert shown(pieces) == "<[be <image>] [brief]>user:<image>[what];user:[and];"
 
 
@@ -212,7 +217,7 @@ def test_what_jinja_says_stays_inside(model_folder: Callable[[str], pathlib.Path
 def test_the_assistants_turn_cannot_be_continued(llava_text: LoadedText) -> None:
     assert llava_text.template is not None
     with pytest.raises(InvalidParameterError, match="assistant"):
-        llava_text.template.render([user("what"), message(Role.ASSISTANT, "a")])
+        llava_text.template.render([user("what"), message(ChatRole.ASSISTANT, "a")])
     with pytest.raises(PromptEmptyError):
         llava_text.template.render([])
 

@@ -20,7 +20,7 @@ from decoder_svc.prompt.sampling_check import (
     check_sampling,
     fit_to_context,
 )
-from decoder_svc.scheduling.request import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
 
 LIMITS = SamplingLimits(vocab_size=100, max_stop_strings=2, max_logprobs=5, default_max_tokens=40)

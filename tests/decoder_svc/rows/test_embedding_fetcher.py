@@ -18,8 +18,8 @@ from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.rows.fetched_rows import FetchedRows
-from decoder_svc.scheduling.request import RequestId, RowSource
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, content_key, image_digest
 from lookonce.errors import EmbeddingNotCachedError, LookonceError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.attention import LayerOptions
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 
 
 @dataclass(frozen=True)

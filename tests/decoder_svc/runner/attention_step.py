@@ -20,7 +20,9 @@ from decoder_svc.runner.attention import (
 )
 from decoder_svc.runner.input_batch import BlockInputs, InputBatch
 from decoder_svc.runner.paged_step import paged_step
-from decoder_svc.scheduling.request import RequestId, SamplingParams, Span
+from decoder_svc.scheduling.prompt import Span
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SlidingTable
 from tests.decoder_svc.runner.attention_reference import Chunk, Contents, expected, sees
 

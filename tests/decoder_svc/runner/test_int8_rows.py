@@ -12,8 +12,8 @@ import torch
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.row_cache import RowCache
-from decoder_svc.scheduling.request import ImageItem, RowSource, Span
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.prompt import ImageItem, Span
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, content_key, image_digest
 from lookonce.embedding_meta import RowDtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import settings
 
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import Sizes, Step, StepCase, any_step
 from tests.decoder_svc.runner.tensor_backend import TensorBackend

@@ -18,7 +18,7 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.runner.worst_case import WorstCase
-from decoder_svc.scheduling.request import Prompt
+from decoder_svc.scheduling.prompt import Prompt
 from lookonce.embedding_meta import RowDtype
 from lookonce.families.base import Mask
 from tests import tiny_models

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoder_svc.runner.sampler import SampleRow, sample
-from decoder_svc.scheduling.request import SamplingParams
+from decoder_svc.scheduling.sampling_params import SamplingParams
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 

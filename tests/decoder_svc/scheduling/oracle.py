@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from decoder_svc.scheduling.block_pool import BlockPool
-from decoder_svc.scheduling.request import Request, RequestId, RowSource
-from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.row_range import RowRange, RowRangeSet, RowSource
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey

@@ -8,19 +8,12 @@ from collections.abc import Callable
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.kv_group import SlidingGroupSize
-from decoder_svc.scheduling.request import (
-    DEFAULT_SCOPE,
-    CacheScope,
-    ImageItem,
-    Prompt,
-    Request,
-    RequestId,
-    RowSource,
-    SamplingParams,
-    Span,
-)
-from decoder_svc.scheduling.row_range import RowRange
-from decoder_svc.scheduling.scheduler import Scheduler, SchedulerLimits
+from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
+from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request, RequestId
+from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput, TokenUpdate
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.content_key import (

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from decoder_svc.scheduling.block_hash import BlockHasher
-from decoder_svc.scheduling.request import CacheScope, ImageItem, Request
+from decoder_svc.scheduling.prompt import ImageItem
+from decoder_svc.scheduling.request import CacheScope, Request
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import image, request
 from tests.decoder_svc.scheduling.traffic import masked

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoder_svc.scheduling.block_pool import BlockEvent, BlockEventKind, BlockPool
+from decoder_svc.scheduling.block_pool import BlockPool
 from decoder_svc.scheduling.request import BlockHash
 
 ONE, TWO = BlockHash(b"one"), BlockHash(b"two")
@@ -73,26 +73,11 @@ def test_of_two_blocks_of_one_name_the_second_survives_the_first() -> None:
     first, second = pool.allocate(2)
     pool.publish(first, ONE)
     pool.publish(second, ONE)
-    assert pool.num_named_blocks == 2
+    assert pool.num_published_blocks == 2
     pool.release([first])
     assert pool.allocate(1) == [first]
     assert pool.find(ONE) == second
     pool.check_integrity([[first], [second]])
-
-
-def test_events_tell_when_a_name_comes_and_goes() -> None:
-    events: list[BlockEvent] = []
-    pool = BlockPool(2, events.append)
-    first, second = pool.allocate(2)
-    pool.publish(first, ONE)
-    pool.publish(second, ONE)
-    pool.release([first])
-    pool.release([second])
-    pool.allocate(1)
-    assert events == [BlockEvent(BlockEventKind.STORED, ONE)]
-    pool.allocate(1)
-    pool.reset()
-    assert events[1:] == [BlockEvent(BlockEventKind.REMOVED, ONE), BlockEvent(BlockEventKind.CLEARED, None)]
 
 
 def test_reset_forgets_names_and_keeps_holders() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager, RowUser
-from decoder_svc.scheduling.request import RequestId, RowSource
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from tests.decoder_svc.scheduling.simulation import key, rows
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
-from decoder_svc.scheduling.request import FinishReason, RequestId, RowSource
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken
 from lookonce.forgotten import EVERYTHING, Forgotten, new_token, parse_message, to_message

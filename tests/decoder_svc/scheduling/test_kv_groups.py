@@ -36,7 +36,7 @@ def test_blocks_that_nobody_sees_are_let_go_and_still_found() -> None:
     assert len(manager.block_table(one.request_id)) == 5
     assert manager.sliding_pool is not None
     assert manager.sliding_pool.num_free_blocks == 30
-    assert manager.sliding_pool.num_named_blocks == 5
+    assert manager.sliding_pool.num_published_blocks == 5
     assert manager.find_prefix(request("b", 9, text="same")).num_tokens == 8
     manager.check_integrity()
     manager.free(one.request_id)

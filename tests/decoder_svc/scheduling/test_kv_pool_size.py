@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
-from decoder_svc.scheduling.kv_pool_size import BlockCosts, KVPoolWish, num_kv_blocks, sliding_group_size
+from decoder_svc.scheduling.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
 from lookonce.errors import ConfigurationError
 
 
 def blocks(
     num_blocks: int | None = None, memory_bytes: int | None = None, share: float = 0.5, free: int = 10_000
 ) -> int:
-    wish = KVPoolWish(num_blocks, memory_bytes, share)
-    return num_kv_blocks(wish, BlockCosts(100), free_bytes=free, max_useful_blocks=40)
+    wish = KVPoolConfig(num_blocks, memory_bytes, share)
+    return num_kv_blocks(wish, BlockBytes(100), free_bytes=free, max_useful_blocks=40)
 
 
 def test_a_share_of_what_is_free() -> None:
@@ -67,13 +67,13 @@ def test_a_sliding_group_has_a_window_and_a_step_for_each_request_and_no_more_th
 
 @pytest.mark.parametrize(("num_bytes", "num_blocks"), [(599, 0), (6000, 10), (6599, 15), (6600, 16), (6699, 16)])
 def test_both_groups_are_paid_from_the_same_bytes(num_bytes: int, num_blocks: int) -> None:
-    costs = BlockCosts(100, 500, 10)
+    costs = BlockBytes(100, 500, 10)
     assert costs.num_blocks_in(num_bytes) == num_blocks
     assert costs.pool_bytes(num_blocks) <= num_bytes < costs.pool_bytes(num_blocks + 1)
 
 
 def test_layers_with_a_window_leave_room_for_more_blocks() -> None:
     """Gemma 3: five of six layers see 1024 tokens. The memory of 8 requests of 8192 tokens holds 4.1 times as many."""
-    one_group, two_groups = BlockCosts(6), BlockCosts(1, 5, 8 * 193)
+    one_group, two_groups = BlockBytes(6), BlockBytes(1, 5, 8 * 193)
     free = one_group.pool_bytes(8 * 8192 // 16)
     assert two_groups.num_blocks_in(free) / one_group.num_blocks_in(free) == pytest.approx(4.1, abs=0.1)

@@ -13,7 +13,8 @@ from decoder_svc.scheduling.block_pool import BlockPool
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.kv_group import KVGroup
-from decoder_svc.scheduling.request import CacheScope, Prompt, Request
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import CacheScope, Request
 from decoder_svc.scheduling.scheduler import Scheduler
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
@@ -150,9 +151,9 @@ def the_runner_is_not_told_of_adopted_blocks(patch: Patch) -> None:
 
     def adopt(self: KVGroup, request_id: Any, index: int, found: Any, stop: int) -> None:
         table = self.tables[request_id]
-        told = table.num_told
+        told = table.num_sent
         original(self, request_id, index, found, stop)
-        table.num_told = told
+        table.num_sent = told
 
     patch.setattr(KVGroup, "adopt", adopt)
 

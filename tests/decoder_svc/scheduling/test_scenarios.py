@@ -13,7 +13,9 @@ import pytest
 from decoder_svc.scheduling.encoder_budget import encoder_budget
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
-from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, ImageItem, Request, RowSource
+from decoder_svc.scheduling.prompt import ImageItem
+from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request
+from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import chunks, finish_step, image, key, request, rows, scheduler, step

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.scheduling.request import FinishReason, Request, RequestId, RequestState, RowSource
-from decoder_svc.scheduling.row_range import RowRange
+from decoder_svc.scheduling.request import Request, RequestId, RequestState
+from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.scheduling.row_range import RowRange, RowSource
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SchedulerOutput
 from lookonce.content_key import ContentKey

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from decoder_svc.scheduling.request import ImageItem, Prompt
+from decoder_svc.scheduling.prompt import ImageItem, Prompt
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import image
 from tests.decoder_svc.scheduling.traffic import MODES, Traffic

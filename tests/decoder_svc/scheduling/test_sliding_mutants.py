@@ -8,7 +8,8 @@ import pytest
 
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.kv_group import KVGroup
-from decoder_svc.scheduling.request import Prompt, Request
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import Request
 from decoder_svc.scheduling.scheduler import Scheduler
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
@@ -91,7 +92,7 @@ def room_is_asked_of_the_full_group_only(patch: Patch) -> None:
 @mutation
 def the_layers_with_a_window_keep_the_names_of_a_failed_step(patch: Patch) -> None:
     def withdraw_step(self: KVCacheManager) -> None:
-        self.pool.withdraw(self._full.named_in_step)
+        self.pool.withdraw(self._full.published_in_step)
 
     patch.setattr(KVCacheManager, "withdraw_step", withdraw_step)
 
@@ -102,10 +103,10 @@ def the_runner_is_not_told_of_adopted_blocks_of_the_window(patch: Patch) -> None
 
     def adopt(self: KVGroup, request_id: Any, index: int, found: Any, stop: int) -> None:
         table = self.tables[request_id]
-        told = table.num_told
+        told = table.num_sent
         original(self, request_id, index, found, stop)
         if self._window is not None:
-            table.num_told = told
+            table.num_sent = told
 
     patch.setattr(KVGroup, "adopt", adopt)
 

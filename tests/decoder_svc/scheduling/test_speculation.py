@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder_svc.scheduling.request import FinishReason, Request
+from decoder_svc.scheduling.request import Request
+from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from decoder_svc.scheduling.speculation import MAX_PAUSE, NO_SPECULATION, Speculation, SpeculationLimits
@@ -84,7 +85,7 @@ def schedule_both(target: Scheduler) -> SchedulerOutput:
         (target.kv_cache.sliding_pool, twin.kv_cache.sliding_pool),
     ):
         if pool is not None and twin_pool is not None:
-            assert pool.num_named_blocks == twin_pool.num_named_blocks, "a cached block went for a guess"
+            assert pool.num_published_blocks == twin_pool.num_published_blocks, "a cached block went for a guess"
     return output
 
 
@@ -176,7 +177,7 @@ def test_wrong_drafts_are_forgotten_and_their_blocks_given_back() -> None:
     step_with(target, 1)
     assert one.num_tokens == 14 == one.num_computed_tokens + 1
     assert len(target.kv_cache.block_table(one.request_id)) == 4
-    assert target.kv_cache.pool.num_named_blocks == 3
+    assert target.kv_cache.pool.num_published_blocks == 3
 
 
 def test_tokens_of_right_drafts_can_be_found_even_if_the_answer_ended_with_them() -> None:
@@ -185,7 +186,7 @@ def test_tokens_of_right_drafts_can_be_found_even_if_the_answer_ended_with_them(
     while target.live_requests():
         step_with(target, None)
     # 9 tokens of the prompt and 7 of the answer are computed.
-    assert target.kv_cache.pool.num_named_blocks == 4
+    assert target.kv_cache.pool.num_published_blocks == 4
 
 
 def test_more_is_guessed_as_long_as_all_of_it_is_right() -> None:

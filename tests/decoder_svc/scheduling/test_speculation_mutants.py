@@ -122,16 +122,16 @@ def the_runner_is_not_told_of_what_comes_for_blocks_that_were_cut(patch: Patch) 
     original = KVGroup.cut
 
     def cut(self: KVGroup, request_id: Any, stop: int) -> None:
-        told = self.tables[request_id].num_told
+        told = self.tables[request_id].num_sent
         original(self, request_id, stop)
-        self.tables[request_id].num_told = told
+        self.tables[request_id].num_sent = told
 
     patch.setattr(KVGroup, "cut", cut)
 
 
 @mutation
 def drafts_take_cached_blocks(patch: Patch) -> None:
-    patch.setattr(BlockPool, "num_unnamed_free_blocks", lambda self, at_most: min(at_most, self.num_free_blocks))
+    patch.setattr(BlockPool, "num_unpublished_free_blocks", lambda self, at_most: min(at_most, self.num_free_blocks))
 
 
 @mutation
@@ -144,7 +144,7 @@ def drafts_ask_the_full_group_only(patch: Patch) -> None:
     def spare(self: KVCacheManager, request: Request, start: int, num_tokens: int) -> int:
         num_blocks = len(self.block_table(request.request_id))
         num_missing = max(0, -(-(start + num_tokens) // self.block_size) - num_blocks)
-        num_blocks += self.pool.num_unnamed_free_blocks(num_missing)
+        num_blocks += self.pool.num_unpublished_free_blocks(num_missing)
         return min(num_tokens, num_blocks * self.block_size - start)
 
     patch.setattr(KVCacheManager, "num_spare_tokens", spare)

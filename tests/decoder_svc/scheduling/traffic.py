@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from decoder_svc.scheduling.kv_group import SlidingGroupSize
-from decoder_svc.scheduling.request import CacheScope, FinishReason, ImageItem, Request, RequestId, RequestState
+from decoder_svc.scheduling.prompt import ImageItem
+from decoder_svc.scheduling.request import CacheScope, Request, RequestId, RequestState
+from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.scheduler_output import RowFetch, SchedulerOutput
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.families.base import Mask

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
 from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend, cpu_attention
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 from lookonce.model.native_library import load_library
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt

@@ -18,7 +18,9 @@ from decoder_svc.runner.cpu import native_model, stack_check
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.cpu.packed_weights import NativeLinear
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.scheduling.request import RequestId, SamplingParams, TokenLogprobs
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.request_output import TokenLogprobs
+from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
 from lookonce.model.half_model import load_text_half, text_child
 from lookonce.model.model_folder import ModelFolder

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import KVCacheSpec, LayerOptions
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, FlashFunctions
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.runner.tensor_backend import TensorBackend

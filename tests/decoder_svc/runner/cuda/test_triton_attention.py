@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from decoder_svc.runner.attention import LayerOptions
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
 from tests.decoder_svc.runner.cuda.interpreted_triton import FEW, MANY, interpreted, num_key_splits, tile_sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from decoder_svc.rows.touch_queue import TouchQueue
+from decoder_svc.rows.ttl_refresher import TtlRefresher
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import UnavailableError
 from tests.decoder_svc.scheduling.simulation import key
@@ -37,7 +37,7 @@ async def told(encoder: Encoder) -> None:
 
 async def test_each_image_is_told_once_however_often_it_was_read() -> None:
     encoder = Encoder()
-    queue = TouchQueue(encoder.touch, interval_s=0.05)
+    queue = TtlRefresher(encoder.touch, interval_s=0.05)
     for name in ("a", "b", "a", "a"):
         queue.note(key(name), PLAIN)
     await told(encoder)
@@ -50,7 +50,7 @@ async def test_each_image_is_told_once_however_often_it_was_read() -> None:
 
 async def test_options_and_long_lists_take_calls_of_their_own() -> None:
     encoder = Encoder()
-    queue = TouchQueue(encoder.touch, interval_s=0.05)
+    queue = TtlRefresher(encoder.touch, interval_s=0.05)
     for index in range(300):
         queue.note(key(f"image {index}"), PLAIN)
     queue.note(key("small"), SMALL)
@@ -61,7 +61,7 @@ async def test_options_and_long_lists_take_calls_of_their_own() -> None:
 
 async def test_an_encoder_that_is_away_is_told_the_next_ones() -> None:
     encoder = Encoder()
-    queue = TouchQueue(encoder.touch, interval_s=0.02)
+    queue = TtlRefresher(encoder.touch, interval_s=0.02)
     encoder.is_away = True
     queue.note(key("a"), PLAIN)
     await told(encoder)
@@ -74,7 +74,7 @@ async def test_an_encoder_that_is_away_is_told_the_next_ones() -> None:
 
 async def test_closing_forgets() -> None:
     encoder = Encoder()
-    queue = TouchQueue(encoder.touch, interval_s=30)
+    queue = TtlRefresher(encoder.touch, interval_s=30)
     queue.note(key("a"), PLAIN)
     await queue.close()
     assert encoder.calls == []

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from decoder_svc.prompt.image_reference import ImageResolver
+from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage
 from decoder_svc.rows.encoder_client import EncoderClient
 from lookonce.content_key import DEFAULT_TENANT, ImageDigest, ProcessorOptions, Tenant, content_key, image_digest

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from decoder_svc.prompt.family import DecoderFamily, load_family
-from decoder_svc.prompt.prompt import ResolvedImage
+from decoder_svc.prompt.prompt_builder import ResolvedImage
 from decoder_svc.prompt.prompt_spec import ChatPrompt, PromptSpec, TextPrompt, TokenPrompt
 from decoder_svc.prompt.text_tokenizer import load_pretrained
-from decoder_svc.scheduling.request import Span
+from decoder_svc.scheduling.prompt import Span
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import (

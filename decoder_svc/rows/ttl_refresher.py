@@ -1,7 +1,8 @@
-"""Prolongs the lives of shared cache entries that this decoder reads, through the encoder: decoders only read there.
+"""Extends the lifetime (TTL) of shared cache entries that this decoder reads.
 
-Images that are read again and again would otherwise end with their first day. Reads are only noted; once in a while all
-that were noted are told in a few calls. What cannot be told is forgotten: it costs an encode at worst.
+Without it an image that is read often would still expire after its first lifetime. Decoders have read-only access to
+the shared cache, so the encoder service extends the entries. Reads are collected and reported in a few batched calls.
+If a call fails, its keys are dropped: at worst an image is encoded again.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ logger = logging.getLogger(__name__)
 
 Touch = Callable[[Sequence[ContentKey], ProcessorOptions], Awaitable[None]]
 
-# Keys in one call, as the contract allows.
+# Largest number of keys in one LookupEmbeddings call.
 _MAX_KEYS_PER_CALL = 256
-# More distinct images than this between two calls are not prolonged.
+# Most distinct images collected between two reports; further ones are not extended.
 _MAX_NOTED = 16_384
 
 
-class TouchQueue:
-    """Owned by the fetcher; event loop only."""
+class TtlRefresher:
+    """Collects the keys of entries that were read, and reports them at intervals. Use it on the event loop only."""
 
     def __init__(self, touch: Touch, interval_s: float) -> None:
         self._touch = touch
         self._interval_s = interval_s
-        # For whom the encoder is asked: keys are made for their tenants.
+        # Keys are tenant-specific, so each is reported under the identity that read it.
         self._noted: dict[ContentKey, tuple[ProcessorOptions, Identity]] = {}
         self._timer: asyncio.Task[None] | None = None
 
     def note(self, key: ContentKey, options: ProcessorOptions) -> None:
-        """Rows of this image were read from the shared cache."""
+        """Notes that rows of this image were read from the shared cache."""
         if len(self._noted) < _MAX_NOTED:
             self._noted[key] = options, current_identity()
         if self._timer is None:
-            # For no single call: neither in its trace nor under its request id.
+            # An empty context: the report belongs to no single request, so it carries no trace and no request id.
             context = contextvars.Context()
             self._timer = asyncio.get_running_loop().create_task(self._flush_later(), context=context)
 
     async def close(self) -> None:
-        """Forgets what has not been told."""
+        """Stops, and drops the keys that were not reported."""
         if self._timer is not None:
             self._timer.cancel()
             await asyncio.gather(self._timer, return_exceptions=True)
@@ -63,5 +64,5 @@ class TouchQueue:
                     with acting_for(identity):
                         await self._touch(keys[first : first + _MAX_KEYS_PER_CALL], options)
                 except LookonceError as error:
-                    logger.info("lives of %d cache entries were not prolonged: %s", len(keys), error.message)
+                    logger.info("the lifetime of %d cache entries was not extended: %s", len(keys), error.message)
                     return

@@ -1,18 +1,17 @@
-"""Image sources of a prompt → identity and size, without rows and without pixels.
+"""Resolves the images of a prompt to content keys and sizes. Reads neither embedding rows nor pixels.
 
-Bytes are hashed and their header is read; a digest is looked up in the shared cache's metadata, then at the encoder.
-The key is always derived here, from the fingerprint of the encoder that is served now.
+Image bytes are hashed and their header is read. A digest is looked up in the shared cache's metadata, then at the
+encoder. Keys are always derived here, from the fingerprint of the encoder that is in service now.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from decoder_svc.prompt.prompt import ResolvedImage
+from decoder_svc.prompt.prompt_builder import ResolvedImage
 from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage
 from decoder_svc.rows.encoder_client import EncoderClient
 from lookonce import tracing
@@ -34,20 +33,19 @@ from lookonce.errors import (
 )
 from lookonce.image_file import file_digest, files_of
 from lookonce.media.image_header import ImageHeader, ImageLimits, check_file_size, probe_file
-
-ResultT = TypeVar("ResultT")
+from lookonce.threads import run_in_thread
 
 
 class MetadataSource(Protocol):
-    """The part of the shared cache that is needed here."""
+    """The part of the shared cache that image resolution uses."""
 
     def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
-        """Shape of an image's rows, None for an unknown image. Blocks; never raises."""
+        """Returns the shape of an image's rows; None for an unknown image. Blocks; never raises."""
         ...
 
 
 class ImageResolver:
-    """Resolves the images of prompts, all images of a prompt at once. Use it from the event loop."""
+    """Resolves all images of a prompt concurrently. Use it on the event loop."""
 
     def __init__(
         self,
@@ -56,17 +54,17 @@ class ImageResolver:
         limits: ImageLimits,
         threads: Executor,
     ) -> None:
-        """`threads` hash, read headers and ask the shared cache."""
+        """`threads` run hashing, header parsing and shared cache look-ups."""
         self._encoder = encoder
         self._metadata = metadata
         self._limits = limits
         self._threads = threads
 
     async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant) -> list[ResolvedImage]:
-        """One per source, in order.
+        """Returns one resolved image per source, in order.
 
         Raises the first of DigestMismatchError, ImageUndecodableError, ImageTooLargeError (each with the image's index
-        in its metadata), FingerprintMismatchError, UnavailableError; else, where digests are unknown,
+        in its metadata), FingerprintMismatchError and UnavailableError. If the only problem is unknown digests, raises
         EmbeddingNotCachedError with the indexes of all of them.
         """
         if not sources:
@@ -101,7 +99,7 @@ class ImageResolver:
     ) -> ResolvedImage:
         if isinstance(source, InlineImage):
             with located_in_image(index):
-                digest, header = await self._in_thread(_inspect, source, self._limits)
+                digest, header = await run_in_thread(self._threads, _inspect, source, self._limits)
             key = content_key(digest, fingerprint, source.options, tenant)
             return ResolvedImage(key, header.width, header.height, source.options, source.data)
         return await self._resolve_cached(source, fingerprint, tenant)
@@ -121,7 +119,7 @@ class ImageResolver:
 
     async def _stored_meta(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
         if self._metadata is not None:
-            meta = await self._in_thread(self._metadata.metadata, key)
+            meta = await run_in_thread(self._threads, self._metadata.metadata, key)
             if meta is not None:
                 return meta
         return None if self._encoder is None else await self._encoder.lookup(key, options)
@@ -130,10 +128,6 @@ class ImageResolver:
         if self._encoder is None:
             raise UnavailableError("this decoder has no encoder service; it answers text prompts only")
         return (await self._encoder.info()).fingerprint
-
-    async def _in_thread(self, action: Callable[..., ResultT], *arguments: object) -> ResultT:
-        run = contextvars.copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: run(action, *arguments))
 
 
 def _inspect(source: InlineImage, limits: ImageLimits) -> tuple[ImageDigest, ImageHeader]:

@@ -1,4 +1,7 @@
-"""Prompt and resolved images → token ids with every placeholder expanded and the images' spans. Knows no wire."""
+"""Builds the engine's prompt from a caller's prompt and resolved images: expanded token ids and image spans.
+
+Knows nothing of the gRPC messages.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from decoder_svc.prompt.prompt_spec import (
 )
 from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
 from decoder_svc.prompt.video_frames import SplitVideo
-from decoder_svc.scheduling.request import ImageItem, Prompt, Span
+from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import (
     ContextTooLongError,
@@ -34,33 +37,33 @@ from lookonce.image_file import ImageFile
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
-    """An image (or pair of video frames) whose identity and size are known; its rows need not exist yet."""
+    """An image (or pair of video frames) with known identity and size. Its rows need not exist yet."""
 
     key: ContentKey
-    # Upright, in pixels.
+    # Size of the upright image in pixels.
     width: int
     height: int
     options: ProcessorOptions
-    # The original file where the request brought it; None for a reference by digest.
+    # The original file if the request contained it; None for a reference by digest.
     data: ImageFile | None = field(repr=False)
-    # Rows that the cache says it has; None where it was not asked.
+    # Number of rows according to the cache; None if the cache was not asked.
     num_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What a prompt may have at most."""
+    """Upper limits on the size of a prompt."""
 
-    # Prompt plus completion, tokens.
+    # Tokens of prompt plus completion.
     max_context_tokens: int
     max_images_per_prompt: int
-    # Rows of the model's embedding table: valid ids are 0..vocab_size - 1, and the image token.
+    # Size of the model's token embedding table: valid ids are 0..vocab_size - 1, and the image token.
     vocab_size: int
     max_video_frames_per_prompt: int = 0
 
 
 class PromptBuilder:
-    """Builds prompts for one model; safe to use from several threads at once."""
+    """Checks and builds prompts for one model; safe to use from several threads at once."""
 
     def __init__(
         self,
@@ -76,11 +79,11 @@ class PromptBuilder:
         self._limits = limits
 
     def check(self, spec: PromptSpec) -> None:
-        """What can be told at once, before any image is hashed or looked up.
+        """Runs the checks that need no image to be hashed or looked up.
 
-        Raises PromptEmptyError, ImageCountError, ContextTooLongError (more text than the context can hold in the
-        longest tokens), InvalidParameterError (ids outside the vocabulary, max_pixels that mean nothing here) and
-        UnsupportedError (chat without a template).
+        Raises PromptEmptyError, ImageCountError, ContextTooLongError (more text than the context holds even in the
+        longest tokens), InvalidParameterError (ids outside the vocabulary, wrong processor options) and
+        UnsupportedError (chat without a template, videos without support).
         """
         if len(spec.images) > self._limits.max_images_per_prompt:
             raise ImageCountError(
@@ -103,9 +106,9 @@ class PromptBuilder:
             self._check_tokens(spec)
 
     def image_sources(self, spec: PromptSpec, videos: Sequence[SplitVideo] = ()) -> tuple[ImageSource, ...]:
-        """The spec's images and, of its videos, the pairs, in reading order.
+        """Returns the prompt's images and the frame pairs of its videos in reading order.
 
-        With what the prompt itself decides about how they are processed.
+        Sets the processor options that depend on the whole prompt, such as `beside_others`.
         """
         if isinstance(spec, ChatPrompt) and videos:
             upcoming = iter(videos)
@@ -119,11 +122,14 @@ class PromptBuilder:
         return tuple(replace(one, options=replace(one.options, beside_others=True)) for one in spec.images)
 
     def build(self, spec: PromptSpec, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo] = ()) -> Prompt:
-        """The prompt; `images` are those that `image_sources` names. Takes milliseconds: not for an event loop.
+        """Builds the prompt. Takes milliseconds, so do not call it on an event loop.
 
-        Chat: rendered by the model's template; control tokens spelled in the messages are plain text.
-        Text: rendered by the caller, so control tokens count, and each image placeholder stands for one image.
-        Tokens: one placeholder id per image, or every image's tokens already in place.
+        `images` are the resolved `image_sources`. The kinds of prompts differ as follows:
+
+        * Chat is rendered by the model's template; control tokens spelled in the messages are plain text.
+        * Text was rendered by the caller, so control tokens count; each image placeholder stands for one image.
+        * Tokens have one placeholder id per image, or the tokens of every image already in place.
+
         Raises ImageCountError, PlaceholderMismatchError, ImageTooLargeError, and InvalidParameterError for a
         conversation that the template refuses.
         """
@@ -131,7 +137,7 @@ class PromptBuilder:
         for image, layout in zip(images, layouts, strict=True):
             if image.num_rows is not None and image.num_rows != layout.num_rows:
                 raise PlaceholderMismatchError(
-                    f"an image has {image.num_rows} cached rows where this model's layout takes {layout.num_rows}"
+                    f"an image has {image.num_rows} cached rows, but this model's layout takes {layout.num_rows}"
                 )
         token_ids, spans = self._placed(spec, layouts, videos)
         items = tuple(
@@ -142,7 +148,7 @@ class PromptBuilder:
         return Prompt(tuple(token_ids), items, positions, self._family.mask)
 
     def _layouts(self, images: Sequence[ResolvedImage], videos: Sequence[SplitVideo]) -> list[ImageLayout]:
-        """Of images by their size, of pairs as their video says."""
+        """Returns one layout per image: by its size, or for a frame pair the layout from its video."""
         of_pairs = (layout for video in videos for layout in video.layouts)
         return [
             next(of_pairs)
@@ -153,8 +159,8 @@ class PromptBuilder:
 
     def _check_videos(self, videos: Sequence[VideoSource]) -> None:
         if self._template is None or not self._template.takes_videos or not self._limits.max_video_frames_per_prompt:
-            reason = self._family.no_video_reason or "the chat template or this server's limits leave none"
-            raise UnsupportedError(f"videos are not taken with this model: {reason}; send single images")
+            reason = self._family.no_video_reason or "the chat template or this server's limits allow none"
+            raise UnsupportedError(f"this model takes no videos here: {reason}; send single images")
         num_frames = sum(len(video.frames) for video in videos)
         if num_frames > self._limits.max_video_frames_per_prompt:
             raise ImageCountError(
@@ -197,7 +203,7 @@ class PromptBuilder:
     def _placed(
         self, spec: PromptSpec, layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]
     ) -> tuple[list[int], list[Span]]:
-        """Ids with every image's tokens in place, and where they are."""
+        """Returns the ids with every image's tokens in place, and the images' spans."""
         if isinstance(spec, TokenPrompt):
             return self._placed_in_tokens(spec.token_ids, layouts)
         if isinstance(spec, TextPrompt):
@@ -215,7 +221,7 @@ class PromptBuilder:
         num_found = sum(map(token_ids.count, row_ids))
         if num_found != len(runs):
             raise PlaceholderMismatchError(
-                f"the prompt has {num_found} image tokens where its images take {len(runs)}; "
+                f"the prompt has {num_found} image tokens, but its images take {len(runs)}; "
                 f"write {self._family.placeholder} once for each image, and nothing else for it"
             )
         token_ids = list(expanded(token_ids, row_ids, runs))
@@ -228,7 +234,7 @@ class PromptBuilder:
     def _filled_chat(
         self, pieces: Sequence[TextPiece], layouts: Sequence[ImageLayout], videos: Sequence[SplitVideo]
     ) -> list[TextPiece]:
-        """The rendered pieces with the texts of all images and videos in their places."""
+        """Replaces the placeholders of all images and videos in the rendered pieces by their texts."""
         image_id = self._family.image_token_id
         of_images = [layout.text for layout in layouts if layout.row_token_id == image_id]
         filled = _filled(pieces, self._family.placeholder, of_images)
@@ -241,13 +247,13 @@ class PromptBuilder:
     def _placed_in_tokens(
         self, token_ids: Sequence[int], layouts: Sequence[ImageLayout]
     ) -> tuple[list[int], list[Span]]:
-        """Of a prompt that has one placeholder id per image, or every image's tokens already."""
+        """Places images in token ids that have one placeholder id per image, or all tokens of every image already."""
         image_id, placeholder_id = self._family.image_token_id, self._family.placeholder_id
         num_image_tokens = token_ids.count(image_id)
         num_placeholders = 0 if placeholder_id is None else token_ids.count(placeholder_id)
         is_placed = num_image_tokens > 0 if image_id != placeholder_id else num_placeholders > len(layouts) > 0
         if layouts and not is_placed and image_id == placeholder_id and _is_whole(token_ids, image_id, layouts):
-            # Images of one row each, whose tokens are as many as placeholders would be.
+            # Images of one row each: the number of their tokens equals the number of placeholders.
             is_placed = True
         if not is_placed:
             if num_placeholders != len(layouts):
@@ -257,13 +263,13 @@ class PromptBuilder:
         if num_image_tokens != num_expected:
             raise PlaceholderMismatchError(
                 f"{num_image_tokens} placeholder tokens for images that take {num_expected}; "
-                "send one per image, or as many as Tokenize answers"
+                "send one per image, or as many as Tokenize returns"
             )
         return list(token_ids), _found_spans(token_ids, layouts)
 
 
 def _time_of(layout: ImageLayout) -> int | None:
-    """Of a pair that continues a video; the first one is placed as an image is."""
+    """Returns the time of a frame pair that continues a video; None for images and for a video's first pair."""
     return None if layout.place is None or layout.place.index == 0 else layout.place.time
 
 
@@ -272,7 +278,7 @@ def _wrong_count(num_images: int, num_placeholders: int) -> ImageCountError:
 
 
 def _filled(pieces: Sequence[TextPiece], placeholder: str, texts: Sequence[str]) -> list[TextPiece]:
-    """The pieces with the k-th text in the place of the k-th placeholder. Raises ImageCountError."""
+    """Replaces the k-th placeholder in trusted pieces by the k-th text. Raises ImageCountError on a wrong number."""
     num_placeholders = sum(piece.text.count(placeholder) for piece in pieces if piece.is_trusted)
     if num_placeholders != len(texts):
         raise _wrong_count(len(texts), num_placeholders)
@@ -291,7 +297,7 @@ def _replaced(text: str, placeholder: str, replacements: Iterator[str]) -> str:
 def _placed_ids(
     token_ids: Sequence[int], placeholder_id: int | None, layouts: Sequence[ImageLayout]
 ) -> tuple[list[int], list[Span]]:
-    """Replaces the k-th placeholder by the k-th layout's tokens."""
+    """Replaces the k-th placeholder id by the k-th layout's tokens, and returns the ids with the images' spans."""
     placed: list[int] = []
     spans: list[Span] = []
     for token_id in token_ids:
@@ -305,7 +311,7 @@ def _placed_ids(
 
 
 def _is_whole(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLayout]) -> bool:
-    """Whether every image stands there with all its tokens, those before and behind its rows included."""
+    """Whether `token_ids` has all tokens of every image, including those before and behind its rows."""
     end = 0
     for layout in layouts:
         if image_id not in token_ids[end:]:
@@ -318,18 +324,18 @@ def _is_whole(token_ids: Sequence[int], image_id: int, layouts: Sequence[ImageLa
 
 
 def _found_spans(token_ids: Sequence[int], layouts: Sequence[ImageLayout]) -> list[Span]:
-    """Where the layouts' spans are, in order. Raises PlaceholderMismatchError when one is not whole."""
+    """Finds the layouts' spans in order. Raises PlaceholderMismatchError if one is incomplete."""
     spans: list[Span] = []
     end = 0
     for index, layout in enumerate(layouts):
         try:
             offset = token_ids.index(layout.row_token_id, end)
         except ValueError:
-            raise PlaceholderMismatchError("the chat template moves images and videos past each other") from None
+            raise PlaceholderMismatchError("the chat template changes the order of images and videos") from None
         span = Span(offset, layout.span_length)
         if tuple(token_ids[span.offset : span.stop]) != layout.span_token_ids:
             raise PlaceholderMismatchError(
-                f"the tokens of image {index} are not the {span.length} in a row that its size takes"
+                f"image {index} must have {span.length} consecutive tokens for its size, and they are not complete"
             )
         spans.append(span)
         end = span.stop

@@ -1,0 +1,54 @@
+"""The engine's answer to a request: new tokens, log probabilities, finish reason, token accounting."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class FinishReason(enum.Enum):
+    """The reason why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(slots=True)
+class RequestUsage:
+    """Token accounting of one request. Field names match the `Usage` message of the gRPC API."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    image_tokens: int = 0
+    cached_image_tokens: int = 0
+    encoded_image_tokens: int = 0
+    skipped_image_tokens: int = 0
+    completion_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    queue_time_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural logarithm) at one generated position."""
+
+    # (token id, log probability), the sampled token first.
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's progress since its previous output. Several steps are merged into one output for a slow reader."""
+
+    # Newly generated ids; empty in the first output (admission) and possibly in the last.
+    token_ids: tuple[int, ...]
+    # One per new token if the request asked for them, else empty.
+    logprobs: tuple[TokenLogprobs, ...]
+    # Set in the last output only.
+    finish_reason: FinishReason | None
+    # A copy taken with this output.
+    usage: RequestUsage
+    # For each new token, whether it was an accepted draft token; empty if none was.
+    was_draft: tuple[bool, ...] = ()

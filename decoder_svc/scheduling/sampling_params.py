@@ -1,0 +1,37 @@
+"""The sampling parameters of a request, with every default filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Validated sampling parameters; defaults are already filled in."""
+
+    # 0 means greedy decoding.
+    temperature: float = 0.0
+    top_p: float = 1.0
+    # None: no limit.
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # (token id, addend) pairs.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    # Most tokens to generate.
+    max_tokens: int = 256
+    # Stop ids end the request only from this many generated tokens on.
+    min_tokens: int = 0
+    # The model's end-of-sequence ids (none with ignore_eos) and the request's own stop ids.
+    stop_token_ids: frozenset[int] = frozenset()
+    # None: the server draws a random seed.
+    seed: int | None = None
+    # Alternatives reported per generated token. 0: only the sampled token. None: no log probabilities.
+    logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the most likely one."""
+        return self.temperature == 0.0
