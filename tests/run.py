@@ -29,7 +29,7 @@ class Part:
     is_parallel: bool
 
 
-# Deadlines are part of the tests that are marked, so each of them has the machine to itself.
+# Deadlines or speed are part of the marked tests, so each of them has the machine to itself.
 PARTS = (Part("in parallel", "not services and not image", True), Part("one at a time", "services", False))
 
 
