@@ -8,8 +8,6 @@
 PYTHON ?= python3
 TESTS ?=
 JOBS ?= 2
-# What pytest answers when nothing was to be run.
-NO_TESTS := 5
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -32,10 +30,8 @@ venv: $(INSTALLED) ## the virtual environment in .venv, with everything installe
 demo: $(INSTALLED) ## start all services, draw three pictures, ask five questions
 	@$(BIN)/python -m demo.run
 
-# Those with running services run one at a time: deadlines are part of them.
-test: $(INSTALLED) ## all tests
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not services and not image" $(TESTS) || test $$? -eq $(NO_TESTS)
-	@$(BIN)/python -m pytest -m services $(TESTS) || test $$? -eq $(NO_TESTS)
+test: $(INSTALLED) ## all tests, with one summary at the end
+	@$(BIN)/python -m tests.run --jobs $(JOBS) $(TESTS)
 
 image-test: $(INSTALLED) ## build both images with buildah, on LOOKONCE_IMAGE_BASE, and run them; as root
 	@$(BIN)/python -m pytest -m image -rs tests/k8s/test_image_build.py

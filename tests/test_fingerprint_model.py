@@ -19,7 +19,7 @@ from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import fingerprint_model
-from tests.conftest import ONE_THREAD
+from tests.conftest import SERVICE_FLAGS
 from tests.fingerprint_model import COLOURS, NUM_ROWS, Answer, Board, Reference
 
 NUM_PAIRS = 200
@@ -195,8 +195,8 @@ def margin_noise(found: Generation, expected: Answer) -> float:
 @pytest.fixture(scope="module")
 def stack(folder: pathlib.Path) -> Iterator[LocalStack]:
     """The product's own loading; chunks and row ranges end inside pictures."""
-    decoder = (*ONE_THREAD, "--max-num-batched-tokens", "32", "--encoder-cache-rows", "60")
-    with LocalStack(folder, encoder_arguments=ONE_THREAD, decoder_arguments=decoder) as stack:
+    decoder = (*SERVICE_FLAGS, "--max-num-batched-tokens", "32", "--encoder-cache-rows", "60")
+    with LocalStack(folder, encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder) as stack:
         yield stack
 
 

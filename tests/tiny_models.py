@@ -213,16 +213,7 @@ def _tokenizer(
     special: list[str], *, bos: str | None, eos: str, pad: str, template: str, adds_bos: bool = False
 ) -> Any:
     """A byte-level BPE tokenizer trained on made-up sentences, special tokens first."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer = tokenizers.Tokenizer.from_str(_trained(tuple(special)))
     if adds_bos and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -236,6 +227,23 @@ def _tokenizer(
         clean_up_tokenization_spaces=False,
         **named,
     )
+
+
+@functools.cache
+def _trained(special: tuple[str, ...]) -> str:
+    """A trained tokenizer as JSON. Training takes longer than all else that building a folder does."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    trained: str = tokenizer.to_str()
+    return trained
 
 
 @functools.cache

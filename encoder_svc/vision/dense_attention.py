@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from lookonce.model.native_library import NativeLibraryError, load_library
 
 NAME = "lookonce_dense"
-_SOURCES = pathlib.Path(__file__).with_name("native")
+SOURCES = pathlib.Path(__file__).with_name("native")
 _FUNCTIONS = {torch.float32: "lookonce_attend_densely_float32", torch.bfloat16: "lookonce_attend_densely_bfloat16"}
 _WORD_BYTES = 4
 # Of transformers' arguments: those with which attention is another computation.
@@ -53,7 +53,7 @@ class DenseAttention:
 
     def __init__(self) -> None:
         """Raises NativeLibraryError where there is no library."""
-        library = load_library(_SOURCES)
+        library = load_library(SOURCES)
         self._functions: dict[torch.dtype, Callable[..., None]] = {
             dtype: library.function(name) for dtype, name in _FUNCTIONS.items()
         }

@@ -6,23 +6,19 @@ libraries go is lookonce.model.native_library's affair (XDG_CACHE_HOME); run it 
 
 from __future__ import annotations
 
-import pathlib
 import platform
 import sys
 from unittest.mock import patch
 
 import torch
 
-import decoder_svc
-import encoder_svc
+from decoder_svc.runner.cpu import attention
+from encoder_svc.vision import dense_attention
 from lookonce.model import native_library
 
 # What PyTorch says of a processor, and whether it has products of pairs (AVX512_BF16).
 _PROCESSORS = (("DEFAULT", False), ("AVX2", False), ("AVX512", False), ("AVX512", True))
-_SOURCES = (
-    *(pathlib.Path(folder) / "runner/native" for folder in decoder_svc.__path__),
-    *(pathlib.Path(folder) / "native" for folder in encoder_svc.__path__),
-)
+_SOURCES = (attention.SOURCES, dense_attention.SOURCES)
 
 
 def main() -> None:

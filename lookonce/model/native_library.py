@@ -108,6 +108,8 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: pathlib.Path, path: 
     """Beside its place first, so that processes that start together never load half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as workplace:
         sources = sorted(folder.glob("*.cpp"))
+        if not sources:
+            raise NativeLibraryError(f"{folder} has no C++ files")
         objects = [pathlib.Path(workplace) / f"{source.stem}.o" for source in sources]
         commands = [
             [compiler, *flags, "-I", str(_HEADERS), "-c", "-o", str(built), str(source)]

@@ -47,6 +47,7 @@ def test_the_quick_form_prints_its_figures(monkeypatch: pytest.MonkeyPatch, caps
     assert "The peer was not run." in printed
 
 
+@pytest.mark.services
 def test_the_profile_takes_every_part_of_a_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library: None
 ) -> None:

@@ -29,6 +29,7 @@ FIGURES = Figures(
 )
 
 
+@pytest.mark.services
 def test_every_request_is_answered_and_the_decoder_has_ended_as_many(tmp_path: pathlib.Path) -> None:
     figures = asyncio.run(measure(build_llava_clip(tmp_path), SHORT))
     phases = [figures.full_batch, figures.closed, *(found for (found,) in figures.open_loop.values())]

@@ -27,6 +27,8 @@ from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, Picture, fresh
 from tests.lookonce.store.faults import kill_child
 
+pytestmark = pytest.mark.services
+
 TIMEOUT_S = 20.0
 
 

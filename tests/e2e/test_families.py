@@ -19,7 +19,7 @@ from lookonce.generation import Message
 from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from tests import tiny_models
-from tests.conftest import ONE_THREAD
+from tests.conftest import SERVICE_FLAGS
 from tests.parity import offline
 from tests.parity.families import SIZES
 from tests.tiny_families import FAMILIES
@@ -57,9 +57,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     name = request.param
     folder = FAMILIES[name].build(tmp_path_factory.mktemp("families") / name)
     chats = questions(name, folder)
-    decoder = (*ONE_THREAD, "--max-num-batched-tokens", str(TOKEN_BUDGET), "--max-num-seqs", "12")
+    decoder = (*SERVICE_FLAGS, "--max-num-batched-tokens", str(TOKEN_BUDGET), "--max-num-seqs", "12")
     with LocalStack(
-        folder, dtype="float32", num_decoders=2, encoder_arguments=ONE_THREAD, decoder_arguments=decoder
+        folder, dtype="float32", num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder
     ) as stack:
         yield Served(name, stack, chats)
 

@@ -17,7 +17,7 @@ from lookonce.aio import AsyncClient
 from lookonce.generation import Message
 from lookonce.local.local_stack import LocalStack
 from tests import tiny_models
-from tests.conftest import ONE_THREAD
+from tests.conftest import SERVICE_FLAGS
 
 NUM_PROMPTS = 24
 MAX_TOKENS = 8
@@ -50,9 +50,9 @@ def chats(folder: pathlib.Path) -> list[Chat]:
 
 @pytest.fixture(scope="module")
 def stack(folder: pathlib.Path) -> Iterator[LocalStack]:
-    decoder = (*ONE_THREAD, "--max-num-batched-tokens", str(TOKEN_BUDGET), "--encoder-cache-rows", "60")
+    decoder = (*SERVICE_FLAGS, "--max-num-batched-tokens", str(TOKEN_BUDGET), "--encoder-cache-rows", "60")
     with LocalStack(
-        folder, dtype="float32", num_decoders=2, encoder_arguments=ONE_THREAD, decoder_arguments=decoder
+        folder, dtype="float32", num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder
     ) as stack:
         yield stack
 

@@ -24,7 +24,7 @@ from lookonce.local.local_stack import LocalStack
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.int8_rows import dequantise, quantise
 from tests import tiny_models
-from tests.conftest import DEMO_MODEL, ONE_THREAD
+from tests.conftest import DEMO_MODEL, SERVICE_FLAGS
 from tests.e2e import test_generate_parity as parity
 
 INT8 = ("--row-format", "int8")
@@ -67,14 +67,14 @@ def stacks() -> Iterator[tuple[LocalStack, LocalStack]]:
     with ExitStack() as exits:
         redis = exits.enter_context(EmbeddedRedis())
         yield (
-            exits.enter_context(demo_stack(redis.url, *ONE_THREAD)),
-            exits.enter_context(demo_stack(redis.url, *ONE_THREAD, *INT8)),
+            exits.enter_context(demo_stack(redis.url, *SERVICE_FLAGS)),
+            exits.enter_context(demo_stack(redis.url, *SERVICE_FLAGS, *INT8)),
         )
 
 
 def demo_stack(redis_url: str, *encoder_arguments: str) -> LocalStack:
     return LocalStack(
-        DEMO_MODEL, redis_url=redis_url, encoder_arguments=encoder_arguments, decoder_arguments=ONE_THREAD
+        DEMO_MODEL, redis_url=redis_url, encoder_arguments=encoder_arguments, decoder_arguments=SERVICE_FLAGS
     )
 
 
@@ -120,7 +120,7 @@ async def test_answers_equal_those_of_hugging_face_with_rounded_rows(folder: pat
     rng = random.Random(12)
     chats = [parity.chat(processor, model, rng, (1, 3)[index % 2]) for index in range(NUM_PROMPTS)]
     with LocalStack(
-        folder, dtype="float32", encoder_arguments=(*ONE_THREAD, *INT8), decoder_arguments=ONE_THREAD
+        folder, dtype="float32", encoder_arguments=(*SERVICE_FLAGS, *INT8), decoder_arguments=SERVICE_FLAGS
     ) as stack:
         given = await asyncio.gather(*(parity.answer(stack.decoder_targets[0], one) for one in chats))
     assert given == [one.expected for one in chats]

@@ -31,6 +31,8 @@ from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.decoder_svc.decoders import chat
 from tests.e2e.pictures import QUESTION, Picture, fresh
 
+pytestmark = pytest.mark.services
+
 NUM_CALLS = 10_000
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "60")

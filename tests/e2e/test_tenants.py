@@ -32,7 +32,7 @@ from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from lookonce.local.token_entry import new_token
 from lookonce.status_codes import from_rpc_error
-from tests.conftest import DEMO_MODEL, ONE_THREAD
+from tests.conftest import DEMO_MODEL, SERVICE_FLAGS
 from tests.e2e.pictures import QUESTION, fresh
 
 TENANTS = ("acme", "beta")
@@ -99,7 +99,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     (folder / "secret").write_text("ab" * 32)
     shared = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca)]
     shared += ["--auth-tokens-file", str(folder / "tokens.toml"), "--tenant-secret-file", str(folder / "secret")]
-    shared += ["--quotas-file", str(folder / "quotas.toml"), *ONE_THREAD]
+    shared += ["--quotas-file", str(folder / "quotas.toml"), *SERVICE_FLAGS]
     to_encoder = ["--encoder-tls-ca", str(ca), "--encoder-tls-cert", str(cert), "--encoder-tls-key", str(key)]
     to_encoder += ["--encoder-token-file", str(folder / "decoder.token")]
     with LocalStack(DEMO_MODEL, encoder_arguments=shared, decoder_arguments=[*shared, *to_encoder, *ADMIN]) as stack:

@@ -14,7 +14,7 @@ import pytest
 from lookonce import tracing
 from lookonce.client import Client
 from lookonce.local.local_stack import LocalStack
-from tests.conftest import DEMO_MODEL, ONE_THREAD
+from tests.conftest import DEMO_MODEL, SERVICE_FLAGS
 from tests.e2e.pictures import QUESTION, Picture, fresh
 from tests.otlp_collector import SeenSpan, running_collector
 
@@ -93,7 +93,7 @@ def traced() -> Traced:
     (picture,) = fresh(1)
     with pytest.MonkeyPatch.context() as patch, running_collector() as collector:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.target)
-        with LocalStack(DEMO_MODEL, encoder_arguments=ONE_THREAD, decoder_arguments=ONE_THREAD) as stack:
+        with LocalStack(DEMO_MODEL, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS) as stack:
             tracing.start(CLIENT, ["otlp_proto_grpc"])
             try:
                 with Client.connect(stack.decoder_targets[0]) as client:
@@ -185,7 +185,7 @@ def test_services_that_export_no_traces_import_only_the_api_of_opentelemetry(mon
     )
     assert not {name for name in expected if name.startswith(("opentelemetry.sdk.trace", "opentelemetry.exporter"))}
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    with LocalStack(DEMO_MODEL, encoder_arguments=ONE_THREAD, decoder_arguments=ONE_THREAD) as stack:
+    with LocalStack(DEMO_MODEL, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS) as stack:
         for process in (*stack.encoders, *stack.decoders):
             imported = [
                 line.rpartition("|")[2].strip()

@@ -25,7 +25,7 @@ from lookonce.generation import Generation, Message, Part
 from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from lookonce.videos import Video
-from tests.conftest import ONE_THREAD, REPOSITORY
+from tests.conftest import REPOSITORY, SERVICE_FLAGS
 from tests.parity import offline, videos
 from tests.tiny_families import FAMILIES
 
@@ -73,8 +73,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         model.config.folder,
         dtype="float32",
         num_decoders=2,
-        encoder_arguments=ONE_THREAD,
-        decoder_arguments=(*ONE_THREAD, *limits),
+        encoder_arguments=SERVICE_FLAGS,
+        decoder_arguments=(*SERVICE_FLAGS, *limits),
     ) as stack:
         yield Served(stack, chats, len(model.rows), model.square)
 

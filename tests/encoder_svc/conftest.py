@@ -1,4 +1,4 @@
-"""Tiny models, a real cache server and a running encoder for the encoder's tests."""
+"""Tiny models and a running encoder for the encoder's tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
-from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.server.quotas import Quotas
 from lookonce.server.serving import GrpcService
 from lookonce.server.telemetry import Telemetry
@@ -64,20 +63,6 @@ def vision_model(tiny_folder: Callable[[str], pathlib.Path]) -> Callable[[str], 
         return loaded[name]
 
     return model
-
-
-@pytest.fixture(scope="session")
-def shared_redis() -> Iterator[EmbeddedRedis]:
-    """A server that no test stops. Not emptied in between: use an image of your own where a miss matters."""
-    with EmbeddedRedis(256 << 20) as server:
-        yield server
-
-
-@pytest.fixture
-def own_redis() -> Iterator[EmbeddedRedis]:
-    """A server that starts empty and that the test may stop."""
-    with EmbeddedRedis(256 << 20) as server:
-        yield server
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from lookonce.local.local_stack import LocalStack
 from tests.conftest import ONE_THREAD
 from tests.faults.conftest import Fingerprint, Picture, describe, tell_story
 
+pytestmark = pytest.mark.services
+
 LEASE_S = 1.0
 # Beyond a deadline or the end of a lease, on a machine that is busy. On one that is not, a takeover ends within
 # LEASE_S + 1 s of the holder's end; the tests print how long it took.

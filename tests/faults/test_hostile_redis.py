@@ -35,6 +35,8 @@ from tests.decoder_svc.encoders import client, running_encoder
 from tests.lookonce.store import damage
 from tests.lookonce.store.redis.resp_server import After, Lie, RespServer, always, changed, instead
 
+pytestmark = pytest.mark.services
+
 NUM_ROWS = 16
 PART = RowRange(3, 9)
 OPTIONS = ProcessorOptions()
@@ -85,14 +87,15 @@ class Decoder:
 @asynccontextmanager
 async def open_decoder(target: str, redis_url: str | None) -> AsyncIterator[Decoder]:
     store = None if redis_url is None else EmbeddingStore(redis_url, BUDGET_S, 600, 0)
-    async with client(target) as encoder:
+    async with AsyncExitStack() as stack:
+        if store is not None:
+            stack.callback(store.close)
+        encoder = await stack.enter_async_context(client(target))
         fetcher = EmbeddingFetcher(
             store, encoder, num_workers=2, timeout_s=HANG_S / 2, ttl_s=600, metrics=FetchMetrics(CollectorRegistry())
         )
+        stack.push_async_callback(fetcher.close)
         yield Decoder(fetcher, encoder, store)
-        await fetcher.close()
-    if store is not None:
-        store.close()
 
 
 @dataclass(slots=True)

@@ -17,6 +17,8 @@ from lookonce.local.redis_server import EmbeddedRedis
 from tests.conftest import ONE_THREAD
 from tests.faults.conftest import STORY, STORY_TOKENS, Fingerprint, Picture, describe
 
+pytestmark = pytest.mark.services
+
 # Two pictures fit on the decoder: what is asked again is fetched again.
 DECODER = (*ONE_THREAD, "--encoder-cache-rows", "60")
 

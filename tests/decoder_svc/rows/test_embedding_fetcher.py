@@ -79,14 +79,15 @@ class Fetcher:
 async def open_fetcher(target: str, redis_url: str | None, ttl_s: float = 600) -> AsyncIterator[Fetcher]:
     registry = CollectorRegistry()
     store = None if redis_url is None else EmbeddingStore(redis_url, 0.3, 600, 0)
-    async with client(target) as encoder:
+    async with AsyncExitStack() as stack:
+        if store is not None:
+            stack.callback(store.close)
+        encoder = await stack.enter_async_context(client(target))
         fetcher = EmbeddingFetcher(
             store, encoder, num_workers=2, timeout_s=30, ttl_s=ttl_s, metrics=FetchMetrics(registry)
         )
+        stack.push_async_callback(fetcher.close)
         yield Fetcher(fetcher, encoder, registry)
-        await fetcher.close()
-    if store is not None:
-        store.close()
 
 
 def picture(seed: int) -> bytes:

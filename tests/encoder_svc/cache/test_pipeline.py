@@ -116,11 +116,14 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
             room=PreparedRoom(max_prepared_bytes, 2),
             quarantine=Quarantine(Stage.FORWARD, 60.0, metrics),
         )
-        yield Harness(pipeline, store, gate, passes)
-        gate.set()
-        await pipeline.close()
-        if store is not None:
-            store.close()
+        try:
+            yield Harness(pipeline, store, gate, passes)
+        finally:
+            # Also after a failed test: threads and decoding processes left behind would fail the next one.
+            gate.set()
+            await pipeline.close()
+            if store is not None:
+                store.close()
 
     return open_one
 
@@ -182,7 +185,7 @@ async def test_cancelled_callers_the_first_included_leave_the_others_unharmed(op
     async with open_harness() as harness:
         harness.gate.clear()
         callers = [asyncio.create_task(harness.encode(png(1))) for _ in range(50)]
-        await asyncio.sleep(0.05)
+        await settled(lambda: harness.pipeline._batcher.running_s > 0)
         for caller in callers[:25]:
             caller.cancel()
         await asyncio.wait(callers[:25])
@@ -196,7 +199,7 @@ async def test_work_that_everybody_left_is_still_finished(open_harness: Callable
     async with open_harness() as harness:
         harness.gate.clear()
         caller = asyncio.create_task(harness.encode(png(1)))
-        await asyncio.sleep(0.05)
+        await settled(lambda: harness.pipeline._batcher.running_s > 0)
         caller.cancel()
         await asyncio.wait([caller])
         harness.gate.set()
@@ -208,7 +211,7 @@ async def test_a_reference_waits_for_the_encode_in_flight(open_harness: Callable
     async with open_harness() as harness:
         harness.gate.clear()
         sender = asyncio.create_task(harness.encode(png(1)))
-        await asyncio.sleep(0.05)
+        await settled(lambda: harness.pipeline._batcher.running_s > 0)
         asker = asyncio.create_task(harness.find(png(1)))
         await asyncio.sleep(0.01)
         harness.gate.set()
@@ -296,7 +299,7 @@ async def test_a_full_queue_refuses_new_images_but_neither_hits_nor_joiners(open
         await harness.encode(png(0))
         harness.gate.clear()
         busy = [asyncio.create_task(harness.encode(png(seed))) for seed in (1, 2)]
-        await asyncio.sleep(0.05)
+        await settled(lambda: harness.pipeline._num_queued == 2)
         with pytest.raises(OverloadedError, match="2 images"):
             await harness.encode(png(3))
         assert (await harness.encode(png(0))).origin is Origin.LOCAL_CACHE
@@ -329,8 +332,9 @@ async def test_pixels_that_wait_for_the_model_are_bounded_by_their_bytes(
         leaving.cancel()
         harness.gate.set()
         assert {outcome.origin for outcome in await asyncio.gather(*waiting)} == {Origin.COMPUTED}
-        # A flight outlives who began it.
-        assert len(prepared) == harness.num_encoded == 6
+        # A flight outlives the call that began it, and may end after those of the others.
+        await settled(lambda: harness.num_encoded == 6)
+        assert len(prepared) == 6
         with pytest.raises(ImageUndecodableError):
             await harness.encode(b"no image")
         assert (await harness.encode(png(9))).origin is Origin.COMPUTED
@@ -401,7 +405,7 @@ async def test_closing_ends_work_in_flight(open_harness: Callable[..., Any], tmp
     async with open_harness() as harness:
         harness.gate.clear()
         caller = asyncio.create_task(harness.encode(png(1)))
-        await asyncio.sleep(0.05)
+        await settled(lambda: harness.pipeline._batcher.running_s > 0)
         closing = asyncio.create_task(harness.pipeline.close())
         await asyncio.wait([caller])
         assert caller.cancelled()

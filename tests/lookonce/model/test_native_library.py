@@ -121,3 +121,9 @@ def test_without_a_place_to_write_there_is_none(tmp_path: pathlib.Path, cache: p
     cache.parent.write_text("no folder")
     with pytest.raises(NativeLibraryError, match="could not be compiled"):
         load_library(sources(tmp_path / "sources", "1.0f"))
+
+
+def test_a_folder_without_sources_makes_no_library(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "sources").mkdir()
+    with pytest.raises(NativeLibraryError, match=r"has no C\+\+ files"):
+        load_library(tmp_path / "sources")

@@ -49,8 +49,11 @@ async def serving(files: Files, *, mutual: bool) -> AsyncIterator[tuple[str, Slo
     reader = SlowReader()
     entry = ServiceEntry(NAME, lambda server: pb_grpc.add_EncoderServiceServicer_to_server(reader, server))
     service = GrpcService(settings, Telemetry.from_settings(settings), [entry])
-    yield await service.start(), reader
-    await service.stop()
+    target = await service.start()
+    try:
+        yield target, reader
+    finally:
+        await service.stop()
 
 
 @contextlib.asynccontextmanager
