@@ -1,4 +1,4 @@
-"""Puts the engine together: runner, pools, budgets, fetcher. What each limit came to is logged once."""
+"""Builds the engine: runner, memory pools, budgets, fetcher. Logs the resulting limits once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import torch
 
 from decoder_svc.engine.engine import Engine
-from decoder_svc.engine.engine_interface import EngineLimits
+from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.prompt.family import DecoderFamily
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.encoder_client import EncoderClient
@@ -31,6 +31,16 @@ from lookonce.model.openmp import in_passing_thread
 from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
+
+# Threads that read embedding rows from the shared cache: a slow read does not hold up the next one, and few threads
+# compete with the engine thread for the interpreter.
+_NUM_FETCH_THREADS = 2
+# Longest time until an image's rows arrive, seconds. It leaves time for an encoder with a backlog and for a retry on
+# another replica; calls that cannot wait that long have a deadline of their own.
+_ROW_TIMEOUT_S = 60.0
+# Longest time that a token waits for others to share a message with, seconds. Tokens wait only while many requests run,
+# and never the first or the last one. The bound keeps the delay small for people who read along.
+_MAX_STREAM_DELAY_S = 0.15
 
 _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -74,15 +84,12 @@ def build_engine(
     fetcher = EmbeddingFetcher(
         store,
         encoder,
-        num_workers=settings.fetch_workers,
-        timeout_s=settings.encoder_timeout_s,
+        num_workers=_NUM_FETCH_THREADS,
+        timeout_s=_ROW_TIMEOUT_S,
         ttl_s=settings.ttl_s,
         metrics=fetch_metrics,
     )
-    max_live_requests = settings.max_num_seqs + settings.max_waiting_requests
-    return Engine(
-        runner, scheduler, fetcher, limits, max_live_requests, settings.max_stream_delay_s, settings.max_step_s
-    )
+    return Engine(runner, scheduler, fetcher, limits, _MAX_STREAM_DELAY_S, settings.max_step_s)
 
 
 def _loaded(settings: DecoderSettings, family: DecoderFamily) -> tuple[ModelRunnerBase, EngineLimits]:

@@ -27,9 +27,6 @@ class DecoderSettings(ServiceSettings):
         description="File with the bearer token that this decoder sends to encoders, of role service; read again when "
         "it changes.",
     )
-    encoder_timeout_s: float = Field(
-        60.0, gt=0, description="Longest time an image's rows may take to arrive, seconds."
-    )
 
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     num_kv_blocks: int | None = Field(
@@ -95,12 +92,3 @@ class DecoderSettings(ServiceSettings):
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not say.")
     max_stop_strings: int = Field(16, ge=0, description="Most stop strings of a request.")
     max_logprobs: int = Field(20, ge=0, description="Most alternatives per token that a request may ask for.")
-    max_stream_delay_s: float = Field(
-        0.15,
-        ge=0,
-        le=5,
-        description="Longest time a token waits for others to share a message with, seconds; tokens wait only where "
-        "many requests run, and never the first or last one. 0: every token is sent at once.",
-    )
-    prompt_workers: int = Field(2, ge=1, description="Threads that hash, template and tokenize prompts.")
-    fetch_workers: int = Field(2, ge=1, description="Threads that read embedding rows from the shared cache.")

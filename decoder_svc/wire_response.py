@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from google.protobuf import duration_pb2
 
 from decoder_svc.answer.generated_text import TextIncrement
-from decoder_svc.engine.engine_interface import EngineLoad
+from decoder_svc.engine.figures import EngineLoad
 from decoder_svc.scheduling.request import FinishReason, ImageItem, RequestUsage, TokenLogprobs
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2

@@ -46,6 +46,9 @@ _FLUSH_S = 1.0
 # A service that has died gives its answers at once; this is for them to reach their clients.
 _LAST_ANSWERS_S = 2.0
 _MIN_CLIENT_PING_INTERVAL_MS = 1000
+# Concurrent calls per client connection: as many as requests wait in a decoder by default, so that a single client,
+# such as a proxy, can fill its queue.
+_MAX_CONCURRENT_CALLS = 1024
 # Their calls leave no access line.
 _QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 # Ask for no token: probes have none, and neither has the health check that a client's channel makes by itself.
@@ -306,7 +309,7 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
+        ("grpc.max_concurrent_streams", _MAX_CONCURRENT_CALLS),
         ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
         ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),

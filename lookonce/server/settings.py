@@ -122,7 +122,6 @@ class ServiceSettings(BaseSettings):
     max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, both directions.")
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest accepted image file.")
     max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted width times height.")
-    max_concurrent_streams: int = Field(1024, ge=1, description="Concurrent calls per client connection.")
     keepalive_time_s: float = Field(30.0, gt=0, description="Idle time before a keepalive ping, seconds.")
     keepalive_timeout_s: float = Field(
         5.0, gt=0, description="A peer that does not answer a ping so long is gone, seconds."
