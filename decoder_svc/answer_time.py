@@ -30,7 +30,7 @@ class AnswerTimeEstimator:
             return 0.0
         is_pool_full = load.kv_cache_usage >= _FULL_POOL
         num_places = max(1, load.running_requests) if is_pool_full else self._max_running
-        # When the load has grown, steps now take longer than they did for the requests in the mean.
+        # Steps may take longer now than they did for the requests in the mean, because the load has grown.
         served_s = max(self._served_s, self._num_tokens * load.step_s)
         wait_s = max(0, num_ahead + 1 - num_places) * served_s / num_places
         share = 1.0 if max_tokens is None else min(1.0, max_tokens / self._num_tokens)

@@ -52,10 +52,10 @@ def build_engine(
     encoder: EncoderClient | None,
     fetch_metrics: FetchMetrics,
 ) -> Engine:
-    """Loads the language half and sizes its pools; blocks for as long as loading takes.
+    """Loads the language model and sizes its memory pools. Blocks while it loads.
 
-    Raises ModelFolderError for weights that do not fit, ConfigurationError for a KV pool that holds no request
-    and for settings that exclude each other.
+    Raises ModelFolderError for weights that do not match the model, and ConfigurationError for a KV pool that cannot
+    hold a request and for settings that exclude each other.
     """
     _check_mask(settings, family)
     speculation = _speculation(settings)
@@ -93,7 +93,7 @@ def build_engine(
 
 
 def _loaded(settings: DecoderSettings, family: DecoderFamily) -> tuple[ModelRunnerBase, EngineLimits]:
-    """A runner with its pools, and what they came to."""
+    """Returns a runner with its memory pools, and the resulting limits."""
     config = RunnerConfig(
         folder=settings.model,
         dtype=_TORCH_DTYPES.get(settings.dtype),
@@ -111,21 +111,26 @@ def _loaded(settings: DecoderSettings, family: DecoderFamily) -> tuple[ModelRunn
 
 
 def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:
-    """Of the device. Raises ConfigurationError for one that is not there."""
+    """Returns the runner class of the device. Raises ConfigurationError for a device that the machine lacks."""
     if chosen_device(settings.device).type == "cpu":
         return CPUModelRunner
-    # Late: nobody else needs what runs on CUDA.
+    # Imported late because only CUDA devices need its modules.
     from decoder_svc.runner.cuda.runner import GPUModelRunner
 
     return GPUModelRunner
 
 
 def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
-    """Raises ConfigurationError when images whose tokens see each other would not fit beside running requests."""
+    """Checks that an image whose tokens see each other fits into a step beside the running requests.
+
+    Raises ConfigurationError.
+    """
     if family.mask is Mask.CAUSAL:
         return
     if settings.deterministic:
-        raise ConfigurationError(f"deterministic is not offered for {family.title}: its images cannot be cut")
+        raise ConfigurationError(
+            f"deterministic is not offered for {family.title}: its images cannot be split over steps"
+        )
     needed = family.max_tokens_per_image + settings.max_num_seqs - 1
     if needed > settings.max_num_batched_tokens:
         raise ConfigurationError(
@@ -136,12 +141,12 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
 
 
 def _speculation(settings: DecoderSettings) -> SpeculationLimits:
-    """Raises ConfigurationError where guesses would change answers, or where nothing could be looked up."""
+    """Returns the settings of speculative decoding. Raises ConfigurationError for ones that exclude each other."""
     if settings.speculative_tokens == 0:
         return NO_SPECULATION
     if settings.deterministic:
         raise ConfigurationError(
-            "deterministic and speculative_tokens exclude each other: tokens would be computed beside guesses"
+            "deterministic and speculative_tokens exclude each other: tokens would be computed beside draft tokens"
         )
     if settings.speculative_ngram_min > settings.speculative_ngram_max:
         raise ConfigurationError(
@@ -189,7 +194,7 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
         max_useful_blocks=max_useful_blocks,
     )
     if num_blocks * settings.block_size < context:
-        logger.warning("the KV pool holds %d tokens: so long is the longest request", num_blocks * settings.block_size)
+        logger.warning("the KV pool limits requests to %d tokens", num_blocks * settings.block_size)
     return EngineLimits(
         max_context_tokens=min(context, num_blocks * settings.block_size),
         block_size=settings.block_size,
@@ -204,7 +209,10 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
 
 
 def _sliding_group(settings: DecoderSettings, runner: ModelRunnerBase, num_blocks: int) -> SlidingGroupSize | None:
-    """The sliding group beside a full group of `num_blocks`; None where all layers are in that."""
+    """Returns the size of the sliding-window group beside a full group of `num_blocks` blocks.
+
+    None when no layer has a sliding window.
+    """
     window = runner.get_kv_cache_spec().window
     if window is None:
         return None

@@ -21,13 +21,13 @@ class DecoderMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._ttft = Histogram(
             "lookonce_decoder_ttft_seconds",
-            "From a request's arrival to its first generated token.",
+            "Time from a request's arrival to its first generated token.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
         self._queue = Histogram(
             "lookonce_decoder_queue_seconds",
-            "From a request's arrival to the first step that computed a token of it.",
+            "Time from a request's arrival to the first step that computed one of its tokens.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
@@ -43,7 +43,7 @@ class DecoderMetrics:
         self._image_rows = Counter(
             "lookonce_decoder_image_rows",
             "Embedding rows of prompts: encoded for the request, shared (in Redis or on the decoder already), or "
-            "skipped since the KV cache had their tokens.",
+            "skipped because the KV cache had their tokens.",
             labelnames=("tier",),
             registry=registry,
         )
@@ -70,13 +70,13 @@ class DecoderMetrics:
         rows.set_function(lambda: load().encoder_cache_rows)
         blocked = Gauge(
             "lookonce_decoder_requests_waiting_for_rows",
-            "Requests whose next token needs a row that has not arrived, as the latest step saw it.",
+            "Requests whose next token needs a row that had not arrived at the latest step.",
             registry=self._registry,
         )
         blocked.set_function(lambda: load().waiting_for_embeddings)
         backend = Gauge(
             "lookonce_decoder_attention_backend_info",
-            "1 for what computes attention: native, sdpa, triton or flash-attn; the log says why not something faster.",
+            "1 for the attention implementation in use: native, sdpa, triton or flash-attn. The log has the reason.",
             labelnames=("backend",),
             registry=self._registry,
         )
@@ -116,16 +116,16 @@ class _EngineCollector(Collector):
         )
         yield CounterMetricFamily(
             "lookonce_decoder_prefix_cache_hit_tokens_total",
-            "Of these, tokens whose keys and values the prefix cache had.",
+            "Tokens of admitted requests whose keys and values the prefix cache had.",
             value=counters.prefix_hit_tokens,
         )
         yield CounterMetricFamily(
             "lookonce_decoder_draft_tokens_total",
-            "Tokens that prompt lookup proposed and a step computed.",
+            "Draft tokens of prompt lookup that a step computed.",
             value=counters.draft_tokens,
         )
         yield CounterMetricFamily(
             "lookonce_decoder_accepted_draft_tokens_total",
-            "Of these, tokens that were sampled: steps that were saved.",
+            "Draft tokens that were accepted, each of which saved a step.",
             value=counters.accepted_draft_tokens,
         )

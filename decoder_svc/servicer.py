@@ -62,7 +62,7 @@ class ServedModel:
 
 
 class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
-    """The seven calls of the contract."""
+    """The seven calls of the DecoderService contract."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     async def GetLoad(
         self, request: decoder_service_pb2.GetLoadRequest, context: Context
     ) -> decoder_service_pb2.GetLoadResponse:
-        """Returns the current load."""
+        """Returns the engine's current load for routers and autoscalers."""
         return wire_response.load(self._engine.load())
 
     async def AbortRequest(

@@ -77,7 +77,7 @@ class Inbox:
         self._to_forget: Forgotten | None = None
 
     def put(self, message: Request | FetchedRows | FailedRows | Abort | Stop) -> None:
-        """Appends a message."""
+        """Appends a message to the queue."""
         self._queue.put(message)
 
     def put_forgotten(self, forgotten: Forgotten) -> None:

@@ -38,10 +38,7 @@ class OutputStream:
 
     @property
     def ended_s(self) -> float | None:
-        """When the terminal answer was given, monotonic clock, seconds; None before.
-
-        A reader that is behind may read the answer much later.
-        """
+        """Time of the terminal answer, monotonic clock, seconds; None before. Its reader may get to it much later."""
         return self._ended_s
 
     @property
@@ -62,7 +59,7 @@ class OutputStream:
             self._close()
 
     def wake(self) -> None:
-        """Wakes the reader."""
+        """Wakes the reader, who then finds the outputs that were pushed."""
         self._changed.set()
 
     def fail(self, error: LookonceError) -> None:

@@ -77,7 +77,7 @@ class StepLoop:
     # Any thread may call these. The numbers are read while the engine thread changes them, each of them in one read.
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread, which then waits for messages."""
         self._is_running = True
         self._thread.start()
 
@@ -97,7 +97,7 @@ class StepLoop:
         return self._has_died
 
     def load(self, num_live_requests: int) -> EngineLoad:
-        """The current load, given the number of requests that have no terminal answer yet."""
+        """Returns the current load, given the number of requests that have no terminal answer yet."""
         return EngineLoad(
             running_requests=self._scheduler.num_running,
             waiting_requests=max(0, num_live_requests - self._scheduler.num_running),
@@ -108,7 +108,7 @@ class StepLoop:
         )
 
     def counters(self) -> EngineCounters:
-        """Sums since the start."""
+        """Returns the sums since the start."""
         prefix_cache = self._scheduler.kv_cache.stats
         return EngineCounters(
             preemptions=self._scheduler.num_preemptions,
