@@ -16,15 +16,15 @@ from lookonce.store.health import watched_cache
 
 
 async def serve(arguments: list[str]) -> None:
-    """Runs the service. Raises StartupError when it must not start."""
+    """Runs the service until SIGTERM. Raises StartupError when it must not start."""
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-decoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
-    # Whoever watches the process sees that it lives while it loads, which may take minutes.
+    # Metrics are served from the start, since loading may take minutes.
     telemetry.start_endpoint()
     limit_patience()
-    # Late, so that a wrong flag is refused at once: torch and transformers take seconds to import.
+    # Imported late because torch and transformers take seconds, and a wrong flag should be refused at once.
     with long_lived_objects():
         _quieten_loading(settings)
         from decoder_svc.service import open_service
@@ -43,12 +43,12 @@ async def serve(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Runs the service with the flags of the command line, and ends the process."""
     serving.run(serve(sys.argv[1:]))
 
 
 def _quieten_loading(settings: DecoderSettings) -> None:
-    """No progress bars between the lines of a JSON log."""
+    """Switches progress bars off, which would break a log of JSON lines."""
     if settings.log_format == "json":
         import transformers
 

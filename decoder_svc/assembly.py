@@ -1,4 +1,4 @@
-"""Puts the engine together: runner, pools, budgets, fetcher. What each limit came to is logged once."""
+"""Builds the engine: runner, memory pools, budgets, fetcher. Logs the resulting limits once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import torch
 
 from decoder_svc.engine.engine import Engine
-from decoder_svc.engine.engine_interface import EngineLimits
+from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.prompt.family import DecoderFamily
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.encoder_client import EncoderClient
@@ -33,6 +33,16 @@ from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
 
+# Threads that read embedding rows from the shared cache: a slow read does not hold up the next one, and few threads
+# compete with the engine thread for the interpreter.
+_NUM_FETCH_THREADS = 2
+# Longest time until an image's rows arrive, seconds. It leaves time for an encoder with a backlog and for a retry on
+# another replica; calls that cannot wait that long have a deadline of their own.
+_ROW_TIMEOUT_S = 60.0
+# Longest time that a token waits for others to share a message with, seconds. Tokens wait only while many requests run,
+# and never the first or the last one. The bound keeps the delay small for people who read along.
+_MAX_STREAM_DELAY_S = 0.15
+
 _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -43,10 +53,10 @@ def build_engine(
     encoder: EncoderClient | None,
     fetch_metrics: FetchMetrics,
 ) -> Engine:
-    """Loads the language half and sizes its pools; blocks for as long as loading takes.
+    """Loads the language model and sizes its memory pools. Blocks while it loads.
 
-    Raises ModelFolderError for weights that do not fit, ConfigurationError for a KV pool that holds no request
-    and for settings that exclude each other.
+    Raises ModelFolderError for weights that do not match the model, and ConfigurationError for a KV pool that cannot
+    hold a request and for settings that exclude each other.
     """
     _check_mask(settings, family)
     speculation = _speculation(settings)
@@ -75,19 +85,16 @@ def build_engine(
     fetcher = EmbeddingFetcher(
         store,
         encoder,
-        num_workers=settings.fetch_workers,
-        timeout_s=settings.encoder_timeout_s,
+        num_workers=_NUM_FETCH_THREADS,
+        timeout_s=_ROW_TIMEOUT_S,
         ttl_s=settings.ttl_s,
         metrics=fetch_metrics,
     )
-    max_live_requests = settings.max_num_seqs + settings.max_waiting_requests
-    return Engine(
-        runner, scheduler, fetcher, limits, max_live_requests, settings.max_stream_delay_s, settings.max_step_s
-    )
+    return Engine(runner, scheduler, fetcher, limits, _MAX_STREAM_DELAY_S, settings.max_step_s)
 
 
 def _loaded(settings: DecoderSettings, family: DecoderFamily) -> tuple[ModelRunnerBase, EngineLimits]:
-    """A runner with its pools, and what they came to."""
+    """Returns a runner with its memory pools, and the resulting limits."""
     config = RunnerConfig(
         folder=settings.model,
         dtype=_TORCH_DTYPES.get(settings.dtype),
@@ -105,21 +112,26 @@ def _loaded(settings: DecoderSettings, family: DecoderFamily) -> tuple[ModelRunn
 
 
 def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:
-    """Of the device. Raises ConfigurationError for one that is not there."""
+    """Returns the runner class of the device. Raises ConfigurationError for a device that the machine lacks."""
     if chosen_device(settings.device).type == "cpu":
         return CPUModelRunner
-    # Late: nobody else needs what runs on CUDA.
+    # Imported late because only CUDA devices need its modules.
     from decoder_svc.runner.cuda.runner import GPUModelRunner
 
     return GPUModelRunner
 
 
 def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
-    """Raises ConfigurationError when images whose tokens see each other would not fit beside running requests."""
+    """Checks that an image whose tokens see each other fits into a step beside the running requests.
+
+    Raises ConfigurationError.
+    """
     if family.mask is Mask.CAUSAL:
         return
     if settings.deterministic:
-        raise ConfigurationError(f"deterministic is not offered for {family.title}: its images cannot be cut")
+        raise ConfigurationError(
+            f"deterministic is not offered for {family.title}: its images cannot be split over steps"
+        )
     needed = family.max_tokens_per_image + settings.max_num_seqs - 1
     if needed > settings.max_num_batched_tokens:
         raise ConfigurationError(
@@ -130,12 +142,12 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
 
 
 def _speculation(settings: DecoderSettings) -> SpeculationLimits:
-    """Raises ConfigurationError where guesses would change answers, or where nothing could be looked up."""
+    """Returns the settings of speculative decoding. Raises ConfigurationError for ones that exclude each other."""
     if settings.speculative_tokens == 0:
         return NO_SPECULATION
     if settings.deterministic:
         raise ConfigurationError(
-            "deterministic and speculative_tokens exclude each other: tokens would be computed beside guesses"
+            "deterministic and speculative_tokens exclude each other: tokens would be computed beside draft tokens"
         )
     if settings.speculative_ngram_min > settings.speculative_ngram_max:
         raise ConfigurationError(
@@ -183,7 +195,7 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
         max_useful_blocks=max_useful_blocks,
     )
     if num_blocks * settings.block_size < context:
-        logger.warning("the KV pool holds %d tokens: so long is the longest request", num_blocks * settings.block_size)
+        logger.warning("the KV pool limits requests to %d tokens", num_blocks * settings.block_size)
     return EngineLimits(
         max_context_tokens=min(context, num_blocks * settings.block_size),
         block_size=settings.block_size,
@@ -198,7 +210,10 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
 
 
 def _sliding_group(settings: DecoderSettings, runner: ModelRunnerBase, num_blocks: int) -> SlidingGroupSize | None:
-    """The sliding group beside a full group of `num_blocks`; None where all layers are in that."""
+    """Returns the size of the sliding-window group beside a full group of `num_blocks` blocks.
+
+    None when no layer has a sliding window.
+    """
     window = runner.get_kv_cache_spec().window
     if window is None:
         return None

@@ -1,33 +1,33 @@
-"""Prometheus metrics of the decoder service. Labels are bounded: never a digest, never a request id."""
+"""Prometheus metrics of the decoder service. Label values are bounded: never a digest, never a request id."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from decoder_svc.engine.engine_interface import Engine
+from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.scheduling.request_output import RequestUsage
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class DecoderMetrics:
-    """Counters and histograms of finished requests, gauges of the engine."""
+    """Counters and histograms of ended requests, and gauges of the engine."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._ttft = Histogram(
             "lookonce_decoder_ttft_seconds",
-            "From a request's arrival to its first generated token.",
+            "Time from a request's arrival to its first generated token.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
         self._queue = Histogram(
             "lookonce_decoder_queue_seconds",
-            "From a request's arrival to the first step that computed a token of it.",
+            "Time from a request's arrival to the first step that computed one of its tokens.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
@@ -43,7 +43,7 @@ class DecoderMetrics:
         self._image_rows = Counter(
             "lookonce_decoder_image_rows",
             "Embedding rows of prompts: encoded for the request, shared (in Redis or on the decoder already), or "
-            "skipped since the KV cache had their tokens.",
+            "skipped because the KV cache had their tokens.",
             labelnames=("tier",),
             registry=registry,
         )
@@ -51,34 +51,36 @@ class DecoderMetrics:
         for tier in ("encoded", "shared", "skipped"):
             self._image_rows.labels(tier)
 
-    def watch(self, engine: Engine) -> None:
-        """Adds what asks the engine when it is scraped."""
-        self._registry.register(_EngineCollector(engine))
+    def watch(
+        self, load: Callable[[], EngineLoad], counters: Callable[[], EngineCounters], attention_backend: str
+    ) -> None:
+        """Adds the engine's metrics. `load` and `counters` are called at every scrape, on the scraping thread."""
+        self._registry.register(_EngineCollector(counters))
         running = Gauge("lookonce_decoder_running_requests", "Requests in the running batch.", registry=self._registry)
-        running.set_function(lambda: engine.load().running_requests)
+        running.set_function(lambda: load().running_requests)
         waiting = Gauge(
             "lookonce_decoder_waiting_requests", "Requests that wait for admission.", registry=self._registry
         )
-        waiting.set_function(lambda: engine.load().waiting_requests)
+        waiting.set_function(lambda: load().waiting_requests)
         usage = Gauge(
             "lookonce_decoder_kv_cache_usage", "KV blocks in use over all blocks, 0..1.", registry=self._registry
         )
-        usage.set_function(lambda: engine.load().kv_cache_usage)
+        usage.set_function(lambda: load().kv_cache_usage)
         rows = Gauge("lookonce_decoder_encoder_cache_rows", "Embedding rows on the device.", registry=self._registry)
-        rows.set_function(lambda: engine.load().encoder_cache_rows)
+        rows.set_function(lambda: load().encoder_cache_rows)
         blocked = Gauge(
             "lookonce_decoder_requests_waiting_for_rows",
-            "Requests whose next token needs a row that has not arrived, as the latest step saw it.",
+            "Requests whose next token needs a row that had not arrived at the latest step.",
             registry=self._registry,
         )
-        blocked.set_function(lambda: engine.load().waiting_for_embeddings)
+        blocked.set_function(lambda: load().waiting_for_embeddings)
         backend = Gauge(
             "lookonce_decoder_attention_backend_info",
-            "1 for what computes attention: native, sdpa, triton or flash-attn; the log says why not something faster.",
+            "1 for the attention implementation in use: native, sdpa, triton or flash-attn. The log has the reason.",
             labelnames=("backend",),
             registry=self._registry,
         )
-        backend.labels(engine.attention_backend).set(1)
+        backend.labels(attention_backend).set(1)
 
     def observe(self, usage: RequestUsage) -> None:
         """Counts one request that ended, with an answer or without."""
@@ -94,14 +96,14 @@ class DecoderMetrics:
 
 
 class _EngineCollector(Collector):
-    """Exports the engine's own sums."""
+    """Exports the sums that the engine keeps itself."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, counters: Callable[[], EngineCounters]) -> None:
+        self._counters = counters
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at every scrape."""
-        counters = self._engine.counters()
+        """Yields one family per sum; the registry calls it at every scrape."""
+        counters = self._counters()
         yield CounterMetricFamily(
             "lookonce_decoder_preemptions_total",
             "Requests that were put back into the queue because the KV pool was full.",
@@ -114,16 +116,16 @@ class _EngineCollector(Collector):
         )
         yield CounterMetricFamily(
             "lookonce_decoder_prefix_cache_hit_tokens_total",
-            "Of these, tokens whose keys and values the prefix cache had.",
+            "Tokens of admitted requests whose keys and values the prefix cache had.",
             value=counters.prefix_hit_tokens,
         )
         yield CounterMetricFamily(
             "lookonce_decoder_draft_tokens_total",
-            "Tokens that prompt lookup proposed and a step computed.",
+            "Draft tokens of prompt lookup that a step computed.",
             value=counters.draft_tokens,
         )
         yield CounterMetricFamily(
             "lookonce_decoder_accepted_draft_tokens_total",
-            "Of these, tokens that were sampled: steps that were saved.",
+            "Draft tokens that were accepted, each of which saved a step.",
             value=counters.accepted_draft_tokens,
         )

@@ -1,4 +1,4 @@
-"""Wires the decoder's parts in the order of their dependencies, and takes them down in the opposite one."""
+"""Builds the decoder's parts in the order of their dependencies, and closes them in the opposite order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc.assembly import build_engine
 from decoder_svc.engine.engine import Engine
+from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.prompt.chat_template import ChatTemplate
 from decoder_svc.prompt.family import DecoderFamily, load_family
@@ -22,6 +23,7 @@ from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits
 from decoder_svc.prompt.sampling_check import SamplingLimits
 from decoder_svc.prompt.text_tokenizer import TextTokenizer, load_pretrained
 from decoder_svc.prompt.video_frames import VideoSplitter
+from decoder_svc.request_gate import RequestGate
 from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials
 from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
 from decoder_svc.rows.fetch_metrics import FetchMetrics
@@ -41,48 +43,52 @@ from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants, load_tenants
 from lookonce.watched_files import WatchedFiles
 
-# The encoder's default; it decides, this only spares it a call.
+# Largest ratio of an image's sides, the encoder's default. The encoder decides; the check here only saves it a call.
 _MAX_IMAGE_ASPECT = 200.0
-# Threads that hash images, read their headers and ask the shared cache; apart from those that tokenize, so that a slow
-# cache delays no text prompt.
+# Threads that hash images, read their headers and ask the shared cache. They are separate from the threads that
+# tokenize, so that a slow cache delays no text prompt.
 _NUM_IMAGE_THREADS = 4
+# Threads that split videos, render chat templates and tokenize: one long prompt does not hold up the next one, and few
+# threads compete with the engine thread for the interpreter.
+_NUM_PROMPT_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedText:
-    """Everything that a model folder holds beside the weights."""
+    """All of a model folder except its weights."""
 
     folder: ModelFolder
     tokenizer: TextTokenizer
-    # None: the model takes no chat prompts.
+    # None when the model takes no chat prompts.
     template: ChatTemplate | None
     family: DecoderFamily
-    # Width of the language model, and rows of its embedding table.
+    # Elements per hidden state of the language model.
     hidden_size: int
+    # Rows of its token embedding table.
     vocab_size: int
 
     @property
     def takes_videos(self) -> bool:
-        """Whether chats may show videos."""
+        """Whether chat prompts may have videos."""
         return self.template is not None and self.template.takes_videos
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderService:
-    """A running decoder, without a server around it."""
+    """A running decoder without its gRPC server."""
 
     engine: Engine
     servicer: DecoderServicer
-    # None: this decoder uses no shared cache.
+    # None when this decoder uses no shared cache.
     store: EmbeddingStore | None
 
     def entry(self) -> ServiceEntry:
-        """What the server shell registers."""
+        """Returns the entry with which a GrpcService serves this decoder."""
         return ServiceEntry(SERVICE_NAME, lambda server: add_DecoderServiceServicer_to_server(self.servicer, server))
 
 
 def load_text(settings: DecoderSettings) -> LoadedText:
-    """Checks the model folder and loads all but its weights. Raises ModelFolderError."""
+    """Checks the model folder and loads everything but its weights. Raises ModelFolderError."""
     from transformers import AutoConfig
 
     folder = ModelFolder.open(settings.model)
@@ -105,10 +111,10 @@ def load_text(settings: DecoderSettings) -> LoadedText:
 async def open_service(
     settings: DecoderSettings, registry: CollectorRegistry, quotas: Quotas, encoder: EncoderClient | None = None
 ) -> AsyncIterator[DecoderService]:
-    """A running decoder; loading blocks for as long as it takes.
+    """Runs a decoder for the duration of the block. Loading the model blocks the event loop.
 
-    `encoder`: used in place of the one that the settings name, and closed by who made it.
-    Raises ModelFolderError and ConfigurationError when it must not start.
+    `encoder` replaces the encoder that the settings name; the caller closes it. Raises ModelFolderError and
+    ConfigurationError when the service must not start.
     """
     text = load_text(settings)
     async with AsyncExitStack() as stack:
@@ -120,31 +126,26 @@ async def open_service(
         engine = build_engine(settings, text.family, store, encoder, FetchMetrics(registry))
         engine.start()
         stack.push_async_callback(engine.stop)
-        if settings.redis_url is not None:
-            url = settings.redis_url.get_secret_value()
-            listener = ForgetListener(url, settings.redis_budget_s, engine.forget)
-            listener.start()
-            stack.push_async_callback(listener.close)
+        _listen_for_forgotten(settings, engine, stack)
         metrics = DecoderMetrics(registry)
-        metrics.watch(engine)
-        prompt_threads = _open_threads(stack, settings.prompt_workers, "prompt")
+        metrics.watch(engine.load, engine.counters, engine.attention_backend)
+        threads = _open_threads(stack, _NUM_PROMPT_THREADS, "prompt")
         image_threads = _open_threads(stack, _NUM_IMAGE_THREADS, "image")
-        limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, _MAX_IMAGE_ASPECT)
-        resolver = ImageResolver(encoder, store, limits, image_threads)
-        splitter = VideoSplitter(text.family, limits)
-        preparer = build_preparer(settings, text, engine.limits.max_context_tokens, splitter, resolver, prompt_threads)
-        model = _served_model(settings, text)
         servicer = DecoderServicer(
-            model,
-            engine,
-            preparer,
-            text.tokenizer,
-            encoder,
-            tenants,
-            metrics,
-            prompt_threads,
-            quotas,
-            settings.max_num_seqs + settings.max_waiting_requests,
+            model=_served_model(settings, text),
+            engine=engine,
+            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, image_threads),
+            tokenizer=text.tokenizer,
+            encoder=encoder,
+            tenants=tenants,
+            gate=RequestGate(
+                engine.load,
+                quotas,
+                metrics,
+                max_running_requests=engine.limits.max_running_requests,
+                max_live_requests=settings.max_num_seqs + settings.max_waiting_requests,
+            ),
+            threads=threads,
         )
         yield DecoderService(engine, servicer, store)
 
@@ -152,14 +153,16 @@ async def open_service(
 def build_preparer(
     settings: DecoderSettings,
     text: LoadedText,
-    max_context_tokens: int,
-    splitter: VideoSplitter,
-    resolver: ImageResolver,
+    limits: EngineLimits,
+    encoder: EncoderClient | None,
+    store: EmbeddingStore | None,
     threads: Executor,
+    image_threads: Executor,
 ) -> RequestPreparer:
-    """What stands between the wire and the engine."""
+    """Returns the part that turns a parsed request into the prompt and the sampling parameters for the engine."""
+    image_limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, _MAX_IMAGE_ASPECT)
     prompt_limits = PromptLimits(
-        max_context_tokens,
+        limits.max_context_tokens,
         settings.max_images_per_prompt,
         text.vocab_size,
         settings.max_video_frames_per_prompt,
@@ -172,13 +175,22 @@ def build_preparer(
     )
     return RequestPreparer(
         PromptBuilder(text.tokenizer, text.template, text.family, prompt_limits),
-        splitter,
-        resolver,
+        VideoSplitter(text.family, image_limits),
+        ImageResolver(encoder, store, image_limits, image_threads),
         load_defaults(text.folder.path, text.tokenizer.eos_token_id),
         sampling_limits,
-        max_context_tokens,
+        limits.max_context_tokens,
         threads,
     )
+
+
+def _listen_for_forgotten(settings: DecoderSettings, engine: Engine, stack: AsyncExitStack) -> None:
+    """Tells the engine of images that an operator removed from the shared cache."""
+    if settings.redis_url is None:
+        return
+    listener = ForgetListener(settings.redis_url.get_secret_value(), settings.redis_budget_s, engine.forget)
+    listener.start()
+    stack.push_async_callback(listener.close)
 
 
 def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
@@ -199,7 +211,7 @@ def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:
 def _open_store(settings: DecoderSettings, stack: AsyncExitStack) -> EmbeddingStore | None:
     if settings.redis_url is None:
         return None
-    # The decoder only reads, so no entry is small enough to be written.
+    # The decoder only reads: with this limit no entry is small enough to be written.
     store = EmbeddingStore(
         settings.redis_url.get_secret_value(),
         settings.redis_budget_s,

@@ -1,4 +1,4 @@
-"""Messages of the decoder's contract → the plain types behind it. Checks what only the wire can get wrong."""
+"""Parses the decoder's protobuf messages into plain types. Checks only what these types cannot express."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ _ROLES = {
 }
 _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2
-# Of messages, their parts and frames of videos together, of images, and of stop strings: far above what a server
-# allows, and few enough to be looked at on an event loop (a few milliseconds). A message of 64 MiB holds millions.
+# Most elements of a list: chat messages with their parts and video frames, images, or stop strings. The number is far
+# above the servers' limits, and small enough to be parsed on the event loop (a few milliseconds). Without it a message
+# of 64 MiB could hold millions.
 _MAX_ELEMENTS = 4096
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
@@ -47,9 +48,10 @@ _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA2
 def parse_prompt(
     message: decoder_service_pb2.GenerateParams | decoder_service_pb2.TokenizeRequest, max_context_tokens: int
 ) -> PromptSpec:
-    """The prompt of a request.
+    """Returns the prompt of a request.
 
-    Raises InvalidParameterError naming the field, and ContextTooLongError for more ids than the context has tokens.
+    Raises InvalidParameterError that names the field, and ContextTooLongError for more token ids than
+    `max_context_tokens`.
     """
     kind = message.WhichOneof("prompt")
     if kind is None:
@@ -58,7 +60,7 @@ def parse_prompt(
         return parse_chat(message.chat)
     if kind == "text":
         return TextPrompt(message.text.text, _images("text.images", message.text.images))
-    assert isinstance(message, decoder_service_pb2.GenerateParams), "only these have token prompts"
+    assert isinstance(message, decoder_service_pb2.GenerateParams), "only GenerateParams has token prompts"
     num_tokens = len(message.tokens.token_ids)
     if num_tokens > max_context_tokens:
         raise ContextTooLongError(f"the prompt has {num_tokens} tokens, the context {max_context_tokens}")
@@ -66,7 +68,7 @@ def parse_prompt(
 
 
 def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
-    """A conversation. Raises InvalidParameterError naming the field."""
+    """Returns a conversation. Raises InvalidParameterError that names the field."""
     num_elements = len(chat.messages)
     for message in chat.messages[:_MAX_ELEMENTS]:
         num_elements += len(message.parts)
@@ -81,11 +83,11 @@ def parse_chat(chat: decoder_service_pb2.ChatPrompt) -> ChatPrompt:
 
 
 def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
-    """Sampling values as stated; only checked for being few enough to be looked at. Raises InvalidParameterError."""
+    """Returns sampling values as stated. Checks only the lengths of lists. Raises InvalidParameterError."""
     _check_number("sampling.logit_bias", message.logit_bias, MAX_LOGIT_BIAS_ENTRIES)
     _check_number("sampling.stop_token_ids", message.stop_token_ids, MAX_STOP_TOKEN_IDS)
     _check_number("sampling.stop", message.stop)
-    # Optional scalars are listed when they are set, be it to zero.
+    # ListFields lists optional scalars that are set, also those set to zero.
     stated = {field.name: value for field, value in message.ListFields()}
     return SamplingSpec(
         temperature=stated.get("temperature"),
@@ -109,7 +111,7 @@ def parse_sampling(message: decoder_service_pb2.SamplingParams) -> SamplingSpec:
 
 
 def parse_cache_scope(message: decoder_service_pb2.GenerateParams, tenant: Tenant) -> CacheScope:
-    """With whom the request shares KV blocks: its tenant, and there those who know the same salt."""
+    """Returns the scope in which the request shares KV blocks: requests of its tenant with the same cache salt."""
     if not _CACHE_SALT.fullmatch(message.cache_salt):
         raise InvalidParameterError("cache_salt", "must be at most 128 characters of [A-Za-z0-9._-]")
     name = tenant.name.encode()
@@ -143,7 +145,9 @@ def _check_number(field: str, elements: Sized, limit: int = _MAX_ELEMENTS) -> No
 
 def _video(field: str, video: decoder_service_pb2.VideoSource) -> VideoSource:
     if len(video.frames) < _MIN_FRAMES:
-        raise InvalidParameterError(f"{field}.frames", f"must be at least {_MIN_FRAMES}; a single one is an image")
+        raise InvalidParameterError(
+            f"{field}.frames", f"must be at least {_MIN_FRAMES}; send a single frame as an image"
+        )
     fps = video.fps if video.HasField("fps") else DEFAULT_FPS
     if not MIN_FPS <= fps <= MAX_FPS:
         raise InvalidParameterError(f"{field}.fps", f"must be {MIN_FPS} … {MAX_FPS}, got {fps:g}")
@@ -159,11 +163,11 @@ def _video(field: str, video: decoder_service_pb2.VideoSource) -> VideoSource:
 
 def _frame(field: str, frame: common_pb2.ImageSource) -> VideoFrame:
     if frame.HasField("max_pixels"):
-        raise InvalidParameterError(f"{field}.max_pixels", "is the video's; leave it unset")
+        raise InvalidParameterError(f"{field}.max_pixels", "is set for the whole video; leave it unset")
     source = _image(field, frame)
     if isinstance(source, CachedImage):
         return VideoFrame(None, source.digest, source.fingerprint)
-    assert isinstance(source.data, bytes), "a message's image is a file"
+    assert isinstance(source.data, bytes), "images of a message are bytes"
     return VideoFrame(source.data, source.expected_digest)
 
 
@@ -174,10 +178,10 @@ def _images(field: str, images: Sequence[common_pb2.ImageSource]) -> tuple[Image
 
 def _image(field: str, image: common_pb2.ImageSource) -> ImageSource:
     if image.beside_others:
-        raise InvalidParameterError(f"{field}.beside_others", "is for Encode; here the prompt's images tell")
+        raise InvalidParameterError(f"{field}.beside_others", "is for Encode only; leave it unset")
     for name in ("frame_size", "second_frame"):
         if image.HasField(name):
-            raise InvalidParameterError(f"{field}.{name}", "is for Encode; here a video says its frames")
+            raise InvalidParameterError(f"{field}.{name}", "is for Encode only; send the frames as a video")
     options = ProcessorOptions(image.max_pixels if image.HasField("max_pixels") else None)
     if options.max_pixels == 0:
         raise InvalidParameterError(f"{field}.max_pixels", "must be at least 1, got 0")

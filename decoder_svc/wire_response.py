@@ -1,4 +1,4 @@
-"""The plain types behind the decoder's contract → its messages."""
+"""Converts plain types into the decoder's protobuf messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from google.protobuf import duration_pb2
 
 from decoder_svc.answer.generated_text import TextIncrement
-from decoder_svc.engine.engine_interface import EngineLoad
+from decoder_svc.engine.figures import EngineLoad
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request_output import FinishReason, RequestUsage, TokenLogprobs
 from lookonce.common.v1 import common_pb2
@@ -21,12 +21,12 @@ _FINISH_REASONS = {
 
 
 def finish_reason(reason: FinishReason) -> decoder_service_pb2.FinishReason.ValueType:
-    """Why a choice ended."""
+    """Converts the reason why a choice ended."""
     return _FINISH_REASONS[reason]
 
 
 def usage(record: RequestUsage) -> decoder_service_pb2.Usage:
-    """Token accounting."""
+    """Converts token counts and times of a request."""
     return decoder_service_pb2.Usage(
         prompt_tokens=record.prompt_tokens,
         cached_prompt_tokens=record.cached_prompt_tokens,
@@ -42,7 +42,7 @@ def usage(record: RequestUsage) -> decoder_service_pb2.Usage:
 
 
 def token_logprobs(positions: Sequence[TokenLogprobs]) -> list[decoder_service_pb2.TokenLogprobs]:
-    """One message per generated position."""
+    """Returns one message per generated token."""
     return [
         decoder_service_pb2.TokenLogprobs(
             top=[decoder_service_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in position.top]
@@ -52,7 +52,7 @@ def token_logprobs(positions: Sequence[TokenLogprobs]) -> list[decoder_service_p
 
 
 def delta(increment: TextIncrement, token_index: int) -> decoder_service_pb2.StreamDelta:
-    """One increment of choice 0; `token_index` is that of its first token."""
+    """Converts one increment of choice 0. `token_index` is the index of its first token in the answer."""
     return decoder_service_pb2.StreamDelta(
         text=increment.text,
         token_ids=increment.token_ids,
@@ -62,7 +62,7 @@ def delta(increment: TextIncrement, token_index: int) -> decoder_service_pb2.Str
 
 
 def placeholder_range(item: ImageItem) -> decoder_service_pb2.PlaceholderRange:
-    """Where an image's tokens are."""
+    """Returns the range of an image's tokens in the prompt, with the image's key."""
     key = common_pb2.ContentKey(
         digest=item.key.digest,
         algorithm=common_pb2.HASH_ALGORITHM_SHA256,
@@ -72,7 +72,7 @@ def placeholder_range(item: ImageItem) -> decoder_service_pb2.PlaceholderRange:
 
 
 def load(figures: EngineLoad) -> decoder_service_pb2.GetLoadResponse:
-    """Figures for routers."""
+    """Converts the engine's load for routers and autoscalers."""
     return decoder_service_pb2.GetLoadResponse(
         running_requests=figures.running_requests,
         waiting_requests=figures.waiting_requests,

@@ -8,12 +8,12 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from decoder_svc.engine.engine_interface import Engine, EngineCounters, EngineLoad
+from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from encoder_svc.metrics import EncoderMetrics
@@ -66,18 +66,6 @@ class _RecordingRegistry(CollectorRegistry):
         self.collectors.append(collector)
 
 
-class _EngineAtRest:
-    """As much of an engine as metrics ask for; a real one needs a model to have the same names."""
-
-    attention_backend = "none"
-
-    def load(self) -> EngineLoad:
-        return EngineLoad(0, 0, 0, 0.0, 0)
-
-    def counters(self) -> EngineCounters:
-        return EngineCounters(0, 0, 0)
-
-
 def service_metrics(service: Service) -> list[MetricRow]:
     """What one process of this service exports of its own; the Python client's `process_*` metrics come besides."""
     registry = _RecordingRegistry()
@@ -88,7 +76,7 @@ def service_metrics(service: Service) -> list[MetricRow]:
         EncoderMetrics(registry)
     else:
         FetchMetrics(registry)
-        DecoderMetrics(registry).watch(cast(Engine, _EngineAtRest()))
+        DecoderMetrics(registry).watch(lambda: EngineLoad(0, 0, 0, 0.0, 0), lambda: EngineCounters(0, 0, 0), "none")
     store = EmbeddingStore("unix:///nowhere", budget_s=0.1, ttl_s=1, max_entry_bytes=4096)
     try:
         registry.register(StoreCollector(store, service))

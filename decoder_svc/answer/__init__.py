@@ -1,1 +1,1 @@
-"""Turns tokens into text and text into an answer."""
+"""The answer of a request: the tokens that the engine generates, as text for the caller."""

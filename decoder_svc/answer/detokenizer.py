@@ -1,6 +1,6 @@
-"""Generated ids → text as it becomes final: never half a character, and nothing from a stop string on.
+"""Turns generated token ids into text as it becomes final: whole characters only, up to the first stop string.
 
-Pure text work for one choice of one request; knows neither the engine nor the wire.
+Works on the text of one choice of one request. Knows neither the engine nor the wire.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from dataclasses import dataclass
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 
 _REPLACEMENT = "\ufffd"
-# A character has at most 4 bytes, so the bytes of 4 further tokens settle any character that was begun before them.
+# A character has at most 4 bytes. So 4 further tokens complete, or rule out, any character begun before them.
 _SETTLING_TOKENS = 4
-# Pending tokens before the settled ones among them are let go, although the text still ends in U+FFFD.
+# Pending tokens above which the settled ones among them are given out, although the text still ends in U+FFFD.
 _MAX_PENDING_TOKENS = 12
 
 
 class IncrementalDecoder:
-    """Decodes ids one by one; the pieces joined are the text of all ids.
+    """Decodes token ids one by one. The pieces together are the text of all ids.
 
-    The one exception: with a byte-fallback vocabulary, ids that break off inside a character at the very end decode to
-    the characters before it plus U+FFFD here, while decoding at once turns the whole run of byte tokens into U+FFFD.
+    There is one exception, with byte-fallback vocabularies: when the last ids end in the middle of a character, this
+    class gives the characters before it plus U+FFFD, while decoding all ids at once turns the whole run of byte tokens
+    into U+FFFD.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_token_ids
-        # Ids of the piece given out last: decoders treat the first token of a text differently (its leading space).
+        # Ids of the piece given out last. They are decoded again before the pending ids, because decoders treat the
+        # first token of a text differently (its leading space).
         self._context: list[int] = []
         self._context_text = ""
-        # Ids whose text is not given out yet.
+        # Ids whose text has not been given out yet.
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that this id makes final, often "". Special tokens have none."""
+        """Adds an id and returns the text that is final now, often "". Special tokens have no text."""
         if token_id in self._special_ids:
             return ""
         self._pending.append(token_id)
@@ -44,13 +46,13 @@ class IncrementalDecoder:
         return self._give_out_settled(text) if len(self._pending) > _MAX_PENDING_TOKENS else ""
 
     def flush(self) -> str:
-        """The rest; what cannot become a character any more is U+FFFD."""
+        """Returns the remaining text. Bytes that are not a whole character become U+FFFD."""
         if not self._pending:
             return ""
         return self._give_out(len(self._pending), self._text_with(self._pending))
 
     def _give_out_settled(self, text: str) -> str:
-        """Splits the pending ids where their text can no longer change."""
+        """Gives out the pending ids whose text can no longer change."""
         for count in range(len(self._pending) - _SETTLING_TOKENS, 0, -1):
             settled = self._text_with(self._pending[:count])
             if text.startswith(settled):
@@ -58,7 +60,7 @@ class IncrementalDecoder:
         return ""
 
     def _give_out(self, count: int, text: str) -> str:
-        """Takes `count` pending ids; `text` is that of the context and these ids."""
+        """Removes `count` pending ids and returns their text. `text` is the text of the context and these ids."""
         new_text = text.removeprefix(self._context_text)
         if not text.startswith(self._context_text):
             new_text = self._tokenizer.decode(self._pending[:count], skip_special_tokens=True)
@@ -72,17 +74,18 @@ class IncrementalDecoder:
 
 @dataclass(frozen=True, slots=True)
 class FilteredText:
-    """What passed a stop filter."""
+    """Text that has passed a stop filter."""
 
     text: str
-    # Whether a stop string was met; nothing passes after it.
+    # Whether a stop string was found; nothing passes after it.
     is_stopped: bool
 
 
 class StopFilter:
-    """Lets text through up to the first stop string, and holds back what may be the beginning of one.
+    """Passes text on up to the first stop string, and holds back text that may be the beginning of one.
 
-    The first stop string is the one that is complete first, so the result does not depend on how the text is cut.
+    The first stop string is the one that is complete first, so the result does not depend on how the text is divided
+    into pieces.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -90,7 +93,7 @@ class StopFilter:
         self._held = ""
 
     def push(self, text: str) -> FilteredText:
-        """Adds text that follows the former."""
+        """Appends text and returns the part that passes."""
         if not self._stop_strings:
             return FilteredText(text, is_stopped=False)
         self._held += text
@@ -103,18 +106,18 @@ class StopFilter:
         return FilteredText(passed, is_stopped=False)
 
     def flush(self) -> str:
-        """What was held back, once nothing follows."""
+        """Returns the text that was held back. Call it when no more text follows."""
         held, self._held = self._held, ""
         return held
 
     def _first_stop(self) -> int | None:
-        """Where the stop string that is complete first begins."""
+        """Returns the beginning of the stop string that is complete first, or None."""
         found = [(self._held.find(stop), stop) for stop in self._stop_strings]
         ends = [(start + len(stop), start) for start, stop in found if start >= 0]
         return min(ends)[1] if ends else None
 
     def _num_held_back(self) -> int:
-        """Characters at the end that begin a stop string."""
+        """Returns how many characters at the end may be the beginning of a stop string."""
         longest = min(max(map(len, self._stop_strings)) - 1, len(self._held))
         for count in range(longest, 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stop_strings):

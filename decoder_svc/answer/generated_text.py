@@ -1,4 +1,4 @@
-"""Engine outputs of one request → text, ids and log probabilities for its caller. Knows neither engine nor wire."""
+"""Turns the engine's outputs of one request into text, ids and log probabilities. Knows neither engine nor wire."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, T
 
 @dataclass(frozen=True, slots=True)
 class TextIncrement:
-    """What one engine output adds to the answer."""
+    """The part that one engine output adds to the answer."""
 
-    # Final text; may be "" although there are tokens.
+    # Text that can no longer change; may be "" although there are tokens.
     text: str
-    # Ids up to the one that completed a stop string, if one did.
+    # All ids of the output, or those up to the one that completed a stop string.
     token_ids: tuple[int, ...]
-    # One per token where they were asked for.
+    # One per token if the request asks for them, else empty.
     logprobs: tuple[TokenLogprobs, ...]
     # Set in the last increment only.
     finish_reason: FinishReason | None
 
 
 class GeneratedText:
-    """The answer of one request while it grows."""
+    """The growing answer of one request."""
 
     def __init__(self, tokenizer: TextTokenizer, sampling: CheckedSampling) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
         self._filter = StopFilter(sampling.stop_strings)
         self._stop_token_ids = sampling.params.stop_token_ids
-        # Stop strings count for nothing before, as the end of sequence does.
+        # Stop strings before this many tokens are ignored, as the end of sequence is.
         self._min_tokens = sampling.params.min_tokens
-        # Tokens taken over so far, and how many of them had been guessed.
+        # Tokens of the answer so far, and how many of them were accepted draft tokens.
         self.num_tokens = 0
         self.num_accepted_drafts = 0
 
     def push(self, output: RequestOutput) -> TextIncrement:
-        """Takes over the next output; after an increment with a finish reason there is none."""
+        """Adds the next output and returns its increment. Nothing may follow an increment with a finish reason."""
         pieces: list[str] = []
         for index, token_id in enumerate(output.token_ids):
             is_last = output.finish_reason is not None and index + 1 == len(output.token_ids)

@@ -1,17 +1,16 @@
-"""One request in the engine, from submission to its answer. Whatever way it is left, the engine is rid of it."""
+"""One request in the engine, from its submission to the end of its answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from decoder_svc.answer.generated_text import GeneratedText, TextIncrement
-from decoder_svc.engine.engine_interface import Engine, OutputStream
-from decoder_svc.engine.output_stream import slices
-from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.engine.engine import Engine
+from decoder_svc.engine.output_stream import OutputStream, slices
 from decoder_svc.prompt.preparation import PreparedRequest
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.scheduling.request import CacheScope, RequestId
@@ -19,50 +18,50 @@ from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, R
 from lookonce import tracing
 from lookonce.errors import InternalError
 
-# Tokens whose text is made before the event loop looks elsewhere; a reader who was away may find thousands at once.
+# Tokens detokenized before the event loop gets a turn. A reader that was behind may find thousands of tokens at once.
 _TOKENS_AT_ONCE = 64
-# An answer takes its time from the engine to its reader, which callers wait for as for the rest; what takes longer is
-# the reader's own time.
+# Delivery from the engine to the reader is part of the time that callers wait, and counts as serving time up to this
+# bound. What exceeds it is the time of a slow reader.
 _LONGEST_READING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """What the engine is told beside prompt and parameters."""
+    """A request's scheduling options: everything the engine needs beside prompt and sampling parameters."""
 
     # Lower runs earlier.
     priority: int
-    # When the call came in, monotonic clock, seconds.
+    # Arrival of the call, monotonic clock, seconds.
     arrival_s: float
-    # When its answer is no longer wanted, monotonic clock, seconds; None: never.
+    # Deadline of the call, monotonic clock, seconds; None: no deadline.
     deadline_s: float | None
-    # With whom it shares what the prefix cache holds.
+    # The requests with which this one shares blocks of the prefix cache.
     cache_scope: CacheScope
 
 
-class Generation:
-    """A request that the engine has admitted."""
+class SubmittedRequest:
+    """A request that has been submitted to the engine, and its answer as text."""
 
     def __init__(self, stream: OutputStream, text: GeneratedText, arrival_s: float) -> None:
-        """`arrival_s` is before submission, monotonic clock; the time between counts as waiting."""
-        self._stream = stream
+        """`arrival_s` is when the call arrived, monotonic clock; preparation since then counts as time in the queue."""
+        self.stream = stream
         self._outputs = aiter(stream)
-        # Came in place of an admission: the request was ended while it waited.
+        # The only output of a request that was ended before its admission.
         self._early_end: RequestOutput | None = None
         self._text = text
         self._arrival_s = arrival_s
         self._prepared_s = time.monotonic() - arrival_s
-        # What the engine said last.
+        # The usage of the engine's latest output.
         self._latest = RequestUsage()
         # Set with the last increment.
         self.finish_reason: FinishReason | None = None
-        # Seconds from the first step that computed a token of it to the last increment, of which no more than a second
-        # may be the reader's; None: it was aborted.
+        # Seconds from the first step that computed a token of the request to its last increment, of which at most
+        # `_LONGEST_READING_S` are the reader's. None: it has not ended or was aborted.
         self.served_s: float | None = None
 
     @property
     def usage(self) -> RequestUsage:
-        """The engine's latest figures; tokens after a stop string do not count."""
+        """The engine's latest usage. Tokens after a stop string do not count."""
         usage = self._latest
         is_begun = usage.queue_time_s > 0
         has_token = self._text.num_tokens > 0
@@ -75,7 +74,7 @@ class Generation:
         )
 
     async def admission(self) -> RequestUsage:
-        """Waits until the scheduler has admitted the request, or it was ended before; returns prompt-side usage."""
+        """Waits until the scheduler has admitted the request or has ended it, and returns the prompt-side usage."""
         output = await self._next()
         self._latest = output.usage
         if output.finish_reason is not None:
@@ -83,7 +82,7 @@ class Generation:
         return self.usage
 
     async def increments(self) -> AsyncIterator[TextIncrement]:
-        """What is generated, as it comes. The last increment has the finish reason; a failure raises its error."""
+        """Yields the answer as it is generated. The last increment has the finish reason; a failure is raised."""
         while True:
             for number, output in enumerate(slices(self._early_end or await self._next(), _TOKENS_AT_ONCE)):
                 if number:
@@ -93,14 +92,14 @@ class Generation:
                 self.finish_reason = increment.finish_reason
                 if increment.finish_reason not in (None, FinishReason.ABORT):
                     now_s = time.monotonic()
-                    ended_s = min(now_s, (self._stream.ended_s or now_s) + _LONGEST_READING_S)
+                    ended_s = min(now_s, (self.stream.ended_s or now_s) + _LONGEST_READING_S)
                     self.served_s = ended_s - self._arrival_s - self.usage.queue_time_s
                 yield increment
                 if increment.finish_reason is not None:
                     return
 
     def record_spans(self) -> None:
-        """What became of it so far, as parts of the call's trace."""
+        """Adds the phases that the request has begun (queue, prefill, decode) to the call's trace."""
         now_s, usage = time.monotonic(), self.usage
         began_s = self._arrival_s + usage.queue_time_s if usage.queue_time_s > 0 else now_s
         first_token_s = self._arrival_s + usage.time_to_first_token_s if usage.time_to_first_token_s > 0 else now_s
@@ -131,13 +130,10 @@ async def generating(
     prepared: PreparedRequest,
     options: GenerationOptions,
     tokenizer: TextTokenizer,
-    metrics: DecoderMetrics,
-    when_ended: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Generation]:
-    """Submits a request; on leaving the block, for whatever reason, the engine frees what it still holds.
+) -> AsyncIterator[SubmittedRequest]:
+    """Submits a request, and aborts it in the engine when the block is left for any reason.
 
-    `when_ended` is called when the engine has given its last output, which may be long before it has been read.
-    Raises OverloadedError and ContextTooLongError.
+    Raises what `Engine.submit` raises.
     """
     stream = engine.submit(
         request_id,
@@ -147,12 +143,9 @@ async def generating(
         deadline_s=options.deadline_s,
         cache_scope=options.cache_scope,
     )
-    stream.when_ended(when_ended)
-    text = GeneratedText(tokenizer, prepared.sampling)
-    generation = Generation(stream, text, options.arrival_s)
+    submitted = SubmittedRequest(stream, GeneratedText(tokenizer, prepared.sampling), options.arrival_s)
     try:
-        yield generation
+        yield submitted
     finally:
-        engine.abort(request_id, generation.finish_reason or FinishReason.ABORT)
-        metrics.observe(generation.usage)
-        generation.record_spans()
+        engine.abort(request_id, submitted.finish_reason or FinishReason.ABORT)
+        submitted.record_spans()

@@ -1,1 +1,1 @@
-"""Runs scheduler and runner in the engine thread, and delivers outputs to the event loop."""
+"""The engine: one thread that runs steps, and the event-loop side that submits requests and delivers outputs."""

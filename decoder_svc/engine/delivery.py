@@ -1,8 +1,8 @@
-"""When readers of answers hear of them: at once of what begins or ends one, at a pace of what comes between.
+"""Paces the wake-ups of readers: the first and the last output of a request at once, the rest batched.
 
 A message costs the process and its caller about as much CPU time with one token as with ten, and the engine thread
-pays for it: they share an interpreter. So streams together are woken some hundred times a second, not once for each
-token. With few streams that is less than a step takes, and nothing is held back. Event loop only.
+shares the interpreter with that work. So all streams together are woken some hundred times a second, not once for each
+token. With few streams the pace is shorter than a step, and nothing is held back. Event loop only.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import contextvars
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TypeAlias
 
+from decoder_svc.engine.messages import Answer
 from decoder_svc.engine.output_stream import OutputStream
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.request_output import RequestOutput
 from lookonce.errors import LookonceError
 
-Answer: TypeAlias = RequestOutput | LookonceError
-
-# Between two wake-ups, for each stream that is to be woken. A message took 0.1 to 0.2 ms of CPU on both sides together
-# (2 × AMD EPYC, 2026-11-22), so this is 5 to 10 % of one CPU.
+# Time between two wake-ups, per stream to wake. A message took 0.1 to 0.2 ms of CPU on both sides together
+# (2 × AMD EPYC, 2026-11-22), so messages take 5 to 10 % of one CPU.
 _S_PER_STREAM = 0.002
-# Readers woken before the event loop looks at its sockets again.
+# Readers woken in one turn of the event loop, so that sockets and other tasks get their turns in between.
 _NUM_WOKEN_TOGETHER = 4
 
 
@@ -32,35 +29,36 @@ class Delivery:
     """The streams of all live requests."""
 
     def __init__(self, longest_hold_s: float) -> None:
-        """No token is held back longer than `longest_hold_s`; 0: none is."""
+        """No token is held back longer than `longest_hold_s` seconds; 0: every token is delivered at once."""
         self._longest_hold_s = longest_hold_s
         self._streams: dict[RequestId, OutputStream] = {}
-        # Have outputs that their readers were not told of.
+        # Streams with outputs whose readers have not been woken.
         self._held: dict[RequestId, OutputStream] = {}
+        # Streams released from `_held` that wait for their turn in `_wake_some`.
         self._to_wake: deque[OutputStream] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        # Monotonic clock.
+        # Time of the last release, monotonic clock.
         self._released_s = 0.0
 
     def __len__(self) -> int:
-        """Requests without a terminal answer."""
+        """Returns the number of requests without a terminal answer."""
         return len(self._streams)
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._streams
 
     def open(self, request_id: RequestId) -> OutputStream:
-        """The stream of a new request."""
+        """Returns the stream of a new request."""
         stream = self._streams[request_id] = OutputStream()
         return stream
 
     def context(self, request_id: RequestId) -> contextvars.Context:
-        """Of the call that the request answers; an empty one when it has ended."""
+        """Returns the context of the call that submitted the request, or an empty one when the request has ended."""
         stream = self._streams.get(request_id)
         return contextvars.Context() if stream is None else stream.context
 
     def deliver(self, answers: Iterable[tuple[RequestId, Answer]]) -> None:
-        """Takes what a step produced, in order. Answers to requests that have theirs are dropped."""
+        """Hands a step's answers, in order, to their streams. Answers to requests that have ended are dropped."""
         for request_id, answer in answers:
             stream = self._streams.get(request_id)
             if stream is None:
@@ -80,7 +78,7 @@ class Delivery:
         self._release_when_due()
 
     def close(self, error: LookonceError) -> None:
-        """Ends every stream that is left with the error."""
+        """Ends every open stream with the error."""
         if self._timer is not None:
             self._timer.cancel()
         for stream in self._streams.values():
@@ -108,7 +106,7 @@ class Delivery:
             self._wake_some()
 
     def _wake_some(self) -> None:
-        """A few at a time, so that nobody else on the event loop waits for all of them."""
+        """Wakes a few readers and schedules itself for the rest."""
         for _ in range(min(_NUM_WOKEN_TOGETHER, len(self._to_wake))):
             self._to_wake.popleft().wake()
         if self._to_wake:

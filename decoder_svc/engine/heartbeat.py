@@ -1,4 +1,4 @@
-"""Whether a thread that works in rounds still gets to the end of them. Knows nothing of what it does."""
+"""Detects a thread that hangs: one that works in rounds and does not finish the current round in time."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 
 
 class Heartbeat:
-    """Written by the thread itself, read by any."""
+    """The start of a thread's current round. The thread itself writes it, any thread may read it."""
 
     def __init__(self, longest_round_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """A round that takes longer than `longest_round_s` is taken to hang."""
+        """A round that takes longer than `longest_round_s` seconds counts as hanging."""
         self._longest_round_s = longest_round_s
         self._clock = clock
         self._round_began_s: float | None = None
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the thread rests, or began its round not too long ago."""
+        """Whether the thread waits for work, or its current round is not too long yet."""
         began_s = self._round_began_s
         return began_s is None or self._clock() - began_s <= self._longest_round_s
 
     def begin_round(self) -> None:
-        """What came before is done."""
+        """Ends the current round, if there is one, and begins the next."""
         self._round_began_s = self._clock()
 
     def rest(self) -> None:
-        """The thread waits for work, as long as it takes."""
+        """Notes that the thread waits for work, which may take any time."""
         self._round_began_s = None

@@ -1,4 +1,4 @@
-"""What one request produces, on its way from the engine thread to the coroutine that answers the caller."""
+"""The outputs of one request, between the engine and the coroutine that answers the caller."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from decoder_svc.scheduling.request_output import RequestOutput
 from lookonce.errors import LookonceError
@@ -15,9 +15,9 @@ from lookonce.errors import LookonceError
 class OutputStream:
     """An async iterator of RequestOutput. All methods belong to the event loop.
 
-    The first output is the admission, the last one has a finish reason; a failure raises its error instead. A reader
-    that is behind, or was not told of what came, finds the steps between coalesced, so the backlog never grows beyond
-    two outputs.
+    The first output is the admission: no tokens, prompt-side usage. The last one has a finish reason; a request that
+    fails raises its LookonceError instead. Outputs that a reader has not read yet are merged, so that the backlog never
+    grows beyond two outputs.
     """
 
     def __init__(self) -> None:
@@ -27,8 +27,8 @@ class OutputStream:
         self._has_tokens = False
         self._changed = asyncio.Event()
         self._ended_s: float | None = None
-        self._on_end: Callable[[], None] | None = None
-        # That of the call which made this stream: whoever works for the request elsewhere says its id in logs.
+        # The context of the submitting call. Work for the request in other tasks runs in it, so that logs and spans
+        # carry the call's id.
         self.context = contextvars.copy_context()
 
     @property
@@ -38,20 +38,16 @@ class OutputStream:
 
     @property
     def ended_s(self) -> float | None:
-        """When the terminal answer was given, monotonic clock, seconds; its reader may come to it much later."""
+        """Time of the terminal answer, monotonic clock, seconds; None before. Its reader may get to it much later."""
         return self._ended_s
-
-    def when_ended(self, action: Callable[[], None]) -> None:
-        """Calls `action` once, when the terminal answer is given."""
-        self._on_end = action
 
     @property
     def has_tokens(self) -> bool:
-        """Whether an output with tokens has come."""
+        """Whether an output with tokens has been pushed."""
         return self._has_tokens
 
     def push(self, output: RequestOutput) -> None:
-        """Appends an output; after the terminal one it is ignored. A reader who waits hears of it by `wake`."""
+        """Appends an output, without waking the reader; ignored after the terminal answer."""
         if self._is_closed:
             return
         self._has_tokens = self._has_tokens or bool(output.token_ids)
@@ -63,11 +59,11 @@ class OutputStream:
             self._close()
 
     def wake(self) -> None:
-        """Tells the reader to look."""
+        """Wakes the reader, who then finds the outputs that were pushed."""
         self._changed.set()
 
     def fail(self, error: LookonceError) -> None:
-        """Ends the stream with an error; after a terminal answer it is ignored."""
+        """Ends the stream with an error and wakes the reader; ignored after the terminal answer."""
         if not self._is_closed:
             self._error = error
             self._close()
@@ -76,8 +72,6 @@ class OutputStream:
     def _close(self) -> None:
         self._is_closed = True
         self._ended_s = time.monotonic()
-        if self._on_end is not None:
-            self._on_end()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -94,7 +88,7 @@ class OutputStream:
 
 
 def slices(output: RequestOutput, num_tokens: int) -> Iterator[RequestOutput]:
-    """The same in outputs of at most so many tokens; the last one has the finish reason."""
+    """Cuts an output into outputs of at most `num_tokens` tokens; the last one has the finish reason."""
     if len(output.token_ids) <= num_tokens:
         yield output
         return
@@ -120,5 +114,5 @@ def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 
 def _flags(output: RequestOutput) -> tuple[bool, ...]:
-    """One per token."""
+    """Returns one flag per token."""
     return output.was_draft or (False,) * len(output.token_ids)

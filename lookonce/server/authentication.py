@@ -1,6 +1,6 @@
 """Bearer token → identity: tokens from a file, or JSON Web Tokens (RFC 7519) under keys from a file.
 
-Nothing is fetched from anywhere: who may come is decided by two files, which are read again when they change.
+Two files decide who is accepted. They are read again when they change; nothing is fetched over a network.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from jwt import PyJWK
 
 _NAME = re.compile(r"[A-Za-z0-9._@:/-]{1,128}")
-# Only signatures of key pairs: a service that checks tokens cannot make any.
+# Signatures of key pairs only, so that a service that checks tokens cannot make any.
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA")
-# Clocks differ.
+# Tolerance for clocks that differ, seconds.
 _LEEWAY_S = 30
 _REQUIRED_CLAIMS = ("exp", "sub")
 
@@ -34,15 +34,15 @@ class Authenticator(Protocol):
     """Decides who a caller is."""
 
     def identify(self, token: str | None) -> Identity:
-        """Of a bearer token; None where none was sent. Raises UnauthenticatedError."""
+        """Returns the caller of a bearer token (None: no token was sent). Raises UnauthenticatedError."""
         ...
 
 
 class Unguarded:
-    """Everybody may do everything."""
+    """Accepts every call without a token."""
 
     def identify(self, token: str | None) -> Identity:
-        """Whatever the token."""
+        """Returns the identity that may do everything, whatever the token is."""
         return ANYBODY
 
 
@@ -56,13 +56,13 @@ class KnownToken:
 
 
 class TokenFile:
-    """Tokens that a file knows by their digests, so that whoever reads the file has none of them."""
+    """Tokens of a file. The file holds their digests only, so that reading it gives nobody a token."""
 
     def __init__(self, tokens: WatchedFiles[Sequence[KnownToken]]) -> None:
         self._tokens = tokens
 
     def identify(self, token: str | None) -> Identity:
-        """Compares with every entry, in the same time whichever fits."""
+        """Returns the matching entry's identity. Compares all, so that the time does not tell which one matched."""
         digest = hashlib.sha256((token or "").encode()).digest()
         found = None
         for known in self._tokens.value:
@@ -81,7 +81,10 @@ class JsonWebTokens:
         self._issuer, self._audience, self._tenant_claim = issuer, audience, tenant_claim
 
     def identify(self, token: str | None) -> Identity:
-        """Raises UnauthenticatedError also for a token without a tenant, or for another audience."""
+        """Returns the identity that the token's claims state.
+
+        Raises UnauthenticatedError, also for a token without a tenant or for another audience.
+        """
         import jwt
 
         if token is None:
@@ -104,18 +107,19 @@ class JsonWebTokens:
                 raise _refused(token)
             return Identity(_text(claims, "sub", _NAME), tenant, CallerRole(claims.get("lookonce_role", "client")))
         except (jwt.PyJWTError, ValueError, OverflowError, RecursionError):
-            # The library's texts quote the token. Numbers beyond all bounds and JSON that is nested without end, too.
+            # The library's message is dropped because it quotes the token. Huge numbers raise OverflowError, and deeply
+            # nested JSON raises RecursionError.
             raise _refused(token) from None
 
 
 class EitherOf:
-    """Whoever knows the token."""
+    """Several authenticators, of which one must accept the token."""
 
     def __init__(self, authenticators: Sequence[Authenticator]) -> None:
         self._authenticators = tuple(authenticators)
 
     def identify(self, token: str | None) -> Identity:
-        """Of the first that knows it."""
+        """Returns the answer of the first authenticator that accepts the token."""
         for authenticator in self._authenticators:
             try:
                 return authenticator.identify(token)
@@ -125,7 +129,7 @@ class EitherOf:
 
 
 def load_authenticator(settings: ServiceSettings) -> Authenticator:
-    """What the settings ask for. Raises ConfigurationError for files that cannot be used."""
+    """Returns the authenticator that the settings name. Raises ConfigurationError for files that cannot be used."""
     found: list[Authenticator] = []
     if settings.auth_tokens_file is not None:
         found.append(TokenFile(WatchedFiles("auth_tokens_file", (settings.auth_tokens_file,), parse_tokens)))
@@ -140,7 +144,7 @@ def load_authenticator(settings: ServiceSettings) -> Authenticator:
 
 
 def parse_token(content: bytes) -> str:
-    """The one token of a file that a client has. Raises ValueError."""
+    """Parses a client's token file, which holds one token. Raises ValueError."""
     token = content.decode().strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError("must hold one token and nothing else")
@@ -148,20 +152,21 @@ def parse_token(content: bytes) -> str:
 
 
 def parse_tokens(content: bytes) -> Sequence[KnownToken]:
-    """TOML: `[[tokens]]` with `name`, `sha256` (64 hex characters), `tenant`, and `role` (client by default).
+    """Parses a token file: TOML with `[[tokens]]` of `name`, `sha256` (64 hex characters), `tenant`, `role` (client).
 
-    Raises ValueError with what is wrong; it never says a token.
+    Raises ValueError with a message that never contains a token.
     """
     document = tomllib.loads(content.decode())
     if set(document) != {"tokens"} or not isinstance(document["tokens"], list):
-        raise ValueError("has something else than [[tokens]]")
+        raise ValueError("must hold [[tokens]] and nothing else")
     return [_known_token(index, entry) for index, entry in enumerate(document["tokens"])]
 
 
 def parse_keys(content: bytes) -> Mapping[str, PyJWK]:
-    """JWKS → key by id, each for one algorithm: its `alg`, else RS256 for RSA and what fits the curve of others.
+    """Parses a JSON Web Key Set into keys by id.
 
-    Raises ValueError, also for keys without an id and for secrets shared by both sides.
+    Each key is for one algorithm: its `alg`, else RS256 for RSA keys and the algorithm of the curve for others. Raises
+    ValueError, also for keys without an id and for symmetric keys.
     """
     import jwt
 
@@ -172,7 +177,7 @@ def parse_keys(content: bytes) -> Mapping[str, PyJWK]:
     keys: dict[str, PyJWK] = {}
     for key in key_set.keys:
         if not key.key_id or key.algorithm_name not in _ALGORITHMS:
-            raise ValueError(f"has a key without a kid, or one for another algorithm than {', '.join(_ALGORITHMS)}")
+            raise ValueError(f"has a key without a kid, or with an algorithm other than {', '.join(_ALGORITHMS)}")
         keys[key.key_id] = key
     return keys
 
@@ -180,7 +185,7 @@ def parse_keys(content: bytes) -> Mapping[str, PyJWK]:
 def _known_token(index: int, entry: Any) -> KnownToken:
     where = f"tokens[{index}]"
     if not isinstance(entry, dict) or not set(entry) <= {"name", "sha256", "tenant", "role"}:
-        raise ValueError(f"{where} has something else than name, sha256, tenant and role")
+        raise ValueError(f"{where} must have name, sha256, tenant and role, and nothing else")
     try:
         digest = bytes.fromhex(str(entry.get("sha256", "")))
         role = CallerRole(entry.get("role", "client"))

@@ -1,4 +1,4 @@
-"""Who may make which call: identity by token, role, tenant, quota. One gate for each server address."""
+"""Authenticates and authorizes calls: identity by token, role, tenant, quota. One gate for each server address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _audit: structlog.stdlib.BoundLogger = structlog.get_logger("lookonce.audit")
 
 
 class CallGate:
-    """Every call passes here before anything else of it is looked at."""
+    """The first check of every call, before its message is parsed."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class CallGate:
         open_services: frozenset[str],
         role: CallerRole | None = None,
     ) -> None:
-        """`open_services` (health) ask for nothing. `role`: of the callers that are let in; None: of any."""
+        """Calls of `open_services` (health) need no token. Callers must have `role`; None: any role."""
         self._authenticator = authenticator
         self._quotas = quotas
         self._open_services = open_services
@@ -38,9 +38,9 @@ class CallGate:
 
     @contextmanager
     def passed(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[None]:
-        """The call of `method` ("/package.Service/Method"), with its caller as the current identity.
+        """Admits a call of `method` ("/package.Service/Method") and makes its caller the current identity in the block.
 
-        Raises UnauthenticatedError, PermissionDeniedError, InvalidParameterError for a tenant that cannot be, and
+        Raises UnauthenticatedError, PermissionDeniedError, InvalidParameterError for a malformed tenant name, and
         OverloadedError beyond the tenant's quota.
         """
         if method.strip("/").partition("/")[0] in self._open_services:
@@ -69,7 +69,7 @@ class CallGate:
 
 
 def _token(authorization: str | None) -> str | None:
-    """Of the header, whose scheme may be written in any case; None where there is none."""
+    """Returns the token of an authorization header, or None. The scheme is not case-sensitive."""
     if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
         return None
     return authorization[len(_SCHEME) :].strip()

@@ -1,4 +1,4 @@
-"""TLS of a server, whose certificate changes while connections go on."""
+"""TLS credentials of a server. New certificate files take effect without a restart."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lookonce.watched_files import WatchedFiles
 
 
 def server_credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
-    """Of the settings' certificate; None for plaintext. With `tls_client_ca` clients must show one, too.
+    """Returns credentials from the settings' files, or None for plaintext.
 
-    New connections get what the files say then, those that exist go on. Raises ConfigurationError for unusable files.
+    With `tls_client_ca`, clients must show a certificate. Each new connection uses the current content of the files;
+    existing connections continue. Raises ConfigurationError for unusable files.
     """
     if settings.tls_cert is None or settings.tls_key is None:
         return None
@@ -32,14 +33,18 @@ def server_credentials(settings: ServiceSettings) -> grpc.ServerCredentials | No
 
 
 def _current(files: WatchedFiles[grpc.ServerCertificateConfiguration]) -> grpc.ServerCertificateConfiguration:
-    """Asked by gRPC at each handshake, on a thread of its own."""
+    """Returns the current certificates. gRPC calls it at each handshake, on a thread of its own."""
     return files.value
 
 
 def _configuration(
     key: bytes, certificates: bytes, authorities: bytes | None = None
 ) -> grpc.ServerCertificateConfiguration:
-    """Raises ValueError for what is no PEM, and for a key of another certificate: half a rotation."""
+    """Parses PEM files.
+
+    Raises ValueError for malformed ones, and for a key that does not belong to the certificate, as in the middle of a
+    rotation.
+    """
     own = x509.load_pem_x509_certificates(certificates)[0]
     if authorities is not None:
         x509.load_pem_x509_certificates(authorities)

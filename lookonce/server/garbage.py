@@ -1,4 +1,4 @@
-"""Memory while a process starts: what it keeps for its life, and what it gives back. Knows no service."""
+"""Garbage collection and memory while a process starts. Knows no service."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def long_lived_objects() -> Iterator[None]:
-    """What is made inside is taken for good: the collector rests meanwhile, and never looks at it again.
+    """Pauses the garbage collector in the block, and excludes all objects made there from later collections.
 
-    Importing torch and transformers makes a million objects, through which the collector goes again and again: a fifth
-    of the imports' time (0.9 of 4.7 s of CPU time, AMD EPYC, 2026-11-22), and later a pause in the middle of answers.
-    An exception leaves everything as it was.
+    Importing torch and transformers makes a million objects. Collecting among them took a fifth of the imports' time
+    (0.9 of 4.7 s of CPU time, AMD EPYC, 2026-11-22), and would later pause the process in the middle of answers. After
+    an exception nothing is excluded.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -28,11 +28,11 @@ def long_lived_objects() -> Iterator[None]:
 
 
 def settle() -> None:
-    """For a process that has loaded everything: lets go of what loading needed, and keeps the rest for good.
+    """Frees the memory that loading needed, and excludes all remaining objects from later collections.
 
-    What was freed goes back to the system, where the C library is glibc, which by itself keeps most of it: a decoder of
-    small-llava then holds 110 MB less. And the collector never looks at what is left: while it did, 64 streams of the
-    demo model got a tenth fewer tokens per second (both 2 × AMD EPYC, 2026-11-22).
+    Call it once everything is loaded. glibc keeps most of the freed memory unless it is asked to return it to the
+    system: a decoder of small-llava then holds 110 MB less. Without the exclusion, 64 streams of the demo model got a
+    tenth fewer tokens per second (both 2 × AMD EPYC, 2026-11-22).
     """
     gc.collect()
     if sys.platform == "linux":

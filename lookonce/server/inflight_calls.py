@@ -1,4 +1,4 @@
-"""Which calls a server is working on, so that a drain can wait for them and end the rest. Event-loop only, no locks."""
+"""The calls in flight. A drain waits for them, and ends those that take too long. Event loop only, no locks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _DRAINING = "the server is shutting down; retry on another replica"
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call that runs in its own task."""
+    """A call, which runs in its own task."""
 
     task: asyncio.Task[object]
-    # Health watchers and reflection never end by themselves, so a drain does not wait for them.
+    # False for health watches and reflection: they end only with their clients, so a drain does not wait for them.
     delays_drain: bool
-    # Set when the drain, not the client, cancelled the task.
+    # Whether the drain, not the client, cancelled the task.
     expelled: bool = field(default=False)
 
 
 class InflightCalls:
-    """Admits calls until a drain begins; then waits for the admitted ones."""
+    """Admits calls until a drain begins, then waits for the admitted ones."""
 
     def __init__(self) -> None:
         self._calls: set[Call] = set()
@@ -34,7 +34,7 @@ class InflightCalls:
 
     @property
     def num_delaying(self) -> int:
-        """Calls that a drain would wait for."""
+        """The number of calls that a drain would wait for."""
         return sum(call.delays_drain for call in self._calls)
 
     @contextmanager
@@ -61,11 +61,11 @@ class InflightCalls:
                 self._none_delays.set()
 
     def refuse_new(self) -> None:
-        """From now on every new call gets UnavailableError."""
+        """Refuses every new call with UnavailableError from now on."""
         self._refusing = True
 
     async def finished(self, timeout_s: float) -> bool:
-        """Waits until no call delays the drain; False when the time is over first."""
+        """Waits until no call delays the drain. Returns False when `timeout_s` seconds are over first."""
         try:
             await asyncio.wait_for(self._none_delays.wait(), timeout_s)
         except TimeoutError:
@@ -73,7 +73,7 @@ class InflightCalls:
         return True
 
     def expel_all(self) -> int:
-        """Ends every call that is left with UnavailableError; returns how many of them delayed the drain."""
+        """Cancels the remaining calls, which end with UnavailableError. Returns how many of them delayed the drain."""
         for call in self._calls:
             call.expelled = True
             call.task.cancel()

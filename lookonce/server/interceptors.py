@@ -1,8 +1,8 @@
 """The one border between handlers and the wire, for all four kinds of RPC.
 
-Every call runs inside `_CallBorder.cross`: it gets a request id, passes the gate (call_gate.py), is admitted or
-refused, turns exceptions into statuses, and leaves one access line, one span and two metrics. Requests are parsed and
-responses serialised inside of it too, so that no text of a library ever reaches a client.
+Every call runs inside `_CallBorder.cross`. There it gets a request id, passes the gate (call_gate.py) and is admitted
+or refused. Its exceptions become statuses, and it leaves one access line, one span and two metrics. Requests are parsed
+and responses serialised there too, so that no library's error text reaches a client.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_t
 
 REQUEST_ID_KEY = "x-request-id"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
-# A status travels in HTTP/2 headers, which peers cut off at 8 KiB; a character may take 12 bytes there.
+# A status travels in HTTP/2 headers, which peers limit to 8 KiB. One character may take 12 bytes there.
 _MAX_MESSAGE_CHARS = 400
 _MAX_STATUS_BYTES = 3072
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-# Any service's methods pass here: the types of their messages are the generated stubs' business.
+# Untyped messages: methods of all services pass here.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 ResultT = TypeVar("ResultT")
 
 
 class CallMetrics:
-    """Count and duration of calls by method. Labels are bounded: unknown methods never get here."""
+    """Count and duration of calls by method. Labels are bounded: unknown methods do not get here."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -62,7 +62,10 @@ class CallMetrics:
 
 
 class BorderInterceptor(grpc.aio.ServerInterceptor):
-    """The outermost interceptor. `quiet_services` (health, reflection) neither delay a drain nor log at info level."""
+    """The outermost interceptor.
+
+    Calls of `quiet_services` (health, reflection) do not delay a drain and log at debug level.
+    """
 
     def __init__(
         self, calls: InflightCalls, gate: CallGate, metrics: CallMetrics, quiet_services: frozenset[str]
@@ -77,7 +80,7 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Wraps the method's handler; an unknown method stays gRPC's own UNIMPLEMENTED."""
+        """Wraps the method's handler. gRPC itself answers unknown methods with UNIMPLEMENTED."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -88,13 +91,13 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(slots=True)
 class _Outcome:
-    """How a call ended, for the access line."""
+    """The result of a call for the access line."""
 
     code: grpc.StatusCode
 
 
 class _CallBorder:
-    """Border of one call."""
+    """The border as one call crosses it: gate, errors, access line, span, metrics."""
 
     def __init__(self, method: str, is_quiet: bool, calls: InflightCalls, gate: CallGate, metrics: CallMetrics) -> None:
         self._method = method
@@ -104,7 +107,7 @@ class _CallBorder:
         self._metrics = metrics
 
     async def cross(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Everything a handler does happens in `handle`. Raises only what gRPC expects: AbortError or cancellation."""
+        """Runs `handle`, all of a handler's work. Raises only AbortError or CancelledError, as gRPC expects."""
         request_id = accept_request_id(_offered_request_id(context))
         bind_request_id(request_id)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
@@ -130,7 +133,7 @@ class _CallBorder:
             return result
 
     def _span(self, context: Context, request_id: str) -> tracing.SpanBlock:
-        """None for health and reflection: a watch of health lasts as long as its client."""
+        """Returns the call's span; none for health and reflection, where a watch lasts as long as its client."""
         if self._is_quiet:
             return tracing.NO_SPAN
         return tracing.serving(self._method, context.invocation_metadata() or (), request_id)
@@ -151,7 +154,7 @@ class _CallBorder:
 
 
 def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
-    """The same method behind the border. A unary request arrives as bytes, so that it is parsed behind it, too."""
+    """Returns the method's handler behind the border. A unary request is passed on as bytes and parsed behind it."""
     parse, serialize = _parser(handler), handler.response_serializer
     behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
@@ -163,8 +166,8 @@ def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
 
         return await border.cross(context, handle)
 
-    # A coroutine that writes, not a generator: when the call is cancelled it closes the handler's generator at once,
-    # while gRPC would leave that to the garbage collector.
+    # A coroutine that writes, not a generator: it closes the handler's generator as soon as the call is cancelled. gRPC
+    # would leave that to the garbage collector.
     async def answer_many(request: Any, context: Context) -> None:
         async def handle() -> None:
             received = request if handler.request_streaming else parse(request)
@@ -184,7 +187,8 @@ def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
 async def _write_all(responses: Any, context: Context) -> None:
     """Runs a streaming handler: an async generator of responses, or a coroutine that writes by itself.
 
-    Raises asyncio.CancelledError for a caller who has gone, which a write learns before the task does.
+    Raises asyncio.CancelledError when the client has disconnected: a write may notice that before gRPC cancels the
+    task.
     """
     try:
         if inspect.isawaitable(responses):
@@ -194,7 +198,7 @@ async def _write_all(responses: Any, context: Context) -> None:
             async for response in responses:
                 await context.write(response)
     except grpc.aio.InternalError:
-        raise asyncio.CancelledError("who waited for the message has gone") from None
+        raise asyncio.CancelledError("the client has disconnected") from None
 
 
 def _parser(handler: Handler) -> Callable[[bytes], Any]:
@@ -217,19 +221,19 @@ def _offered_request_id(context: Any) -> str | None:
 
 
 def _code_so_far(context: Any, default: grpc.StatusCode) -> grpc.StatusCode:
-    """What the handler set by itself; gRPC says None when it set nothing."""
+    """Returns the code that the handler set, or `default` when it set none."""
     code: grpc.StatusCode | None = context.code()
     return default if code is None else code
 
 
 def _cancellation_code(context: Any) -> grpc.StatusCode:
-    """A passed deadline and a client that went away both cancel the task."""
+    """Returns the code of a cancelled call: its task is cancelled on a passed deadline and on a disconnect."""
     remaining_s: float | None = context.time_remaining()
     return grpc.StatusCode.DEADLINE_EXCEEDED if remaining_s == 0 else grpc.StatusCode.CANCELLED
 
 
 def _status_of(error: Exception) -> status_pb2.Status:
-    """The status from the table; what has no line there is a fault of ours and says nothing but an id."""
+    """Returns the status from the table of errors. For any other error, a fault of ours, it holds an opaque id only."""
     if not isinstance(error, errors.LookonceError):
         return _opaque_status(error)
     is_fault = status_codes.status_row(error).exception is errors.InternalError
@@ -241,7 +245,7 @@ def _status_of(error: Exception) -> status_pb2.Status:
 
 
 def _shortened(status: status_pb2.Status) -> status_pb2.Status:
-    """The same status, small enough for the headers; ErrorInfo, the first detail, always stays."""
+    """Cuts a status to a size that fits the headers. ErrorInfo, the first detail, always stays."""
     if len(status.message) > _MAX_MESSAGE_CHARS:
         status.message = status.message[: _MAX_MESSAGE_CHARS - 1] + "…"
     if status.ByteSize() > _MAX_STATUS_BYTES:
@@ -250,7 +254,7 @@ def _shortened(status: status_pb2.Status) -> status_pb2.Status:
 
 
 def _opaque_status(error: Exception) -> status_pb2.Status:
-    """INTERNAL with an id under which the log holds the traceback."""
+    """Logs the traceback under a new id, and returns INTERNAL with that id."""
     fault_id = uuid.uuid4().hex
     _log.error("unexpected error in a call", fault_id=fault_id, exc_info=error)
     return status_codes.to_status(errors.InternalError(f"internal error {fault_id}"))

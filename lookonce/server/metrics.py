@@ -1,4 +1,4 @@
-"""What the server shell tells Prometheus of itself: whether it serves, and how long it has been draining."""
+"""Metrics of the server shell: whether it serves, and how long it has been draining."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class ServingMetrics:
     def __init__(
         self, registry: CollectorRegistry, drain_limit_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`drain_limit_s`: how long a drain may take, from its begin to the end of the last call."""
+        """`drain_limit_s` is the longest time from the beginning of a drain to the end of its last call, seconds."""
         self._clock = clock
         self._serving = Gauge(
-            "lookonce_serving", "1 while health says SERVING of the service, 0 otherwise.", registry=registry
+            "lookonce_serving", "1 while the health of the service is SERVING, 0 otherwise.", registry=registry
         )
         self._drain_started_s: float | None = None
         drain = Gauge("lookonce_drain_seconds", "Time since the drain began, 0 before.", registry=registry)
@@ -36,10 +36,10 @@ class ServingMetrics:
         return 0.0 if started_s is None else self._clock() - started_s
 
     def report(self, *, is_serving: bool) -> None:
-        """Health says so from now on."""
+        """Notes what health says from now on: SERVING or NOT_SERVING."""
         self._serving.set(is_serving)
 
     def begin_drain(self) -> None:
-        """Health says NOT_SERVING, for good."""
+        """Notes the beginning of the drain, from which on health says NOT_SERVING."""
         self._drain_started_s = self._clock()
         self._serving.set(False)

@@ -1,8 +1,8 @@
-"""How much each tenant may ask for: calls at a time, calls, image bytes and tokens per second. Event loop only.
+"""Quotas per tenant: calls in flight, and calls, image bytes and tokens per second. Event loop only.
 
-Rates are token buckets that may go into debt: a call is admitted while its tenant's bucket holds anything and pays what
-it really took once that is known, so nobody has to guess the length of an answer, and no single image is too large for
-a bucket. In the mean a tenant gets its rate.
+Rates are token buckets that may go into debt. A call is admitted while its tenant's bucket is not empty, and is charged
+the real amount once that is known. So nobody has to guess the length of an answer, no image is too large for a bucket,
+and on average a tenant gets its rate.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lookonce.identity import CallerRole, Identity
 from lookonce.server.settings import ServiceSettings
 from lookonce.watched_files import Current, WatchedFiles
 
-# A bucket holds so many seconds of its rate.
+# Capacity of a bucket, in seconds of its rate.
 _BURST_S = 2.0
-# Callers at their limit of calls are told to come again after this time.
+# Advised delay for callers at their limit of calls in flight, seconds.
 _RETRY_S = 0.5
-# Idle tenants beyond so many are forgotten: their buckets are full.
+# Tenants to keep in memory. Beyond that, idle ones are forgotten, which loses nothing: their buckets are full.
 _MAX_TENANTS = 4096
 
 
 class Resource(enum.Enum):
-    """What is counted."""
+    """A rate that a quota limits. The value is its name in quota files."""
 
     REQUESTS = "requests_per_s"
     IMAGE_BYTES = "image_bytes_per_s"
@@ -38,7 +38,7 @@ class Resource(enum.Enum):
 
 
 class Quota(BaseModel):
-    """Of one tenant; absent: no limit."""
+    """The limits of one tenant. An absent value means no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,13 +48,13 @@ class Quota(BaseModel):
     tokens_per_s: float | None = Field(None, gt=0)
 
     def rate(self, resource: Resource) -> float | None:
-        """Per second."""
+        """Returns the allowed amount per second, or None for no limit."""
         rate: float | None = getattr(self, resource.value)
         return rate
 
 
 class QuotaTable(BaseModel):
-    """A quota file: one for each tenant named, one for all others."""
+    """A parsed quota file: a quota for each named tenant, and a default quota for each other tenant."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,7 +63,7 @@ class QuotaTable(BaseModel):
 
 
 def parse_quotas(content: bytes) -> QuotaTable:
-    """TOML with `[default]` and `[tenants.NAME]`. Raises ValueError."""
+    """Parses a quota file: TOML with `[default]` and `[tenants.NAME]`. Raises ValueError."""
     try:
         return QuotaTable.model_validate(tomllib.loads(content.decode()))
     except ValidationError as error:
@@ -72,17 +72,17 @@ def parse_quotas(content: bytes) -> QuotaTable:
 
 
 def load_quotas(settings: ServiceSettings, registry: CollectorRegistry) -> Quotas:
-    """What the settings ask for. Raises ConfigurationError for a file that cannot be used."""
+    """Returns the quotas of the settings' file. Raises ConfigurationError for a file that cannot be used."""
     path = settings.quotas_file
     return Quotas(None if path is None else WatchedFiles("quotas_file", (path,), parse_quotas), registry)
 
 
 class _Usage:
-    """What one tenant has taken."""
+    """The current use of one tenant."""
 
     def __init__(self, now_s: float) -> None:
         self.num_in_flight = 0
-        # Seconds of its rate that each bucket holds; negative: debt.
+        # Level of each bucket in seconds of its rate; negative: debt.
         self.levels_s = dict.fromkeys(Resource, _BURST_S)
         self._filled_s = now_s
 
@@ -97,7 +97,7 @@ class _Usage:
 
 
 class Quotas:
-    """All tenants of one process: with several replicas each counts for itself."""
+    """The quotas of all tenants in one process. Replicas do not share their counts."""
 
     def __init__(
         self,
@@ -105,20 +105,23 @@ class Quotas:
         registry: CollectorRegistry,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`table` None: nobody has a limit."""
+        """With `table` None there are no limits."""
         self._table = table
         self._clock = clock
         self._usages: dict[str, _Usage] = {}
         self._refused = Counter(
             "lookonce_quota_refusals",
-            "Calls refused since their tenant had used up its quota, by the limit.",
+            "Calls refused because their tenant had used up its quota, by limit.",
             labelnames=("limit",),
             registry=registry,
         )
 
     @contextmanager
     def admitted(self, identity: Identity) -> Iterator[None]:
-        """One call. Raises OverloadedError, with the time after which to come again, when a quota is used up."""
+        """Counts a call for the duration of the block.
+
+        Raises OverloadedError, with the time after which to retry, when one of the tenant's quotas is used up.
+        """
         if self._table is None or identity.role is not CallerRole.CLIENT:
             yield
             return
@@ -135,12 +138,12 @@ class Quotas:
             usage.num_in_flight -= 1
 
     def check(self, identity: Identity, resource: Resource) -> None:
-        """For what comes while a call goes on, as the items of a stream do. Raises OverloadedError as `admitted`."""
+        """Checks one quota during a call, for example before each item of a stream. Raises OverloadedError."""
         if self._table is not None and identity.role is CallerRole.CLIENT:
             self._check(*self._state(identity.tenant), resource)
 
     def charge(self, identity: Identity, resource: Resource, amount: float) -> None:
-        """What a call took, once that is known; it may leave a debt."""
+        """Takes the amount that a call really used from the tenant's bucket, which may go into debt."""
         if self._table is None or identity.role is not CallerRole.CLIENT:
             return
         quota, usage = self._state(identity.tenant)
@@ -154,7 +157,7 @@ class Quotas:
             raise self._refusal(resource.value, f"{resource.value} is used up", -level_s)
 
     def _state(self, tenant: str) -> tuple[Quota, _Usage]:
-        assert self._table is not None, "asked only where there are quotas"
+        assert self._table is not None, "callers check that there are quotas"
         table, now_s = self._table.value, self._clock()
         usage = self._usages.get(tenant)
         if usage is None:

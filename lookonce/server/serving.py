@@ -1,11 +1,11 @@
 """The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
 
-SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, at most
-`drain_timeout_s` → what is left gets UNAVAILABLE → exit 0. A second signal kills the process, as one while the model is
-being loaded does.
+SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, for at most
+`drain_timeout_s` → the rest get UNAVAILABLE → exit 0. A second signal kills the process, and so does the first one
+while the model is being loaded.
 
-A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → what is in flight gets its
-answer within two seconds → exit 1, so that whoever started the process starts another.
+A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → calls in flight get their
+answers within two seconds → exit 1, so that the supervisor starts a new process.
 """
 
 from __future__ import annotations
@@ -40,15 +40,20 @@ from lookonce.server.quotas import Quotas
 from lookonce.server.settings import ServiceSettings, exit_with
 from lookonce.server.telemetry import Telemetry
 
+# Time between two questions to `is_ready`, `has_died` and the parts.
 _READY_POLL_S = 0.2
-# Time for the statuses of expelled calls to reach their clients before connections are cut.
+# Time for the statuses of expelled calls to reach their clients before connections are closed.
 _FLUSH_S = 1.0
-# A service that has died gives its answers at once; this is for them to reach their clients.
+# Drain time of a service that has died. It answers at once; the time is for the answers to reach their clients.
 _LAST_ANSWERS_S = 2.0
+# Clients that ping more often are disconnected.
 _MIN_CLIENT_PING_INTERVAL_MS = 1000
-# Their calls leave no access line.
+# Concurrent calls per client connection: as many as requests wait in a decoder by default, so that a single client,
+# such as a proxy, can fill its queue.
+_MAX_CONCURRENT_CALLS = 1024
+# Services whose calls leave no access line at info level and do not delay a drain.
 _QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
-# Ask for no token: probes have none, and neither has the health check that a client's channel makes by itself.
+# Services that need no token: probes have none, and neither has the health check that a client's channel makes itself.
 _OPEN = frozenset({health.SERVICE_NAME})
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -57,9 +62,9 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServiceEntry:
-    """One service of the process."""
+    """One gRPC service that the process serves."""
 
-    # As in the proto file, for example "lookonce.encoder.v1.EncoderService"; also its name in health and reflection.
+    # Name in the proto file, in health and in reflection, for example "lookonce.encoder.v1.EncoderService".
     full_name: str
     # Registers the servicer, for example `lambda server: add_EncoderServiceServicer_to_server(servicer, server)`.
     add_to_server: Callable[[grpc.aio.Server], None]
@@ -88,12 +93,12 @@ class GrpcService:
         has_died: Callable[[], bool] = _never_dies,
         parts: Mapping[str, Callable[[], bool]] | None = None,
     ) -> None:
-        """`is_ready` is asked several times a second and decides what health says; it must not block.
-        `has_died` is asked with it, and says once and for all that nothing but a new process helps.
+        """`is_ready` is called several times a second and decides between SERVING and NOT_SERVING; it must not block.
+        `has_died` is called with it. It returns True when only a new process helps, and never False after that.
 
-        `parts` are further names in health, each with a question of its own, asked as often: what is degraded without
-        the service being down. `admin_services` and reflection are served on the settings' `admin_listen`, if there is
-        one. `quotas` None: nobody has a limit. Raises ConfigurationError for files that the settings name in vain.
+        `parts` are further names in health, each with its own function, called as often. They show what is degraded
+        while the service still works. `admin_services` and reflection are served on the settings' `admin_listen`, if it
+        is set. Without `quotas` there are no limits. Raises ConfigurationError for unusable files of the settings.
         """
         self._settings = settings
         self._telemetry = telemetry
@@ -105,13 +110,13 @@ class GrpcService:
         self._is_ready = is_ready
         self._has_died = has_died
         self._parts = dict(parts or {})
-        # What health says of each part.
+        # The state of each part that was last reported to health.
         self._part_states: dict[str, bool] = {}
         self._calls = InflightCalls()
         self._metrics = ServingMetrics(telemetry.registry, settings.drain_delay_s + settings.drain_timeout_s)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
-        # Those of the operators' calls and of health for probes, where they have addresses of their own.
+        # Servers of the operators' calls and of health for probes, where these have their own addresses.
         self._side_servers: list[grpc.aio.Server] = []
         self._readiness: asyncio.Task[None] | None = None
         self._target = ""
@@ -120,23 +125,23 @@ class GrpcService:
 
     @property
     def target(self) -> str:
-        """host:port that is served; empty before `start`."""
+        """The bound host:port; empty before `start`."""
         return self._target
 
     @property
     def admin_target(self) -> str | None:
-        """host:port of the operators' calls; None when they are not served."""
+        """The host:port of the operators' calls; None when they are not served."""
         return self._admin_target
 
     @property
     def health_target(self) -> str | None:
-        """host:port of health for probes; None when it is not served apart."""
+        """The host:port of health for probes; None when it has no address of its own."""
         return self._health_target
 
     async def start(self) -> str:
         """Listens and returns the bound host:port. Raises ConfigurationError when the address cannot be taken.
 
-        Health says SERVING, and the ready file is written, once `is_ready` does.
+        Health says SERVING, and the ready file is written, once `is_ready` returns True.
         """
         self._telemetry.start_endpoint()
         metrics = CallMetrics(self._telemetry.registry)
@@ -151,13 +156,13 @@ class GrpcService:
         return self._target
 
     async def serve_until_stopped(self) -> None:
-        """Starts if need be, serves until SIGTERM or SIGINT, drains, returns.
+        """Serves until SIGTERM or SIGINT, drains, and returns. Starts the server if it has not been started.
 
-        Raises RuntimeError when `has_died` says so, after all calls have ended.
+        Raises RuntimeError when `has_died` returned True, after all calls have ended.
         """
         if self._server is None:
             await self.start()
-        assert self._readiness is not None, "a server that was started follows its readiness"
+        assert self._readiness is not None, "start() creates the task"
         readiness = self._readiness
         settle()
         signal_came = asyncio.Event()
@@ -171,7 +176,8 @@ class GrpcService:
             signalled.cancel()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
-                # A second signal ends the process even when the loop hangs; in a container while Python runs.
+                # A second signal ends the process even when the event loop hangs. PID 1 of a container needs a Python
+                # handler for that, which runs only while Python code does.
                 end_by(number)
         if readiness.done():
             await self._drain(0.0, _LAST_ANSWERS_S)
@@ -179,7 +185,7 @@ class GrpcService:
         await self.stop()
 
     async def stop(self) -> None:
-        """Drains as the module says, then frees the port and the metrics endpoint. Idempotent."""
+        """Drains as described in the module, then frees the port and the metrics endpoint. Idempotent."""
         await self._drain(self._settings.drain_delay_s, self._settings.drain_timeout_s)
 
     async def _drain(self, delay_s: float, timeout_s: float) -> None:
@@ -193,7 +199,7 @@ class GrpcService:
         await asyncio.sleep(delay_s)
         self._calls.refuse_new()
         _log.info("refusing new calls", calls=self._calls.num_delaying)
-        # Tells connected clients to go elsewhere (GOAWAY) while their calls in flight run on.
+        # Sends GOAWAY to connected clients. Their calls in flight continue.
         closing = asyncio.create_task(server.stop(timeout_s + _FLUSH_S))
         await self._calls.finished(timeout_s)
         num_expelled = self._calls.expel_all()
@@ -242,11 +248,11 @@ class GrpcService:
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def _follow_readiness(self) -> None:
-        """Keeps health equal to `is_ready`; writes the ready file the first time. Raises RuntimeError on `has_died`."""
+        """Copies `is_ready` to health, and writes the ready file the first time. Raises RuntimeError on `has_died`."""
         was_ready, announced = False, False
         while True:
             if self._has_died():
-                raise RuntimeError("what answers the calls has ended; so does the process")
+                raise RuntimeError("the service has died; a new process is needed")
             now_ready = self._is_ready()
             if now_ready != was_ready:
                 await self._report(is_serving=now_ready)
@@ -306,7 +312,7 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
+        ("grpc.max_concurrent_streams", _MAX_CONCURRENT_CALLS),
         ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
         ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
@@ -319,9 +325,9 @@ def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
 
 
 def end_by(number: signal.Signals) -> None:
-    """From now on the signal ends the process at once.
+    """Makes the signal end the process at once.
 
-    To the first process of a container, which a service is there, the kernel passes on only what it has a handler for.
+    The first process of a container (PID 1) needs a handler for that: the kernel drops signals for which it has none.
     """
     signal.signal(number, _exit_at_once if os.getpid() == 1 else signal.SIG_DFL)
 
@@ -333,10 +339,11 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
 def run(main: Coroutine[Any, Any, None]) -> Never:
     """Runs a service's main coroutine and ends the process.
 
-    Exit status: 0 after a drain, 2 with the reason on stderr when it must not start, 130 on Ctrl-C before it serves, 1
-    with a traceback in the log on anything else. SIGTERM before it serves ends it at once, as a second signal does.
+    Exit status: 0 after a drain, 2 with the reason on stderr when the service must not start, 130 on Ctrl-C before it
+    serves, 1 with a traceback in the log on any other error. SIGTERM before it serves ends it at once, as a second
+    signal does.
     """
-    # Nothing is lost by it, and a pod that is not wanted any more gives its memory back.
+    # A process that is still loading has no calls to lose, and ending it at once frees its memory early.
     end_by(signal.SIGTERM)
     try:
         asyncio.run(main)

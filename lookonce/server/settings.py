@@ -1,6 +1,6 @@
 """Typed settings that both services share. Flag > environment (LOOKONCE_…) > TOML file > default.
 
-Parsed once in a service's `__main__` and passed down; nothing here does I/O beyond reading the TOML file.
+Settings are parsed once, in a service's `__main__`, and passed down. The only I/O here is reading the TOML file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class ServiceSettings(BaseSettings):
-    """What every Lookonce process is told: model, addresses, cache, limits, drain, telemetry."""
+    """Settings of every Lookonce service: model, addresses, cache, limits, drain, telemetry."""
 
     model_config = SettingsConfigDict(
         env_prefix="LOOKONCE_",
@@ -38,19 +38,19 @@ class ServiceSettings(BaseSettings):
         None, description="Name that clients may ask for. Default: the folder's name."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Element type of weights and activations. auto: what the checkpoint says."
+        "auto", description="Element type of weights and activations. auto: the type of the checkpoint."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model runs. auto: on a CUDA device where PyTorch sees one, else on the CPUs."
+        "auto", description="Where the model runs. auto: on a CUDA device if PyTorch finds one, else on the CPUs."
     )
     num_threads: int | None = Field(
-        None, ge=1, description="Threads for tensor work. Default: the CPUs of this process."
+        None, ge=1, description="Threads for tensor work. Default: one per CPU of this process."
     )
 
     deterministic: bool = Field(
         False,
-        description="Every image is encoded alone, every token computed in the same company whatever is cached: equal "
-        "bits for equal prompts. Slower; wanted from encoders and decoders alike.",
+        description="Equal prompts give equal bits, whatever is cached and whatever else runs: every image is encoded "
+        "alone, and every token is computed together with the same others. Slower. Set it for encoders and decoders.",
     )
 
     listen: str = Field("127.0.0.1:0", description="host:port of the gRPC server; port 0 takes a free one.")
@@ -59,41 +59,41 @@ class ServiceSettings(BaseSettings):
     tls_key: pathlib.Path | None = Field(None, description="PEM private key of the server.")
     tls_client_ca: pathlib.Path | None = Field(
         None,
-        description="PEM certificates of the authorities that sign clients' certificates. Set: nobody connects without "
-        "one. These three files are read again when they change.",
+        description="PEM certificates of the authorities that sign clients' certificates. If set, clients must show a "
+        "certificate. tls_cert, tls_key and this file are read again when they change.",
     )
     health_listen: str | None = Field(
         None,
-        description="host:port where health alone is served, in plaintext and without tokens: for probes, which know "
-        "neither. Unset: not served apart.",
+        description="host:port that serves only health, in plaintext and without tokens, for probes that have neither "
+        "certificates nor tokens. Unset: health is served on listen only.",
     )
     admin_listen: str | None = Field(
         None,
-        description="host:port of reflection and of the operators' calls, apart from those of clients: without tokens, "
-        "whoever reaches an encoder's may empty the cache. Unset: they are not served.",
+        description="host:port of reflection and of the operators' calls. Without tokens, everybody who can connect to "
+        "an encoder's address can empty the cache. Unset: these calls are not served.",
     )
     auth_tokens_file: pathlib.Path | None = Field(
         None,
-        description="TOML file of the tokens that are accepted ([[tokens]] with name, sha256, tenant, role; see "
-        "`lookonce token`), read again when it changes. Unset, and no auth_jwt_keys_file: no token is asked for.",
+        description="TOML file of the accepted tokens ([[tokens]] with name, sha256, tenant, role; see `lookonce "
+        "token`), read again when it changes. Unset, and no auth_jwt_keys_file: calls need no token.",
     )
     auth_jwt_keys_file: pathlib.Path | None = Field(
         None,
-        description="JSON Web Key Set with the public keys of an identity provider, read again when it changes. Its "
-        "tokens are accepted as well.",
+        description="JSON Web Key Set with the public keys of an identity provider, whose tokens are accepted. Read "
+        "again when it changes.",
     )
-    auth_jwt_issuer: str | None = Field(None, description="What JSON Web Tokens must have as iss.")
-    auth_jwt_audience: str | None = Field(None, description="What JSON Web Tokens must have in aud.")
+    auth_jwt_issuer: str | None = Field(None, description="Required issuer (claim iss) of JSON Web Tokens.")
+    auth_jwt_audience: str | None = Field(None, description="Required audience (claim aud) of JSON Web Tokens.")
     auth_jwt_tenant_claim: str = Field("tenant", description="Claim of JSON Web Tokens that names the tenant.")
     quotas_file: pathlib.Path | None = Field(
         None,
-        description="TOML file of what tenants may ask for ([default] and [tenants.NAME] with max_in_flight, "
-        "requests_per_s, image_bytes_per_s, tokens_per_s), read again when it changes; each process counts for itself.",
+        description="TOML file of quotas per tenant ([default] and [tenants.NAME] with max_in_flight, requests_per_s, "
+        "image_bytes_per_s, tokens_per_s), read again when it changes. They apply to each process separately.",
     )
     ready_file: pathlib.Path | None = Field(
         None,
-        description="Written as JSON {target, admin_target, health_target, metrics_port, pid} once the server accepts "
-        "calls.",
+        description="File to write once the server accepts calls: JSON {target, admin_target, health_target, "
+        "metrics_port, pid}.",
     )
 
     redis_url: SecretStr | None = Field(
@@ -105,46 +105,51 @@ class ServiceSettings(BaseSettings):
         0.25,
         gt=0,
         le=10,
-        description="Longest time one attempt of a cache operation may take, seconds; the encoder makes two.",
+        description="Longest time of one attempt of a cache operation, seconds. The encoder makes two attempts.",
     )
     seal_key_file: pathlib.Path | None = Field(
         None,
-        description="File of keys that encrypt and authenticate cache entries, 64 hex characters per line, the newest "
-        "first; the same for all services. Unset: entries carry checksums only.",
+        description="File of keys that encrypt and authenticate cache entries: 64 hex characters per line, the newest "
+        "key first, the same file for all services. Unset: entries are protected by checksums only.",
     )
     tenant_secret_file: pathlib.Path | None = Field(
         None,
-        description="File with 64 hex characters, the same for all services: cache keys are made under it, so that "
-        "nobody without it can tell which image or tenant an entry belongs to. Unset: a public value.",
+        description="File with a secret of 64 hex characters, the same for all services. Cache keys are derived from "
+        "it, so that nobody without it can tell which image or tenant an entry belongs to. Unset: a public value.",
     )
-    ttl_s: int = Field(86_400, ge=1, description="Life of a cache entry after its last use, seconds.")
+    ttl_s: int = Field(86_400, ge=1, description="Lifetime of a cache entry after its last use, seconds.")
 
-    max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, both directions.")
+    max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest accepted image file.")
-    max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted width times height.")
-    max_concurrent_streams: int = Field(1024, ge=1, description="Concurrent calls per client connection.")
-    keepalive_time_s: float = Field(30.0, gt=0, description="Idle time before a keepalive ping, seconds.")
+    max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted image, width times height in pixels.")
+    keepalive_time_s: float = Field(
+        30.0, gt=0, description="Idle time of a connection before a keepalive ping, seconds."
+    )
     keepalive_timeout_s: float = Field(
-        5.0, gt=0, description="A peer that does not answer a ping so long is gone, seconds."
+        5.0, gt=0, description="Time to answer a ping before the connection is closed, seconds."
     )
     max_connection_age_s: float = Field(
         300.0,
         gt=0,
-        description="Connections are asked to end after this time, so that clients find new replicas, seconds; a tenth "
-        "more or less, by chance.",
+        description="Age at which a connection is asked to close, so that clients find new replicas, seconds. A random "
+        "tenth is added or subtracted.",
     )
     max_connection_age_grace_s: float = Field(
-        600.0, gt=0, description="So long calls on such a connection may still take, seconds."
+        600.0, gt=0, description="Time in-flight calls get after their connection is asked to close, seconds."
     )
 
     drain_delay_s: float = Field(
-        0.0, ge=0, description="SIGTERM: time between NOT_SERVING and refusing calls, seconds."
+        0.0, ge=0, description="After SIGTERM: time between NOT_SERVING and the refusal of new calls, seconds."
     )
-    drain_timeout_s: float = Field(30.0, ge=0, description="SIGTERM: longest time in-flight calls may take, seconds.")
+    drain_timeout_s: float = Field(
+        30.0, ge=0, description="After drain_delay_s: longest time for in-flight calls to finish, seconds."
+    )
 
-    metrics_listen: str | None = Field(None, description="host:port of the Prometheus endpoint. Unset: none.")
-    log_format: Literal["json", "console"] = Field("json", description="One JSON object per line, or for people.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
+    metrics_listen: str | None = Field(None, description="host:port of the Prometheus endpoint. Unset: no endpoint.")
+    log_format: Literal["json", "console"] = Field(
+        "json", description="json: one JSON object per line. console: for people."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level to log.")
 
     @field_validator("listen", "admin_listen", "health_listen", "metrics_listen")
     @classmethod
@@ -167,27 +172,27 @@ class ServiceSettings(BaseSettings):
             if address is not None and self.tls_cert is None and not self.insecure and not is_loopback(address):
                 raise ValueError(
                     f"{name}={address} would serve plaintext on a non-loopback address; "
-                    "set tls_cert and tls_key, or say insecure if another layer encrypts"
+                    "set tls_cert and tls_key, or insecure if another layer encrypts"
                 )
         return self
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
-        told = [self.auth_jwt_keys_file, self.auth_jwt_issuer, self.auth_jwt_audience]
-        if any(value is None for value in told) and any(value is not None for value in told):
+        jwt_settings = [self.auth_jwt_keys_file, self.auth_jwt_issuer, self.auth_jwt_audience]
+        if any(value is None for value in jwt_settings) and any(value is not None for value in jwt_settings):
             raise ValueError("auth_jwt_keys_file, auth_jwt_issuer and auth_jwt_audience belong together")
         has_tokens = self.auth_tokens_file is not None or self.auth_jwt_keys_file is not None
         if has_tokens and self.tls_cert is None and not self.insecure and not is_loopback(self.listen):
             raise ValueError("tokens would travel in plaintext; set tls_cert and tls_key")
         if self.quotas_file is not None and not has_tokens:
             raise ValueError(
-                "quotas_file needs auth_tokens_file or auth_jwt_keys_file, which say whose calls are whose"
+                "quotas_file needs auth_tokens_file or auth_jwt_keys_file, which tell the tenant of a call"
             )
         return self
 
     @property
     def model_name(self) -> str:
-        """The name clients may put into `model`."""
+        """The name that clients may give in `model`."""
         return self.served_model_name or self.model.resolve().name
 
     @classmethod
@@ -199,7 +204,7 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags (added by `parse_settings`) > keyword arguments > environment > TOML."""
+        """Orders the sources: flags (added by `parse_settings`) > keyword arguments > environment > TOML."""
         sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
         if settings_cls.model_config.get("toml_file"):
             sources.append(TomlConfigSettingsSource(settings_cls))
@@ -207,7 +212,7 @@ class ServiceSettings(BaseSettings):
 
 
 class TracingVariables(BaseSettings):
-    """The standard variables by which OpenTelemetry is asked for traces; all others are read by itself."""
+    """The standard variables that switch OpenTelemetry's traces on. OpenTelemetry reads all others itself."""
 
     model_config = SettingsConfigDict(env_prefix="OTEL_", frozen=True, extra="ignore")
 
@@ -220,7 +225,7 @@ class TracingVariables(BaseSettings):
 
     @property
     def exporters(self) -> tuple[str, ...]:
-        """Names under which the exporters that are asked for are registered; an endpoint alone asks for OTLP."""
+        """Registered names of the requested exporters. An endpoint without an exporter requests OTLP."""
         if self.sdk_disabled.strip().lower() == "true":
             return ()
         has_endpoint = bool(self.exporter_otlp_endpoint or self.exporter_otlp_traces_endpoint)
@@ -235,7 +240,7 @@ SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether host:port can be reached from this machine only."""
+    """Returns whether host:port can be reached from this machine only."""
     host = address.rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
@@ -246,9 +251,10 @@ def is_loopback(address: str) -> bool:
 
 
 def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
-    """Settings from flags, environment and `--config FILE.toml`.
+    """Reads settings from flags, environment and `--config FILE.toml`.
 
-    Raises ConfigurationError naming each wrong field and what it should be; `--help` prints and exits as argparse does.
+    Raises ConfigurationError that names each wrong field and its allowed values. `--help` prints and exits as argparse
+    does.
     """
     arguments, config = _split_config(list(arguments))
     overrides = SettingsConfigDict(toml_file=config, cli_prog_name=program)
@@ -263,7 +269,7 @@ def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], pr
 
 
 def exit_with(error: Exception) -> None:
-    """Ends the process before it served anything: the reason on stderr, status 2."""
+    """Ends a process that must not start: prints the reason to stderr and exits with status 2."""
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -1,7 +1,7 @@
 """Logs, the request id and the metrics registry of one process. Knows no RPC, no model and no cache.
 
-Logs go to stderr, one line per event. Standard-library loggers and structlog loggers share one pipeline, so a library's
-warning looks like our own lines. Tracebacks never show local variables: they may hold prompts.
+Logs go to stderr, one line per event. Standard-library loggers and structlog loggers share one pipeline, so that a
+library's warning looks like our own lines. Tracebacks never show local variables, which may hold prompts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lookonce.errors import ConfigurationError
 from lookonce.server.settings import ServiceSettings
 
 _HANDLER_NAME = "lookonce"
-# Loggers that follow the chosen level; every other library speaks from warnings on.
+# Loggers that follow the chosen level. All others, those of libraries, log warnings and errors only.
 _OWN_LOGGERS = ("lookonce", "encoder_svc", "decoder_svc", "__main__")
-# Speaks at any level that is chosen: a record with holes is none.
+# Always logs at info level, because an audit record must be complete.
 _AUDIT_LOGGER = "lookonce.audit"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-# Libraries that print through a handler of their own unless told otherwise.
+# Libraries that log through a handler of their own, which is removed.
 _CAPTIVE_LOGGERS = ("transformers",)
 
 LogFormat = Literal["json", "console"]
@@ -35,7 +35,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def configure_logging(log_format: LogFormat, log_level: LogLevel, stream: TextIO | None = None) -> None:
-    """Sends every log line of the process to `stream` (default: stderr). Calling it again replaces the former setup."""
+    """Sends every log line of the process to `stream` (default: stderr). A later call replaces the earlier setup."""
     stream = sys.stderr if stream is None else stream
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -85,34 +85,34 @@ def _install_handler(formatter: logging.Formatter, stream: TextIO, log_level: Lo
 
 
 def accept_request_id(offered: str | None) -> str:
-    """The caller's id when it is 1..64 characters of [A-Za-z0-9._-], else a new one."""
+    """Returns the caller's id if it is 1 to 64 characters of [A-Za-z0-9._-], else a new one."""
     if offered is not None and _REQUEST_ID.fullmatch(offered):
         return offered
     return uuid.uuid4().hex
 
 
 def bind_request_id(request_id: str) -> None:
-    """Puts the id on every later log line of this task (and of tasks that it starts)."""
+    """Adds the id to every later log line of this task and of tasks that it starts."""
     structlog.contextvars.bind_contextvars(request_id=request_id)
 
 
 def bind_trace_id(trace_id: str | None) -> None:
-    """The same for the id of the trace that the call is part of; None: of none."""
+    """Adds the id of the call's trace to every later log line of this task; None adds nothing."""
     if trace_id is not None:
         structlog.contextvars.bind_contextvars(trace_id=trace_id)
 
 
 def current_request_id() -> str | None:
-    """The id of the call that this task serves; None outside of a call."""
+    """Returns the id of the call that this task serves, or None outside of a call."""
     found = structlog.contextvars.get_contextvars().get("request_id")
     return None if found is None else str(found)
 
 
 class Telemetry:
-    """The metrics registry of one process and, where asked for, its Prometheus endpoint."""
+    """The metrics registry of one process and, if configured, its Prometheus endpoint."""
 
     def __init__(self, metrics_listen: str | None = None) -> None:
-        """`metrics_listen` is host:port (port 0 takes a free one), None serves no endpoint."""
+        """`metrics_listen` is the endpoint's host:port (port 0 takes a free one); None: no endpoint."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._metrics_listen = metrics_listen
@@ -120,13 +120,13 @@ class Telemetry:
 
     @classmethod
     def from_settings(cls, settings: ServiceSettings) -> Self:
-        """Configures the process' logs and makes its registry."""
+        """Configures the logs of the process and creates its registry."""
         configure_logging(settings.log_format, settings.log_level)
         return cls(settings.metrics_listen)
 
     @property
     def metrics_port(self) -> int | None:
-        """Port of the running endpoint, None without one."""
+        """The port of the running endpoint, or None."""
         return None if self._endpoint is None else self._endpoint[0].server_port
 
     def start_endpoint(self) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import PIL.Image
 import pytest
 
-from lookonce import Client
 from lookonce.aio import AsyncClient
+from lookonce.client import Client
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import image_digest
 from lookonce.decoder.v1 import decoder_service_pb2 as pb

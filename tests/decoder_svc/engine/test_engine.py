@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc.engine import engine as engine_module
 from decoder_svc.engine.engine import Engine
-from decoder_svc.engine.engine_interface import EngineLimits
+from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.engine.output_stream import OutputStream
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
@@ -35,7 +35,6 @@ from lookonce.errors import (
     InternalError,
     InvalidParameterError,
     LookonceError,
-    OverloadedError,
     UnavailableError,
 )
 from lookonce.model.model_folder import ModelFolder
@@ -45,7 +44,6 @@ from tests.decoder_svc.scheduling.simulation import image
 POISON = 13
 BLOCK_SIZE = 8
 NUM_BLOCKS = 40
-MAX_LIVE_REQUESTS = 24
 
 
 class PoisonableRunner(CPUModelRunner):
@@ -86,7 +84,7 @@ async def engine(runner: PoisonableRunner) -> AsyncIterator[Engine]:
         SchedulerLimits(32, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
     fetcher = no_fetcher()
-    engine = Engine(runner, scheduler, fetcher, limits, MAX_LIVE_REQUESTS)
+    engine = Engine(runner, scheduler, fetcher, limits)
     engine.start()
     yield engine
     await engine.stop()
@@ -155,13 +153,13 @@ async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer
         SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16)
-    engine = Engine(runner, scheduler, no_fetcher(), limits, 8)
+    engine = Engine(runner, scheduler, no_fetcher(), limits)
     engine.start()
     streams = [submit(engine, f"bad{i}", (POISON, 1)) for i in range(6)]
     results = await asyncio.gather(*(read(stream) for stream in streams), return_exceptions=True)
     # Each of the first three was alone in a step that failed; the others are no cause of anything.
     assert [type(result) for result in results] == [InternalError] * 3 + [UnavailableError] * 3
-    await asyncio.to_thread(engine._thread.join)
+    await asyncio.to_thread(engine._step_loop.join)
     assert not engine.is_healthy
     assert engine.has_died
     with pytest.raises(UnavailableError):
@@ -178,7 +176,7 @@ def small_engine(runner: PoisonableRunner) -> Callable[..., Engine]:
             SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
         )
         limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16)
-        return Engine(runner, scheduler, no_fetcher(), limits, 8, **options)
+        return Engine(runner, scheduler, no_fetcher(), limits, **options)
 
     return make
 
@@ -247,7 +245,7 @@ async def test_stop_does_not_wait_for_a_step_that_hangs(
         with pytest.raises(UnavailableError):
             await read(hanging)
     runner.may_fail.set()
-    await asyncio.to_thread(engine._thread.join)
+    await asyncio.to_thread(engine._step_loop.join)
 
 
 async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_in_a_row(
@@ -257,7 +255,7 @@ async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_i
     scheduler = Scheduler(
         SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
-    engine = Engine(runner, scheduler, no_fetcher(), EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16), 8)
+    engine = Engine(runner, scheduler, no_fetcher(), EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16))
     engine.start()
     for index in range(3):
         assert engine.is_healthy
@@ -266,7 +264,7 @@ async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_i
         # Time for what comes behind.
         await asyncio.sleep(0.05)
     async with asyncio.timeout(10):
-        await asyncio.to_thread(engine._thread.join, 10)
+        await asyncio.to_thread(engine._step_loop.join, 10)
     assert not engine.is_healthy
     await engine.stop()
 
@@ -279,13 +277,12 @@ async def test_requests_that_can_never_fit_are_refused_with_value_and_limit(engi
         engine.submit(RequestId("big"), big, SamplingParams(max_tokens=1))
 
 
-async def test_more_requests_than_the_queue_holds_are_refused(engine: Engine) -> None:
-    streams = [submit(engine, f"r{i}") for i in range(MAX_LIVE_REQUESTS)]
-    with pytest.raises(OverloadedError) as caught:
-        submit(engine, "one too many")
-    assert caught.value.retry_after_s > 0
+async def test_load_counts_a_request_from_its_submission_to_its_answer(engine: Engine) -> None:
+    streams = [submit(engine, f"r{i}") for i in range(24)]
+    assert engine.load().live_requests == 24
     answers = await asyncio.gather(*(read(stream) for stream in streams))
     assert all(len(tokens) == 5 for tokens, _ in answers)
+    await until(lambda: engine.load().live_requests == 0)
 
 
 async def test_an_id_is_free_again_after_the_answer(engine: Engine) -> None:
@@ -310,7 +307,7 @@ async def test_stop_gives_every_live_request_an_answer(runner: PoisonableRunner)
         SchedulerLimits(32, 2, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 32, 2, 64, 64, 16)
-    engine = Engine(runner, scheduler, no_fetcher(), limits, 20)
+    engine = Engine(runner, scheduler, no_fetcher(), limits)
     engine.start()
     streams = [submit(engine, f"r{i}", max_tokens=90) for i in range(6)]
     await engine.stop()

@@ -1,0 +1,243 @@
+"""The engine thread: takes messages from the inbox, runs steps, and posts their answers to the event loop.
+
+A step is schedule → execute → update. Nothing here touches asyncio: `post` is the only way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from decoder_svc.engine.figures import EngineCounters, EngineLoad
+from decoder_svc.engine.heartbeat import Heartbeat
+from decoder_svc.engine.messages import (
+    Abort,
+    Answer,
+    Answers,
+    Ended,
+    FailedRows,
+    Inbox,
+    Stop,
+    ToEngineThread,
+    ToEventLoop,
+)
+from decoder_svc.rows.fetched_rows import FetchedRows
+from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.request_output import RequestOutput
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_output import SchedulerOutput, TokenUpdate
+from lookonce.errors import DeadlineError, EmbeddingNotCachedError, InternalError, UnavailableError
+from lookonce.forgotten import Forgotten
+
+logger = logging.getLogger(__name__)
+
+STOPPING = "the server is shutting down"
+# Weight of a new step in the mean duration of steps: about the last ten count.
+_STEP_WEIGHT = 0.1
+# A failing step ends its own requests only. After this many failures in a row the engine is taken to be broken.
+_MAX_CONSECUTIVE_FAILURES = 3
+
+
+class StepLoop:
+    """Scheduler and runner, and the one thread that uses them."""
+
+    def __init__(
+        self,
+        runner: ModelRunnerBase,
+        scheduler: Scheduler,
+        inbox: Inbox,
+        post: Callable[[ToEventLoop], None],
+        max_step_s: float = math.inf,
+    ) -> None:
+        """`post` is called on the engine thread and must not block.
+
+        A step that takes longer than `max_step_s` seconds makes the engine unhealthy until the step ends.
+        """
+        self._runner = runner
+        self._scheduler = scheduler
+        self._inbox = inbox
+        self._post = post
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._heartbeat = Heartbeat(max_step_s)
+        self._is_running = False
+        self._has_died = False
+        # Answers of the current step, until they are posted.
+        self._outbox: list[tuple[RequestId, Answer]] = []
+        self._num_failures = 0
+        self._made_progress = False
+        # Mean duration of the latest steps, seconds.
+        self._step_s = 0.0
+
+    # Any thread may call these. The numbers are read while the engine thread changes them, each of them in one read.
+
+    def start(self) -> None:
+        """Starts the thread, which then waits for messages."""
+        self._is_running = True
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits until the thread has ended; returns False when `timeout_s` is over first."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the thread is alive and no step hangs."""
+        return self._is_running and self._thread.is_alive() and self._heartbeat.is_fresh
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the thread ended on an error. It does not start again: only a new process helps."""
+        return self._has_died
+
+    def load(self, num_live_requests: int) -> EngineLoad:
+        """Returns the current load, given the number of requests that have no terminal answer yet."""
+        return EngineLoad(
+            running_requests=self._scheduler.num_running,
+            waiting_requests=max(0, num_live_requests - self._scheduler.num_running),
+            waiting_for_embeddings=self._scheduler.num_waiting_for_rows,
+            kv_cache_usage=self._scheduler.kv_cache.usage,
+            encoder_cache_rows=self._scheduler.encoder_cache.num_reserved_rows,
+            step_s=self._step_s,
+        )
+
+    def counters(self) -> EngineCounters:
+        """Returns the sums since the start."""
+        prefix_cache = self._scheduler.kv_cache.stats
+        return EngineCounters(
+            preemptions=self._scheduler.num_preemptions,
+            prefix_query_tokens=prefix_cache.num_query_tokens,
+            prefix_hit_tokens=prefix_cache.num_hit_tokens,
+            draft_tokens=self._scheduler.speculation.num_drafted,
+            accepted_draft_tokens=self._scheduler.speculation.num_accepted,
+        )
+
+    # Engine thread only.
+
+    def _run(self) -> None:
+        reason = STOPPING
+        try:
+            while self._take_messages():
+                self._step()
+                self._flush()
+        except BaseException:
+            logger.exception("the engine stopped")
+            reason = "the engine stopped; retry on another replica"
+            self._has_died = True
+        finally:
+            # `submit` refuses requests from now on, so `Ended` reaches every request that was submitted.
+            self._is_running = False
+            self._flush()
+            self._post(Ended(UnavailableError(reason)))
+
+    def _take_messages(self) -> bool:
+        """Handles every message in the inbox, and waits for one while there is no work. Returns False on `Stop`."""
+        while True:
+            has_work = bool(self._outbox) or (self._made_progress and self._scheduler.has_requests())
+            if not has_work:
+                self._heartbeat.rest()
+            message = self._inbox.take(block=not has_work)
+            self._heartbeat.begin_round()
+            if message is None:
+                return True
+            if isinstance(message, Stop):
+                return False
+            self._handle(message)
+            self._made_progress = True
+
+    def _handle(self, message: ToEngineThread) -> None:
+        if isinstance(message, Request):
+            self._scheduler.add(message)
+        elif isinstance(message, FetchedRows):
+            if self._scheduler.rows_arrived(message.key, message.rows, message.source):
+                self._runner.put_rows(message)
+        elif isinstance(message, FailedRows):
+            self._fail_rows(message)
+        elif isinstance(message, Forgotten):
+            self._scheduler.forget(message)
+        elif isinstance(message, Abort):
+            request = self._scheduler.abort(message.request_id)
+            if request is not None:
+                output = RequestOutput((), (), message.reason, replace(request.usage))
+                self._outbox.append((request.request_id, output))
+
+    def _fail_rows(self, message: FailedRows) -> None:
+        fetch = message.fetch
+        for request in self._scheduler.rows_failed(fetch.key, fetch.rows, had_data=fetch.data is not None):
+            error = message.error
+            if isinstance(error, EmbeddingNotCachedError):
+                indexes = [i for i, item in enumerate(request.prompt.images) if item.key == fetch.key]
+                error = EmbeddingNotCachedError(error.message, indexes=indexes)
+            self._outbox.append((request.request_id, error))
+
+    def _step(self) -> None:
+        began_s = time.monotonic()
+        output = self._scheduler.schedule()
+        self._made_progress = bool(output.chunks or output.fetches or output.released or output.expired)
+        self._outbox.extend((request_id, _too_late()) for request_id in output.expired)
+        for fetch in output.fetches:
+            self._post(fetch)
+        self._outbox.extend(
+            (admitted.request_id, self._admission(admitted.request_id))
+            for admitted in output.admitted
+            if admitted.num_prompt_tokens == len(admitted.token_ids)
+        )
+        try:
+            sampled = self._runner.execute_model(output)
+        except Exception:
+            self._fail_step(output)
+            return
+        if output.chunks:
+            # A step without chunks only removes requests from the batch: its success does not end a row of failures.
+            self._num_failures = 0
+        self._outbox.extend(_outputs(self._scheduler.update(output, sampled)))
+        if output.chunks:
+            took_s = time.monotonic() - began_s
+            self._step_s += _STEP_WEIGHT * (took_s - self._step_s) if self._step_s else took_s
+
+    def _admission(self, request_id: RequestId) -> RequestOutput:
+        return RequestOutput((), (), None, replace(self._scheduler.request(request_id).usage))
+
+    def _fail_step(self, output: SchedulerOutput) -> None:
+        """Ends the step's requests with an opaque error; all others continue."""
+        incident = uuid.uuid4().hex
+        logger.exception("an engine step failed, incident %s", incident)
+        for request in self._scheduler.fail_step(output):
+            self._outbox.append((request.request_id, InternalError(f"internal error {incident}")))
+        self._num_failures += 1
+        if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
+            raise RuntimeError(f"{self._num_failures} engine steps failed in a row")
+
+    def _flush(self) -> None:
+        if self._outbox:
+            answers, self._outbox = self._outbox, []
+            self._post(Answers(tuple(answers)))
+
+
+def _too_late() -> DeadlineError:
+    return DeadlineError("the deadline comes before the first token could")
+
+
+def _outputs(updates: Sequence[TokenUpdate]) -> Iterator[tuple[RequestId, RequestOutput]]:
+    """One output per request of a step, however many tokens the step gave it."""
+    for request_id, group in groupby(updates, key=lambda update: update.request.request_id):
+        of_request = tuple(group)
+        tokens = [update.token for update in of_request]
+        last = of_request[-1]
+        yield (
+            request_id,
+            RequestOutput(
+                token_ids=tuple(token.token_id for token in tokens),
+                logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
+                finish_reason=last.finish_reason,
+                usage=replace(last.request.usage),
+                was_draft=tuple(update.was_draft for update in of_request),
+            ),
+        )

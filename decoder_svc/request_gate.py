@@ -1,0 +1,169 @@
+"""The gate that every generate request passes: it takes the request's id and its place, and gives both back.
+
+A request is refused on arrival, before any work is done for it, when its id is in use, when too many requests are live,
+or when its answer would come after its deadline. A late answer costs as much as one in time, and a queue longer than
+the deadlines allow makes all answers late. A request without a deadline waits, however long. The gate also charges the
+tenant's quota and counts what was served. Limits that hold for all RPCs are in lookonce/server/call_gate.py.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from decoder_svc.answer_time import AnswerTimeEstimator
+from decoder_svc.engine.figures import EngineLoad
+from decoder_svc.engine.output_stream import OutputStream
+from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.request_output import RequestUsage
+from lookonce.errors import InvalidParameterError, OverloadedError
+from lookonce.identity import Identity
+from lookonce.server.quotas import Quotas, Resource
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# Largest part of the time to the deadline that an answer may be expected to take. Half of all answers take longer than
+# expected.
+_SAFE_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A generate request as it arrives, before its prompt has been looked at."""
+
+    identity: Identity
+    # The id that the caller chose; empty: the gate makes one.
+    request_id: str = ""
+    # Lower runs earlier.
+    priority: int = 0
+    # Length limit of the answer, tokens; None: the request states none.
+    max_tokens: int | None = None
+    # Time to the deadline, seconds; None: no deadline.
+    remaining_s: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """The place of one request among the live ones."""
+
+    # The id that the caller knows. A request of another tenant may have the same one.
+    request_id: RequestId
+    # The id in the engine. It is never used twice, so that the caller may reuse its id as soon as it has its answer.
+    engine_id: RequestId
+    identity: Identity
+    priority: int
+    # Set by AbortRequest. It matters until the request reaches the engine, which is asked to abort from then on.
+    is_aborted: bool = False
+    # The request's outputs, set when it is submitted to the engine.
+    stream: OutputStream | None = None
+
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether the request is being prepared or the engine has work for it.
+
+        A slow reader's request is live but no longer in progress: no other request waits for it.
+        """
+        return self.stream is None or not self.stream.is_closed
+
+
+class RequestGate:
+    """All live requests of the decoder, from arrival until the answer has been read."""
+
+    def __init__(
+        self,
+        load: Callable[[], EngineLoad],
+        quotas: Quotas,
+        metrics: DecoderMetrics,
+        *,
+        max_running_requests: int,
+        max_live_requests: int,
+    ) -> None:
+        """`load` returns the engine's current load. More than `max_live_requests` requests are refused."""
+        self._load = load
+        self._quotas = quotas
+        self._metrics = metrics
+        self._max_running = max_running_requests
+        self._max_live = max_live_requests
+        self._answer_time = AnswerTimeEstimator(max_running_requests)
+        # By tenant and request id: no tenant sees, hinders or ends the requests of another one.
+        self._tickets: dict[tuple[str, str], Ticket] = {}
+        self._num_admitted = itertools.count()
+
+    @contextmanager
+    def admitted(self, arrival: Arrival) -> Iterator[Ticket]:
+        """Admits a request for the duration of the block.
+
+        Raises InvalidParameterError for an id that is malformed or in use by the tenant, and OverloadedError when too
+        many requests are live or the answer would come too late.
+        """
+        if arrival.request_id and not _REQUEST_ID.fullmatch(arrival.request_id):
+            raise InvalidParameterError("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
+        request_id = arrival.request_id or uuid.uuid4().hex
+        key = arrival.identity.tenant, request_id
+        if key in self._tickets:
+            raise InvalidParameterError("request_id", "a request with this id is being served; choose another")
+        self._check_place()
+        self._check_deadline(arrival)
+        engine_id = RequestId(f"{request_id}#{next(self._num_admitted)}")
+        ticket = self._tickets[key] = Ticket(RequestId(request_id), engine_id, arrival.identity, arrival.priority)
+        try:
+            yield ticket
+        finally:
+            del self._tickets[key]
+
+    def abort(self, request_id: str, tenant: str | None) -> list[Ticket]:
+        """Marks the tenant's request as aborted and returns its ticket, if there is one.
+
+        With `tenant` None, marks the requests of all tenants that have this id.
+        """
+        if tenant is None:
+            found = [ticket for ticket in self._tickets.values() if ticket.request_id == request_id]
+        else:
+            found = [ticket for ticket in (self._tickets.get((tenant, request_id)),) if ticket is not None]
+        for ticket in found:
+            ticket.is_aborted = True
+        return found
+
+    def charge_images(self, identity: Identity, num_bytes: int) -> None:
+        """Charges the tenant's quota for images that came with a request."""
+        self._quotas.charge(identity, Resource.IMAGE_BYTES, num_bytes)
+
+    def account(self, ticket: Ticket, usage: RequestUsage) -> None:
+        """Charges the tokens of a request that ends to its tenant's quota, and counts the request in the metrics."""
+        self._quotas.charge(ticket.identity, Resource.TOKENS, usage.prompt_tokens + usage.completion_tokens)
+        self._metrics.observe(usage)
+
+    def note_served(self, served_s: float, num_tokens: int) -> None:
+        """Takes a complete answer of `num_tokens` tokens into the estimate; `served_s` is from first step to end."""
+        self._answer_time.note_served(served_s, num_tokens)
+
+    def expected_s(self, priority: int, max_tokens: int | None) -> float:
+        """Returns the seconds until a request that arrives now has its answer; 0 while it need not wait to run."""
+        if len(self._tickets) < self._max_running:
+            return 0.0
+        priorities = [ticket.priority for ticket in self._tickets.values() if ticket.is_in_progress]
+        num_ahead = sum(other <= priority for other in priorities)
+        return self._answer_time.expected_s(len(priorities), num_ahead, self._load(), max_tokens)
+
+    def _check_place(self) -> None:
+        # The engine may still hold requests whose callers have gone, until its next step. They count, so that its inbox
+        # stays bounded while a step hangs.
+        num_live = max(len(self._tickets), self._load().live_requests)
+        if num_live >= self._max_live:
+            raise OverloadedError(f"{num_live} requests are being served, the limit; come back later")
+
+    def _check_deadline(self, arrival: Arrival) -> None:
+        if arrival.remaining_s is None:
+            return
+        expected_s = self.expected_s(arrival.priority, arrival.max_tokens)
+        if expected_s > _SAFE_SHARE * arrival.remaining_s:
+            raise OverloadedError(
+                f"the answer would take about {expected_s:.1f} s, and the deadline is in {arrival.remaining_s:.1f} s",
+                retry_after_s=expected_s - _SAFE_SHARE * arrival.remaining_s,
+            )

@@ -1,0 +1,103 @@
+"""A stream gives every output once, in order, and exactly one end, however far behind its reader is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decoder_svc.engine.output_stream import OutputStream, slices
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage, TokenLogprobs
+from lookonce.errors import InternalError, UnavailableError
+
+
+def output(
+    *token_ids: int, reason: FinishReason | None = None, drafts: tuple[bool, ...] = (), completion: int = 0
+) -> RequestOutput:
+    logprobs = tuple(TokenLogprobs(((token_id, -1.0),)) for token_id in token_ids)
+    return RequestOutput(token_ids, logprobs, reason, RequestUsage(completion_tokens=completion), drafts)
+
+
+async def test_a_reader_that_is_behind_gets_the_admission_and_one_merged_output() -> None:
+    stream = OutputStream()
+    stream.push(output())
+    stream.push(output(1, completion=1))
+    stream.push(output(2, 3, drafts=(True, False), completion=3))
+    stream.push(output(4, reason=FinishReason.LENGTH, completion=4))
+    admission, merged = [one async for one in stream]
+    assert admission.token_ids == ()
+    assert merged.token_ids == (1, 2, 3, 4)
+    assert [position.top[0][0] for position in merged.logprobs] == [1, 2, 3, 4]
+    assert merged.was_draft == (False, True, False, False)
+    assert merged.finish_reason is FinishReason.LENGTH
+    assert merged.usage.completion_tokens == 4
+
+
+async def test_a_push_does_not_wake_the_reader_and_a_wake_does() -> None:
+    stream = OutputStream()
+    reader = asyncio.ensure_future(anext(aiter(stream)))
+    await asyncio.sleep(0)
+    stream.push(output(1))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not reader.done()
+    stream.wake()
+    assert (await reader).token_ids == (1,)
+
+
+async def test_an_error_wakes_the_reader_and_comes_after_the_outputs_before_it() -> None:
+    stream = OutputStream()
+    reader = aiter(stream)
+    stream.push(output(1))
+    stream.fail(UnavailableError("encoder away"))
+    assert (await anext(reader)).token_ids == (1,)
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            await anext(reader)
+
+
+async def test_nothing_comes_after_the_terminal_answer() -> None:
+    ended, failed = OutputStream(), OutputStream()
+    ended.push(output(1, reason=FinishReason.STOP))
+    failed.fail(InternalError("internal error 7"))
+    for stream in (ended, failed):
+        stream.push(output(2))
+        stream.fail(UnavailableError("late"))
+    assert [one.token_ids async for one in ended] == [(1,)]
+    with pytest.raises(InternalError):
+        await anext(aiter(failed))
+
+
+async def test_the_end_has_a_time_as_soon_as_it_is_given() -> None:
+    ended, failed = OutputStream(), OutputStream()
+    for stream in (ended, failed):
+        stream.push(output(1))
+        assert (stream.is_closed, stream.ended_s) == (False, None)
+    ended.push(output(2, reason=FinishReason.STOP))
+    failed.fail(InternalError("internal error 7"))
+    for stream in (ended, failed):
+        assert stream.is_closed
+        assert stream.ended_s is not None
+
+
+async def test_a_stream_keeps_the_context_of_the_call_that_opened_it() -> None:
+    call = contextvars.ContextVar("call", default="none")
+    call.set("first")
+    stream = OutputStream()
+    call.set("second")
+    assert stream.context.run(call.get) == "first"
+
+
+@given(num_tokens=st.integers(0, 40), size=st.integers(1, 12))
+@settings(deadline=None)
+def test_slices_have_every_token_once_and_the_end_last(num_tokens: int, size: int) -> None:
+    whole = output(*range(num_tokens), reason=FinishReason.STOP, drafts=(True,) * num_tokens, completion=num_tokens)
+    parts = list(slices(whole, size))
+    assert tuple(token for part in parts for token in part.token_ids) == whole.token_ids
+    assert tuple(position for part in parts for position in part.logprobs) == whole.logprobs
+    assert all(len(part.token_ids) <= size for part in parts)
+    assert all(len(part.was_draft) == len(part.token_ids) for part in parts)
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [FinishReason.STOP]

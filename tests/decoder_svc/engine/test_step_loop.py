@@ -1,0 +1,185 @@
+"""The engine thread with a real scheduler: what it posts, in which order, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+
+import pytest
+
+from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEventLoop
+from decoder_svc.engine.step_loop import StepLoop
+from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
+from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
+from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.request import Request, RequestId
+from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
+from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
+from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
+from lookonce.errors import DeadlineError, EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
+from tests.decoder_svc.scheduling.simulation import image
+
+TIMEOUT_S = 60
+A, B = RequestId("a"), RequestId("b")
+
+
+class CountingRunner(CPUModelRunner):
+    """Has no model: it samples token 7 everywhere, and fails as often as a test says."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self.num_failures = num_failures
+
+    def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
+        if output.chunks and self.num_failures:
+            self.num_failures -= 1
+            raise ValueError("secret inner detail")
+        return [SampledToken(chunk.request_id, 7, None) for chunk in output.chunks if chunk.samples]
+
+
+class Running:
+    """A step loop and the messages that it posts."""
+
+    def __init__(self, runner: CPUModelRunner) -> None:
+        self.posted: queue.SimpleQueue[ToEventLoop] = queue.SimpleQueue()
+        self.inbox = Inbox()
+        scheduler = Scheduler(SchedulerLimits(32, 8, 100, 64), KVCacheManager(40, 8), EncoderCacheManager(64))
+        self.loop = StepLoop(runner, scheduler, self.inbox, self.posted.put)
+
+    def submit(
+        self,
+        request_id: RequestId,
+        prompt: Prompt | None = None,
+        *,
+        max_tokens: int = 3,
+        deadline_s: float | None = None,
+    ) -> None:
+        prompt = prompt or Prompt((20, 21, 22))
+        params = SamplingParams(max_tokens=max_tokens)
+        self.inbox.put(Request(request_id, prompt, params, arrival_s=0.0, priority=0, deadline_s=deadline_s))
+
+    def next(self) -> ToEventLoop:
+        return self.posted.get(timeout=TIMEOUT_S)
+
+    def until_terminal(self, request_id: RequestId) -> tuple[list[RequestOutput], LookonceError | None]:
+        """All outputs of a request up to its terminal answer, which may be an error."""
+        outputs: list[RequestOutput] = []
+        while True:
+            message = self.next()
+            assert isinstance(message, Answers), message
+            for answered, answer in message.by_request:
+                if answered != request_id:
+                    continue
+                if isinstance(answer, LookonceError):
+                    return outputs, answer
+                outputs.append(answer)
+                if answer.finish_reason is not None:
+                    return outputs, None
+
+    def stop(self) -> None:
+        self.inbox.put(Stop())
+        assert self.loop.join(TIMEOUT_S)
+
+
+@pytest.fixture
+def started(request: pytest.FixtureRequest) -> Callable[..., Running]:
+    """Starts loops and stops them after the test."""
+
+    def start(num_failures: int = 0) -> Running:
+        running = Running(CountingRunner(num_failures))
+        request.addfinalizer(running.stop)
+        running.loop.start()
+        return running
+
+    return start
+
+
+def test_a_request_gets_its_admission_its_tokens_and_one_end(started: Callable[..., Running]) -> None:
+    running = started()
+    running.submit(A)
+    outputs, error = running.until_terminal(A)
+    assert error is None
+    assert outputs[0].token_ids == ()
+    assert [token for output in outputs for token in output.token_ids] == [7, 7, 7]
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
+
+
+def test_a_fetch_is_posted_before_the_answers_of_its_step(started: Callable[..., Running]) -> None:
+    running = started()
+    running.submit(A, Prompt((20, 1, 1, 21), (image("x", 1, 2),)))
+    fetch = running.next()
+    assert isinstance(fetch, RowFetch)
+    assert fetch.request_id == A
+    running.inbox.put(FailedRows(fetch, EmbeddingNotCachedError("not cached")))
+    _, error = running.until_terminal(A)
+    assert isinstance(error, EmbeddingNotCachedError)
+    assert error.indexes == (0,)
+
+
+def test_an_abort_ends_a_request_with_its_reason_and_unknown_ids_are_ignored() -> None:
+    running = Running(CountingRunner())
+    running.submit(A, max_tokens=90)
+    running.submit(B)
+    running.inbox.put(Abort(A, FinishReason.STOP))
+    running.inbox.put(Abort(RequestId("unknown"), FinishReason.ABORT))
+    running.loop.start()
+    message = running.next()
+    assert isinstance(message, Answers)
+    ends = {name: answer.finish_reason for name, answer in message.by_request if isinstance(answer, RequestOutput)}
+    assert ends[A] is FinishReason.STOP
+    assert running.until_terminal(B)[0][-1].finish_reason is FinishReason.LENGTH
+    running.stop()
+
+
+def test_a_request_whose_deadline_has_passed_is_not_computed(started: Callable[..., Running]) -> None:
+    running = started()
+    running.submit(A, deadline_s=0.0)
+    outputs, error = running.until_terminal(A)
+    assert outputs == []
+    assert isinstance(error, DeadlineError)
+
+
+def test_a_failed_step_ends_its_requests_with_an_opaque_error_and_the_loop_goes_on(
+    started: Callable[..., Running],
+) -> None:
+    running = started(num_failures=1)
+    running.submit(A)
+    _, error = running.until_terminal(A)
+    assert isinstance(error, InternalError)
+    assert "secret" not in error.message
+    running.submit(B)
+    assert running.until_terminal(B)[1] is None
+    assert running.loop.is_healthy
+
+
+def test_after_a_stop_the_last_message_is_the_end() -> None:
+    running = Running(CountingRunner())
+    running.loop.start()
+    assert running.loop.is_healthy
+    running.stop()
+    message = running.next()
+    assert isinstance(message, Ended)
+    assert isinstance(message.error, UnavailableError)
+    assert (running.loop.is_healthy, running.loop.has_died) == (False, False)
+    assert running.posted.empty()
+
+
+def test_after_three_failures_in_a_row_the_thread_has_died_and_says_so_last() -> None:
+    running = Running(CountingRunner(num_failures=3))
+    running.loop.start()
+    for number in range(3):
+        running.submit(RequestId(f"r{number}"))
+        _, error = running.until_terminal(RequestId(f"r{number}"))
+        assert isinstance(error, InternalError)
+    assert running.loop.join(TIMEOUT_S)
+    message = running.next()
+    assert isinstance(message, Ended)
+    assert "another replica" in message.error.message
+    assert (running.loop.is_healthy, running.loop.has_died) == (False, True)
+
+
+def test_load_counts_requests_that_are_not_in_the_batch_as_waiting() -> None:
+    load = Running(CountingRunner()).loop.load(5)
+    assert (load.running_requests, load.waiting_requests, load.live_requests, load.step_s) == (0, 5, 5, 0.0)

@@ -1,0 +1,252 @@
+"""A request passes the gate with an id, a place and time enough, and gives everything back when it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from decoder_svc.engine.figures import EngineLoad
+from decoder_svc.engine.output_stream import OutputStream
+from decoder_svc.metrics import DecoderMetrics
+from decoder_svc.request_gate import Arrival, RequestGate, Ticket
+from decoder_svc.scheduling.request_output import RequestUsage
+from lookonce.errors import InternalError, InvalidParameterError, OverloadedError, UnavailableError
+from lookonce.identity import ANYBODY, CallerRole, Identity
+from lookonce.server.quotas import Quotas, Resource, parse_quotas
+from tests.clock import Clock
+
+NUM_PLACES = 4
+MAX_LIVE = 2000
+SERVED_S = 2.0
+NUM_TOKENS = 20
+TENANT_A, TENANT_B = (Identity(name, name, CallerRole.CLIENT) for name in "ab")
+
+
+@dataclass
+class Service:
+    """A gate with requests in it."""
+
+    kv_cache_usage: float = 0.5
+    running: int = NUM_PLACES
+    waiting: int = 0
+    step_s: float = 0.0
+    live: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+
+    def __post_init__(self) -> None:
+        self.gate = RequestGate(
+            self.load,
+            Quotas(None, CollectorRegistry()),
+            DecoderMetrics(self.registry),
+            max_running_requests=NUM_PLACES,
+            max_live_requests=MAX_LIVE,
+        )
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(self.running, self.waiting, 0, self.kv_cache_usage, 0, self.step_s)
+
+    def enter(self, number: int = 1, *, priority: int = 0, has_s: float | None = None) -> list[Ticket]:
+        arrival = Arrival(ANYBODY, priority=priority, remaining_s=has_s)
+        return [self.live.enter_context(self.gate.admitted(arrival)) for _ in range(number)]
+
+
+@pytest.fixture
+def service() -> Service:
+    """The latest requests took two seconds and twenty tokens."""
+    service = Service()
+    service.gate.note_served(SERVED_S, NUM_TOKENS)
+    return service
+
+
+# Deadlines.
+
+
+def test_while_there_are_places_nobody_is_refused(service: Service) -> None:
+    for _ in range(NUM_PLACES):
+        assert service.gate.expected_s(0, None) == 0
+        service.enter(has_s=0.001)
+    assert service.gate.expected_s(0, None) > 0, "each of them has a place"
+
+
+async def test_a_request_that_the_engine_has_ended_frees_its_place_before_its_answer_has_been_read(
+    service: Service,
+) -> None:
+    tickets = service.enter(NUM_PLACES + 3)
+    assert service.gate.expected_s(0, None) > 0
+    for ticket in tickets:
+        ticket.stream = OutputStream()
+    assert service.gate.expected_s(0, None) > 0, "the engine has work for all of them"
+    for ticket in tickets:
+        assert ticket.stream is not None
+        ticket.stream.fail(UnavailableError("encoder away"))
+    assert service.gate.expected_s(0, None) == 0
+    service.enter(NUM_PLACES - 1)
+    assert service.gate.expected_s(0, None) == 0
+    service.enter()
+    assert service.gate.expected_s(0, None) > 0
+
+
+def test_a_request_that_would_end_too_late_is_refused_with_advice(service: Service) -> None:
+    service.enter(NUM_PLACES + 3)
+    # Four are ahead of it for four places: 2 s until it runs, 2 s until it is done.
+    assert service.gate.expected_s(0, None) == pytest.approx(2 * SERVED_S)
+    with pytest.raises(OverloadedError, match=r"would take about 4\.0 s, and the deadline is in 4\.0 s") as caught:
+        service.enter(has_s=4.0)
+    assert caught.value.retry_after_s == pytest.approx(0.6)
+    service.enter(has_s=5.0)
+
+
+def test_who_has_no_deadline_waits_however_long(service: Service) -> None:
+    service.enter(1000)
+    wait_s = (1000 + 1 - NUM_PLACES) * SERVED_S / NUM_PLACES
+    assert service.gate.expected_s(0, None) == pytest.approx(wait_s + SERVED_S), "all of them wait"
+
+
+def test_a_short_answer_is_expected_earlier(service: Service) -> None:
+    service.enter(NUM_PLACES)
+    wait_s = SERVED_S / NUM_PLACES
+    assert service.gate.expected_s(0, 1) == pytest.approx(wait_s + SERVED_S / NUM_TOKENS)
+    assert service.gate.expected_s(0, 10_000) == pytest.approx(wait_s + SERVED_S)
+
+
+def test_who_goes_first_does_not_wait_for_those_behind(service: Service) -> None:
+    service.enter(100, priority=5)
+    service.enter(priority=0, has_s=3.0)
+    with pytest.raises(OverloadedError):
+        service.enter(priority=5, has_s=3.0)
+
+
+def test_before_anybody_has_ended_nobody_is_refused() -> None:
+    service = Service()
+    service.enter(1000, has_s=0.001)
+    assert service.gate.expected_s(0, None) == 0
+    service.gate.note_served(SERVED_S, NUM_TOKENS)
+    with pytest.raises(OverloadedError):
+        service.enter(has_s=0.001)
+
+
+def test_a_full_pool_has_fewer_places(service: Service) -> None:
+    service.enter(NUM_PLACES)
+    assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S / NUM_PLACES + SERVED_S)
+    service.kv_cache_usage, service.running = 0.95, 1
+    assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S * NUM_PLACES + SERVED_S)
+
+
+def test_the_mean_follows_what_is_served_now(service: Service) -> None:
+    service.enter(NUM_PLACES)
+    for _ in range(100):
+        service.gate.note_served(10 * SERVED_S, NUM_TOKENS)
+    assert service.gate.expected_s(0, None) == pytest.approx(10 * (SERVED_S + SERVED_S / NUM_PLACES), rel=0.01)
+
+
+def test_steps_that_take_longer_than_they_did_count_at_once(service: Service) -> None:
+    service.enter(NUM_PLACES)
+    service.step_s = SERVED_S / NUM_TOKENS / 2
+    assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S + SERVED_S / NUM_PLACES)
+    service.step_s = 3 * SERVED_S / NUM_TOKENS
+    assert service.gate.expected_s(0, None) == pytest.approx(3 * (SERVED_S + SERVED_S / NUM_PLACES))
+
+
+def test_whoever_leaves_is_counted_no_longer(service: Service) -> None:
+    service.enter(NUM_PLACES)
+    with contextlib.suppress(InternalError), service.gate.admitted(Arrival(ANYBODY)):
+        assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S + SERVED_S / 2)
+        raise InternalError("internal error 5")
+    assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S + SERVED_S / 4)
+    service.live.close()
+    assert service.gate.expected_s(0, None) == 0
+
+
+# Places.
+
+
+def test_more_live_requests_than_the_limit_are_refused_until_one_leaves(service: Service) -> None:
+    service.enter(MAX_LIVE - 1)
+    with service.gate.admitted(Arrival(ANYBODY)):
+        with pytest.raises(OverloadedError, match=f"{MAX_LIVE} requests are being served, the limit") as caught:
+            service.enter()
+        assert caught.value.retry_after_s > 0
+    service.enter()
+
+
+def test_requests_that_the_engine_still_holds_count_after_their_callers_have_gone(service: Service) -> None:
+    service.waiting = MAX_LIVE - NUM_PLACES
+    with pytest.raises(OverloadedError, match=f"{MAX_LIVE} requests are being served"):
+        service.enter()
+    service.waiting -= 1
+    service.enter()
+
+
+# Ids.
+
+
+@pytest.mark.parametrize("request_id", [" ", "a b", "é", "x" * 129])
+def test_a_malformed_id_is_refused(service: Service, request_id: str) -> None:
+    with (
+        pytest.raises(InvalidParameterError, match="request_id: must be 1 to 128"),
+        service.gate.admitted(Arrival(ANYBODY, request_id)),
+    ):
+        pass
+
+
+def test_an_id_is_the_tenants_own_until_its_request_leaves(service: Service) -> None:
+    with service.gate.admitted(Arrival(TENANT_A, "same")) as first:
+        with (
+            pytest.raises(InvalidParameterError, match="is being served"),
+            service.gate.admitted(Arrival(TENANT_A, "same")),
+        ):
+            pass
+        with service.gate.admitted(Arrival(TENANT_B, "same")) as other:
+            assert other.request_id == first.request_id == "same"
+            assert other.engine_id != first.engine_id
+    with service.gate.admitted(Arrival(TENANT_A, "same")) as second:
+        assert second.engine_id != first.engine_id, "the engine may still hold the first one"
+
+
+def test_a_request_without_an_id_gets_a_new_one(service: Service) -> None:
+    ids = {ticket.request_id for ticket in service.enter(10)}
+    assert len(ids) == 10
+    assert all(ids)
+
+
+def test_an_abort_marks_the_tenants_request_only_and_an_operators_all_of_that_id(service: Service) -> None:
+    with service.gate.admitted(Arrival(TENANT_A, "r")) as a, service.gate.admitted(Arrival(TENANT_B, "r")) as b:
+        assert service.gate.abort("r", "a") == [a]
+        assert (a.is_aborted, b.is_aborted) == (True, False)
+        assert service.gate.abort("r", "unknown") == service.gate.abort("other", None) == []
+        assert service.gate.abort("r", None) == [a, b]
+        assert b.is_aborted
+    assert service.gate.abort("r", None) == []
+
+
+# Accounts.
+
+
+def test_images_and_tokens_are_charged_to_the_tenant_and_counted() -> None:
+    class Table:
+        value = parse_quotas(b"[default]\nimage_bytes_per_s = 100\ntokens_per_s = 10")
+
+    registry, clock = CollectorRegistry(), Clock()
+    quotas = Quotas(Table(), CollectorRegistry(), clock)
+    gate = RequestGate(
+        lambda: EngineLoad(0, 0, 0, 0.0, 0),
+        quotas,
+        DecoderMetrics(registry),
+        max_running_requests=1,
+        max_live_requests=1,
+    )
+    gate.charge_images(TENANT_A, 500)
+    with pytest.raises(OverloadedError, match="image_bytes_per_s"):
+        quotas.check(TENANT_A, Resource.IMAGE_BYTES)
+    quotas.check(TENANT_A, Resource.TOKENS)
+    with gate.admitted(Arrival(TENANT_A)) as ticket:
+        gate.account(ticket, RequestUsage(prompt_tokens=20, completion_tokens=5))
+    with pytest.raises(OverloadedError, match="tokens_per_s"):
+        quotas.check(TENANT_A, Resource.TOKENS)
+    for resource in (Resource.IMAGE_BYTES, Resource.TOKENS):
+        quotas.check(TENANT_B, resource)
+    assert registry.get_sample_value("lookonce_decoder_prompt_tokens_total") == 20
+    assert registry.get_sample_value("lookonce_decoder_generated_tokens_total") == 5

@@ -1,0 +1,127 @@
+"""A real server on loopback whose handlers fail as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
+from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.settings import MIB, ServiceSettings
+from lookonce.server.telemetry import Telemetry
+from tests.lookonce.server.serving_program import UnsupportedEncoder
+
+ENCODER = "lookonce.encoder.v1.EncoderService"
+KINDS = "lookonce.test.v1.Kinds"
+CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+
+
+class RaisingEncoder(UnsupportedEncoder):
+    """GetEncoderInfo raises `error` where it is set; Encode answers one result per item."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.closed_generators = 0
+
+    async def GetEncoderInfo(self, request: pb.GetEncoderInfoRequest, context: Any) -> pb.GetEncoderInfoResponse:
+        if self.error is not None:
+            raise self.error
+        return pb.GetEncoderInfoResponse(model="test")
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        return pb.EncodeResponse(results=[pb.EncodeResult() for _ in request.items])
+
+    async def ReadEmbedding(
+        self, request: pb.ReadEmbeddingRequest, context: Any
+    ) -> AsyncIterator[pb.ReadEmbeddingResponse]:
+        try:
+            yield pb.ReadEmbeddingResponse(row_offset=0)
+            await asyncio.sleep(3600)
+        finally:
+            self.closed_generators += 1
+
+
+def _kinds_handler(error: Exception) -> grpc.GenericRpcHandler:
+    """One method of each kind that fails: unary ones at once, streaming ones after a message."""
+
+    async def fail(request: Any, context: Any) -> bytes:
+        raise error
+
+    async def fail_later(request: Any, context: Any) -> AsyncIterator[bytes]:
+        # grpc.aio clients report an error of their own when a call ends while they still send.
+        if not isinstance(request, bytes):
+            assert [message async for message in request] == [b""]
+        yield b"first"
+        raise error
+
+    async def flood(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(MIB)
+
+    handlers: dict[str, Any] = {
+        "Flood": grpc.unary_stream_rpc_method_handler(flood),
+        "UnaryUnary": grpc.unary_unary_rpc_method_handler(fail),
+        "UnaryStream": grpc.unary_stream_rpc_method_handler(fail_later),
+        "StreamUnary": grpc.stream_unary_rpc_method_handler(fail),
+        "StreamStream": grpc.stream_stream_rpc_method_handler(fail_later),
+    }
+    return grpc.method_handlers_generic_handler(KINDS, handlers)
+
+
+class Running:
+    """A started service and a channel to it."""
+
+    def __init__(self, service: GrpcService, servicer: RaisingEncoder, telemetry: Telemetry) -> None:
+        self.service = service
+        self.servicer = servicer
+        self.telemetry = telemetry
+        self.channel = grpc.aio.insecure_channel(service.target, options=CHANNEL_OPTIONS)
+        self.encoder: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(self.channel)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+
+    async def health_of(self, name: str) -> Any:
+        return (await self.health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)).status
+
+
+def server_settings(**values: Any) -> ServiceSettings:
+    return ServiceSettings(model=pathlib.Path("."), drain_timeout_s=values.pop("drain_timeout_s", 0.0), **values)
+
+
+@contextlib.asynccontextmanager
+async def running_server(
+    error: Exception | None = None, is_ready: Any = lambda: True, **settings: Any
+) -> AsyncIterator[Running]:
+    servicer, telemetry = RaisingEncoder(), Telemetry(settings.get("metrics_listen"))
+    entries = [
+        ServiceEntry(ENCODER, lambda server: pb_grpc.add_EncoderServiceServicer_to_server(servicer, server)),
+        ServiceEntry(KINDS, lambda server: server.add_generic_rpc_handlers([_kinds_handler(error or ValueError())])),
+    ]
+    service = GrpcService(server_settings(**settings), telemetry, entries, is_ready=is_ready)
+    await service.start()
+    running = Running(service, servicer, telemetry)
+    try:
+        yield running
+    finally:
+        await running.channel.close()
+        await service.stop()
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def rpc_failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value

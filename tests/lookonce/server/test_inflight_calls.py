@@ -1,0 +1,101 @@
+"""A drain waits for the calls that delay it, refuses new ones, and ends those that take too long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lookonce.errors import UnavailableError
+from lookonce.server.inflight_calls import InflightCalls
+
+
+class Handler:
+    """A call that lasts until it is released."""
+
+    def __init__(self, calls: InflightCalls, *, delays_drain: bool = True) -> None:
+        self.release = asyncio.Event()
+        self.task = asyncio.create_task(self._run(calls, delays_drain))
+
+    async def _run(self, calls: InflightCalls, delays_drain: bool) -> str:
+        with calls.admitted(delays_drain=delays_drain):
+            await self.release.wait()
+        return "answered"
+
+
+async def started(*handlers: Handler) -> None:
+    await asyncio.sleep(0)
+    assert not any(handler.task.done() for handler in handlers)
+
+
+async def test_without_calls_a_drain_has_nothing_to_wait_for() -> None:
+    calls = InflightCalls()
+    assert calls.num_delaying == 0
+    assert await calls.finished(60.0)
+
+
+async def test_a_drain_waits_until_the_last_call_has_ended() -> None:
+    calls = InflightCalls()
+    first, last = Handler(calls), Handler(calls)
+    await started(first, last)
+    assert calls.num_delaying == 2
+    drain = asyncio.create_task(calls.finished(60.0))
+    first.release.set()
+    assert await first.task == "answered"
+    assert not drain.done()
+    last.release.set()
+    assert await drain
+    assert await last.task == "answered"
+
+
+async def test_health_watches_do_not_delay_a_drain() -> None:
+    calls = InflightCalls()
+    watch = Handler(calls, delays_drain=False)
+    await started(watch)
+    assert calls.num_delaying == 0
+    assert await calls.finished(60.0)
+    assert calls.expel_all() == 0
+    with pytest.raises(UnavailableError):
+        await watch.task
+
+
+async def test_new_calls_are_refused_while_admitted_ones_continue() -> None:
+    calls = InflightCalls()
+    admitted = Handler(calls)
+    await started(admitted)
+    calls.refuse_new()
+    late = Handler(calls)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await late.task
+    assert calls.num_delaying == 1
+    admitted.release.set()
+    assert await admitted.task == "answered"
+
+
+async def test_calls_that_take_too_long_end_with_unavailable() -> None:
+    calls = InflightCalls()
+    handlers = [Handler(calls), Handler(calls), Handler(calls, delays_drain=False)]
+    await started(*handlers)
+    assert not await calls.finished(0.0)
+    assert calls.expel_all() == 2, "the watch did not delay the drain"
+    results = await asyncio.gather(*(handler.task for handler in handlers), return_exceptions=True)
+    assert [type(result) for result in results] == [UnavailableError] * 3
+    assert await calls.finished(60.0)
+
+
+async def test_a_call_that_its_client_cancels_stays_cancelled() -> None:
+    calls = InflightCalls()
+    handler = Handler(calls)
+    await started(handler)
+    handler.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await handler.task
+    assert calls.num_delaying == 0
+
+
+async def test_a_call_that_fails_is_no_longer_in_flight() -> None:
+    calls = InflightCalls()
+    with pytest.raises(ValueError, match="oops"), calls.admitted(delays_drain=True):
+        raise ValueError("oops")
+    assert calls.num_delaying == 0
+    assert await calls.finished(60.0)

@@ -1,0 +1,184 @@
+"""Every call crosses the border with a typed status, a request id, an access line and metrics, whatever its kind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from lookonce import errors, status_codes
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from tests.lookonce.server.running_server import CHANNEL_OPTIONS, ENCODER, KINDS, rpc_failure, running_server, until
+
+SECRET = "/home/someone/secret.txt at 0x7f00deadbeef"
+
+
+def _example(kind: type[errors.LookonceError]) -> errors.LookonceError:
+    if kind is errors.InvalidParameterError:
+        return errors.InvalidParameterError("sampling.top_p", "must be in (0, 1], not 7")
+    if kind is errors.EmbeddingNotCachedError:
+        return errors.EmbeddingNotCachedError("2 images are not cached", indexes=[0, 3])
+    if kind is errors.OverloadedError:
+        return errors.OverloadedError("the queue is full", retry_after_s=2.5)
+    return kind("value 7 is over the limit 5", metadata={"limit": "5"})
+
+
+@pytest.mark.parametrize("row", status_codes.STATUS_TABLE, ids=lambda row: row.reason)
+async def test_every_row_of_the_status_table_reaches_the_client_as_its_typed_error(
+    row: status_codes.StatusRow,
+) -> None:
+    async with running_server() as running:
+        sent = running.servicer.error = _example(row.exception)
+        failure = await rpc_failure(running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5))
+        received = status_codes.from_rpc_error(failure)
+        assert failure.code() is row.code
+        assert type(received) is row.exception
+        assert (received.message, received.metadata) == (sent.message, sent.metadata)
+        assert getattr(received, "indexes", None) == getattr(sent, "indexes", None)
+        assert getattr(received, "retry_after_s", None) == getattr(sent, "retry_after_s", None)
+
+
+@pytest.mark.parametrize("error", [ValueError(SECRET), errors.ConfigurationError(SECRET), errors.LookonceError(SECRET)])
+@pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
+async def test_unexpected_errors_become_internal_with_an_opaque_id_for_every_kind_of_call(
+    kind: str, error: Exception, log_lines: Any
+) -> None:
+    async with running_server(error) as running:
+        failure = await rpc_failure(_call(running.channel, kind))
+    assert failure.code() is grpc.StatusCode.INTERNAL
+    assert type(status_codes.from_rpc_error(failure)) is errors.InternalError
+    assert SECRET not in f"{failure.details()} {failure.trailing_metadata()}"
+    fault_id = (failure.details() or "").removeprefix("internal error ")
+    (line,) = [line for line in log_lines() if line.get("fault_id") == fault_id]
+    assert SECRET in line["exception"]
+    assert line["exception"].startswith("Traceback")
+
+
+@pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
+async def test_typed_errors_pass_for_every_kind_of_call(kind: str) -> None:
+    async with running_server(errors.PromptEmptyError("nothing to say")) as running:
+        failure = await rpc_failure(_call(running.channel, kind))
+    assert type(status_codes.from_rpc_error(failure)) is errors.PromptEmptyError
+
+
+async def _call(channel: Any, kind: str) -> None:
+    method = f"/{KINDS}/{kind}"
+    if kind == "UnaryUnary":
+        await channel.unary_unary(method)(b"", timeout=5)
+    elif kind == "StreamUnary":
+        await channel.stream_unary(method)(iter([b"", b""]), timeout=5)
+    elif kind == "UnaryStream":
+        await _second_message(channel.unary_stream(method)(b"", timeout=5))
+    else:
+        call = channel.stream_stream(method)(timeout=5)
+        await call.write(b"")
+        await call.done_writing()
+        await _second_message(call)
+
+
+async def _second_message(call: Any) -> None:
+    assert await call.read() == b"first"
+    await call.read()
+
+
+@pytest.mark.parametrize("message", ["x" * 50_000, "日本語" * 5_000], ids=["ascii", "wide"])
+async def test_a_very_long_message_is_cut_and_still_typed(message: str) -> None:
+    async with running_server() as running:
+        running.servicer.error = errors.InvalidParameterError("prompt", message)
+        failure = await rpc_failure(running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5))
+    received = status_codes.from_rpc_error(failure)
+    assert isinstance(received, errors.InvalidParameterError)
+    assert received.field == "prompt"
+    assert received.message.endswith("…")
+
+
+async def test_garbage_instead_of_a_request_is_invalid_input_and_the_next_call_works() -> None:
+    async with running_server() as running:
+        raw: Any = running.channel.unary_unary(f"/{ENCODER}/Encode")
+        failure = await rpc_failure(raw(b"\xff\xff\xff\xff", timeout=5))
+        assert type(status_codes.from_rpc_error(failure)) is errors.InvalidInputError
+        response = await running.encoder.Encode(pb.EncodeRequest(items=[pb.EncodeItem()]), timeout=5)
+        assert len(response.results) == 1
+
+
+async def test_a_valid_request_id_comes_back_and_an_invalid_one_is_replaced() -> None:
+    async with running_server() as running:
+        returned = []
+        for offered in ("turn-7.a_B", "no spaces allowed", "x" * 65):
+            call = running.encoder.GetEncoderInfo(
+                pb.GetEncoderInfoRequest(), metadata=(("x-request-id", offered),), timeout=5
+            )
+            await call
+            returned.append(dict(await call.trailing_metadata())["x-request-id"])
+        assert returned[0] == "turn-7.a_B"
+        assert all(len(str(made_up)) == 32 for made_up in returned[1:])
+        assert returned[1] != returned[2]
+
+
+async def test_a_failed_call_returns_its_request_id() -> None:
+    async with running_server(ValueError(SECRET)) as running:
+        method: Any = running.channel.unary_unary(f"/{KINDS}/UnaryUnary")
+        call = method(b"", metadata=(("x-request-id", "r1"),), timeout=5)
+        await rpc_failure(call)
+        assert dict(await call.trailing_metadata())["x-request-id"] == "r1"
+
+
+async def test_each_call_leaves_one_access_line_and_its_metrics(log_lines: Any) -> None:
+    async with running_server() as running:
+        await running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)
+        running.servicer.error = errors.UnsupportedError("no")
+        await rpc_failure(running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5))
+        await running.health_of("")
+    count = running.telemetry.registry.get_sample_value
+    method = f"/{ENCODER}/GetEncoderInfo"
+    assert count("lookonce_grpc_requests_total", {"method": method, "code": "OK"}) == 1
+    assert count("lookonce_grpc_requests_total", {"method": method, "code": "UNIMPLEMENTED"}) == 1
+    assert count("lookonce_grpc_request_seconds_count", {"method": method}) == 2
+    lines = [line for line in log_lines() if line["event"] == "rpc"]
+    assert [(line["method"], line["code"]) for line in lines] == [(method, "OK"), (method, "UNIMPLEMENTED")]
+    assert all(len(line["request_id"]) == 32 and line["duration_s"] > 0 for line in lines)
+
+
+async def test_a_cancelled_stream_closes_its_handler_at_once() -> None:
+    async with running_server() as running:
+        call = running.encoder.ReadEmbedding(pb.ReadEmbeddingRequest(), timeout=60)
+        await call.read()
+        call.cancel()
+
+        async def closed() -> bool:
+            return running.servicer.closed_generators == 1
+
+        await until(closed)
+        code = {"method": f"/{ENCODER}/ReadEmbedding", "code": "CANCELLED"}
+        assert running.telemetry.registry.get_sample_value("lookonce_grpc_requests_total", code) == 1
+
+
+@pytest.mark.parametrize("way", ["cancels", "runs out of time", "hangs up"])
+async def test_who_leaves_while_a_message_is_being_written_is_no_fault(way: str, log_lines: Any) -> None:
+    async with running_server() as running:
+        for _ in range(5):
+            timeout_s = 1.0 if way == "runs out of time" else 60
+            channel = grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS)
+            await channel.channel_ready()
+            method: Any = channel.unary_stream(f"/{KINDS}/Flood")
+            call = method(b"", timeout=timeout_s)
+            await call.read()
+            # What nobody reads stands in the way of what follows.
+            await asyncio.sleep(0.2)
+            if way == "cancels":
+                call.cancel()
+            elif way == "runs out of time":
+                await asyncio.sleep(1.0)
+            await channel.close()
+
+        async def counted() -> bool:
+            return len([line for line in log_lines() if line["event"] == "rpc"]) == 5
+
+        await until(counted)
+    lines = log_lines()
+    codes = {"DEADLINE_EXCEEDED", "CANCELLED"} if way == "runs out of time" else {"CANCELLED"}
+    assert {line["code"] for line in lines if line["event"] == "rpc"} <= codes
+    assert not [line for line in lines if line["level"] in ("warning", "error")]
