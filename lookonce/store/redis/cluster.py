@@ -100,6 +100,12 @@ class ClusterDeployment:
             raise RedisTroubleError(MissReason.CLUSTER_DOWN)
         return node
 
+    def nodes(self, until_s: float) -> list[RedisNode]:
+        """Returns all primaries that the cluster names now. Raises RedisTroubleError."""
+        self._lookup.make_due(at_once=True)
+        self._lookup.run(until_s)
+        return list(self._nodes.values())
+
     def doubt(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
         """Reads the table again, from another node, or from this one if it knows who has the key."""
         if isinstance(trouble, RedisMovedError):

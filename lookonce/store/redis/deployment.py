@@ -25,6 +25,13 @@ class Deployment(Protocol):
         """
         ...
 
+    def nodes(self, until_s: float) -> list[RedisNode]:
+        """Returns every server that holds keys of its own, after a fresh look, `until_s` at the latest.
+
+        Raises RedisTroubleError.
+        """
+        ...
+
     def doubt(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
         """Takes note of trouble with a node. Whether `node_of` may name another one now."""
         ...
@@ -47,6 +54,10 @@ class SingleDeployment:
     def node_of(self, name: bytes | None, until_s: float) -> RedisNode:
         """Always the same."""
         return self._node
+
+    def nodes(self, until_s: float) -> list[RedisNode]:
+        """Returns the one server."""
+        return [self._node]
 
     def doubt(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
         """There is no other."""

@@ -60,6 +60,24 @@ class RedisLink:
                     raise RedisTroubleError(reason) from trouble
             node, may_follow = other, False
 
+    def nodes(self, deadline_s: float) -> list[RedisNode]:
+        """Returns every server that holds keys of its own, looked up anew. Raises RedisTroubleError."""
+        self._check_open()
+        return self._deployment.nodes(self._find_until_s(deadline_s))
+
+    def run_on(self, node: RedisNode, action: Callable[[Exchange], ResultT], deadline_s: float) -> ResultT:
+        """Runs `action` on this server alone, until `deadline_s` on the monotonic clock.
+
+        Raises what `action` raises, and RedisTroubleError.
+        """
+        self._check_open()
+        try:
+            with node.exchange(deadline_s) as exchange:
+                return action(exchange)
+        except RedisTroubleError as trouble:
+            self._deployment.doubt(node, trouble)
+            raise
+
     def max_memory_bytes(self, exchange: Exchange) -> int | None:
         """The server's `maxmemory`, asked once per connection. None: no limit, or the role may not know."""
         if exchange.socket not in self._max_memory:
@@ -90,9 +108,12 @@ class RedisLink:
         return deadline_s - self._budget_s / 2
 
     def _node_of(self, name: bytes | None, until_s: float) -> RedisNode:
+        self._check_open()
+        return self._deployment.node_of(name, until_s)
+
+    def _check_open(self) -> None:
         if self._is_closed:
             raise RedisTroubleError(MissReason.STORE_CLOSED)
-        return self._deployment.node_of(name, until_s)
 
     def _other_node(self, node: RedisNode, name: bytes | None, until_s: float) -> RedisNode | None:
         """Another node than the one that there was trouble with; None when there is none or no time to find it."""

@@ -36,6 +36,11 @@ class SentinelDeployment:
         assert self._node is not None, "a first look that finds nothing raises"
         return self._node
 
+    def nodes(self, until_s: float) -> list[RedisNode]:
+        """Returns the primary that the Sentinels name now. Raises RedisTroubleError."""
+        self._lookup.make_due(at_once=True)
+        return [self.node_of(None, until_s)]
+
     def doubt(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
         """Asks the Sentinels again, another one than last time if there is one."""
         if trouble.reason not in DOUBTFUL_REASONS:

@@ -15,7 +15,7 @@ import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import redis.connection
 
@@ -63,14 +63,6 @@ class RedisUrl:
     service: str = ""
     # For redis-py: credentials and options of `addresses`.
     seed_url: str = field(default="", repr=False)
-
-    @property
-    def sentinel_options(self) -> dict[str, Any]:
-        """`seed_url` as redis-py's own class for Sentinels wants it."""
-        options: dict[str, Any] = redis.connection.parse_url(self.seed_url)
-        if options.pop("connection_class", None) is not None:
-            options["ssl"] = True
-        return options
 
 
 def parse_redis_url(url: str) -> RedisUrl:

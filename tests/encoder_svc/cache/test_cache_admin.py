@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pathlib
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import redis
+from redis.crc import key_slot
 
 from encoder_svc.cache.cache_admin import CacheAdmin
 from lookonce.content_key import ContentKey, EncoderFingerprint, ProcessorOptions, Tenant, content_key, image_digest
 from lookonce.errors import UnavailableError
 from lookonce.forgotten import EVERYTHING, Forgotten
 from lookonce.local.redis_server import EmbeddedRedis
-from lookonce.store.cache_names import pattern_of_fingerprint, pattern_of_tenant
+from lookonce.store.cache_names import data_key, metadata_key, pattern_of_fingerprint, pattern_of_tenant
 from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.store.forget_channel import ForgetListener
 from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read
 from tests.lookonce.store.faults import kill_child
-from tests.lookonce.store.redis.redis_fleet import ClusterFleet, SentinelFleet
+from tests.lookonce.store.redis.redis_fleet import (
+    PASSWORD,
+    SERVICE,
+    ClusterFleet,
+    RedisProcess,
+    SentinelFleet,
+    node_id,
+    until,
+)
 
+USERS = pathlib.Path(__file__).parents[3] / "deploy/redis/users.acl"
 ROWS = make_rows(SMALL)
 TIMEOUT_S = 20.0
 NEVER_MS = 60_000
@@ -147,26 +159,26 @@ async def reconnected(listener: ForgetListener) -> None:
 
 
 async def test_who_was_cut_off_forgets_everything_if_something_was_said_meanwhile(server: EmbeddedRedis) -> None:
-    with contextlib.closing(CacheAdmin(server.url)) as admin:
+    with contextlib.closing(CacheAdmin(server.url)) as admin, redis.Redis.from_url(server.url) as operator:
         async with listening(server.url) as (listener, heard):
             await listener.wait_until_listening()
             await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
             await heard.get()
-            admin._client.client_kill_filter(_type="pubsub")
+            operator.client_kill_filter(_type="pubsub")
             await reconnected(listener)
             assert heard.empty(), "nothing was said while it was away"
             # As if a message had been sent that did not reach it.
-            admin._client.set("lookonce:forgets", "another token")
-            admin._client.client_kill_filter(_type="pubsub")
+            operator.set("lookonce:forgets", "another token")
+            operator.client_kill_filter(_type="pubsub")
             await reconnected(listener)
             assert heard.get_nowait() == EVERYTHING
 
 
 async def test_a_subscription_that_is_dead_without_saying_so_is_found_out(server: EmbeddedRedis) -> None:
-    with contextlib.closing(CacheAdmin(server.url)) as admin:
+    with redis.Redis.from_url(server.url) as operator:
         async with listening(server.url, check_s=0.1) as (listener, heard):
             await listener.wait_until_listening()
-            admin._client.set("lookonce:forgets", "a token whose message never came")
+            operator.set("lookonce:forgets", "a token whose message never came")
             assert await heard.get() == EVERYTHING
 
 
@@ -251,3 +263,113 @@ def test_an_operator_is_told_when_redis_is_away_and_goes_on_when_it_is_back() ->
                 act()
         server.start()
         assert admin.evict([fresh_key()]) == 0
+
+
+# --- names that move between servers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster() -> Iterator[ClusterFleet]:
+    """A cluster whose slots the test may move."""
+    fleet = ClusterFleet(node_timeout_ms=NEVER_MS)
+    try:
+        fleet.start()
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def test_a_scan_of_many_batches_finds_every_image(server: EmbeddedRedis) -> None:
+    num_images = 2000
+    with contextlib.closing(CacheAdmin(server.url)) as admin, redis.Redis.from_url(server.url) as operator:
+        operator.mset({f"lookonce:f:t:{{{number}}}:{kind}": b"x" for number in range(num_images) for kind in "em"})
+        operator.set("another:e", b"x")
+        assert admin.totals(b"lookonce:*").num_entries == num_images
+        assert admin.evict_matching(b"lookonce:*") == num_images
+        assert operator.keys() == [b"another:e"]
+
+
+def test_an_operator_follows_a_failover_that_sentinels_decided() -> None:
+    fleet = SentinelFleet(down_after_ms=NEVER_MS)
+    try:
+        fleet.start()
+        with (
+            contextlib.closing(CacheAdmin(fleet.url)) as admin,
+            contextlib.closing(EmbeddingStore(fleet.url, 5.0, 60, 1 << 20)) as store,
+        ):
+            keys = keys_of(ENCODER, ACME)
+            for key in keys:
+                assert store.write(key, SMALL, memoryview(ROWS))
+            assert admin.pin(keys[:1]) == [True]
+            until(lambda: fleet.replica.ask("DBSIZE") == 2 * len(keys), "the replica lacks images")
+            fleet.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
+            until(lambda: all(named_port(one) == fleet.replica.port for one in fleet.sentinels), "nobody was promoted")
+            until(lambda: role_of(fleet.primary) == "slave", "the old primary was not demoted")
+            assert admin.evict(keys[:1]) == 1
+            assert admin.totals(b"lookonce:*").num_entries == len(keys) - 1
+            assert admin.evict_matching(b"lookonce:*") == len(keys) - 1
+            assert fleet.replica.ask("DBSIZE") == 0
+    finally:
+        fleet.stop()
+
+
+def named_port(sentinel: RedisProcess) -> int:
+    """Returns the port of the primary that this Sentinel names."""
+    with sentinel.admin() as client:
+        return int(client.sentinel_get_master_addr_by_name(SERVICE)[1])
+
+
+def role_of(server: RedisProcess) -> str:
+    """Returns "master" or "slave"."""
+    with server.admin() as client:
+        return str(client.info("replication")["role"])
+
+
+def test_an_operator_follows_a_slot_that_moved_and_reports_one_that_is_moving(cluster: ClusterFleet) -> None:
+    source, target = cluster.primaries[1:]
+    with (
+        contextlib.closing(CacheAdmin(cluster.url)) as admin,
+        contextlib.closing(EmbeddingStore(cluster.url, 5.0, 60, 1 << 20)) as store,
+    ):
+        key = next(key for key in iter(fresh_key, None) if cluster.primary_of(data_key(key).decode()) == 1)
+        slot = key_slot(data_key(key))
+        assert store.write(key, SMALL, memoryview(ROWS))
+        assert admin.pin([key]) == [True]
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
+        move = ["MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "AUTH", PASSWORD, "KEYS"]
+        source.ask(*move, data_key(key), metadata_key(key))
+        with pytest.raises(UnavailableError):
+            admin.evict([key])
+        with pytest.raises(UnavailableError):
+            admin.evict_matching(b"lookonce:*")
+        assert target.ask("DBSIZE") == 2, "nothing was removed"
+        for node in (target, source):
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+        assert admin.pin([key]) == [True]
+        assert admin.evict_matching(b"lookonce:*") == 1
+        assert target.ask("DBSIZE") == 0
+
+
+def test_the_documented_access_rules_are_enough_in_a_cluster(cluster: ClusterFleet) -> None:
+    (line,) = (line for line in USERS.read_text().splitlines() if line.startswith("user lookonce-janitor"))
+    rules = [rule for rule in line.split()[3:] if not rule.startswith("#")]
+    nodes = (*cluster.primaries, cluster.replica)
+    for node in nodes:
+        node.ask("ACL", "SETUSER", "janitor", "on", ">pw", *rules)
+    with (
+        contextlib.closing(CacheAdmin(cluster.url.replace(f":{PASSWORD}@", "janitor:pw@"))) as admin,
+        contextlib.closing(EmbeddingStore(cluster.url, 5.0, 60, 1 << 20)) as store,
+    ):
+        keys = keys_of(ENCODER, ACME)
+        for key in keys:
+            assert store.write(key, SMALL, memoryview(ROWS))
+        admin.tell_to_forget(EVERYTHING)
+        assert admin.pin(keys) == [True] * len(keys)
+        assert None not in admin.describe(keys)
+        assert admin.unpin(keys, 60) == [True] * len(keys)
+        assert admin.evict(keys[:2]) == 2
+        assert admin.totals(b"lookonce:*").num_entries == len(keys) - 2
+        assert admin.evict_matching(b"lookonce:*") == len(keys) - 2
+    for node in nodes:
+        assert not node.ask("ACL", "LOG")
