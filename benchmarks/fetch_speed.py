@@ -38,7 +38,7 @@ from lookonce.content_key import (
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.cache_names import data_key
-from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.store.sealing import AesGcm, Checksum
 
 _NAME = "fetch_speed"
@@ -132,8 +132,8 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
         for store in (plain, sealed):
             exits.callback(store.close)
         keys = _key(f"plain {num_bytes}"), _key(f"sealed {num_bytes}")
-        assert plain.write(keys[0], meta, rows)
-        assert sealed.write(keys[1], meta, rows)
+        _write(plain, keys[0], meta, rows)
+        _write(sealed, keys[1], meta, rows)
         raw = exits.enter_context(_raw_reader(out, use_tcp=use_tcp))
         client = exits.enter_context(redis.Redis.from_url(server.url))
         name = data_key(keys[0])
@@ -166,11 +166,16 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
     return size
 
 
+def _write(store: EmbeddingStore, key: ContentKey, meta: EmbeddingMeta, rows: memoryview) -> None:
+    outcome = store.try_write(key, meta, rows)
+    assert outcome in (WriteOutcome.STORED, WriteOutcome.EXISTS), outcome
+
+
 def small_reads(server: EmbeddedRedis, num_gets: int = _SMALL_GETS) -> dict[str, list[float]]:
     """Microseconds of 1 KB GETs: alone, beside two readers of 24 MB entries, beside two processes that only compute."""
     meta = EmbeddingMeta(24 * _MB // (2 * _HIDDEN_SIZE), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
     with contextlib.closing(EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)) as store:
-        assert store.write(_key("beside"), meta, memoryview(secrets.token_bytes(meta.size_bytes)))
+        _write(store, _key("beside"), meta, memoryview(secrets.token_bytes(meta.size_bytes)))
     context = multiprocessing.get_context("spawn")
     begun, ended = context.Event(), context.Event()
     reader = context.Process(target=_read_on, args=(server.url, meta, begun, ended), daemon=True)

@@ -144,10 +144,6 @@ class EmbeddingStore:
             self._count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
         return attempt.reason
 
-    def write(self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False) -> bool:
-        """Whether the cache holds the entry after `try_write`."""
-        return self.try_write(key, meta, rows, overwrite=overwrite) in (WriteOutcome.STORED, WriteOutcome.EXISTS)
-
     def try_write(
         self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False
     ) -> WriteOutcome:

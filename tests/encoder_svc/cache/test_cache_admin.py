@@ -19,7 +19,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.cache_names import data_key, metadata_key, pattern_of_fingerprint, pattern_of_tenant
 from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.store.forget_channel import ForgetListener
-from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read
+from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read, write
 from tests.lookonce.store.faults import kill_child
 from tests.lookonce.store.redis.redis_fleet import (
     PASSWORD,
@@ -76,7 +76,7 @@ def keys_of(fingerprint: EncoderFingerprint, tenant: Tenant) -> list[ContentKey]
 
 def test_a_pinned_entry_has_no_end_until_it_is_unpinned(admin: CacheAdmin, store: EmbeddingStore) -> None:
     key, absent = fresh_key(), fresh_key()
-    assert store.write(key, SMALL, memoryview(ROWS))
+    assert write(store, key, SMALL, memoryview(ROWS))
     entry, nothing = admin.describe([key, absent])
     assert nothing is None
     assert entry is not None
@@ -99,7 +99,7 @@ def test_only_what_is_named_is_removed(admin: CacheAdmin, store: EmbeddingStore)
     groups = [keys_of(encoder, tenant) for encoder in (ENCODER, OTHER_ENCODER) for tenant in (ACME, OTHER_TENANT)]
     for group in groups:
         for key in group:
-            assert store.write(key, SMALL, memoryview(ROWS))
+            assert write(store, key, SMALL, memoryview(ROWS))
 
     def numbers_left() -> list[int]:
         return [sum(store.stat(key) is not None for key in group) for group in groups]
@@ -207,7 +207,7 @@ async def test_what_was_said_before_the_first_connection_is_found_out(server: Em
 
 def test_an_overwritten_entry_stays_pinned(url: str, admin: CacheAdmin, store: EmbeddingStore) -> None:
     key = fresh_key()
-    assert store.write(key, SMALL, memoryview(ROWS))
+    assert write(store, key, SMALL, memoryview(ROWS))
     admin.pin([key])
     other_rows = make_rows(SMALL, seed=1)
     assert store.try_write(key, SMALL, memoryview(other_rows)) is WriteOutcome.EXISTS
@@ -219,7 +219,7 @@ def test_an_overwritten_entry_stays_pinned(url: str, admin: CacheAdmin, store: E
     assert store.metadata(key) == SMALL
     unpinned = fresh_key()
     for overwrite in (False, True):
-        assert store.write(unpinned, SMALL, memoryview(ROWS), overwrite=overwrite)
+        assert write(store, unpinned, SMALL, memoryview(ROWS), overwrite=overwrite)
         entry = admin.describe([unpinned])[0]
         assert entry is not None
         assert entry.ttl_s is not None
@@ -229,7 +229,7 @@ def test_an_entry_stays_where_another_cannot_be_put_in_its_place(
     url: str, admin: CacheAdmin, store: EmbeddingStore
 ) -> None:
     key = fresh_key()
-    assert store.write(key, SMALL, memoryview(ROWS))
+    assert write(store, key, SMALL, memoryview(ROWS))
     admin.pin([key])
     with contextlib.closing(EmbeddingStore(url, 1.0, 60, max_entry_bytes=10)) as narrow:
         other_rows = make_rows(SMALL, seed=1)
@@ -299,7 +299,7 @@ def test_an_operator_follows_a_failover_that_sentinels_decided() -> None:
         ):
             keys = keys_of(ENCODER, ACME)
             for key in keys:
-                assert store.write(key, SMALL, memoryview(ROWS))
+                assert write(store, key, SMALL, memoryview(ROWS))
             assert admin.pin(keys[:1]) == [True]
             until(lambda: fleet.replica.ask("DBSIZE") == 2 * len(keys), "the replica lacks images")
             fleet.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
@@ -333,7 +333,7 @@ def test_an_operator_follows_a_slot_that_moved_and_reports_one_that_is_moving(cl
     ):
         key = next(key for key in iter(fresh_key, None) if cluster.primary_of(data_key(key).decode()) == 1)
         slot = key_slot(data_key(key))
-        assert store.write(key, SMALL, memoryview(ROWS))
+        assert write(store, key, SMALL, memoryview(ROWS))
         assert admin.pin([key]) == [True]
         target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
         source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
@@ -363,7 +363,7 @@ def test_the_documented_access_rules_are_enough_in_a_cluster(cluster: ClusterFle
     ):
         keys = keys_of(ENCODER, ACME)
         for key in keys:
-            assert store.write(key, SMALL, memoryview(ROWS))
+            assert write(store, key, SMALL, memoryview(ROWS))
         admin.tell_to_forget(EVERYTHING)
         assert admin.pin(keys) == [True] * len(keys)
         assert None not in admin.describe(keys)

@@ -16,7 +16,7 @@ from lookonce.content_key import (
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.store import cache_names, codec
 from lookonce.store.codec import EmbeddingCodec
-from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.store.redis.miss_reason import MissReason
 from lookonce.store.sealing import Checksum
 
@@ -69,6 +69,13 @@ def data_key(key: ContentKey) -> str:
 def metadata_key(key: ContentKey) -> str:
     """Where the description is stored."""
     return cache_names.metadata_key(key).decode()
+
+
+def write(
+    store: EmbeddingStore, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False
+) -> bool:
+    """Returns whether the store holds the entry afterwards, whoever wrote it."""
+    return store.try_write(key, meta, rows, overwrite=overwrite) in (WriteOutcome.STORED, WriteOutcome.EXISTS)
 
 
 def read(store: EmbeddingStore, key: ContentKey, meta: EmbeddingMeta, start: int, stop: int) -> bytes | MissReason:

@@ -16,7 +16,7 @@ from lookonce.store.metrics import StoreCollector
 from lookonce.store.redis.circuit_breaker import CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
 from lookonce.store.sealing import Checksum
-from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_entry, make_rows, metadata_key
+from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_entry, make_rows, metadata_key, write
 from tests.lookonce.store.redis.resp_server import Lie, RespServer
 
 # A hang is what is looked for; an operation may take two budgets, one of them to remove what is corrupt.
@@ -102,10 +102,10 @@ OPERATIONS = {
         _is_reason,
     ),
     "write": Operation(
-        "write", lambda client: client.store.write(KEY, SMALL, memoryview(ROWS)), _is_true, _is_false, is_cached=False
+        "write", lambda client: write(client.store, KEY, SMALL, memoryview(ROWS)), _is_true, _is_false, is_cached=False
     ),
     "write again": Operation(
-        "write", lambda client: client.store.write(KEY, SMALL, memoryview(ROWS)), _is_true, _is_false
+        "write", lambda client: write(client.store, KEY, SMALL, memoryview(ROWS)), _is_true, _is_false
     ),
     "touch": Operation("touch", lambda client: client.store.touch(KEY), _is_true, _is_false),
     "delete": Operation("delete", lambda client: client.store.delete(KEY), _is_true, _is_false),
@@ -209,7 +209,7 @@ class Bench:
         self.server.lie(None)
         found = self.client.read(wants_all=True)
         if found is MissReason.ABSENT:
-            assert self.client.store.write(KEY, SMALL, memoryview(ROWS))
+            assert write(self.client.store, KEY, SMALL, memoryview(ROWS))
             found = self.client.read(wants_all=True)
         assert found == ROWS
 

@@ -24,6 +24,7 @@ from tests.lookonce.store.entries import (
     metadata_key,
     read,
     read_all,
+    write,
 )
 from tests.lookonce.store.faults import FaultProxy
 
@@ -72,7 +73,7 @@ def test_a_damaged_entry_is_a_reasoned_miss_and_is_deleted(
     assert read_all(store, KEY) is reason
     assert not shared_admin.exists(data_key(KEY))
     assert store.stats.snapshot()["delete", "discarded"] == 1
-    assert store.write(KEY, LARGE, memoryview(make_rows(LARGE)))
+    assert write(store, KEY, LARGE, memoryview(make_rows(LARGE)))
     assert read_all(store, KEY) == make_rows(LARGE)
     store.delete(KEY)
 
@@ -99,7 +100,7 @@ def test_damage_in_one_block_does_not_spoil_rows_of_another(store: EmbeddingStor
 def test_swapped_values_of_two_keys_are_noticed(store: EmbeddingStore, shared_admin: Any) -> None:
     keys = fresh_key(), fresh_key()
     for seed, key in enumerate(keys):
-        store.write(key, SMALL, memoryview(make_rows(SMALL, seed)))
+        write(store, key, SMALL, memoryview(make_rows(SMALL, seed)))
     values = [shared_admin.get(data_key(key)) for key in keys]
     for key, value in zip(keys, reversed(values), strict=True):
         shared_admin.set(data_key(key), value)
@@ -116,7 +117,7 @@ def test_another_type_of_value_is_a_miss_and_is_deleted(store: EmbeddingStore, s
 
 def test_damaged_descriptions_are_deleted_without_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
     key = fresh_key()
-    store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    write(store, key, SMALL, memoryview(make_rows(SMALL)))
     record = shared_admin.get(metadata_key(key))
     for value in (record[:-1], record + b"\0" * 100, flip(record, 50), b"hello"):
         shared_admin.set(metadata_key(key), value)
@@ -132,7 +133,7 @@ def test_an_eviction_between_header_and_rows_is_a_miss(
     fault_proxy: FaultProxy, make_store: MakeStore, shared_admin: Any
 ) -> None:
     store, key = make_store(fault_proxy.url), fresh_key()
-    store.write(key, LARGE, memoryview(make_rows(LARGE)))
+    write(store, key, LARGE, memoryview(make_rows(LARGE)))
     fault_proxy.faults.before_rows = lambda: shared_admin.delete(data_key(key))
     assert read_all(store, key) is MissReason.EVICTED
     fault_proxy.faults.before_rows = None
@@ -158,7 +159,7 @@ def test_an_entry_cut_short_between_header_and_rows_is_noticed(
 
 def test_a_read_has_no_more_than_four_pieces_on_their_way(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store, key, rows = make_store(fault_proxy.url, budget_s=30), fresh_key(), make_rows(LARGE)
-    store.write(key, LARGE, memoryview(rows))
+    write(store, key, LARGE, memoryview(rows))
     fault_proxy.faults.before_rows = fault_proxy.may_reply.clear
     results: list[bytes | MissReason] = []
     reader = threading.Thread(target=lambda: results.append(read_all(store, key)))
@@ -179,7 +180,7 @@ def test_an_entry_replaced_while_it_is_read_is_read_again(
     fault_proxy: FaultProxy, make_store: MakeStore, shared_admin: Any
 ) -> None:
     store, key, rows = make_store(fault_proxy.url), fresh_key(), make_rows(LARGE, seed=2)
-    store.write(key, LARGE, memoryview(make_rows(LARGE, seed=1)))
+    write(store, key, LARGE, memoryview(make_rows(LARGE, seed=1)))
 
     def replace_once() -> None:
         fault_proxy.faults.before_rows = None

@@ -25,7 +25,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.miss_reason import MissReason
 from lookonce.store.sealing import AesGcm, Checksum, Sealer
 from tests.lookonce.store.damage import damaged
-from tests.lookonce.store.entries import data_key, fresh_key, metadata_key, pack_entry
+from tests.lookonce.store.entries import data_key, fresh_key, metadata_key, pack_entry, write
 from tests.lookonce.store.forgery import METADATA_BYTES, changed_fields, forged_entries, forged_headers, reseal
 from tests.lookonce.store.planted import (
     ABSENT,
@@ -63,7 +63,7 @@ def make_image(
         store, key = make_store(shared_redis.url, budget_s=10.0, sealer=sealer), fresh_key()
 
         def written(key: ContentKey, meta: EmbeddingMeta, rows: bytes) -> tuple[bytes, bytes]:
-            assert store.write(key, meta, memoryview(rows))
+            assert write(store, key, meta, memoryview(rows))
             values = shared_admin.get(data_key(key)), shared_admin.get(metadata_key(key))
             shared_admin.delete(data_key(key), metadata_key(key))
             return values
@@ -156,7 +156,7 @@ def test_damaged_descriptions_give_the_shape_or_a_reasoned_miss(
 def test_an_empty_value_does_not_keep_an_image_out_of_the_cache(make_image: Callable[[Sealer], Image]) -> None:
     image = make_image(CHECKSUM)
     image.admin.set(data_key(image.key), b"")
-    assert image.store.write(image.key, META, memoryview(ROWS))
+    assert write(image.store, image.key, META, memoryview(ROWS))
     assert image.read(Question(0, META.num_rows, knows_size=False)) == ROWS
 
 

@@ -15,7 +15,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store import int8_rows
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.int8_rows import dequantise, quantise
-from tests.lookonce.store.entries import fresh_key
+from tests.lookonce.store.entries import fresh_key, write
 
 # Rounding in float32 adds so much to the half of a scale.
 HALF_SCALE = 0.5 + 2e-5
@@ -126,7 +126,7 @@ def test_ranges_from_the_store_are_the_same_ranges_of_the_rows(
     data, meta, key = quantise(rows, num_levels).data, meta_of(rows, num_levels), fresh_key()
     expected = dequantise(data, num_levels, torch.bfloat16)
     store = make_store(shared_redis.url)
-    assert store.write(key, meta, memoryview(data.numpy()))
+    assert write(store, key, meta, memoryview(data.numpy()))
     assert store.stat(key) == store.metadata(key) == meta
     for start, stop in ((0, 700), (0, 1), (1, 700), (333, 334), (120, 580)):
         buffer = bytearray((stop - start) * meta.row_bytes)

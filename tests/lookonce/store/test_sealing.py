@@ -29,6 +29,7 @@ from tests.lookonce.store.entries import (
     pack_entry,
     read,
     read_all,
+    write,
 )
 
 KEY_A, KEY_B = b"a" * 32, b"b" * 32
@@ -153,7 +154,7 @@ def test_rows_travel_through_a_real_cache(
     sealer: Sealer,
 ) -> None:
     store, key, rows = make_store(shared_redis.url, sealer=sealer), fresh_key(), make_rows(LARGE)
-    assert store.write(key, LARGE, memoryview(rows))
+    assert write(store, key, LARGE, memoryview(rows))
     assert read_all(store, key) == rows
     assert read(store, key, LARGE, 12, 27) == rows[12 * LARGE.row_bytes : 27 * LARGE.row_bytes]
     assert store.stat(key) == store.metadata(key) == LARGE
@@ -164,6 +165,6 @@ def test_rows_travel_through_a_real_cache(
     assert read_all(store, key) is MissReason.BLOCK_SEAL
     assert not shared_admin.exists(data_key(key))
     stranger = make_store(shared_redis.url, sealer=AesGcm([KEY_B]))
-    assert store.write(key, LARGE, memoryview(rows))
+    assert write(store, key, LARGE, memoryview(rows))
     assert stranger.metadata(key) is None
     assert not shared_admin.exists(metadata_key(key))

@@ -20,7 +20,17 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
 from tests.lookonce.server.certificates import Files
-from tests.lookonce.store.entries import LARGE, SMALL, data_key, fresh_key, make_rows, metadata_key, read, read_all
+from tests.lookonce.store.entries import (
+    LARGE,
+    SMALL,
+    data_key,
+    fresh_key,
+    make_rows,
+    metadata_key,
+    read,
+    read_all,
+    write,
+)
 from tests.lookonce.store.faults import FaultProxy
 from tests.lookonce.store.redis.redis_fleet import (
     NUM_SLOTS,
@@ -79,7 +89,7 @@ def read_small(store: EmbeddingStore, key: ContentKey) -> bytes | MissReason:
 def write_at(cluster: ClusterFleet, store: EmbeddingStore, index: int, number: int = 5) -> Entries:
     """Entries at this primary, no two alike."""
     entries = {key_at(cluster, index): rows_of(100 * index + seed) for seed in range(number)}
-    assert all(store.write(key, SMALL, memoryview(rows)) for key, rows in entries.items())
+    assert all(write(store, key, SMALL, memoryview(rows)) for key, rows in entries.items())
     return entries
 
 
@@ -117,7 +127,7 @@ def test_images_lie_on_all_nodes_and_come_back_bit_equal(shared_cluster: Cluster
             assert read_small(store, key) == rows
             assert read(store, key, SMALL, 2, 5) == rows[2 * SMALL.row_bytes : 5 * SMALL.row_bytes]
         large = key_at(shared_cluster, index)
-        assert store.write(large, LARGE, memoryview(ROWS))
+        assert write(store, large, LARGE, memoryview(ROWS))
         assert read_all(store, large) == ROWS
         assert store.touch(large)
         assert store.delete(large)
@@ -145,7 +155,7 @@ def test_threads_find_the_nodes_together(shared_cluster: ClusterFleet, make_stor
 
     def work(seed: int) -> None:
         key, rows = fresh_key(), rows_of(seed)
-        found = read_small(store, key), store.write(key, SMALL, memoryview(rows)), read_small(store, key)
+        found = read_small(store, key), write(store, key, SMALL, memoryview(rows)), read_small(store, key)
         if found != (MissReason.ABSENT, True, rows):
             wrong.append(found)
 
@@ -183,7 +193,7 @@ def test_the_memory_limit_of_each_node_holds(shared_cluster: ClusterFleet, make_
     small_one.ask("CONFIG", "SET", "maxmemory", 4 * LARGE.size_bytes)
     try:
         store = make_store(shared_cluster.url)
-        stored = [store.write(key_at(shared_cluster, index), LARGE, memoryview(ROWS)) for index in (0, 1, 2, 1, 0)]
+        stored = [write(store, key_at(shared_cluster, index), LARGE, memoryview(ROWS)) for index in (0, 1, 2, 1, 0)]
         assert stored == [True, False, True, False, True]
         assert store.stats.snapshot()["write", "too_large"] == 2
     finally:
@@ -204,7 +214,7 @@ def test_the_documented_access_rules_are_enough(shared_cluster: ClusterFleet, ma
         node.ask("ACL", "SETUSER", "writer", "-cluster|slots")
     blind = make_store(shared_cluster.url.replace(f":{PASSWORD}@", "writer:pw@"))
     assert read_small(blind, fresh_key()) is MissReason.NOPERM
-    assert not blind.write(fresh_key(), SMALL, memoryview(rows_of(0)))
+    assert not write(blind, fresh_key(), SMALL, memoryview(rows_of(0)))
 
 
 def test_what_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
@@ -215,7 +225,7 @@ def test_what_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
                 server.start()
             store = make_store(f"redis+cluster://:{PASSWORD}@{server.address}")
             assert read_small(store, fresh_key()) is reason
-            assert not store.write(fresh_key(), SMALL, memoryview(rows_of(0)))
+            assert not write(store, fresh_key(), SMALL, memoryview(rows_of(0)))
             assert not store.ping()
     finally:
         server.stop()
@@ -229,7 +239,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     source, target = shared_cluster.primaries[1:]
     key, rows = key_at(shared_cluster, 1), rows_of(1)
     slot = key_slot(data_key(key).encode())
-    assert store.write(key, SMALL, memoryview(rows))
+    assert write(store, key, SMALL, memoryview(rows))
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
     source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
     assert read_small(store, key) == rows
@@ -238,7 +248,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     # Now the source says ASK, which nobody does, and which is no news of the table.
     looks = num_looks(shared_cluster)
     assert read_small(store, key) is MissReason.MOVED
-    assert not store.write(key, SMALL, memoryview(rows))
+    assert not write(store, key, SMALL, memoryview(rows))
     assert num_looks(shared_cluster) == looks
     for node in (target, source):
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
@@ -253,7 +263,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(source))
     assert leases.acquire(key).state is LeaseState.HELD
     assert read_small(store, key) is MissReason.ABSENT
-    assert store.write(key, SMALL, memoryview(rows))
+    assert write(store, key, SMALL, memoryview(rows))
     assert read_small(store, key) == rows
     assert store.stats.snapshot()["read_rows", "moved"] == 1
 
@@ -274,7 +284,7 @@ def test_a_slot_that_nobody_has_is_a_miss_until_somebody_has_it(
         assert are_read(store, others)
     finally:
         owner.ask("CLUSTER", "ADDSLOTS", slot)
-    until(lambda: store.write(key, SMALL, memoryview(rows)), "the slot is not found again")
+    until(lambda: write(store, key, SMALL, memoryview(rows)), "the slot is not found again")
     assert read_small(store, key) == rows
     assert store.state is BreakerState.CLOSED
 
@@ -285,7 +295,7 @@ def test_a_replica_alone_sends_elsewhere(shared_cluster: ClusterFleet, make_stor
     key = next(iter(entries))
     store = make_store(shared_cluster.replica.url)
     assert read_small(store, key) is MissReason.MOVED
-    assert store.write(key_at(shared_cluster, 0), SMALL, memoryview(rows_of(0))) is False
+    assert write(store, key_at(shared_cluster, 0), SMALL, memoryview(rows_of(0))) is False
     assert are_read(make_store(f"redis+cluster://:{PASSWORD}@{shared_cluster.replica.address}"), entries)
 
 
@@ -300,11 +310,11 @@ def test_a_killed_node_takes_its_images_with_it_and_no_others(cluster: ClusterFl
         assert {read_small(store, key) for key in entries[1]} <= {MissReason.CLUSTER_DOWN}
         assert are_read(store, entries[0])
         assert are_read(store, entries[2])
-        assert store.write(key_at(cluster, 0), SMALL, memoryview(rows_of(7)))
-        assert not store.write(key_at(cluster, 1), SMALL, memoryview(rows_of(8)))
+        assert write(store, key_at(cluster, 0), SMALL, memoryview(rows_of(7)))
+        assert not write(store, key_at(cluster, 1), SMALL, memoryview(rows_of(8)))
     assert store.state is BreakerState.CLOSED
     cluster.primaries[1].start()
-    until(lambda: store.write(next(iter(entries[1])), SMALL, memoryview(rows_of(100))), "the node is not used again")
+    until(lambda: write(store, next(iter(entries[1])), SMALL, memoryview(rows_of(100))), "the node is not used again")
     assert read_small(store, next(iter(entries[1]))) == rows_of(100)
 
 
@@ -317,7 +327,7 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     cluster.replica.ask("CONFIG", "SET", "masterauth", "wrong")
     cluster.primaries[0].ask("CLIENT", "KILL", "TYPE", "replica")
     lost = {key_at(cluster, 0): rows_of(50 + seed) for seed in range(5)}
-    assert all(store.write(key, SMALL, memoryview(rows)) for key, rows in lost.items())
+    assert all(write(store, key, SMALL, memoryview(rows)) for key, rows in lost.items())
     assert are_read(store, lost)
     late = key_at(cluster, 0)
     cluster.primaries[0].kill()
@@ -325,7 +335,7 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     def is_back() -> bool:
         are_read(store, {**kept, **lost})
         assert are_read(store, others)
-        return store.write(late, SMALL, memoryview(rows_of(9)))
+        return write(store, late, SMALL, memoryview(rows_of(9)))
 
     until(is_back, "no replica took over")
     assert are_read(store, {**kept, late: rows_of(9)})
@@ -391,7 +401,7 @@ def test_rows_travel_over_tls(make_store: MakeStore, tmp_path: pathlib.Path) -> 
         until(lambda: server.ask("CLUSTER INFO")["cluster_state"] == "ok", "the cluster does not come up")
         url = f"rediss+cluster://:{PASSWORD}@127.0.0.1:{tls_port}"
         store, key = make_store(f"{url}?ssl_ca_certs={files.authority}"), fresh_key()
-        assert store.write(key, LARGE, memoryview(ROWS))
+        assert write(store, key, LARGE, memoryview(ROWS))
         assert read_all(store, key) == ROWS
         assert make_store(url).stat(key) is None, "a certificate of an unknown issuer must not be trusted"
     finally:

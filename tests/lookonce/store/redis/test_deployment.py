@@ -8,7 +8,7 @@ import pytest
 
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.miss_reason import MissReason
-from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read
+from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read, write
 from tests.lookonce.store.faults import FaultProxy
 from tests.lookonce.store.redis.redis_fleet import SERVICE
 
@@ -39,7 +39,7 @@ def test_a_table_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_sto
     fault_proxy.faults.forged_reply = reply + b"\r\n"
     store = make_store(fault_proxy.url.replace("redis://", "redis+cluster://"))
     assert isinstance(read(store, fresh_key(), SMALL, 0, 1), MissReason)
-    assert not store.write(fresh_key(), SMALL, memoryview(ROWS))
+    assert not write(store, fresh_key(), SMALL, memoryview(ROWS))
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_a_sentinel_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_
     fault_proxy.faults.forged_reply = reply + b"\r\n"
     store = make_store(f"{fault_proxy.url.replace('redis://', 'redis+sentinel://')}/{SERVICE}")
     assert isinstance(read(store, fresh_key(), SMALL, 0, 1), MissReason)
-    assert not store.write(fresh_key(), SMALL, memoryview(ROWS))
+    assert not write(store, fresh_key(), SMALL, memoryview(ROWS))

@@ -21,7 +21,7 @@ from lookonce.local.redis_server import EmbeddedRedis, find_server
 from lookonce.store.cache_names import pattern_of_fingerprint
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
-from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_rows, read
+from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_rows, read, write
 
 USERS = pathlib.Path(__file__).parents[4] / "deploy/redis/users.acl"
 ROLES = ("decoder", "encoder", "janitor")
@@ -68,7 +68,7 @@ def refusals(operator: Any) -> list[tuple[str, str]]:
 
 def written(store: EmbeddingStore) -> ContentKey:
     key = fresh_key()
-    assert store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    assert write(store, key, SMALL, memoryview(make_rows(SMALL)))
     return key
 
 
@@ -108,7 +108,7 @@ def test_decoders_read_and_forget_what_is_damaged(server: EmbeddedRedis, operato
     assert decoder.stat(key) is None
     assert not operator.exists(data_key(key))
     assert refusals(operator) == []
-    assert not decoder.write(fresh_key(), SMALL, memoryview(make_rows(SMALL))), "it cannot plant rows"
+    assert not write(decoder, fresh_key(), SMALL, memoryview(make_rows(SMALL))), "it cannot plant rows"
     assert refusals(operator) == [("lookonce-decoder", "set")]
 
 

@@ -16,7 +16,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
-from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_rows, read_all
+from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_rows, read_all, write
 from tests.lookonce.store.redis.redis_fleet import PASSWORD, SERVICE, RedisProcess, SentinelFleet, until
 
 MakeStore = Callable[..., EmbeddingStore]
@@ -72,7 +72,7 @@ def rows_of(seed: int) -> bytes:
 
 def write_some(store: EmbeddingStore, number: int) -> dict[ContentKey, bytes]:
     entries = {fresh_key(): rows_of(seed) for seed in range(number)}
-    assert all(store.write(key, LARGE, memoryview(rows)) for key, rows in entries.items())
+    assert all(write(store, key, LARGE, memoryview(rows)) for key, rows in entries.items())
     return entries
 
 
@@ -100,7 +100,7 @@ def test_everything_works_at_the_primary_that_sentinels_name(
     assert store.ping()
     assert store.stat(key) is None
     assert read_all(store, key) is MissReason.ABSENT
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     assert store.stat(key) == store.metadata(key) == LARGE
     assert read_all(store, key) == ROWS
     assert store.touch(key)
@@ -120,7 +120,7 @@ def test_the_memory_limit_of_the_primary_holds(shared_fleet: SentinelFleet, make
     shared_fleet.primary.ask("CONFIG", "SET", "maxmemory", limit_bytes)
     try:
         store = make_store(url_of(shared_fleet))
-        assert not store.write(fresh_key(), LARGE, memoryview(ROWS))
+        assert not write(store, fresh_key(), LARGE, memoryview(ROWS))
         assert store.stats.snapshot()["write", "too_large"] == 1
     finally:
         shared_fleet.primary.ask("CONFIG", "SET", "maxmemory", 256 << 20)
@@ -133,7 +133,7 @@ def test_the_documented_access_rules_are_enough(shared_fleet: SentinelFleet, mak
         )
     url = f"{shared_fleet.url}?sentinel_username=watcher&sentinel_password=pw"
     store, key = make_store(url), fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     assert read_all(store, key) == ROWS
     for sentinel in shared_fleet.sentinels:
         assert not sentinel.ask("ACL", "LOG")
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_a_miss(
 ) -> None:
     store = make_store(url_of(shared_fleet).replace(*change))
     assert read_all(store, fresh_key()) is reason
-    assert not store.write(fresh_key(), LARGE, memoryview(ROWS))
+    assert not write(store, fresh_key(), LARGE, memoryview(ROWS))
 
 
 def test_a_server_that_is_no_sentinel_is_a_miss(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
@@ -178,7 +178,7 @@ def test_a_frozen_sentinel_is_passed_over(shared_fleet: SentinelFleet, make_stor
         for _ in range(6):
             store, key = make_store(url_of(shared_fleet, *shared_fleet.sentinels[:2]), budget_s=1.0), fresh_key()
             started_s = time.monotonic()
-            assert store.write(key, LARGE, memoryview(ROWS))
+            assert write(store, key, LARGE, memoryview(ROWS))
             assert time.monotonic() - started_s < HANG_S
             assert read_all(store, key) == ROWS
 
@@ -203,7 +203,7 @@ def test_without_sentinels_a_primary_that_is_known_is_used_on(
 ) -> None:
     sentinel = shared_fleet.sentinels[0]
     store, key = make_store(url_of(shared_fleet, sentinel), budget_s=1.0), fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     with sentinel.frozen():
         with shared_fleet.primary.frozen():
             assert not store.ping()
@@ -228,7 +228,7 @@ def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
     def is_back() -> bool:
         for key, rows in entries.items():
             assert read_all(store, key) in (rows, *MissReason)
-        return store.write(late, LARGE, memoryview(ROWS))
+        return write(store, late, LARGE, memoryview(ROWS))
 
     until(is_back, "no new primary was found")
     assert read_all(store, late) == ROWS
@@ -237,7 +237,7 @@ def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
     assert store.state is BreakerState.CLOSED
     assert EncodeLeases(store, ttl_s=30.0).acquire(late).state is LeaseState.HELD
     for key in lost:
-        assert store.write(key, LARGE, memoryview(entries[key]))
+        assert write(store, key, LARGE, memoryview(entries[key]))
         assert read_all(store, key) == entries[key]
     # One that has never seen the old primary.
     assert read_all(make_store(fleet.url), late) == ROWS
@@ -254,7 +254,7 @@ def test_a_demoted_primary_refuses_writes_and_the_new_one_is_found_within_the_op
     until(lambda: is_primary(fleet.replica) and not is_primary(fleet.primary), "nobody was promoted")
     until(lambda: all(fleet.replica.port == named_port(one) for one in fleet.sentinels), "not all Sentinels know it")
     key = fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     assert {read_all(store, key): rows for key, rows in entries.items()} == {rows: rows for rows in entries.values()}
     assert fleet.replica.ask("EXISTS", data_key(key)) == 1
     assert store.stats.snapshot()["write", "ok"] == 4
@@ -298,10 +298,10 @@ async def connected(channel: DoneChannel) -> None:
 
 def test_a_replica_serves_reads_and_refuses_writes(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
     key, other = fresh_key(), fresh_key()
-    assert make_store(url_of(shared_fleet)).write(key, LARGE, memoryview(ROWS))
+    assert write(make_store(url_of(shared_fleet)), key, LARGE, memoryview(ROWS))
     until(lambda: is_replicated(shared_fleet.replica, [key]), "the rows are not replicated")
     store = make_store(shared_fleet.replica.url)
-    assert store.write(other, LARGE, memoryview(ROWS)) is False
+    assert write(store, other, LARGE, memoryview(ROWS)) is False
     assert store.delete(key) is False
     assert store.touch(key) is False
     assert EncodeLeases(store, ttl_s=30.0).acquire(other).state is LeaseState.UNAVAILABLE
@@ -316,10 +316,10 @@ def test_a_replica_that_refuses_stale_reads_is_a_miss(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     store, key = make_store(own_redis.url), fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     admin.config_set("replica-serve-stale-data", "no")
     admin.execute_command("REPLICAOF", "127.0.0.1", "1")
     assert read_all(store, key) is MissReason.CLUSTER_DOWN
-    assert store.write(fresh_key(), LARGE, memoryview(ROWS)) is False
+    assert write(store, fresh_key(), LARGE, memoryview(ROWS)) is False
     admin.execute_command("REPLICAOF", "NO", "ONE")
     assert read_all(store, key) == ROWS
