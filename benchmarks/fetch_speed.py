@@ -39,6 +39,7 @@ from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.cache_names import data_key
 from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
+from lookonce.store.redis.node import RedisNode
 from lookonce.store.sealing import AesGcm, Checksum
 
 _NAME = "fetch_speed"
@@ -150,7 +151,7 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
         def redis_py() -> None:
             assert client.get(name) is not None
 
-        bare_get = exits.enter_context(_bare_getter(client, name))
+        bare_get = exits.enter_context(_bare_getter(server.url, client.strlen(name), name))
         sides: list[Callable[[], None]] = [raw, ours, in_pieces, ours_sealed, redis_py, bare_get]
         speeds: list[list[Speed]] = [[] for _ in sides]
         repeats = max(1, 50 * _MB // meta.size_bytes)
@@ -244,23 +245,23 @@ def _raw_reader(out: memoryview, *, use_tcp: bool) -> Iterator[Callable[[], None
 
 
 @contextlib.contextmanager
-def _bare_getter(client: Any, name: bytes) -> Iterator[Callable[[], None]]:
+def _bare_getter(url: str, num_bytes: int, name: bytes) -> Iterator[Callable[[], None]]:
     """What the server itself makes possible: one command, and a receive of as many bytes as its reply has."""
-    num_bytes = client.strlen(name)
     command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name)
     reply = memoryview(bytearray(len(b"$%d\r\n" % num_bytes) + num_bytes + 2))
-    connection = client.connection_pool.get_connection()
+    node = RedisNode(url, None, _BUDGET_S)
     try:
+        with node.exchange(time.monotonic() + _BUDGET_S) as exchange:
 
-        def read() -> None:
-            connection._sock.sendall(command)
-            num_received = 0
-            while num_received < reply.nbytes:
-                num_received += connection._sock.recv_into(reply[num_received:])
+            def read() -> None:
+                exchange.socket.sendall(command)
+                num_received = 0
+                while num_received < reply.nbytes:
+                    num_received += exchange.socket.recv_into(reply[num_received:])
 
-        yield read
+            yield read
     finally:
-        client.connection_pool.release(connection)
+        node.retire()
 
 
 def _timed(read: Callable[[], None], repeats: int, num_bytes: int) -> Speed:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+import redis.connection
 
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.redis.node import RedisNode
@@ -129,3 +130,19 @@ def test_a_forked_child_does_not_use_its_parents(server: EmbeddedRedis) -> None:
     before, of_child, after = finished.stdout.split()
     assert of_child != before
     assert after == before
+
+
+@pytest.mark.parametrize("name", ["Connection", "SSLConnection", "UnixDomainSocketConnection"])
+def test_this_version_of_redis_py_has_the_private_attributes_that_are_used(name: str) -> None:
+    connection = getattr(redis.connection, name)()
+    advice = (
+        f"redis-py {redis.__version__} has changed: adapt lookonce/store/redis/node.py or its range in pyproject.toml"
+    )
+    assert hasattr(connection, "_sock"), advice
+    assert callable(getattr(connection._parser, "on_connect", None)), advice
+
+
+def test_the_private_socket_of_a_connection_is_its_open_socket(server: EmbeddedRedis, node: RedisNode) -> None:
+    with node.exchange(time.monotonic() + 2) as exchange:
+        path = exchange.socket.getpeername()
+    assert path.endswith("server.sock"), f"redis-py {redis.__version__} keeps its socket elsewhere"
