@@ -104,7 +104,7 @@ class RedisNode:
         try:
             return self._pool.get_connection()
         except (redis.exceptions.RedisError, OSError) as error:
-            raise RedisTroubleError(reason_of_exception(error)) from error
+            raise RedisTroubleError(_reason_of_exception(error)) from error
 
     def _drop(self, connection: Any) -> None:
         connection.disconnect()
@@ -115,7 +115,7 @@ class RedisNode:
             self._drop(connection)
 
 
-def connection_options(step_timeout_s: float) -> dict[str, Any]:
+def _connection_options(step_timeout_s: float) -> dict[str, Any]:
     """Returns redis-py's options for every connection: each step has `step_timeout_s` seconds, and none is retried."""
     return {
         "socket_connect_timeout": min(_MAX_CONNECT_S, step_timeout_s),
@@ -130,7 +130,7 @@ def connection_options(step_timeout_s: float) -> dict[str, Any]:
     }
 
 
-def reason_of_exception(error: Exception) -> MissReason:
+def _reason_of_exception(error: Exception) -> MissReason:
     """Returns the bounded label of an exception that redis-py raised."""
     for exception_class, reason in _REASON_OF_EXCEPTION:
         if isinstance(error, exception_class):
@@ -211,7 +211,7 @@ def _socket_of(connection: Any) -> socket.socket:
 def _make_pool(url: str, address: Address | None, budget_s: float) -> Any:
     ours: dict[str, Any] = {
         # Half of the budget for each step, so that a dead or frozen server costs no more than the budget.
-        **connection_options(budget_s / 2),
+        **_connection_options(budget_s / 2),
         "retry_on_timeout": False,
         "retry_on_error": [],
         # Never reached: the number of threads is the limit.

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lookonce.store.redis.lookup import Informants, Lookup
+from lookonce.store.redis.lookup import Lookup, TopologySources
 from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
 from lookonce.store.redis.node import RedisNode
 from lookonce.store.redis.url import Address, parse_redis_url
@@ -148,13 +148,13 @@ class Questions:
         return node.address
 
 
-def informants() -> Informants:
-    return Informants(parse_redis_url("redis+cluster://a:1,b:1,c:1"), PATIENCE_S)
+def sources() -> TopologySources:
+    return TopologySources(parse_redis_url("redis+cluster://a:1,b:1,c:1"), PATIENCE_S)
 
 
 def test_who_failed_is_asked_last_and_who_answered_first() -> None:
-    several, questions = informants(), Questions(B, C)
-    several.distrust(A)
+    several, questions = sources(), Questions(B, C)
+    several.ask_last(A)
     assert several.ask(questions.ask, soon()) == A
     assert {*questions.asked[:2]} == {B, C}
     questions.asked.clear()
@@ -165,20 +165,20 @@ def test_who_failed_is_asked_last_and_who_answered_first() -> None:
 def test_who_certainly_knows_is_asked_first_and_others_are_asked_too() -> None:
     other = Address("other", 1)
     questions = Questions()
-    assert informants().ask(questions.ask, soon(), first=other) == other
+    assert sources().ask(questions.ask, soon(), first=other) == other
     assert questions.asked == [other]
     questions.silent = {A, B, C}
-    assert informants().ask(questions.ask, soon(), others=[other]) == other
+    assert sources().ask(questions.ask, soon(), others=[other]) == other
 
 
 def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
-    several, others = informants(), [Address(f"other{number}", 1) for number in range(200)]
+    several, others = sources(), [Address(f"other{number}", 1) for number in range(200)]
     is_over = threading.Event()
 
     def doubt() -> None:
         while not is_over.is_set():
             for address in others:
-                several.distrust(address)
+                several.ask_last(address)
 
     switch_interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -199,7 +199,7 @@ def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
 def test_when_nobody_answers_the_last_trouble_is_told() -> None:
     questions = Questions(A, B, C)
     with pytest.raises(RedisTroubleError) as caught:
-        informants().ask(questions.ask, soon())
+        sources().ask(questions.ask, soon())
     assert caught.value.reason is MissReason.CLOSED
     assert sorted(questions.asked) == [A, B, C]
 
@@ -207,5 +207,5 @@ def test_when_nobody_answers_the_last_trouble_is_told() -> None:
 def test_when_the_time_is_over_nobody_else_is_asked() -> None:
     questions = Questions()
     with pytest.raises(RedisTroubleError) as caught:
-        informants().ask(questions.ask, time.monotonic())
+        sources().ask(questions.ask, time.monotonic())
     assert (caught.value.reason, questions.asked) == (MissReason.TIMEOUT, [])
