@@ -1,7 +1,7 @@
 """Operators' access to the shared cache: describes, pins, counts and removes entries.
 
 These calls are rare and never part of a request, so each of them may take seconds. Unlike the store they raise when
-Redis is away: whoever removes an image must know whether it happened. Synchronous: call them from threads.
+Redis fails, since an operator who removes an image must know whether it is gone. Synchronous: call them from threads.
 
 Commands in use: STRLEN, PTTL, OBJECT FREQ, PERSIST, PEXPIRE, EXISTS, UNLINK, SCAN, INFO, SET, PUBLISH.
 """
@@ -129,7 +129,7 @@ class CacheAdmin:
         self._link.close()
 
     def _run(self, action: Callable[[Exchange], ResultT], name: bytes) -> ResultT:
-        """Runs `action` on the server that has the key `name`."""
+        """Runs `action` on the server that has the key `name`. Raises UnavailableError."""
         return _tried_twice(lambda: self._link.run(action, _deadline_s(), name))
 
     def _run_on(self, node: RedisNode, action: Callable[[Exchange], ResultT]) -> ResultT:
@@ -170,7 +170,7 @@ class CacheAdmin:
         if not names:
             return 0
         num_removed, refused = self._run_on(node, unlink)
-        # The slot has moved since the scan, or the server is a primary no more: the link follows both.
+        # The slot has moved since the scan, or the server was demoted. The link follows both.
         return num_removed + sum(self._run(functools.partial(_unlink, name), name) for name in refused)
 
 
@@ -191,7 +191,9 @@ def _tried_twice(step: Callable[[], ResultT]) -> ResultT:
                 raise
             return step()
     except RedisTroubleError:
-        raise UnavailableError("the shared cache did not do it; it may be done in part: call again") from None
+        raise UnavailableError(
+            "the shared cache did not complete the call, which may be done in part: call again"
+        ) from None
 
 
 def _describe(key: ContentKey, exchange: Exchange) -> EntryStatistics | None:
