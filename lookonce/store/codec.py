@@ -190,7 +190,7 @@ class EmbeddingCodec:
                 meta.image_height,
             )
         except struct.error as error:
-            raise ValueError(f"the shape has a number of more than 32 bits: {meta}") from error
+            raise ValueError(f"the shape does not fit 32 bits: {meta}") from error
         return _PREAMBLE.pack(magic, FORMAT_VERSION, self._sealer.kind, key) + shape
 
     def _parse_identity(self, data: memoryview, magic: bytes, key: bytes) -> tuple[EmbeddingMeta, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import pytest
 import redis
@@ -18,9 +18,9 @@ from lookonce.forgotten import EVERYTHING, Forgotten
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.cache_names import data_key, metadata_key, pattern_of_fingerprint, pattern_of_tenant
 from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
-from lookonce.store.forget_channel import ForgetListener
 from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read, write
 from tests.lookonce.store.faults import kill_child
+from tests.lookonce.store.forget_listening import listening
 from tests.lookonce.store.redis.redis_fleet import (
     PASSWORD,
     SERVICE,
@@ -118,18 +118,6 @@ def test_only_what_is_named_is_removed(admin: CacheAdmin, store: EmbeddingStore)
     assert totals.used_bytes > 0
 
 
-@contextlib.asynccontextmanager
-async def listening(url: str, check_s: float = 60.0) -> AsyncIterator[tuple[ForgetListener, asyncio.Queue[Forgotten]]]:
-    heard: asyncio.Queue[Forgotten] = asyncio.Queue()
-    listener = ForgetListener(url, 1.0, heard.put_nowait, check_s=check_s)
-    listener.start()
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            yield listener, heard
-    finally:
-        await listener.close()
-
-
 async def test_everybody_hears_what_is_to_be_forgotten(url: str, admin: CacheAdmin) -> None:
     some = Forgotten.of([fresh_key(), fresh_key()])
     await asyncio.to_thread(admin.tell_to_forget, some)
@@ -149,60 +137,6 @@ def server() -> Iterator[EmbeddedRedis]:
     """One that the test may break."""
     with EmbeddedRedis(64 << 20) as server:
         yield server
-
-
-async def reconnected(listener: ForgetListener) -> None:
-    """Waits for the end of a lost subscription and for the next one."""
-    while listener.is_listening:
-        await asyncio.sleep(0.01)
-    await listener.wait_until_listening()
-
-
-async def test_who_was_cut_off_forgets_everything_if_something_was_said_meanwhile(server: EmbeddedRedis) -> None:
-    with contextlib.closing(CacheAdmin(server.url)) as admin, redis.Redis.from_url(server.url) as operator:
-        async with listening(server.url) as (listener, heard):
-            await listener.wait_until_listening()
-            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
-            await heard.get()
-            operator.client_kill_filter(_type="pubsub")
-            await reconnected(listener)
-            assert heard.empty(), "nothing was said while it was away"
-            # As if a message had been sent that did not reach it.
-            operator.set("lookonce:forgets", "another token")
-            operator.client_kill_filter(_type="pubsub")
-            await reconnected(listener)
-            assert heard.get_nowait() == EVERYTHING
-
-
-async def test_a_subscription_that_is_dead_without_saying_so_is_found_out(server: EmbeddedRedis) -> None:
-    with redis.Redis.from_url(server.url) as operator:
-        async with listening(server.url, check_s=0.1) as (listener, heard):
-            await listener.wait_until_listening()
-            operator.set("lookonce:forgets", "a token whose message never came")
-            assert await heard.get() == EVERYTHING
-
-
-async def test_a_restart_of_redis_does_not_hide_what_was_said_around_it(server: EmbeddedRedis) -> None:
-    with contextlib.closing(CacheAdmin(server.url)) as admin:
-        async with listening(server.url) as (listener, heard):
-            await listener.wait_until_listening()
-            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
-            await heard.get()
-            kill_child(server.pid)
-            server.start()
-            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
-            assert await heard.get() == EVERYTHING
-
-
-async def test_what_was_said_before_the_first_connection_is_found_out(server: EmbeddedRedis) -> None:
-    kill_child(server.pid)
-    async with listening(server.url) as (listener, heard):
-        await asyncio.sleep(0.1)
-        assert not listener.is_listening
-        server.start()
-        with contextlib.closing(CacheAdmin(server.url)) as admin:
-            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
-        assert await heard.get() == EVERYTHING
 
 
 def test_an_overwritten_entry_stays_pinned(url: str, admin: CacheAdmin, store: EmbeddingStore) -> None:
