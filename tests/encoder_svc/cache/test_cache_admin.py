@@ -1,4 +1,4 @@
-"""What operators do to the shared cache, on one server, behind Sentinels and on a cluster."""
+"""Operators' calls on the shared cache, with one server, under Sentinels and on a cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ACME, OTHER_TENANT = Tenant("acme", b"secret of acme"), Tenant("other", b"secret
 
 @pytest.fixture(scope="module", params=["single", "sentinel", "cluster"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a running server, or of several."""
+    """URL of a running server, of Sentinels or of a cluster."""
     if request.param == "single":
         with EmbeddedRedis(64 << 20) as server:
             yield server.url
@@ -58,14 +58,14 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def admin(url: str) -> Iterator[CacheAdmin]:
-    """An operator."""
+    """The operators' access to the cache."""
     with contextlib.closing(CacheAdmin(url)) as admin:
         yield admin
 
 
 @pytest.fixture
 def store(url: str) -> Iterator[EmbeddingStore]:
-    """A writer."""
+    """A store that writes entries."""
     with contextlib.closing(EmbeddingStore(url, 5.0, 60, 1 << 20)) as store:
         yield store
 
@@ -134,7 +134,7 @@ async def test_everybody_hears_what_is_to_be_forgotten(url: str, admin: CacheAdm
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedRedis]:
-    """One that the test may break."""
+    """A server that the test may break."""
     with EmbeddedRedis(64 << 20) as server:
         yield server
 
@@ -254,7 +254,7 @@ def named_port(sentinel: RedisProcess) -> int:
 
 
 def role_of(server: RedisProcess) -> str:
-    """Returns "master" or "slave"."""
+    """Returns the server's role, "master" or "slave"."""
     with server.admin() as client:
         return str(client.info("replication")["role"])
 

@@ -1,4 +1,4 @@
-"""The store gives exactly the rows that were written to it."""
+"""The store returns exactly the rows that were written to it."""
 
 from __future__ import annotations
 

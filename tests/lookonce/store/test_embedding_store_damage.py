@@ -1,4 +1,4 @@
-"""Values that are not what their key promises, or change while they are read, are reasoned misses: never wrong rows."""
+"""Corrupt values and values that change during a read are misses with a reason, and never wrong rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def store(shared_redis: EmbeddedRedis, make_store: MakeStore) -> EmbeddingStore:
     return make_store(shared_redis.url)
 
 
-# --- a value that is not what its key promises ----------------------------------------------------------------------
+# --- a value that does not belong to its key ------------------------------------------------------------------------
 
 
 def flip(entry: bytes, offset: int) -> bytes:
@@ -148,7 +148,7 @@ def test_an_entry_cut_short_between_header_and_rows_is_noticed(
     shared_admin.set(data_key(key), entry)
 
     def cut_once() -> None:
-        # Further pieces of the same read are on their way: they must not bring back what the reader deletes.
+        # Once only: the requests for further pieces would plant the value again after the reader has deleted it.
         fault_proxy.faults.before_rows = None
         shared_admin.set(data_key(key), entry[:5000])
 

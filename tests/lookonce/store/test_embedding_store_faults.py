@@ -1,4 +1,4 @@
-"""Redis trouble of any kind is a miss within the budget: dead, frozen, slow, garbled, full, forbidden, away."""
+"""Every failure of Redis is a miss within the budget: a dead, frozen, slow, garbling, full or forbidding server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.lookonce.store.faults import FaultProxy, kill_child
 MakeStore = Callable[..., EmbeddingStore]
 
 ROWS = make_rows(LARGE)
-# A hang is what these tests look for; redis-py alone would take ten seconds and more.
+# Limit that detects a hang. redis-py alone would take ten seconds and more.
 HANG_S = 4.0
 
 
 def patient_breaker() -> CircuitBreaker:
-    """Never opens, for tests that fail on purpose many times."""
+    """Returns a breaker that never opens, for tests that provoke many failures."""
     return CircuitBreaker(failure_threshold=1_000_000)
 
 
@@ -39,7 +39,7 @@ def url_of_user(server: EmbeddedRedis, user: str, password: str) -> str:
 
 
 class ManualClock:
-    """Time that passes when told to."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

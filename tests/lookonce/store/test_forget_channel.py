@@ -35,7 +35,7 @@ async def test_who_was_cut_off_forgets_everything_if_something_was_said_meanwhil
             operator.client_kill_filter(_type="pubsub")
             await reconnected(listener)
             assert heard.empty(), "nothing was said while it was away"
-            # As if a message had been sent that did not reach it.
+            # Simulates a message that did not reach the listener.
             operator.set("lookonce:forgets", "another token")
             operator.client_kill_filter(_type="pubsub")
             await reconnected(listener)

@@ -1,8 +1,8 @@
-"""Whatever bytes lie under a key, a read gives exactly the rows that were written, or a reasoned miss: 10,000 times.
+"""Whatever bytes are under a key, a read returns exactly the rows that were written, or a miss with a reason.
 
-What each seal promises is stated by the tests. Under a checksum: no accident is taken for rows, and a forger who knows
-the format gets only rows of his own believed, never ours in another place. Under AES-GCM: nobody without the key gets
-anything believed.
+The tests state the guarantees of each seal, on 10,000 values. With checksums no accidental damage is accepted as rows,
+and a forger who knows the format can have his own rows accepted but cannot move ours. With AES-GCM nothing is accepted
+that was sealed without the key.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from tests.lookonce.store.planted import (
 CHECKSUM, OURS, STRANGERS = Checksum(), AesGcm([b"o" * 32]), AesGcm([b"s" * 32])
 SEALERS = [pytest.param(CHECKSUM, id="checksum"), pytest.param(OURS, id="aes-gcm")]
 
-# What damage leads to; the others take somebody who seals anew.
+# Reasons that damage leads to. The other reasons need somebody who reseals the value.
 BY_DAMAGE = CORRUPT - {MissReason.BAD_SHAPE, MissReason.OTHER_SHAPE}
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers make blocks of four rows instead of a mebibyte; readers go by the header."""
+    """Makes writers use blocks of four rows instead of a mebibyte; readers follow the header."""
     monkeypatch.setattr(embedding_codec, "BLOCK_TARGET_BYTES", BLOCK_BYTES)
 
 
@@ -57,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_image(
     shared_redis: EmbeddedRedis, shared_admin: Any, make_store: Callable[..., EmbeddingStore]
 ) -> Callable[[Sealer], Image]:
-    """`make_image(sealer)`: its values are what a store wrote into a real server."""
+    """`make_image(sealer)` returns an image whose values a store wrote into a real server."""
 
     def make(sealer: Sealer) -> Image:
         store, key = make_store(shared_redis.url, budget_s=10.0, sealer=sealer), fresh_key()
@@ -90,10 +90,10 @@ def make_image(
 
 
 def for_each(num_values: int, values: st.SearchStrategy[bytes], check: Callable[[bytes], None]) -> None:
-    """Runs `check` on so many different values, made by the same choices each time."""
+    """Runs `check` on `num_values` different values, the same ones in every run."""
     seen: set[bytes] = set()
 
-    # Different choices of Hypothesis often come to the same value.
+    # Different choices of Hypothesis often produce the same value.
     @settings(max_examples=2 * num_values, deadline=None, derandomize=True, database=None)
     @given(values)
     def run(value: bytes) -> None:
@@ -114,9 +114,9 @@ def test_damaged_entries_give_the_rows_or_a_reasoned_miss(
 ) -> None:
     image = make_image(sealer)
     tally = Tally(image)
-    # Another write of this image is no damage: its rows are rows of the image, but only all of them together.
+    # An entry from another write of this image is not damaged. Its rows are valid, but must not be mixed with others.
     writes = {image.entry: ROWS, image.older: OLDER_ROWS}
-    # A part of them is that of the write whose header stands before them, where their block is that write's, too.
+    # A partial range belongs to the write of the header if its blocks are from that write, too.
     rows_under = {entry[:HEADER_BYTES]: rows for entry, rows in writes.items()}
 
     def check(value: bytes) -> None:
@@ -179,7 +179,7 @@ def test_a_header_forged_with_a_right_checksum_moves_no_row(make_image: Callable
 def test_a_forger_of_checksums_gets_his_own_rows_believed_and_only_where_he_put_them(
     make_image: Callable[[Sealer], Image],
 ) -> None:
-    """The limit of the checksum: it is no secret. Who must fear this uses a key file."""
+    """A limit of checksums, which need no secret. A key file prevents this."""
     image = make_image(CHECKSUM)
     tally = Tally(image)
 

@@ -1,4 +1,4 @@
-"""Int8 rows are off by half a scale at most, say how much they lost, and come back row by row as they were made."""
+"""Int8 rows have an error of at most half a scale, report it, and can be restored row by row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.int8_rows import dequantise, quantise
 from tests.lookonce.store.entries import fresh_key, write
 
-# Rounding in float32 adds so much to the half of a scale.
+# Rounding in float32 adds this much to the error of half a scale.
 HALF_SCALE = 0.5 + 2e-5
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
-    """Rows whose levels have widely different magnitudes, some zero; and their number of extra levels."""
+    """Draws rows whose levels have widely different magnitudes, some zero, and their number of extra levels."""
     num_rows, num_levels, hidden_size = draw(st.integers(1, 20)), draw(st.integers(0, 3)), draw(st.integers(1, 33))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     elements = torch.randn((num_rows, 1 + num_levels, hidden_size), generator=generator)

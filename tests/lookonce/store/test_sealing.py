@@ -1,4 +1,4 @@
-"""Sealed entries: who has the key gets the rows back, who has not can neither read, nor swap, nor forge them."""
+"""Sealed entries: rows can be read with the key, and neither read, swapped nor forged without it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.lookonce.store.entries import (
 KEY_A, KEY_B = b"a" * 32, b"b" * 32
 SEALED = EmbeddingCodec(AesGcm([KEY_A]))
 CONTENT_KEY, OTHER_CONTENT_KEY = bytes(range(32)), bytes(32)
-# 3 blocks of 13 rows of 80 kB each, the last one shorter.
+# Three blocks of 13 rows, 80 kB per row; the last block is shorter.
 META = EmbeddingMeta(30, 20_000, 0, RowDtype.FLOAT32, 640, 480)
 ROWS = random.Random(1).randbytes(META.size_bytes)
 SMALL_META = EmbeddingMeta(3, 8, 0, RowDtype.BFLOAT16, 20, 10)
@@ -158,7 +158,7 @@ def test_rows_travel_through_a_real_cache(
     assert read_all(store, key) == rows
     assert read(store, key, LARGE, 12, 27) == rows[12 * LARGE.row_bytes : 27 * LARGE.row_bytes]
     assert store.stat(key) == store.metadata(key) == LARGE
-    # Another key of the same cache, damaged, and somebody who has no key.
+    # A value of another key of the same cache, a damaged one, and a reader without the key.
     offset = codec.HEADER_BYTES + 17
     (byte,) = shared_admin.getrange(data_key(key), offset, offset)
     shared_admin.setrange(data_key(key), offset, bytes([byte ^ 1]))

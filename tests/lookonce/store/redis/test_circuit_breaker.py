@@ -1,4 +1,4 @@
-"""The breaker opens after a streak, probes after a back-off and believes only verdicts of its present state."""
+"""The breaker opens after a streak of failures, probes after a back-off, and ignores outdated outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker, P
 
 
 class ManualClock:
-    """Time that passes when told to."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -149,7 +149,7 @@ def test_refuses_settings_that_make_no_sense(threshold: int, backoff_s: float, m
 
 
 class BreakerModel(RuleBasedStateMachine):
-    """Any order of questions, verdicts and pauses."""
+    """Requests, outcomes and pauses in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class BreakerModel(RuleBasedStateMachine):
 
     @invariant()
     def recovers_whenever_the_server_does(self) -> None:
-        """Once every permit is reported, a back-off and one success bring any state back to closed."""
+        """Checks that a back-off and one success close the breaker from any state, once all permits are reported."""
         if self.permits:
             return
         assert self.breaker.state is not BreakerState.HALF_OPEN

@@ -1,4 +1,4 @@
-"""The shared cache on a cluster: each image at its node, slots followed where they go, a lost node loses its own."""
+"""The shared cache on a cluster: each image is on its node, moved slots are followed, a lost node costs its images."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ MakeStore = Callable[..., EmbeddingStore]
 Entries = dict[ContentKey, bytes]
 
 ROWS = make_rows(LARGE)
-# A hang is what these tests look for: redis-py's defaults are ten seconds and several attempts.
+# Limit that detects a hang. redis-py's defaults are ten seconds and several attempts.
 HANG_S = 4.0
 
 
 @pytest.fixture(scope="module")
 def shared_cluster() -> Iterator[ClusterFleet]:
-    """For tests that kill nobody and leave the slots as they were. Nobody is taken to be down."""
+    """A cluster for tests that kill no node and leave the slots as they were. No node counts as down."""
     yield from running(ClusterFleet(node_timeout_ms=60_000))
 
 
 @pytest.fixture
 def cluster() -> Iterator[ClusterFleet]:
-    """One that the test may break."""
+    """A cluster that the test may break."""
     yield from running(ClusterFleet())
 
 
@@ -71,7 +71,7 @@ def running(cluster: ClusterFleet) -> Iterator[ClusterFleet]:
 
 
 def key_at(cluster: ClusterFleet, index: int) -> ContentKey:
-    """A fresh one that this primary has."""
+    """Returns a new key in a slot of this primary."""
     while True:
         key = fresh_key()
         if cluster.primary_of(data_key(key)) == index:
@@ -87,21 +87,21 @@ def read_small(store: EmbeddingStore, key: ContentKey) -> bytes | MissReason:
 
 
 def write_at(cluster: ClusterFleet, store: EmbeddingStore, index: int, number: int = 5) -> Entries:
-    """Entries at this primary, no two alike."""
+    """Writes entries with different rows to this primary and returns them."""
     entries = {key_at(cluster, index): rows_of(100 * index + seed) for seed in range(number)}
     assert all(write(store, key, SMALL, memoryview(rows)) for key, rows in entries.items())
     return entries
 
 
 def are_read(store: EmbeddingStore, entries: Entries) -> bool:
-    """Whether all are there. What is there is right in any case."""
+    """Returns whether all entries are read; checks that none is read wrongly."""
     found = {key: read_small(store, key) for key in entries}
     assert all(found[key] in (rows, *MissReason) for key, rows in entries.items())
     return found == entries
 
 
 def num_looks(cluster: ClusterFleet) -> int:
-    """How often the nodes were asked for the table."""
+    """Returns how often the nodes were asked for the table of slots."""
     calls = 0
     for node in (*cluster.primaries, cluster.replica):
         with node.admin() as client:
@@ -245,7 +245,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     assert read_small(store, key) == rows
     move = ["MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "AUTH", PASSWORD, "KEYS"]
     source.ask(*move, data_key(key), metadata_key(key))
-    # Now the source says ASK, which nobody does, and which is no news of the table.
+    # Now the source replies ASK, which clients do not follow and which does not make the table outdated.
     looks = num_looks(shared_cluster)
     assert read_small(store, key) is MissReason.MOVED
     assert not write(store, key, SMALL, memoryview(rows))
@@ -257,7 +257,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     assert target.ask("EXISTS", data_key(key)) == 1
     assert store.stats.snapshot()["read_rows", "moved"] == 1
     leases = EncodeLeases(store, ttl_s=30.0)
-    # Back again, without the rows: they are absent, and nothing else is different.
+    # The slot moves back without the rows: they are absent, and everything else is as before.
     target.ask("DEL", data_key(key), metadata_key(key))
     for node in (source, target):
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(source))
@@ -290,7 +290,7 @@ def test_a_slot_that_nobody_has_is_a_miss_until_somebody_has_it(
 
 
 def test_a_replica_alone_sends_elsewhere(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
-    """A URL of one server is one server, also if that is a node of a cluster."""
+    """The URL of a single server stands for that server, even if it is a node of a cluster."""
     entries = write_at(shared_cluster, make_store(shared_cluster.url), 0)
     key = next(iter(entries))
     store = make_store(shared_cluster.replica.url)
@@ -299,7 +299,7 @@ def test_a_replica_alone_sends_elsewhere(shared_cluster: ClusterFleet, make_stor
     assert are_read(make_store(f"redis+cluster://:{PASSWORD}@{shared_cluster.replica.address}"), entries)
 
 
-# --- nodes that go --------------------------------------------------------------------------------------------------
+# --- nodes that fail ------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_node_takes_its_images_with_it_and_no_others(cluster: ClusterFleet, make_store: MakeStore) -> None:
@@ -355,9 +355,9 @@ def test_a_frozen_node_costs_its_images_the_budget_and_others_nothing(
                 assert isinstance(read_small(store, key), MissReason)
                 assert time.monotonic() - started_s < HANG_S
             assert are_read(store, entries[2])
-        # Its own breaker is open: it is not waited for any more.
+        # The node's own breaker is open, so that no operation waits for it any more.
         assert store.stats.snapshot()["read_rows", "cluster_down"] > 0
-        # One that does not know yet whom it cannot ask.
+        # A new store has not yet learnt which node does not reply.
         assert are_read(make_store(shared_cluster.url), entries[0])
     assert store.state is BreakerState.CLOSED
     until(lambda: are_read(store, entries[1]), "the node is not used again")
@@ -394,7 +394,7 @@ def test_rows_travel_over_tls(make_store: MakeStore, tmp_path: pathlib.Path) -> 
     proxy = FaultProxy(f"{tmp_path}/server.sock", context)
     try:
         server.start()
-        # The node sends its clients to the encrypted port.
+        # Makes the node announce its TLS port to clients.
         tls_port = proxy.url.rpartition(":")[2]
         server.ask("CONFIG", "SET", "cluster-announce-port", tls_port)
         server.ask("CLUSTER", "ADDSLOTS", *range(NUM_SLOTS))

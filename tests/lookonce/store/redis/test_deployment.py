@@ -1,4 +1,4 @@
-"""Whatever a Sentinel or a node of a cluster says of where the rows are, it is a place or a miss."""
+"""Whatever a Sentinel or a cluster node replies about the topology, the result is an address or a miss."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_closed_link_refuses_every_call(link: RedisLink) -> None:
 
 
 class MovingDeployment:
-    """Servers of which the next one gets the key whenever there was trouble."""
+    """A deployment in which the next server takes over after each failure."""
 
     def __init__(self, *nodes: RedisNode) -> None:
         self._nodes = list(nodes)

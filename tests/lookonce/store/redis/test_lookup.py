@@ -1,4 +1,4 @@
-"""Looking for nodes: when it is due, once for all threads, never longer than allowed, from whoever answers."""
+"""Lookups of the topology happen when they are due, once for all threads, and end at their deadline."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ A, B, C = (Address(host, 1) for host in "abc")
 
 
 class Truth:
-    """What a look finds out, and how often it was looked for."""
+    """A source for lookups that counts them, and fails or waits when the test says so."""
 
     def __init__(self) -> None:
         self.num_looks = 0
         self.trouble: RedisTroubleError | None = None
         self.has_begun = threading.Event()
-        # While cleared, a look does not end.
+        # While cleared, a lookup does not end.
         self.may_end = threading.Event()
         self.may_end.set()
 
@@ -130,11 +130,11 @@ def test_without_time_nobody_looks(lookup: Lookup, truth: Truth) -> None:
     assert truth.num_looks == 2
 
 
-# --- whom to ask ----------------------------------------------------------------------------------------------------
+# --- the order of sources -------------------------------------------------------------------------------------------
 
 
 class Questions:
-    """Asks nobody, and remembers whom."""
+    """Questions that record the servers they are put to, without a connection."""
 
     def __init__(self, *silent: Address) -> None:
         self.asked: list[Address] = []

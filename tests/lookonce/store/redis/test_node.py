@@ -1,4 +1,4 @@
-"""Connections to one server are used again while they are in step, whatever the server does meanwhile."""
+"""Connections to one server are used again only while they are in step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def operator(server: EmbeddedRedis) -> Iterator[redis.Redis]:
 
 
 def connection_id(node: RedisNode) -> int:
-    """The server's number of the connection that the node uses."""
+    """Returns the server's id of the connection that the node uses."""
     with node.exchange(time.monotonic() + 2) as exchange:
         exchange.send(b"CLIENT", b"ID")
         return exchange.read_integer()
@@ -54,7 +54,7 @@ def test_one_that_the_server_closed_meanwhile_is_not_used(node: RedisNode, opera
 
 
 def test_one_on_which_something_came_unasked_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
-    """Whatever it is, it would be taken for the answer to the next question."""
+    """Unexpected bytes would be taken for the reply to the next command."""
     with node.exchange(time.monotonic() + 2) as exchange:
         exchange.send(b"CLIENT", b"ID")
         first = exchange.read_integer()
@@ -124,7 +124,7 @@ print(connection_id(node), flush=True)
 
 
 def test_a_forked_child_does_not_use_its_parents(server: EmbeddedRedis) -> None:
-    """In a process of its own: this one has threads, and a fork of it might never end."""
+    """Runs in a process of its own, since this one has threads and a fork of it might never end."""
     command = [sys.executable, "-c", _FORKING, server.url]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     before, of_child, after = finished.stdout.split()

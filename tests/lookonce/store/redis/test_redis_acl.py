@@ -39,7 +39,7 @@ def password(role: str) -> str:
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedRedis]:
-    """A server whose default user stays, as the test's own."""
+    """A server with these users, whose default user stays enabled for the test itself."""
     rules = USERS.read_text()
     for role in ROLES:
         digest = hashlib.sha256(password(role).encode()).hexdigest()
@@ -62,7 +62,7 @@ def url_of(server: EmbeddedRedis, role: str) -> str:
 
 
 def refusals(operator: Any) -> list[tuple[str, str]]:
-    """(user, what) of everything that the rules have kept from being done."""
+    """Returns (user, command, key or channel) of everything that the rules refused."""
     return [(entry["username"], entry["object"]) for entry in operator.acl_log()]
 
 

@@ -1,4 +1,4 @@
-"""The shared cache behind Sentinels: the primary is found, lost and found again, and no row is ever a wrong one."""
+"""The shared cache under Sentinels: the primary is found, lost and found again, and rows are never wrong."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from tests.lookonce.store.redis.redis_fleet import PASSWORD, SERVICE, RedisProce
 MakeStore = Callable[..., EmbeddingStore]
 
 ROWS = make_rows(LARGE)
-# A hang is what these tests look for: redis-py's defaults are ten seconds and several attempts.
+# Limit that detects a hang. redis-py's defaults are ten seconds and several attempts.
 HANG_S = 4.0
 SENTINEL_PASSWORD = "watched"
-# So long nobody is silent: the Sentinels take nobody to be down.
+# No server is silent for this long, so that the Sentinels never count one as down.
 NEVER_MS = 3_600_000
 
 
 @pytest.fixture(scope="module")
 def shared_fleet() -> Iterator[SentinelFleet]:
-    """For tests that neither kill nor demote anybody. Its Sentinels want a password."""
+    """A group for tests that neither kill nor demote a server. Its Sentinels require a password."""
     settings = [f"requirepass {SENTINEL_PASSWORD}"]
     yield from running(SentinelFleet(settings, SENTINEL_PASSWORD, down_after_ms=NEVER_MS))
 
 
 @pytest.fixture
 def fleet() -> Iterator[SentinelFleet]:
-    """One that the test may break."""
+    """A group that the test may break."""
     yield from running(SentinelFleet())
 
 
 @pytest.fixture
 def obedient_fleet() -> Iterator[SentinelFleet]:
-    """One whose primary changes when the test says so, and only then."""
+    """A group whose primary changes only when the test says so."""
     yield from running(SentinelFleet(down_after_ms=NEVER_MS))
 
 
@@ -57,12 +57,12 @@ def running(fleet: SentinelFleet) -> Iterator[SentinelFleet]:
 
 
 def url_of(fleet: SentinelFleet, *sentinels: RedisProcess) -> str:
-    """Of `shared_fleet`, by these Sentinels or by all."""
+    """Returns the URL of `shared_fleet` that names these Sentinels, or all of them."""
     return f"{fleet.url_by(sentinels or fleet.sentinels)}?sentinel_password={SENTINEL_PASSWORD}"
 
 
 def patient_breaker() -> CircuitBreaker:
-    """Never opens, for tests of single operations."""
+    """Returns a breaker that never opens, for tests of single operations."""
     return CircuitBreaker(failure_threshold=1_000_000)
 
 
@@ -77,7 +77,7 @@ def write_some(store: EmbeddingStore, number: int) -> dict[ContentKey, bytes]:
 
 
 def forget_on(replica: RedisProcess, keys: list[ContentKey]) -> None:
-    """As if these had never been replicated."""
+    """Removes entries from the replica, as if they had not been replicated."""
     replica.ask("CONFIG", "SET", "replica-read-only", "no")
     assert replica.ask("DEL", *map(data_key, keys)) == len(keys)
 
@@ -174,7 +174,7 @@ def test_a_closed_store_only_misses(shared_fleet: SentinelFleet, make_store: Mak
 
 def test_a_frozen_sentinel_is_passed_over(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
     with shared_fleet.sentinels[0].frozen():
-        # Whom a client asks first is up to chance.
+        # The Sentinel that a client asks first is random.
         for _ in range(6):
             store, key = make_store(url_of(shared_fleet, *shared_fleet.sentinels[:2]), budget_s=1.0), fresh_key()
             started_s = time.monotonic()
@@ -211,7 +211,7 @@ def test_without_sentinels_a_primary_that_is_known_is_used_on(
             assert read_all(store, key) == ROWS
 
 
-# --- the primary goes -----------------------------------------------------------------------------------------------
+# --- failover -------------------------------------------------------------------------------------------------------
 
 
 def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
@@ -239,7 +239,7 @@ def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
     for key in lost:
         assert write(store, key, LARGE, memoryview(entries[key]))
         assert read_all(store, key) == entries[key]
-    # One that has never seen the old primary.
+    # A new store has never seen the old primary.
     assert read_all(make_store(fleet.url), late) == ROWS
 
 

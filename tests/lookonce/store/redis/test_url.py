@@ -1,4 +1,4 @@
-"""What Redis URLs say, and that none that cannot be used tells its password."""
+"""Redis URLs are parsed, and the error for an unusable one does not contain its password."""
 
 from __future__ import annotations
 
