@@ -273,7 +273,7 @@ def lying(lie: Lie, *, to_encoder: bool, to_decoder: bool) -> Sabotage:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whatever_redis_says_the_rows_are_right(folder: pathlib.Path) -> None:
+async def test_whatever_redis_replies_the_rows_are_right(folder: pathlib.Path) -> None:
     audiences = itertools.cycle([(True, False), (False, True), (True, True)])
     states = itertools.cycle([Cached.REDIS, Cached.NOWHERE, Cached.REDIS, Cached.BOTH])
     async with open_world(folder) as world:
@@ -328,7 +328,9 @@ def silence(about: bytes) -> Lie:
         pytest.param(lambda: silence(named(b"GETRANGE")), id="silence after GETRANGE"),
     ],
 )
-async def test_lies_that_need_several_words(folder: pathlib.Path, cached: Cached, make_lie: Callable[[], Lie]) -> None:
+async def test_lies_over_several_commands_change_no_row(
+    folder: pathlib.Path, cached: Cached, make_lie: Callable[[], Lie]
+) -> None:
     async with open_world(folder) as world:
         for to_decoder in (False, True):
             await world.check(cached, lying(make_lie(), to_encoder=True, to_decoder=to_decoder))

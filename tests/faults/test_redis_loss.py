@@ -104,7 +104,7 @@ async def test_killing_redis_while_requests_stream_changes_no_answer(
     assert await asyncio.gather(*streams) == [fingerprint.story] * 4
 
 
-async def test_without_redis_pictures_go_on_and_caching_returns_with_it(
+async def test_without_redis_pictures_are_still_answered_and_caching_resumes_later(
     stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     picture, later = fingerprint.fresh(2)

@@ -121,7 +121,7 @@ class ClusterDeployment:
         return True
 
     def reason_of(self, node: RedisNode, trouble: RedisTroubleError) -> MissReason:
-        """Returns the reason for the whole cache, reachable as long as any other node answers."""
+        """Returns the reason for the cache as a whole, which counts as reachable while any other node answers."""
         is_skipped = isinstance(trouble, NodeSkippedError)
         if not is_skipped and trouble.reason not in UNREACHABLE_REASONS:
             return trouble.reason

@@ -74,7 +74,7 @@ def keys_of(fingerprint: EncoderFingerprint, tenant: Tenant) -> list[ContentKey]
     return [content_key(image_digest(b"%d" % number), fingerprint, ProcessorOptions(), tenant) for number in range(8)]
 
 
-def test_a_pinned_entry_has_no_end_until_it_is_unpinned(admin: CacheAdmin, store: EmbeddingStore) -> None:
+def test_a_pinned_entry_does_not_expire_until_it_is_unpinned(admin: CacheAdmin, store: EmbeddingStore) -> None:
     key, absent = fresh_key(), fresh_key()
     assert write(store, key, SMALL, memoryview(ROWS))
     entry, nothing = admin.describe([key, absent])
@@ -95,7 +95,7 @@ def test_a_pinned_entry_has_no_end_until_it_is_unpinned(admin: CacheAdmin, store
     assert 0 < again.ttl_s <= 30
 
 
-def test_only_what_is_named_is_removed(admin: CacheAdmin, store: EmbeddingStore) -> None:
+def test_only_the_selected_images_are_removed(admin: CacheAdmin, store: EmbeddingStore) -> None:
     groups = [keys_of(encoder, tenant) for encoder in (ENCODER, OTHER_ENCODER) for tenant in (ACME, OTHER_TENANT)]
     for group in groups:
         for key in group:
@@ -118,7 +118,7 @@ def test_only_what_is_named_is_removed(admin: CacheAdmin, store: EmbeddingStore)
     assert totals.used_bytes > 0
 
 
-async def test_everybody_hears_what_is_to_be_forgotten(url: str, admin: CacheAdmin) -> None:
+async def test_every_listener_receives_the_images_to_forget(url: str, admin: CacheAdmin) -> None:
     some = Forgotten.of([fresh_key(), fresh_key()])
     await asyncio.to_thread(admin.tell_to_forget, some)
     async with listening(url) as (one, first), listening(url) as (other, second):
@@ -159,9 +159,7 @@ def test_an_overwritten_entry_stays_pinned(url: str, admin: CacheAdmin, store: E
         assert entry.ttl_s is not None
 
 
-def test_an_entry_stays_where_another_cannot_be_put_in_its_place(
-    url: str, admin: CacheAdmin, store: EmbeddingStore
-) -> None:
+def test_an_entry_stays_when_its_replacement_is_refused(url: str, admin: CacheAdmin, store: EmbeddingStore) -> None:
     key = fresh_key()
     assert write(store, key, SMALL, memoryview(ROWS))
     admin.pin([key])
@@ -174,7 +172,7 @@ def test_an_entry_stays_where_another_cannot_be_put_in_its_place(
     assert entry.ttl_s is None
 
 
-def test_a_closed_operator_stops_in_the_middle_and_does_not_open_again(server: EmbeddedRedis) -> None:
+def test_closed_access_refuses_calls(server: EmbeddedRedis) -> None:
     admin = CacheAdmin(server.url)
     assert admin.evict([fresh_key()]) == 0
     admin.close()
@@ -182,7 +180,7 @@ def test_a_closed_operator_stops_in_the_middle_and_does_not_open_again(server: E
         admin.evict([fresh_key()])
 
 
-def test_an_operator_is_told_when_redis_is_away_and_goes_on_when_it_is_back() -> None:
+def test_calls_fail_while_redis_is_down_and_work_when_it_is_back() -> None:
     with EmbeddedRedis(64 << 20) as server, contextlib.closing(CacheAdmin(server.url)) as admin:
         assert admin.evict([fresh_key()]) == 0
         kill_child(server.pid)

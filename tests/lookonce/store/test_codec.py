@@ -148,7 +148,7 @@ def test_a_block_of_another_length_is_noticed(length: int) -> None:
     assert caught.value.reason is MissReason.LENGTH
 
 
-def test_two_blocks_that_changed_places_are_noticed() -> None:
+def test_two_swapped_blocks_are_noticed() -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     size = header.layout.block_bytes(0)
     blocks = [ENTRY[codec.HEADER_BYTES + index * size :][:size] for index in range(2)]
@@ -173,7 +173,7 @@ def test_another_keys_entry_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 65535])
-def test_other_format_versions_are_told_apart_from_damage(version: int) -> None:
+def test_another_format_version_has_its_own_reason(version: int) -> None:
     header = bytearray(ENTRY[: codec.HEADER_BYTES])
     header[8:10] = struct.pack("<H", version)
     for data in (bytes(header), reseal(header)):
@@ -203,7 +203,7 @@ def test_a_range_beyond_the_rows_is_another_shape() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 1), (3, 3), (4, 3)])
-def test_a_range_that_is_none_is_a_callers_mistake(start: int, stop: int) -> None:
+def test_an_empty_or_reversed_range_is_a_value_error(start: int, stop: int) -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     with pytest.raises(ValueError, match="not a range"):
         codec.block_span(header.layout, start, stop)

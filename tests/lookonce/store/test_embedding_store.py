@@ -68,7 +68,7 @@ def test_ranges_over_several_blocks_come_back_bit_equal(store: EmbeddingStore, s
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (5, 58), (59, 60)])
-def test_who_knows_how_many_rows_there_are_gets_the_same_ranges(store: EmbeddingStore, start: int, stop: int) -> None:
+def test_readers_that_know_the_number_of_rows_get_the_same_ranges(store: EmbeddingStore, start: int, stop: int) -> None:
     key, rows = fresh_key(), make_rows(LARGE)
     assert write(store, key, LARGE, memoryview(rows))
     out = bytearray((stop - start) * LARGE.row_bytes)
@@ -120,7 +120,7 @@ def test_an_unknown_key_is_absent(store: EmbeddingStore) -> None:
     assert not store.delete(key)
 
 
-def test_one_image_is_one_data_key_with_a_life_and_a_longer_lived_description(
+def test_an_image_is_one_key_with_a_time_to_live_and_longer_lived_metadata(
     store: EmbeddingStore, shared_admin: Any
 ) -> None:
     key = fresh_key()
@@ -129,7 +129,7 @@ def test_one_image_is_one_data_key_with_a_life_and_a_longer_lived_description(
     assert 0 < shared_admin.ttl(data_key(key)) <= 60 < shared_admin.ttl(metadata_key(key)) <= 420
 
 
-def test_the_description_outlives_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
+def test_the_metadata_outlives_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
     key = fresh_key()
     write(store, key, SMALL, memoryview(make_rows(SMALL)))
     shared_admin.delete(data_key(key))
@@ -137,7 +137,7 @@ def test_the_description_outlives_the_rows(store: EmbeddingStore, shared_admin: 
     assert store.metadata(key) == SMALL
 
 
-def test_touch_starts_the_life_anew(store: EmbeddingStore, shared_admin: Any) -> None:
+def test_touch_resets_the_time_to_live(store: EmbeddingStore, shared_admin: Any) -> None:
     key = fresh_key()
     write(store, key, SMALL, memoryview(make_rows(SMALL)))
     shared_admin.expire(data_key(key), 5)
@@ -147,7 +147,7 @@ def test_touch_starts_the_life_anew(store: EmbeddingStore, shared_admin: Any) ->
     assert shared_admin.ttl(metadata_key(key)) > 400
 
 
-def test_delete_removes_rows_and_description(store: EmbeddingStore) -> None:
+def test_delete_removes_rows_and_metadata(store: EmbeddingStore) -> None:
     key = fresh_key()
     write(store, key, SMALL, memoryview(make_rows(SMALL)))
     assert store.delete(key)
@@ -256,7 +256,7 @@ def test_a_callers_mistake_is_a_value_error(store: EmbeddingStore) -> None:
         "unix://",
     ],
 )
-def test_an_unusable_url_is_refused_without_telling_its_password(url: str) -> None:
+def test_the_error_for_an_unusable_url_does_not_contain_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError, match="expected redis://, rediss:// or unix://") as caught:
         EmbeddingStore(url, 1.0, 60, 1 << 20)
     assert "hunter2" not in str(caught.value)

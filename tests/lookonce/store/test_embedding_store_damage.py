@@ -66,7 +66,7 @@ DAMAGED = {
         for i, value in enumerate(DAMAGED[reason])
     ],
 )
-def test_a_damaged_entry_is_a_reasoned_miss_and_is_deleted(
+def test_a_damaged_entry_is_a_miss_with_a_reason_and_is_deleted(
     store: EmbeddingStore, shared_admin: Any, reason: MissReason, value: bytes
 ) -> None:
     shared_admin.set(data_key(KEY), value)
@@ -115,7 +115,7 @@ def test_another_type_of_value_is_a_miss_and_is_deleted(store: EmbeddingStore, s
         assert not shared_admin.exists(data_key(key))
 
 
-def test_damaged_descriptions_are_deleted_without_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
+def test_damaged_metadata_is_deleted_without_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
     key = fresh_key()
     write(store, key, SMALL, memoryview(make_rows(SMALL)))
     record = shared_admin.get(metadata_key(key))
@@ -157,7 +157,7 @@ def test_an_entry_cut_short_between_header_and_rows_is_noticed(
     assert not shared_admin.exists(data_key(key))
 
 
-def test_a_read_has_no_more_than_four_pieces_on_their_way(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
+def test_a_read_has_at_most_four_pieces_in_flight(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store, key, rows = make_store(fault_proxy.url, budget_s=30), fresh_key(), make_rows(LARGE)
     write(store, key, LARGE, memoryview(rows))
     fault_proxy.faults.before_rows = fault_proxy.may_reply.clear

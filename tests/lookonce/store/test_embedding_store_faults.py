@@ -116,7 +116,7 @@ def test_a_frozen_server_costs_no_more_than_the_budget(make_store: MakeStore, us
         os.kill(server.pid, signal.SIGCONT)
 
 
-def test_late_replies_of_a_thawed_server_are_nobodys_answer(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
+def test_late_replies_of_a_thawed_server_are_discarded(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
     store = make_store(own_redis.url, budget_s=0.5, breaker=patient_breaker())
     key = fresh_key()
     write(store, key, LARGE, memoryview(ROWS))
@@ -132,7 +132,7 @@ def test_late_replies_of_a_thawed_server_are_nobodys_answer(own_redis: EmbeddedR
 # --- slow and garbled -----------------------------------------------------------------------------------------------
 
 
-def test_a_reply_that_trickles_is_given_up_without_opening_the_breaker(
+def test_a_trickling_reply_is_abandoned_without_opening_the_breaker(
     fault_proxy: FaultProxy, shared_redis: EmbeddedRedis, make_store: MakeStore
 ) -> None:
     key = fresh_key()
@@ -186,7 +186,7 @@ def test_a_garbled_reply_is_a_protocol_miss_and_the_connection_is_closed(
     assert read_all(store, key) == ROWS
 
 
-def test_a_reply_without_its_end_is_not_believed(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
+def test_a_reply_without_its_end_is_not_accepted(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store, key = make_store(fault_proxy.url), fresh_key()
     header = make_entry(key, LARGE, ROWS)[:HEADER_BYTES]
     well_formed = b"$4096\r\n%b\r\n:%d\r\n" % (header, 4096 + len(ROWS))
@@ -197,9 +197,7 @@ def test_a_reply_without_its_end_is_not_believed(fault_proxy: FaultProxy, make_s
     assert store.stats.snapshot()["stat", "protocol"] == 1
 
 
-def test_a_connection_with_more_replies_than_questions_is_not_used_again(
-    fault_proxy: FaultProxy, make_store: MakeStore
-) -> None:
+def test_a_connection_with_surplus_replies_is_not_used_again(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store = make_store(fault_proxy.url)
     assert [store.ping(), store.ping(), fault_proxy.num_connections] == [True, True, 1]
     fault_proxy.faults.forged_reply = b"+PONG\r\n+PONG\r\n"
@@ -281,7 +279,7 @@ def test_the_documented_access_rules_are_enough(own_redis: EmbeddedRedis, admin:
     assert admin.execute_command("ACL", "LOG") == []
 
 
-def test_a_writer_that_may_not_learn_the_memory_limit_writes_all_the_same(
+def test_a_writer_without_the_right_to_info_still_writes(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     admin.execute_command("ACL", "SETUSER", "writer", "on", ">pw", "~lookonce:*", "+exists", "+set")
@@ -292,7 +290,7 @@ def test_a_writer_that_may_not_learn_the_memory_limit_writes_all_the_same(
     assert len(denials) == 1, "the limit is asked for once per connection"
 
 
-def test_a_role_that_may_only_read_leaves_a_damaged_entry_and_misses(
+def test_a_read_only_role_leaves_a_damaged_entry_and_misses(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     admin.execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~lookonce:*", "+getrange", "+strlen")

@@ -26,7 +26,7 @@ def server() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-async def test_who_was_cut_off_forgets_everything_if_something_was_said_meanwhile(server: EmbeddedRedis) -> None:
+async def test_a_listener_that_missed_a_message_while_cut_off_forgets_everything(server: EmbeddedRedis) -> None:
     with contextlib.closing(CacheAdmin(server.url)) as admin, redis.Redis.from_url(server.url) as operator:
         async with listening(server.url) as (listener, heard):
             await listener.wait_until_listening()
@@ -42,7 +42,7 @@ async def test_who_was_cut_off_forgets_everything_if_something_was_said_meanwhil
             assert heard.get_nowait() == EVERYTHING
 
 
-async def test_a_subscription_that_is_dead_without_saying_so_is_found_out(server: EmbeddedRedis) -> None:
+async def test_a_silently_dead_subscription_is_detected(server: EmbeddedRedis) -> None:
     with redis.Redis.from_url(server.url) as operator:
         async with listening(server.url, check_s=0.1) as (listener, heard):
             await listener.wait_until_listening()
@@ -50,7 +50,7 @@ async def test_a_subscription_that_is_dead_without_saying_so_is_found_out(server
             assert await heard.get() == EVERYTHING
 
 
-async def test_a_restart_of_redis_does_not_hide_what_was_said_around_it(server: EmbeddedRedis) -> None:
+async def test_a_message_around_a_restart_of_redis_is_not_missed(server: EmbeddedRedis) -> None:
     with contextlib.closing(CacheAdmin(server.url)) as admin:
         async with listening(server.url) as (listener, heard):
             await listener.wait_until_listening()
@@ -62,7 +62,7 @@ async def test_a_restart_of_redis_does_not_hide_what_was_said_around_it(server: 
             assert await heard.get() == EVERYTHING
 
 
-async def test_what_was_said_before_the_first_connection_is_found_out(server: EmbeddedRedis) -> None:
+async def test_a_message_from_before_the_first_connection_is_detected(server: EmbeddedRedis) -> None:
     kill_child(server.pid)
     async with listening(server.url) as (listener, heard):
         await asyncio.sleep(0.1)

@@ -22,7 +22,7 @@ async def becomes(health: CacheHealth, *, is_healthy: bool) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_is_healthy_while_the_server_answers(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
+async def test_the_cache_is_healthy_while_the_server_answers(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
     store = make_store(own_redis.url, breaker=CircuitBreaker(failure_threshold=1_000_000))
     health = CacheHealth(store, interval_s=0.01)
     assert health.is_healthy(), "nothing is known to be wrong before the first ping"
@@ -36,7 +36,7 @@ async def test_it_is_healthy_while_the_server_answers(own_redis: EmbeddedRedis, 
         await health.close()
 
 
-async def test_a_closed_one_pings_no_more(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
+async def test_after_close_there_are_no_more_pings(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
     store = make_store(own_redis.url)
     health = CacheHealth(store, interval_s=0.01)
     health.start()
@@ -47,7 +47,7 @@ async def test_a_closed_one_pings_no_more(own_redis: EmbeddedRedis, make_store: 
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
-async def test_closing_one_that_never_started_does_nothing(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
+async def test_close_before_start_does_nothing(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
     await CacheHealth(make_store(own_redis.url)).close()
 
 

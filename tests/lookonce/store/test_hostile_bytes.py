@@ -109,7 +109,7 @@ def for_each(num_values: int, values: st.SearchStrategy[bytes], check: Callable[
 
 
 @pytest.mark.parametrize("sealer", SEALERS)
-def test_damaged_entries_give_the_rows_or_a_reasoned_miss(
+def test_damaged_entries_give_the_rows_or_a_miss_with_a_reason(
     make_image: Callable[[Sealer], Image], sealer: Sealer
 ) -> None:
     image = make_image(sealer)
@@ -138,7 +138,7 @@ def test_damaged_entries_give_the_rows_or_a_reasoned_miss(
 
 
 @pytest.mark.parametrize("sealer", SEALERS)
-def test_damaged_descriptions_give_the_shape_or_a_reasoned_miss(
+def test_damaged_metadata_gives_the_shape_or_a_miss_with_a_reason(
     make_image: Callable[[Sealer], Image], sealer: Sealer
 ) -> None:
     image = make_image(sealer)
@@ -163,7 +163,7 @@ def test_an_empty_value_does_not_keep_an_image_out_of_the_cache(make_image: Call
 # --- forgery --------------------------------------------------------------------------------------------------------
 
 
-def test_a_header_forged_with_a_right_checksum_moves_no_row(make_image: Callable[[Sealer], Image]) -> None:
+def test_a_forged_header_with_a_valid_checksum_moves_no_row(make_image: Callable[[Sealer], Image]) -> None:
     image = make_image(CHECKSUM)
     tally = Tally(image)
 
@@ -176,7 +176,7 @@ def test_a_header_forged_with_a_right_checksum_moves_no_row(make_image: Callable
     assert tally.reasons >= CORRUPT - {MissReason.TOO_SHORT, MissReason.HEADER_SEAL, MissReason.OTHER_SHAPE}
 
 
-def test_a_forger_of_checksums_gets_his_own_rows_believed_and_only_where_he_put_them(
+def test_entries_forged_under_a_checksum_give_the_forgers_rows_only(
     make_image: Callable[[Sealer], Image],
 ) -> None:
     """A limit of checksums, which need no secret. A key file prevents this."""
@@ -193,7 +193,7 @@ def test_a_forger_of_checksums_gets_his_own_rows_believed_and_only_where_he_put_
     assert tally.reasons == {MissReason.OTHER_SHAPE}
 
 
-def test_under_aes_gcm_no_forger_gets_anything_believed(make_image: Callable[[Sealer], Image]) -> None:
+def test_no_forgery_is_accepted_under_aes_gcm(make_image: Callable[[Sealer], Image]) -> None:
     image = make_image(OURS)
     tally = Tally(image)
 
@@ -215,7 +215,7 @@ def test_under_aes_gcm_no_forger_gets_anything_believed(make_image: Callable[[Se
 
 
 @pytest.mark.parametrize("sealer", SEALERS)
-def test_forged_descriptions_are_believed_under_a_checksum_only(
+def test_forged_metadata_is_accepted_under_a_checksum_only(
     make_image: Callable[[Sealer], Image], sealer: Sealer
 ) -> None:
     image = make_image(sealer)

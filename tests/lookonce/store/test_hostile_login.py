@@ -57,14 +57,14 @@ def test_every_error_at_login_is_a_miss_for_its_reason(bench: Bench, operation: 
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_every_nasty_reply_at_login(bench: Bench, operation: Operation) -> None:
+def test_every_malformed_reply_at_login_is_a_miss_or_harmless(bench: Bench, operation: Operation) -> None:
     for at in range(len(LOGIN)):
         for reply in NASTY:
             bench.outcome_under(operation, Lie(at, instead(reply), linger_s=0.01))
     bench.check_recovery()
 
 
-def test_no_reply_at_login_whatever_it_is_leads_to_a_wrong_row(bench: Bench) -> None:
+def test_no_reply_at_login_leads_to_a_wrong_row(bench: Bench) -> None:
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
     @given(
         st.sampled_from(list(OPERATIONS)),

@@ -71,7 +71,7 @@ def test_every_error_at_every_command_is_a_miss_for_its_reason(bench: Bench, ope
 
 
 @EVERY_OPERATION
-def test_every_nasty_reply_at_every_command(bench: Bench, operation: Operation) -> None:
+def test_every_malformed_reply_at_every_command_is_a_miss_or_harmless(bench: Bench, operation: Operation) -> None:
     for at in range(len(bench.commands_of(operation))):
         for reply in NASTY:
             bench.outcome_under(operation, Lie(at, instead(reply), linger_s=0.01))
@@ -88,7 +88,7 @@ def test_a_flipped_bit_of_a_reply_changes_no_answer(bench: Bench, name: str) -> 
         bench.check_recovery()
 
 
-def test_no_reply_whatever_it_is_leads_to_a_wrong_row(bench: Bench) -> None:
+def test_no_reply_leads_to_a_wrong_row(bench: Bench) -> None:
     num_commands = {name: len(bench.commands_of(operation)) for name, operation in OPERATIONS.items()}
     moments = [(name, at) for name, count in num_commands.items() for at in range(count)]
     tally: Counter[str] = Counter()
@@ -117,7 +117,7 @@ def test_no_reply_whatever_it_is_leads_to_a_wrong_row(bench: Bench) -> None:
         pytest.param(lambda: lambda later, true: b":1\r\n", id="one for all"),
     ],
 )
-def test_replies_that_do_not_belong_to_their_commands(
+def test_replies_to_other_commands_change_no_result(
     bench: Bench, operation: Operation, make_tell: Callable[[], Callable[[int, bytes], bytes]]
 ) -> None:
     for at in range(len(bench.commands_of(operation))):
@@ -166,7 +166,7 @@ def test_a_forged_size_beyond_all_memory_is_a_miss(bench: Bench, name: str) -> N
     bench.check_recovery()
 
 
-def test_what_never_ends_is_nobody_s_lease(bench: Bench) -> None:
+def test_a_lease_that_never_expires_is_ignored(bench: Bench) -> None:
     bench.server.lie(None)
     bench.admin.set(lease_key(KEY), b"nobody")
     answer, outcomes = bench.outcome(OPERATIONS["acquire a lease that is held"])
@@ -178,7 +178,7 @@ def test_what_never_ends_is_nobody_s_lease(bench: Bench) -> None:
 
 
 @EVERY_OPERATION
-def test_a_connection_cut_at_each_power_of_two(
+def test_a_connection_cut_at_any_length_is_a_miss_in_time(
     bench: Bench, fault_proxy: FaultProxy, make_store: MakeStore, operation: Operation
 ) -> None:
     for cut_after_bytes in [0, *(1 << power for power in range(14))]:
@@ -194,7 +194,7 @@ def test_a_connection_cut_at_each_power_of_two(
 
 
 @pytest.mark.parametrize("wants_all", [True, False])
-def test_rows_of_many_blocks_cut_at_each_power_of_two(
+def test_a_large_read_cut_at_any_length_is_a_miss_in_time(
     fault_proxy: FaultProxy, shared_admin: Any, make_store: MakeStore, wants_all: bool
 ) -> None:
     key, rows, out = fresh_key(), make_rows(LARGE), bytearray(LARGE.size_bytes)

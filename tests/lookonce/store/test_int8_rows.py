@@ -73,13 +73,13 @@ def test_multiples_of_the_scale_come_back_exactly(scale: float, values: list[int
 
 @settings(deadline=None)
 @given(matrix=matrices())
-def test_what_came_back_is_not_rounded_again(matrix: tuple[torch.Tensor, int]) -> None:
+def test_restored_rows_quantise_to_themselves(matrix: tuple[torch.Tensor, int]) -> None:
     rows, num_levels = matrix
     once = restored(rows, num_levels)
     torch.testing.assert_close(restored(once, num_levels), once, rtol=1e-6, atol=0)
 
 
-def test_zeros_and_what_is_too_small_for_a_scale_become_zeros() -> None:
+def test_zeros_and_values_too_small_for_a_scale_become_zeros() -> None:
     rows = torch.tensor([[0.0, -0.0, 0.0], [1e-40, -1e-37, 0.0], [1.0, -2.0, 0.0]])
     quantised = quantise(rows, 0)
     assert not quantised.data[:2].any()

@@ -101,7 +101,7 @@ def test_blocks_cannot_change_places_or_entries() -> None:
     assert refusal(SEALED, ENTRY[: codec.HEADER_BYTES] + other[codec.HEADER_BYTES :]) is MissReason.BLOCK_SEAL
 
 
-def test_who_has_no_key_cannot_forge_by_a_checksum_and_the_other_way_round() -> None:
+def test_checksums_and_aes_gcm_do_not_accept_each_others_entries() -> None:
     plain = EmbeddingCodec(Checksum())
     assert refusal(SEALED, entry_of(plain, META, ROWS)) is MissReason.OTHER_VERSION
     assert refusal(plain, ENTRY) is MissReason.OTHER_VERSION
@@ -117,7 +117,7 @@ def test_metadata_is_sealed_too() -> None:
             SEALED.parse_metadata(bytes(damaged), CONTENT_KEY)
 
 
-def test_a_new_key_in_front_opens_what_the_old_one_sealed() -> None:
+def test_after_a_key_rotation_old_entries_still_open() -> None:
     rotated, new_only = EmbeddingCodec(AesGcm([KEY_B, KEY_A])), EmbeddingCodec(AesGcm([KEY_B]))
     assert open_entry(rotated, ENTRY, 0, 30, CONTENT_KEY) == ROWS
     fresh = entry_of(rotated, META, ROWS)
@@ -133,7 +133,7 @@ def test_a_key_file_has_a_key_per_line(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "ab" * 31, "ab" * 33, "\xe4" * 64, f"{'ab' * 32}\n" * 9])
-def test_another_file_is_refused_without_showing_it(tmp_path: pathlib.Path, text: str) -> None:
+def test_a_malformed_key_file_is_refused_without_showing_its_content(tmp_path: pathlib.Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text, "utf-8")
     with pytest.raises(ConfigurationError, match="seal") as caught:

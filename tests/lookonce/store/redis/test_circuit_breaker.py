@@ -78,7 +78,7 @@ def test_asking_for_the_state_does_not_change_it(breaker: CircuitBreaker, clock:
     assert breaker.acquire() is not None
 
 
-def test_a_good_probe_closes_and_forgets_the_streak(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_a_successful_probe_closes_and_resets_the_streak(breaker: CircuitBreaker, clock: ManualClock) -> None:
     fail(breaker, 3)
     clock.now_s += 0.5
     ask(breaker, succeeded=True)
@@ -97,7 +97,7 @@ def test_failed_probes_double_the_backoff_up_to_its_limit(breaker: CircuitBreake
         assert breaker.state is BreakerState.OPEN
 
 
-def test_the_backoff_starts_anew_after_a_recovery(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_the_backoff_is_reset_after_a_recovery(breaker: CircuitBreaker, clock: ManualClock) -> None:
     fail(breaker, 3)
     clock.now_s += 0.5
     fail(breaker, 1)
@@ -109,7 +109,7 @@ def test_the_backoff_starts_anew_after_a_recovery(breaker: CircuitBreaker, clock
 
 
 @pytest.mark.parametrize("late_verdict", [True, False])
-def test_a_verdict_from_before_the_last_change_is_ignored(
+def test_an_outcome_from_before_the_last_change_is_ignored(
     breaker: CircuitBreaker, clock: ManualClock, late_verdict: bool
 ) -> None:
     slow = breaker.acquire()

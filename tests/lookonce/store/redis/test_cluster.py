@@ -136,7 +136,7 @@ def test_images_lie_on_all_nodes_and_come_back_bit_equal(shared_cluster: Cluster
     assert outcomes(store) == {"ok", "absent"}
 
 
-def test_leases_are_at_the_node_of_their_image(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
+def test_leases_are_on_the_node_of_their_image(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     mine, others = (EncodeLeases(make_store(shared_cluster.url), ttl_s=30.0) for _ in range(2))
     for index in range(3):
         key = key_at(shared_cluster, index)
@@ -149,7 +149,7 @@ def test_leases_are_at_the_node_of_their_image(shared_cluster: ClusterFleet, mak
         assert others.acquire(key).state is LeaseState.HELD
 
 
-def test_threads_find_the_nodes_together(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
+def test_concurrent_threads_find_the_nodes(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(shared_cluster.url)
     wrong: list[object] = []
 
@@ -168,7 +168,7 @@ def test_threads_find_the_nodes_together(shared_cluster: ClusterFleet, make_stor
 
 
 @pytest.mark.parametrize("number", range(3))
-async def test_the_end_of_an_encode_is_heard_on_whichever_node(
+async def test_the_end_of_an_encode_is_received_on_every_node(
     shared_cluster: ClusterFleet, make_store: MakeStore, number: int
 ) -> None:
     leases = EncodeLeases(make_store(shared_cluster.url), ttl_s=30.0)
@@ -217,7 +217,7 @@ def test_the_documented_access_rules_are_enough(shared_cluster: ClusterFleet, ma
     assert not write(blind, fresh_key(), SMALL, memoryview(rows_of(0)))
 
 
-def test_what_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
+def test_a_server_that_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
     server = RedisProcess(data_settings())
     try:
         for is_up, reason in ((False, MissReason.CONNECT_FAILED), (True, MissReason.SERVER_ERROR)):
@@ -268,9 +268,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     assert store.stats.snapshot()["read_rows", "moved"] == 1
 
 
-def test_a_slot_that_nobody_has_is_a_miss_until_somebody_has_it(
-    shared_cluster: ClusterFleet, make_store: MakeStore
-) -> None:
+def test_an_unassigned_slot_is_a_miss_until_it_is_assigned(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     key, rows = key_at(shared_cluster, 2), rows_of(2)
     slot = key_slot(data_key(key).encode())
     owner = shared_cluster.primaries[2]
@@ -289,7 +287,7 @@ def test_a_slot_that_nobody_has_is_a_miss_until_somebody_has_it(
     assert store.state is BreakerState.CLOSED
 
 
-def test_a_replica_alone_sends_elsewhere(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
+def test_a_replica_as_a_single_server_is_a_miss(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     """The URL of a single server stands for that server, even if it is a node of a cluster."""
     entries = write_at(shared_cluster, make_store(shared_cluster.url), 0)
     key = next(iter(entries))
@@ -302,7 +300,7 @@ def test_a_replica_alone_sends_elsewhere(shared_cluster: ClusterFleet, make_stor
 # --- nodes that fail ------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_node_takes_its_images_with_it_and_no_others(cluster: ClusterFleet, make_store: MakeStore) -> None:
+def test_a_killed_node_costs_its_images_and_no_others(cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(cluster.url, breaker=CircuitBreaker(failure_threshold=1))
     entries = [write_at(cluster, store, index) for index in range(3)]
     cluster.primaries[1].kill()
@@ -343,9 +341,7 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     assert are_read(make_store(cluster.url), kept)
 
 
-def test_a_frozen_node_costs_its_images_the_budget_and_others_nothing(
-    shared_cluster: ClusterFleet, make_store: MakeStore
-) -> None:
+def test_a_frozen_node_delays_reads_of_its_images_only(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(shared_cluster.url, budget_s=0.25)
     entries = [write_at(shared_cluster, store, index) for index in range(3)]
     with shared_cluster.primaries[1].frozen():

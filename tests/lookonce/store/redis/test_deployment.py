@@ -35,7 +35,7 @@ NO_TOPOLOGY = [b"+OK", b":1", b"$-1", b"*0", b"*-1", b"*1\r\n:1"]
         b"nothing of the kind",
     ],
 )
-def test_a_table_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes) -> None:
+def test_a_malformed_table_of_slots_is_a_miss(fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes) -> None:
     fault_proxy.faults.forged_reply = reply + b"\r\n"
     store = make_store(fault_proxy.url.replace("redis://", "redis+cluster://"))
     assert isinstance(read(store, fresh_key(), SMALL, 0, 1), MissReason)
@@ -53,7 +53,9 @@ def test_a_table_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_sto
         b"nothing of the kind",
     ],
 )
-def test_a_sentinel_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes) -> None:
+def test_a_malformed_reply_of_a_sentinel_is_a_miss(
+    fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes
+) -> None:
     fault_proxy.faults.forged_reply = reply + b"\r\n"
     store = make_store(f"{fault_proxy.url.replace('redis://', 'redis+sentinel://')}/{SERVICE}")
     assert isinstance(read(store, fresh_key(), SMALL, 0, 1), MissReason)

@@ -51,7 +51,7 @@ def soon() -> float:
     return time.monotonic() + PATIENCE_S
 
 
-def test_it_is_looked_once_and_again_when_there_is_something_new(lookup: Lookup, truth: Truth) -> None:
+def test_a_lookup_runs_once_and_again_after_a_certain_change(lookup: Lookup, truth: Truth) -> None:
     lookup.run(soon())
     lookup.run(soon())
     assert truth.num_looks == 1
@@ -61,7 +61,7 @@ def test_it_is_looked_once_and_again_when_there_is_something_new(lookup: Lookup,
     assert truth.num_looks == 2
 
 
-def test_mere_doubt_waits_for_the_pause(lookup: Lookup, truth: Truth) -> None:
+def test_trouble_prompts_a_lookup_only_after_the_pause(lookup: Lookup, truth: Truth) -> None:
     lookup.run(soon())
     for _ in range(100):
         lookup.make_due()
@@ -74,7 +74,7 @@ def test_mere_doubt_waits_for_the_pause(lookup: Lookup, truth: Truth) -> None:
         lookup.run(soon())
 
 
-def test_as_long_as_nothing_is_known_every_failure_is_told_and_then_none(lookup: Lookup, truth: Truth) -> None:
+def test_failed_lookups_raise_only_until_the_first_success(lookup: Lookup, truth: Truth) -> None:
     truth.trouble = RedisTroubleError(MissReason.AUTH)
     for expected in (1, 2):
         with pytest.raises(RedisTroubleError) as caught:
@@ -88,7 +88,7 @@ def test_as_long_as_nothing_is_known_every_failure_is_told_and_then_none(lookup:
     assert truth.num_looks == 4
 
 
-def test_threads_that_come_together_look_once(lookup: Lookup, truth: Truth) -> None:
+def test_concurrent_threads_share_one_lookup(lookup: Lookup, truth: Truth) -> None:
     truth.may_end.clear()
     threads = [threading.Thread(target=lookup.run, args=(soon(),)) for _ in range(8)]
     for thread in threads:
@@ -100,7 +100,7 @@ def test_threads_that_come_together_look_once(lookup: Lookup, truth: Truth) -> N
     assert truth.num_looks == 1
 
 
-def test_nobody_waits_longer_than_allowed_for_another_thread(lookup: Lookup, truth: Truth) -> None:
+def test_a_thread_waits_for_another_until_its_deadline_only(lookup: Lookup, truth: Truth) -> None:
     for is_known in (False, True):
         truth.has_begun.clear()
         truth.may_end.clear()
@@ -118,7 +118,7 @@ def test_nobody_waits_longer_than_allowed_for_another_thread(lookup: Lookup, tru
         looking.join()
 
 
-def test_without_time_nobody_looks(lookup: Lookup, truth: Truth) -> None:
+def test_no_lookup_starts_after_the_deadline(lookup: Lookup, truth: Truth) -> None:
     with pytest.raises(RedisTroubleError) as caught:
         lookup.run(time.monotonic())
     assert (caught.value.reason, truth.num_looks) == (MissReason.SLOW, 0)
@@ -152,7 +152,7 @@ def sources() -> TopologySources:
     return TopologySources(parse_redis_url("redis+cluster://a:1,b:1,c:1"), PATIENCE_S)
 
 
-def test_who_failed_is_asked_last_and_who_answered_first() -> None:
+def test_a_source_that_failed_is_asked_last() -> None:
     several, questions = sources(), Questions(B, C)
     several.ask_last(A)
     assert several.ask(questions.ask, soon()) == A
@@ -162,7 +162,7 @@ def test_who_failed_is_asked_last_and_who_answered_first() -> None:
     assert questions.asked == [A]
 
 
-def test_who_certainly_knows_is_asked_first_and_others_are_asked_too() -> None:
+def test_the_first_source_is_asked_first_and_others_when_the_seeds_fail() -> None:
     other = Address("other", 1)
     questions = Questions()
     assert sources().ask(questions.ask, soon(), first=other) == other
@@ -171,7 +171,7 @@ def test_who_certainly_knows_is_asked_first_and_others_are_asked_too() -> None:
     assert sources().ask(questions.ask, soon(), others=[other]) == other
 
 
-def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
+def test_sources_may_fail_in_one_thread_while_another_asks() -> None:
     several, others = sources(), [Address(f"other{number}", 1) for number in range(200)]
     is_over = threading.Event()
 
@@ -196,7 +196,7 @@ def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
         sys.setswitchinterval(switch_interval_s)
 
 
-def test_when_nobody_answers_the_last_trouble_is_told() -> None:
+def test_without_an_answer_the_last_failure_is_raised() -> None:
     questions = Questions(A, B, C)
     with pytest.raises(RedisTroubleError) as caught:
         sources().ask(questions.ask, soon())
@@ -204,7 +204,7 @@ def test_when_nobody_answers_the_last_trouble_is_told() -> None:
     assert sorted(questions.asked) == [A, B, C]
 
 
-def test_when_the_time_is_over_nobody_else_is_asked() -> None:
+def test_no_source_is_asked_after_the_deadline() -> None:
     questions = Questions()
     with pytest.raises(RedisTroubleError) as caught:
         sources().ask(questions.ask, time.monotonic())

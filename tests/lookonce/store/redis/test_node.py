@@ -46,14 +46,14 @@ def test_a_connection_is_used_again(node: RedisNode) -> None:
     assert len({connection_id(node) for _ in range(5)}) == 1
 
 
-def test_one_that_the_server_closed_meanwhile_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
+def test_a_connection_that_the_server_closed_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
     for _ in range(3):
         first = connection_id(node)
         operator.client_kill_filter(_id=str(first))
         assert connection_id(node) != first
 
 
-def test_one_on_which_something_came_unasked_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
+def test_a_connection_with_unexpected_bytes_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
     """Unexpected bytes would be taken for the reply to the next command."""
     with node.exchange(time.monotonic() + 2) as exchange:
         exchange.send(b"CLIENT", b"ID")
@@ -64,14 +64,14 @@ def test_one_on_which_something_came_unasked_is_not_used(node: RedisNode, operat
     assert connection_id(node) != first
 
 
-def test_one_whose_block_failed_is_not_used(node: RedisNode) -> None:
+def test_a_connection_whose_block_failed_is_not_used(node: RedisNode) -> None:
     first = connection_id(node)
     with pytest.raises(KeyError), node.exchange(time.monotonic() + 2):
         raise KeyError
     assert connection_id(node) != first
 
 
-def test_each_of_many_threads_has_its_own(node: RedisNode) -> None:
+def test_each_concurrent_thread_has_its_own_connection(node: RedisNode) -> None:
     found: list[int] = []
     together = threading.Barrier(8)
 
@@ -91,7 +91,7 @@ def test_each_of_many_threads_has_its_own(node: RedisNode) -> None:
         assert len(set(found)) == 8
 
 
-def test_a_retired_node_keeps_none(server: EmbeddedRedis, operator: redis.Redis) -> None:
+def test_a_retired_node_closes_its_connections(server: EmbeddedRedis, operator: redis.Redis) -> None:
     node = RedisNode(server.url, None, 2.0)
     first = connection_id(node)
     with node.exchange(time.monotonic() + 2) as exchange:
@@ -123,7 +123,7 @@ print(connection_id(node), flush=True)
 """
 
 
-def test_a_forked_child_does_not_use_its_parents(server: EmbeddedRedis) -> None:
+def test_a_forked_child_does_not_use_its_parents_connections(server: EmbeddedRedis) -> None:
     """Runs in a process of its own, since this one has threads and a fork of it might never end."""
     command = [sys.executable, "-c", _FORKING, server.url]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -72,7 +72,7 @@ def written(store: EmbeddingStore) -> ContentKey:
     return key
 
 
-def test_nobody_comes_in_without_a_user_of_this_file() -> None:
+def test_the_default_user_is_off() -> None:
     (default,) = (line for line in USERS.read_text().splitlines() if line.startswith("user default"))
     assert default == "user default off resetpass resetkeys resetchannels -@all"
 
@@ -99,7 +99,7 @@ def test_encoders_write_read_and_take_leases(
     assert refusals(operator) == []
 
 
-def test_decoders_read_and_forget_what_is_damaged(server: EmbeddedRedis, operator: Any, make_store: MakeStore) -> None:
+def test_decoders_read_and_remove_damaged_entries(server: EmbeddedRedis, operator: Any, make_store: MakeStore) -> None:
     encoder, decoder = make_store(url_of(server, "encoder")), make_store(url_of(server, "decoder"))
     key = written(encoder)
     assert decoder.metadata(key) == SMALL
@@ -112,7 +112,7 @@ def test_decoders_read_and_forget_what_is_damaged(server: EmbeddedRedis, operato
     assert refusals(operator) == [("lookonce-decoder", "set")]
 
 
-async def test_ends_of_encodes_and_what_is_to_be_forgotten_are_heard(
+async def test_messages_about_encodes_and_forgotten_images_arrive(
     server: EmbeddedRedis, operator: Any, make_store: MakeStore
 ) -> None:
     key, heard = fresh_key(), asyncio.Event()
@@ -184,7 +184,9 @@ def test_janitors_look_at_pin_and_remove_entries(server: EmbeddedRedis, operator
     ],
     ids="-".join,
 )
-def test_nobody_does_anything_else(server: EmbeddedRedis, operator: Any, role: str, command: tuple[str, ...]) -> None:
+def test_no_role_may_run_other_commands(
+    server: EmbeddedRedis, operator: Any, role: str, command: tuple[str, ...]
+) -> None:
     with (
         redis.Redis.from_url(url_of(server, role)) as client,
         pytest.raises(redis.exceptions.NoPermissionError),

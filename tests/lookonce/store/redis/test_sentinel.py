@@ -148,7 +148,7 @@ def test_the_documented_access_rules_are_enough(shared_fleet: SentinelFleet, mak
     ],
     ids=["the Sentinels' password", "the primary's password", "the service"],
 )
-def test_what_is_wrong_is_a_miss(
+def test_a_wrong_password_or_service_is_a_miss(
     shared_fleet: SentinelFleet, make_store: MakeStore, change: tuple[str, str], reason: MissReason
 ) -> None:
     store = make_store(url_of(shared_fleet).replace(*change))
@@ -198,9 +198,7 @@ def test_without_sentinels_an_operation_costs_no_more_than_the_budget(
     nobody.stop()
 
 
-def test_without_sentinels_a_primary_that_is_known_is_used_on(
-    shared_fleet: SentinelFleet, make_store: MakeStore
-) -> None:
+def test_without_sentinels_the_known_primary_stays_in_use(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
     sentinel = shared_fleet.sentinels[0]
     store, key = make_store(url_of(shared_fleet, sentinel), budget_s=1.0), fresh_key()
     assert write(store, key, LARGE, memoryview(ROWS))
@@ -266,7 +264,7 @@ def named_port(sentinel: RedisProcess) -> int:
         return int(client.sentinel_masters()[SERVICE]["port"])
 
 
-async def test_the_end_of_an_encode_is_heard_also_after_a_failover(fleet: SentinelFleet, make_store: MakeStore) -> None:
+async def test_the_end_of_an_encode_is_received_after_a_failover(fleet: SentinelFleet, make_store: MakeStore) -> None:
     store, key = make_store(fleet.url), fresh_key()
     leases = EncodeLeases(store, ttl_s=30.0)
     channel = DoneChannel(fleet.url, 0.5)
