@@ -38,7 +38,8 @@ from lookonce.content_key import (
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.cache_names import data_key
-from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
+from lookonce.store.redis.node import RedisNode
 from lookonce.store.sealing import AesGcm, Checksum
 
 _NAME = "fetch_speed"
@@ -132,8 +133,8 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
         for store in (plain, sealed):
             exits.callback(store.close)
         keys = _key(f"plain {num_bytes}"), _key(f"sealed {num_bytes}")
-        assert plain.write(keys[0], meta, rows)
-        assert sealed.write(keys[1], meta, rows)
+        _write(plain, keys[0], meta, rows)
+        _write(sealed, keys[1], meta, rows)
         raw = exits.enter_context(_raw_reader(out, use_tcp=use_tcp))
         client = exits.enter_context(redis.Redis.from_url(server.url))
         name = data_key(keys[0])
@@ -150,7 +151,7 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
         def redis_py() -> None:
             assert client.get(name) is not None
 
-        bare_get = exits.enter_context(_bare_getter(client, name))
+        bare_get = exits.enter_context(_bare_getter(server.url, client.strlen(name), name))
         sides: list[Callable[[], None]] = [raw, ours, in_pieces, ours_sealed, redis_py, bare_get]
         speeds: list[list[Speed]] = [[] for _ in sides]
         repeats = max(1, 50 * _MB // meta.size_bytes)
@@ -166,11 +167,16 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
     return size
 
 
+def _write(store: EmbeddingStore, key: ContentKey, meta: EmbeddingMeta, rows: memoryview) -> None:
+    outcome = store.try_write(key, meta, rows)
+    assert outcome in (WriteOutcome.STORED, WriteOutcome.EXISTS), outcome
+
+
 def small_reads(server: EmbeddedRedis, num_gets: int = _SMALL_GETS) -> dict[str, list[float]]:
     """Returns the µs of 1 KB GETs: alone, beside two readers of 24 MB entries, and beside two busy processes."""
     meta = EmbeddingMeta(24 * _MB // (2 * _HIDDEN_SIZE), _HIDDEN_SIZE, 0, RowDtype.BFLOAT16, 100, 100)
     with contextlib.closing(EmbeddingStore(server.url, _BUDGET_S, 600, 512 << 20)) as store:
-        assert store.write(_key("beside"), meta, memoryview(secrets.token_bytes(meta.size_bytes)))
+        _write(store, _key("beside"), meta, memoryview(secrets.token_bytes(meta.size_bytes)))
     context = multiprocessing.get_context("spawn")
     begun, ended = context.Event(), context.Event()
     reader = context.Process(target=_read_on, args=(server.url, meta, begun, ended), daemon=True)
@@ -239,23 +245,23 @@ def _raw_reader(out: memoryview, *, use_tcp: bool) -> Iterator[Callable[[], None
 
 
 @contextlib.contextmanager
-def _bare_getter(client: Any, name: bytes) -> Iterator[Callable[[], None]]:
+def _bare_getter(url: str, num_bytes: int, name: bytes) -> Iterator[Callable[[], None]]:
     """Yields a reader at the server's own speed: one command, and a receive of exactly its reply's bytes."""
-    num_bytes = client.strlen(name)
     command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name)
     reply = memoryview(bytearray(len(b"$%d\r\n" % num_bytes) + num_bytes + 2))
-    connection = client.connection_pool.get_connection()
+    node = RedisNode(url, None, _BUDGET_S)
     try:
+        with node.exchange(time.monotonic() + _BUDGET_S) as exchange:
 
-        def read() -> None:
-            connection._sock.sendall(command)
-            num_received = 0
-            while num_received < reply.nbytes:
-                num_received += connection._sock.recv_into(reply[num_received:])
+            def read() -> None:
+                exchange.socket.sendall(command)
+                num_received = 0
+                while num_received < reply.nbytes:
+                    num_received += exchange.socket.recv_into(reply[num_received:])
 
-        yield read
+            yield read
     finally:
-        client.connection_pool.release(connection)
+        node.retire()
 
 
 def _timed(read: Callable[[], None], repeats: int, num_bytes: int) -> Speed:

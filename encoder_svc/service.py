@@ -99,7 +99,7 @@ async def open_control(settings: EncoderSettings, pipeline: EncodePipeline) -> A
         if settings.redis_url is not None:
             url = settings.redis_url.get_secret_value()
             listener = ForgetListener(url, settings.redis_budget_s, control.forget)
-            pipeline.tiers.heard = lambda: listener.heard
+            pipeline.tiers.heard = lambda: listener.last_token
             listener.start()
             stack.push_async_callback(listener.close)
         yield control

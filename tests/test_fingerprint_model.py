@@ -21,6 +21,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 from tests import fingerprint_model
 from tests.conftest import SERVICE_FLAGS
 from tests.fingerprint_model import COLOURS, NUM_ROWS, Answer, Board, Reference
+from tests.lookonce.store.entries import write
 
 NUM_PAIRS = 200
 QUESTION = "What is in the picture?"
@@ -224,7 +225,7 @@ async def test_wrong_rows_in_redis_are_seen(stack: LocalStack, reference: Refere
         fingerprint = EncoderFingerprint((await client.model_info()).encoder_fingerprint)
         images = [ImageRef.from_bytes(fingerprint_model.png(board)) for board, _ in chosen]
         for image, rows in zip(images, wrong, strict=True):
-            assert store.write(key_of(image, fingerprint), META, memoryview(rows.contiguous().numpy()))
+            assert write(store, key_of(image, fingerprint), META, memoryview(rows.contiguous().numpy()))
         found = await asyncio.gather(*(ask(client, image) for image in images))
     store.close()
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in answers(reference, wrong)]

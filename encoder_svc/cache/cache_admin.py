@@ -1,209 +1,259 @@
-"""What operators do to the shared cache: look at entries, pin them, remove them. Redis is asked through redis-py.
+"""Operators' access to the shared cache: describes, pins, counts and removes entries.
 
-Rare and never part of a request, so convenience counts more than speed here. Unlike the store it says when Redis is
-away: whoever removes an image must know whether it happened. Synchronous: call it from threads.
+These calls are rare and never part of a request, so each of them may take seconds. Unlike the store they raise when
+Redis fails, since an operator who removes an image must know whether it is gone. Synchronous: call them from threads.
 
 Commands in use: STRLEN, PTTL, OBJECT FREQ, PERSIST, PEXPIRE, EXISTS, UNLINK, SCAN, INFO, SET, PUBLISH.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import redis
-import redis.cluster
-import redis.connection
-import redis.exceptions
-import redis.sentinel
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from typing import TypeVar
 
 from lookonce.content_key import ContentKey
 from lookonce.errors import UnavailableError
 from lookonce.forgotten import Forgotten, new_token, to_message
 from lookonce.store.cache_names import FORGET_CHANNEL, FORGET_TOKEN, data_key, metadata_key
-from lookonce.store.redis.url import DeploymentKind, RedisUrl, parse_redis_url
+from lookonce.store.redis.exchange import Exchange
+from lookonce.store.redis.link import RedisLink
+from lookonce.store.redis.miss_reason import UNREACHABLE_REASONS, MissReason, RedisReplyError, RedisTroubleError
+from lookonce.store.redis.node import RedisNode
 
 ResultT = TypeVar("ResultT")
 
 _SCAN_COUNT = 500
+# A server may return more names than SCAN asked for, but not without limit.
+_MAX_SCANNED = 1 << 20
+_MAX_DIGITS = 20
 _TIMEOUT_S = 5.0
-# What PTTL says of a key that is not there; of one without an end it says -1.
-_EXPIRED = -2
+# PTTL returns this for a key that does not exist, and -1 for one that never expires.
+_NO_SUCH_KEY_MS = -2
+_DATA_SUFFIX = b":e"
+_METADATA_SUFFIX = b":m"
 
 
 @dataclass(frozen=True, slots=True)
 class EntryStatistics:
-    """What Redis knows about one entry."""
+    """Figures that Redis keeps about one entry."""
 
     # Header and rows.
     num_bytes: int
-    # Until it expires, seconds; None for a pinned one.
+    # Seconds until the entry expires; None for a pinned one.
     ttl_s: float | None
-    # Redis' own logarithmic count of recent uses, 0..255; None where its policy keeps none.
+    # Redis' logarithmic count of recent uses, 0..255; None where its eviction policy keeps none.
     frequency: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTotals:
-    """Figures of a whole server, or the sum over a cluster's."""
+    """Figures of a whole server, or the sum over the primaries of a cluster."""
 
-    # Images whose names match what was asked for.
+    # Images with a matching name.
     num_entries: int
     used_bytes: int
-    # 0: no limit.
+    # 0 means no limit.
     max_bytes: int
-    # Keys that the server pushed out since it started.
+    # Keys that Redis evicted since it started.
     num_evictions: int
 
 
 class CacheAdmin:
-    """One server or cluster. Every method raises UnavailableError when Redis does not do what it was told."""
+    """Administration of one Redis URL. Thread-safe.
+
+    Every method raises UnavailableError when Redis refused a command or did not answer. A part of the call may have
+    taken effect by then; all calls may be repeated.
+    """
 
     def __init__(self, url: str) -> None:
         """Connects to nothing yet. Raises ConfigurationError for an unusable URL."""
-        self._url = parse_redis_url(url)
-        self._opened: Any = None
-        self._is_closed = False
-        self._lock = threading.Lock()
+        self._link = RedisLink(url, _TIMEOUT_S)
 
     def describe(self, keys: Sequence[ContentKey]) -> list[EntryStatistics | None]:
-        """None for entries that are not there."""
-        return self._try(lambda: [self._describe(data_key(key)) for key in keys])
+        """Returns the figures of each entry, None for one that does not exist."""
+        return [self._run(functools.partial(_describe, key), data_key(key)) for key in keys]
 
     def pin(self, keys: Sequence[ContentKey]) -> list[bool]:
-        """The entries live until they are unpinned or removed. Returns which are there."""
-
-        def persist(key: ContentKey) -> bool:
-            self._client.persist(metadata_key(key))
-            self._client.persist(data_key(key))
-            return bool(self._client.exists(data_key(key)))
-
-        return self._try(lambda: [persist(key) for key in keys])
+        """Keeps the entries until they are unpinned or removed. Returns which of them exist."""
+        return [self._run(functools.partial(_pin, key), data_key(key)) for key in keys]
 
     def unpin(self, keys: Sequence[ContentKey], ttl_s: int) -> list[bool]:
-        """The entries live `ttl_s` seconds from now on, as if just used. Returns which are there."""
-
-        def expire(key: ContentKey) -> bool:
-            self._client.pexpire(metadata_key(key), ttl_s * 1000)
-            return bool(self._client.pexpire(data_key(key), ttl_s * 1000))
-
-        return self._try(lambda: [expire(key) for key in keys])
-
-    def totals(self, pattern: bytes) -> CacheTotals:
-        """Counts the images whose names match (see cache_names.py); looks at every name there is."""
-
-        def sum_up() -> CacheTotals:
-            names = self._client.scan_iter(match=pattern, count=_SCAN_COUNT)
-            num_entries = sum(name.endswith(b":e") for name in names)
-            infos = self._infos()
-            used_bytes, max_bytes, num_evictions = (
-                sum(int(info.get(name, 0)) for info in infos) for name in ("used_memory", "maxmemory", "evicted_keys")
-            )
-            return CacheTotals(num_entries, used_bytes, max_bytes, num_evictions)
-
-        return self._try(sum_up)
+        """Lets the entries expire in `ttl_s` seconds, as if they had just been used. Returns which of them exist."""
+        return [self._run(functools.partial(_expire, key, ttl_s * 1000), data_key(key)) for key in keys]
 
     def evict(self, keys: Sequence[ContentKey]) -> int:
-        """Removes these images. Returns how many had rows."""
+        """Removes rows and metadata of these images. Returns how many had rows."""
+        return sum(self._run(functools.partial(_remove, key), data_key(key)) for key in keys)
 
-        def unlink(key: ContentKey) -> int:
-            had_rows = int(self._client.unlink(data_key(key)))
-            self._client.unlink(metadata_key(key))
-            return had_rows
-
-        return self._try(lambda: sum(unlink(key) for key in keys))
+    def totals(self, pattern: bytes) -> CacheTotals:
+        """Counts the images with a matching name (see cache_names.py). Scans every name in the cache."""
+        num_entries = used_bytes = max_bytes = num_evictions = 0
+        for node in self._nodes():
+            num_entries += sum(name.endswith(_DATA_SUFFIX) for names in self._scan(node, pattern) for name in names)
+            info = self._run_on(node, _read_info)
+            used_bytes += info.get(b"used_memory", 0)
+            max_bytes += info.get(b"maxmemory", 0)
+            num_evictions += info.get(b"evicted_keys", 0)
+        return CacheTotals(num_entries, used_bytes, max_bytes, num_evictions)
 
     def evict_matching(self, pattern: bytes) -> int:
-        """Removes everything with such a name (see cache_names.py). Returns how many images had rows."""
-
-        def unlink_all() -> int:
-            num_images = 0
-            names = (name for name in self._client.scan_iter(match=pattern, count=_SCAN_COUNT))
-            while chunk := list(itertools.islice(names, _SCAN_COUNT)):
-                for kind in (b":e", b":m"):
-                    found = [name for name in chunk if name.endswith(kind)]
-                    num_removed = int(self._client.unlink(*found)) if found else 0
-                    num_images += num_removed if kind == b":e" else 0
-            return num_images
-
-        return self._try(unlink_all)
+        """Removes all images with a matching name (see cache_names.py). Returns how many had rows."""
+        num_images = 0
+        for node in self._nodes():
+            for names in self._scan(node, pattern):
+                num_images += self._unlink(node, [name for name in names if name.endswith(_DATA_SUFFIX)])
+                self._unlink(node, [name for name in names if name.endswith(_METADATA_SUFFIX)])
+        return num_images
 
     def tell_to_forget(self, forgotten: Forgotten) -> None:
-        """All encoders and decoders drop their copies; those that cannot be reached now, when they can again."""
+        """Makes all encoders and decoders drop their copies.
 
-        def tell() -> None:
-            token = new_token()
-            # Before the message, so that whoever misses it finds out.
-            self._client.set(FORGET_TOKEN, token)
-            self._client.publish(FORGET_CHANNEL, to_message(token, forgotten))
+        A process that is cut off from Redis now drops all of its copies when it is connected again.
+        """
+        token = new_token()
 
-        self._try(tell)
+        def publish(exchange: Exchange) -> None:
+            # The token comes first, so that a process that misses the message finds out.
+            exchange.send(b"SET", FORGET_TOKEN, token)
+            exchange.read_status()
+            exchange.send(b"PUBLISH", FORGET_CHANNEL, to_message(token, forgotten))
+            exchange.read_integer()
+
+        self._run(publish, FORGET_TOKEN)
 
     def close(self) -> None:
-        """Closes the connections; what is being done ends with UnavailableError."""
-        with self._lock:
-            self._is_closed = True
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
+        """Closes the connections. A call in progress ends with UnavailableError at its next step."""
+        self._link.close()
 
-    @property
-    def _client(self) -> Any:
-        """A client of a cluster asks for its nodes when it is made, so not before it is needed."""
-        with self._lock:
-            if self._is_closed:
-                raise OSError("closed")
-            if self._opened is None:
-                self._opened = _open_client(self._url)
-            return self._opened
+    def _run(self, action: Callable[[Exchange], ResultT], name: bytes) -> ResultT:
+        """Runs `action` on the server that has the key `name`. Raises UnavailableError."""
+        return _tried_twice(lambda: self._link.run(action, _deadline_s(), name))
 
-    def _infos(self) -> list[Mapping[str, Any]]:
-        """INFO of every server that holds entries."""
-        if self._url.kind is DeploymentKind.CLUSTER:
-            return list(self._client.info(target_nodes="primaries").values())
-        return [self._client.info()]
+    def _run_on(self, node: RedisNode, action: Callable[[Exchange], ResultT]) -> ResultT:
+        return _tried_twice(lambda: self._link.run_on(node, action, _deadline_s()))
 
-    def _describe(self, name: bytes) -> EntryStatistics | None:
-        num_bytes = int(self._client.strlen(name))
-        if not num_bytes:
-            return None
-        ttl_ms = int(self._client.pttl(name))
-        if ttl_ms == _EXPIRED:
-            return None
+    def _nodes(self) -> list[RedisNode]:
+        return _tried_twice(lambda: self._link.nodes(_deadline_s()))
+
+    def _scan(self, node: RedisNode, pattern: bytes) -> Iterator[list[bytes]]:
+        """Yields the matching names of one server in batches. A name may come more than once."""
+        cursor = b"0"
+        while True:
+
+            def scan(exchange: Exchange, cursor: bytes = cursor) -> tuple[bytes, list[bytes]]:
+                exchange.send(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
+                return _read_batch(exchange)
+
+            cursor, names = self._run_on(node, scan)
+            yield names
+            if cursor == b"0":
+                return
+
+    def _unlink(self, node: RedisNode, names: Sequence[bytes]) -> int:
+        """Removes keys that a scan found on this server. Returns how many existed."""
+
+        def unlink(exchange: Exchange) -> tuple[int, list[bytes]]:
+            # One command per key, since the keys of one command must share a cluster slot.
+            for name in names:
+                exchange.send(b"UNLINK", name)
+            num_removed, refused = 0, []
+            for name in names:
+                try:
+                    num_removed += exchange.read_integer()
+                except RedisReplyError:
+                    refused.append(name)
+            return num_removed, refused
+
+        if not names:
+            return 0
+        num_removed, refused = self._run_on(node, unlink)
+        # The slot has moved since the scan, or the server was demoted. The link follows both.
+        return num_removed + sum(self._run(functools.partial(_unlink, name), name) for name in refused)
+
+
+def _deadline_s() -> float:
+    return time.monotonic() + _TIMEOUT_S
+
+
+def _tried_twice(step: Callable[[], ResultT]) -> ResultT:
+    """Returns the result of `step`, repeated once when no answer came. Raises UnavailableError.
+
+    A restart of Redis or a firewall may have left a dead connection between two uses.
+    """
+    try:
         try:
-            frequency = int(self._client.object("FREQ", name))
-        except redis.exceptions.ResponseError:
-            frequency = None
-        return EntryStatistics(num_bytes, None if ttl_ms < 0 else ttl_ms / 1000, frequency)
+            return step()
+        except RedisTroubleError as trouble:
+            if trouble.reason not in UNREACHABLE_REASONS:
+                raise
+            return step()
+    except RedisTroubleError:
+        raise UnavailableError(
+            "the shared cache did not complete the call, which may be done in part: call again"
+        ) from None
 
-    def _try(self, action: Callable[[], ResultT]) -> ResultT:
-        try:
-            return action()
-        except (redis.exceptions.RedisError, OSError):
-            raise UnavailableError("the shared cache did not do it; it may be done in part: call again") from None
+
+def _describe(key: ContentKey, exchange: Exchange) -> EntryStatistics | None:
+    exchange.send(b"STRLEN", data_key(key))
+    exchange.send(b"PTTL", data_key(key))
+    exchange.send(b"OBJECT", b"FREQ", data_key(key))
+    num_bytes, ttl_ms = exchange.read_integer(), exchange.read_integer()
+    try:
+        frequency = exchange.read_nested(max_values=1)
+    except RedisReplyError:
+        # The eviction policy is not LFU, or the key does not exist.
+        frequency = None
+    if not num_bytes or ttl_ms == _NO_SUCH_KEY_MS:
+        return None
+    ttl_s = None if ttl_ms < 0 else ttl_ms / 1000
+    return EntryStatistics(num_bytes, ttl_s, frequency if isinstance(frequency, int) else None)
 
 
-def _open_client(url: RedisUrl) -> Any:
-    # Once more, for the connection that a restart of Redis has left behind in the pool.
-    limits: dict[str, Any] = {
-        "protocol": 2,
-        "socket_timeout": _TIMEOUT_S,
-        "socket_connect_timeout": _TIMEOUT_S,
-        "retry": Retry(NoBackoff(), 1),
-    }
-    if url.kind is DeploymentKind.SINGLE:
-        return redis.Redis.from_url(url.node_url, **limits)
-    options = {**redis.connection.parse_url(url.node_url), **limits}
-    if options.pop("connection_class", None) is redis.connection.SSLConnection:
-        options["ssl"] = True
-    if url.kind is DeploymentKind.CLUSTER:
-        nodes = [redis.cluster.ClusterNode(*address) for address in url.addresses]
-        options.pop("db", None)
-        return redis.cluster.RedisCluster(startup_nodes=nodes, **options)
-    sentinels = redis.sentinel.Sentinel(url.addresses, sentinel_kwargs={**limits, **url.sentinel_options})
-    return sentinels.master_for(url.service, **options)
+def _pin(key: ContentKey, exchange: Exchange) -> bool:
+    exchange.send(b"PERSIST", metadata_key(key))
+    exchange.send(b"PERSIST", data_key(key))
+    exchange.send(b"EXISTS", data_key(key))
+    _, _, is_there = exchange.read_integer(), exchange.read_integer(), exchange.read_integer()
+    return is_there == 1
+
+
+def _expire(key: ContentKey, ttl_ms: int, exchange: Exchange) -> bool:
+    exchange.send(b"PEXPIRE", metadata_key(key), ttl_ms)
+    exchange.send(b"PEXPIRE", data_key(key), ttl_ms)
+    _, is_there = exchange.read_integer(), exchange.read_integer()
+    return is_there == 1
+
+
+def _remove(key: ContentKey, exchange: Exchange) -> int:
+    """Removes rows and metadata. Returns 1 when there were rows, else 0."""
+    had_rows = _unlink(data_key(key), exchange)
+    _unlink(metadata_key(key), exchange)
+    return had_rows
+
+
+def _unlink(name: bytes, exchange: Exchange) -> int:
+    exchange.send(b"UNLINK", name)
+    return exchange.read_integer()
+
+
+def _read_batch(exchange: Exchange) -> tuple[bytes, list[bytes]]:
+    """Reads the reply to SCAN: (next cursor, names)."""
+    match exchange.read_nested(_MAX_SCANNED):
+        case [bytes(cursor), list(values)]:
+            names = [value for value in values if isinstance(value, bytes)]
+            if len(names) == len(values):
+                return cursor, names
+    raise RedisTroubleError(MissReason.PROTOCOL)
+
+
+def _read_info(exchange: Exchange) -> dict[bytes, int]:
+    """Returns the whole numbers that INFO tells about memory and evictions, by field."""
+    # Two commands: before Redis 7.0 INFO takes one section only.
+    exchange.send(b"INFO", b"memory")
+    exchange.send(b"INFO", b"stats")
+    lines = ((exchange.read_bulk() or b"") + b"\r\n" + (exchange.read_bulk() or b"")).splitlines()
+    fields = (line.partition(b":") for line in lines)
+    return {name: int(value) for name, _, value in fields if len(value) <= _MAX_DIGITS and value.isdigit()}

@@ -1,11 +1,11 @@
-"""The encode lease: which one of all encoder replicas encodes an image. In Redis, beside the image's entry.
+"""The encode lease: decides which of all encoder replicas encodes an image. It is kept in Redis beside the entry.
 
-Synchronous: call it from threads. A lease is advice, never correctness: entries are content-addressed and written once,
-so two holders cost an encode and nothing else. Whoever cannot reach Redis encodes.
+Synchronous: call it from threads. Correctness never depends on a lease: entries are content-addressed and written once,
+so two holders cost an extra encode and nothing else. A replica that cannot reach Redis encodes.
 
-A lease is a token under `…:l` with a time to live. It is renewed and released by its holder only: both compare the
-token under WATCH and act in MULTI/EXEC, since server-side scripts are what access rules forbid first. Its end is told
-on the channel `…:d`, which wakes those who wait.
+A lease is a token under `…:l` with a time to live. Only its holder renews and releases it: both compare the token under
+WATCH and act in MULTI/EXEC, as access rules often forbid server-side scripts. The end of an encode is announced on the
+channel `…:d`, which wakes the waiting replicas.
 
 Commands in use: SET, PTTL, WATCH, UNWATCH, GET, MULTI, EXEC, PEXPIRE, UNLINK, PUBLISH.
 """
@@ -26,42 +26,42 @@ from lookonce.store.redis.miss_reason import CacheMissError, CorruptEntryError, 
 from lookonce.store.stats import StoreOperation
 
 _TOKEN_BYTES = 16
-# PTTL of what never ends: no lease of anybody.
-_ENDLESS = -1
+# PTTL returns this for a key that never expires, which cannot be a lease.
+_NEVER_EXPIRES = -1
 
 
 class LeaseState(enum.Enum):
-    """How an attempt to get a lease ended."""
+    """Result of an attempt to acquire a lease."""
 
     HELD = "held"
-    # Somebody else has it.
+    # Another replica holds it.
     BUSY = "busy"
-    # Redis cannot say: do as if there were no leases.
+    # Redis gave no answer: proceed without a lease.
     UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseAttempt:
-    """The outcome of `acquire`."""
+    """Result of `acquire` with the token and remaining time."""
 
     state: LeaseState
-    # Proves who holds it; empty unless HELD.
+    # Proof of holding the lease; empty unless HELD.
     token: bytes = b""
-    # How long it lasts at most if its holder dies now, seconds; 0 when UNAVAILABLE.
+    # Longest time until the lease ends if its holder dies now, seconds; 0 when UNAVAILABLE.
     remaining_s: float = 0.0
 
 
 class EncodeLeases:
-    """Leases of one process. Thread-safe."""
+    """The encode leases of one process. Thread-safe."""
 
     def __init__(self, store: EmbeddingStore, ttl_s: float) -> None:
-        """`ttl_s`: life of a lease whose holder does not renew it, seconds."""
+        """`ttl_s`: time to live of a lease that is not renewed, seconds."""
         self._store = store
         self.ttl_s = ttl_s
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
     def acquire(self, key: ContentKey) -> LeaseAttempt:
-        """Takes the lease if nobody has it. One round trip."""
+        """Takes the lease if it is free. One round trip."""
         token = secrets.token_hex(_TOKEN_BYTES).encode()
 
         def take(exchange: Exchange) -> LeaseAttempt:
@@ -69,12 +69,12 @@ class EncodeLeases:
             exchange.send(b"GET", lease_key(key))
             exchange.send(b"PTTL", lease_key(key))
             is_first, holder, remaining_ms = exchange.read_status(), exchange.read_bulk(), exchange.read_integer()
-            # Not the first and yet the holder: an earlier attempt whose answer came too late.
+            # SET may find our own token: an earlier attempt succeeded, but its reply came too late.
             if is_first or holder == token:
                 return LeaseAttempt(LeaseState.HELD, token, self.ttl_s)
-            if remaining_ms == _ENDLESS:
+            if remaining_ms == _NEVER_EXPIRES:
                 raise CorruptEntryError(MissReason.WRONG_TYPE)
-            # Whatever the server says, nobody waits longer than for a lease of one's own before looking again.
+            # Capped, so that a wrong reply never makes a replica wait longer than one lease before it tries again.
             return LeaseAttempt(LeaseState.BUSY, remaining_s=min(max(0, remaining_ms), self._ttl_ms) / 1000)
 
         try:
@@ -87,13 +87,13 @@ class EncodeLeases:
         return attempt
 
     def renew(self, key: ContentKey, token: bytes) -> bool:
-        """Starts the lease's life anew. False when it is somebody else's by now, or Redis cannot say."""
+        """Resets the lease's time to live. Returns False when another replica holds it by now, or for any failure."""
         return self._if_mine(key, token, lambda: (b"PEXPIRE", lease_key(key), self._ttl_ms))
 
     def release(self, key: ContentKey, token: bytes, outcome: bytes) -> bool:
-        """Gives the lease back and tells those who wait what came of it. False when it was not this holder's any more.
+        """Releases the lease and announces `outcome` to the waiting replicas. Returns whether the lease was still held.
 
-        They are told in any case: what they wait for has happened.
+        The announcement is made in any case, since the encode has ended.
         """
         was_mine = self._if_mine(key, token, lambda: (b"UNLINK", lease_key(key)))
 

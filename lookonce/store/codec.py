@@ -1,13 +1,13 @@
-"""Rows ⇄ self-describing sealed bytes, and row range → byte ranges. Does no I/O.
+"""The binary format of entries: packs rows into sealed bytes, parses them, and maps row ranges to byte ranges.
 
     entry    = header (4096 bytes) | row blocks
     header   = fixed fields (112 bytes) | block seals | zeros | header seal
     metadata = fixed fields (68 bytes)  | seal
 
-Everything is little-endian. A block is a whole number of rows, about 1 MiB. The header seal covers all bytes before it,
-the key included, so a value that belongs to another key, an older writer or another generation cannot be taken for this
-one. Seals are checksums, which detect accidents, or with a key file AES-GCM, which also prevents reading and forgery
-(sealing.py); a record says which, and a reader takes only its own kind.
+All numbers are little-endian. A block is a whole number of rows, about 1 MiB. The header seal covers all bytes before
+it, the key included, so a value of another key, an older writer or another generation is not mistaken for this one.
+Seals are checksums, which detect accidents, or with a key file AES-GCM, which also prevents reading and forgery
+(sealing.py). A record states its kind of seal, and a reader accepts only its own kind. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ KEY_BYTES = 32
 NONCE_BYTES = 16
 FORMAT_VERSION = 1
 BLOCK_TARGET_BYTES = 1 << 20
-# Redis' own limit of one string (proto-max-bulk-len).
+# Redis' default limit for one string (proto-max-bulk-len).
 MAX_ENTRY_BYTES = 512 << 20
 
 _ENTRY_MAGIC = b"LOOKONCE"
 _METADATA_MAGIC = b"LKNCMETA"
-# magic, format version, seal kind, key: the same in both records, so that a reader of any version can tell them apart.
+# Magic, format version, seal kind, key. Both records begin with these, so readers of all versions can tell them apart.
 _PREAMBLE = struct.Struct("<8sHH32s")
-# dtype, rows, hidden size, levels, image width, image height.
+# Dtype, rows, hidden size, levels, image width, image height.
 _SHAPE = struct.Struct("<B3xIIIII")
-# row bytes, rows per block, blocks, payload bytes, writer nonce, creation time.
+# Row bytes, rows per block, blocks, payload bytes, writer nonce, creation time.
 _LAYOUT = struct.Struct("<IIIQ16sQ")
 
 _LAYOUT_OFFSET = _PREAMBLE.size + _SHAPE.size
@@ -45,36 +45,36 @@ _DTYPES = {code: dtype for dtype, code in _DTYPE_CODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How the rows of an entry are cut into blocks."""
+    """Division of an entry's rows into blocks."""
 
     num_rows: int
     row_bytes: int
-    # Rows of every block but the last.
+    # Rows in each block but the last.
     block_rows: int
 
     def block_bytes(self, index: int) -> int:
-        """Bytes of block `index`; the last one may be shorter."""
+        """Returns the size of block `index`; the last one may be shorter."""
         return min(self.block_rows, self.num_rows - index * self.block_rows) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class EntryHeader:
-    """The first 4096 bytes of an entry, checked."""
+    """The verified header of an entry, its first 4096 bytes."""
 
     meta: EmbeddingMeta
     layout: BlockLayout
-    # Names the write that made this entry; a reader never mixes two of them.
+    # Identifies the write that made this entry. A reader never mixes rows of two writes.
     nonce: bytes
-    # When it was written, seconds since 1970 by the writer's clock. For people; nothing depends on it.
+    # Time of the write, seconds since 1970 by the writer's clock. For people; nothing depends on it.
     created_s: int
-    # Of each block.
+    # Seal of each block.
     seals: tuple[bytes, ...]
-    # Opens the blocks.
+    # Verifies the blocks, and decrypts them with a key file.
     cipher: BlockCipher
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of the whole entry, header included."""
+        """Size of the whole entry, header included."""
         return HEADER_BYTES + self.meta.size_bytes
 
 
@@ -86,7 +86,7 @@ class BlockSpan:
     index: int
     # First byte of the block, counted from the start of the entry.
     offset: int
-    # Bytes of the whole block; it can only be verified as a whole.
+    # Size of the block, which can only be verified as a whole.
     length: int
     # Bytes before the first needed row.
     skip_bytes: int
@@ -96,21 +96,21 @@ class BlockSpan:
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
-    """An entry ready to be written, in parts that need not be joined."""
+    """An entry ready to be written, in parts that are sent without joining them."""
 
-    # HEADER_BYTES.
+    # Exactly HEADER_BYTES long.
     header: bytes
-    # meta.size_bytes in all; with checksums the rows as they are, not copied.
+    # meta.size_bytes in total. With checksums these are views of the caller's rows.
     blocks: tuple[memoryview, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Header and blocks."""
+        """Total size of header and blocks."""
         return len(self.header) + sum(block.nbytes for block in self.blocks)
 
 
 class EmbeddingCodec:
-    """The format with one way of sealing."""
+    """The entry format with one kind of seal."""
 
     def __init__(self, sealer: Sealer) -> None:
         self._sealer = sealer
@@ -119,15 +119,15 @@ class EmbeddingCodec:
         self.metadata_bytes = _PREAMBLE.size + _SHAPE.size + sealer.record_seal_bytes
 
     def layout(self, num_rows: int, row_bytes: int) -> BlockLayout:
-        """What `pack` makes: blocks of about 1 MiB, or more where those would need more seals than the header holds."""
+        """Returns the layout that `pack` uses: blocks of about 1 MiB, or larger if the header lacks room for seals."""
         by_size = max(1, BLOCK_TARGET_BYTES // row_bytes)
         by_seals = -(-num_rows // self.max_blocks)
         return BlockLayout(num_rows, row_bytes, min(num_rows, max(by_size, by_seals)))
 
     def pack(self, key: bytes, meta: EmbeddingMeta, rows: memoryview, nonce: bytes, created_s: int) -> PackedEntry:
-        """An entry of `rows`: `meta.size_bytes` contiguous bytes, [num_rows, (1 + num_levels) * hidden_size].
+        """Returns the entry of `rows`: `meta.size_bytes` contiguous bytes, [num_rows, (1 + num_levels) * hidden_size].
 
-        `nonce` must never have been used. Raises ValueError when key, nonce, shape or rows do not fit together.
+        `nonce` must not have been used before. Raises ValueError when key, nonce, shape or rows do not fit together.
         """
         rows = as_bytes(rows)
         if len(key) != KEY_BYTES or len(nonce) != NONCE_BYTES:
@@ -145,7 +145,7 @@ class EmbeddingCodec:
         return PackedEntry(self._sealed((fixed + b"".join(seals)).ljust(self._header_seal_offset, b"\0")), blocks)
 
     def parse_header(self, data: bytes | memoryview, key: bytes) -> EntryHeader:
-        """Checks the first HEADER_BYTES of an entry that was found under `key`.
+        """Verifies and parses the first HEADER_BYTES of an entry that was found under `key`.
 
         Raises CorruptEntryError, and nothing else, for every input that `pack` did not make for this key.
         """
@@ -165,7 +165,7 @@ class EmbeddingCodec:
         return EntryHeader(meta, BlockLayout(meta.num_rows, row_bytes, block_rows), nonce, created_s, seals, cipher)
 
     def pack_metadata(self, key: bytes, meta: EmbeddingMeta) -> bytes:
-        """The `metadata_bytes` that describe an embedding without its rows."""
+        """Returns the record of `metadata_bytes` that describes an embedding without its rows."""
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key must have {KEY_BYTES} bytes")
         return self._sealed(self._pack_identity(_METADATA_MAGIC, key, meta))
@@ -190,11 +190,11 @@ class EmbeddingCodec:
                 meta.image_height,
             )
         except struct.error as error:
-            raise ValueError(f"a shape that does not fit 32 bits: {meta}") from error
+            raise ValueError(f"the shape does not fit 32 bits: {meta}") from error
         return _PREAMBLE.pack(magic, FORMAT_VERSION, self._sealer.kind, key) + shape
 
     def _parse_identity(self, data: memoryview, magic: bytes, key: bytes) -> tuple[EmbeddingMeta, int]:
-        """Magic, version, seal and key of a record that ends with its seal; then its shape and who sealed it."""
+        """Verifies a record that ends with its seal. Returns its shape and the index of the key that sealed it."""
         found_magic, version, seal_kind, found_key = _PREAMBLE.unpack_from(data)
         if found_magic != magic:
             raise CorruptEntryError(MissReason.BAD_MAGIC)
@@ -216,13 +216,13 @@ class EmbeddingCodec:
 
 
 def check_length(header: EntryHeader, entry_bytes: int) -> None:
-    """Raises CorruptEntryError when a stored value is shorter or longer than its header says, or than any can be."""
+    """Raises CorruptEntryError unless a stored value has the length that its header states and Redis allows."""
     if entry_bytes != header.entry_bytes or entry_bytes > MAX_ENTRY_BYTES:
         raise CorruptEntryError(MissReason.LENGTH)
 
 
 def block_span(layout: BlockLayout, start_row: int, stop_row: int) -> tuple[BlockSpan, ...]:
-    """The blocks that cover rows [start_row, stop_row), in order.
+    """Returns the blocks that cover rows [start_row, stop_row), in order.
 
     Raises CorruptEntryError when the entry has no such rows, ValueError when the range itself is empty or reversed.
     """
@@ -235,7 +235,7 @@ def block_span(layout: BlockLayout, start_row: int, stop_row: int) -> tuple[Bloc
 
 
 def open_block(header: EntryHeader, index: int, stored: memoryview, out: memoryview) -> None:
-    """Puts the bytes of block `index` into `out`, which has room for them and may be `stored` itself.
+    """Verifies block `index` and writes its bytes into `out`, which is large enough and may be `stored` itself.
 
     Raises CorruptEntryError unless `stored` is exactly what the header seals.
     """
@@ -246,7 +246,7 @@ def open_block(header: EntryHeader, index: int, stored: memoryview, out: memoryv
 
 
 def as_bytes(view: memoryview) -> memoryview:
-    """The same memory as unsigned bytes. Raises ValueError when it is not contiguous."""
+    """Returns a view of the same memory as unsigned bytes. Raises ValueError when it is not contiguous."""
     if not view.c_contiguous:
         raise ValueError("rows must be contiguous")
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")

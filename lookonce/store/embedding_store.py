@@ -1,11 +1,12 @@
 """The shared cache of embeddings in Redis: stat, read rows, write.
 
-Synchronous: call it from threads, never on an event loop. Redis is a cache: whatever it does (dead, frozen, full, not
-allowed, foreign values) is a miss or a False within `budget_s` seconds, counted by reason, and never an exception.
+Synchronous: call it from threads, never on an event loop. Redis is a cache, so every failure (dead, frozen or full
+server, missing rights, foreign values) is a miss or a False within `budget_s` seconds. Failures are counted by reason
+and never raised.
 
-Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN, PING, HELLO and, where that names a
-Valkey, GET; writing also EXISTS, SET, PEXPIRE, PTTL, UNLINK and, to learn maxmemory, INFO. A role without HELLO reads
-in pieces, one without INFO knows no limit.
+Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN, PING, HELLO and, on Valkey, GET;
+writing also needs EXISTS, SET, PEXPIRE, PTTL, UNLINK and, to read maxmemory, INFO. Without HELLO entries are read in
+pieces. Without INFO no limit of the server is known.
 """
 
 from __future__ import annotations
@@ -40,42 +41,44 @@ from lookonce.store.stats import StoreOperation, StoreStats
 
 ResultT = TypeVar("ResultT")
 
-# Asking again may help.
+# Reasons after which another attempt may succeed.
 _LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
-# Over TCP larger entries are read in pieces: that is faster there (1.2 × for 24 MB), and a reply of 24 MB held a small
-# GET up for 19 ms. Over a Unix socket one command is better at any size (benchmarks/fetch_speed.py).
+# Over TCP larger entries are read in pieces. That is faster there (1.2 × for 24 MB), and a reply of 24 MB delayed a
+# small GET by 19 ms. Over a Unix socket one command is better at any size (benchmarks/fetch_speed.py).
 _MAX_WHOLE_BYTES_OVER_TCP = 4 << 20
-# What PTTL says of a key without an end; of one that is not there it says -2.
-_NO_END = -1
+# PTTL returns this for a key that never expires, and -2 for one that does not exist.
+_NEVER_EXPIRES = -1
 # One value larger than maxmemory would evict everything and then fail.
 _MAX_MEMORY_SHARE = 8
-# The description of an image outlives its rows: prompts can still be laid out after an eviction.
+# The metadata of an image outlives its rows: prompts can still be laid out after an eviction.
 _METADATA_TTL_FACTOR = 7
 
 
 class WriteOutcome(enum.Enum):
-    """How a write ended."""
+    """Outcome of a write to the shared cache."""
 
     STORED = "stored"
-    # Rows were there; none were sent.
+    # The entry was there already.
     EXISTS = "exists"
-    # All of the time went into sending.
+    # The time budget ended during the transfer.
     LATE = "late"
-    # Over a limit, refused, or out of reach.
+    # The entry exceeds a limit, or Redis refused it or was unreachable.
     FAILED = "failed"
 
 
-# By what the counters call it.
+# Outcomes by their label in the counters.
 _WRITE_OUTCOMES = {"ok": WriteOutcome.STORED, "exists": WriteOutcome.EXISTS}
 
 
 class EmbeddingStore:
-    """One image = one immutable, sealed string key, written by one command. Thread-safe.
+    """The shared cache behind one Redis URL. Thread-safe.
 
-    `budget_s`: longest time of one attempt in seconds, connecting included. `ttl_s`: life of an entry after writing
-    or touching. `max_entry_bytes`: larger entries are not written. `sealer`: the checksum where nothing else is said.
-    `num_attempts`: how often a server that did not answer in time is asked, each time for `budget_s`, as long as the
-    breaker is closed; more than 1 where the alternative costs more than waiting. Reading rows is tried once.
+    An image is one immutable, sealed value under one key, written by one command.
+
+    `budget_s`: longest time of one attempt in seconds, connecting included. `ttl_s`: time to live of an entry after a
+    write or a touch, seconds. `max_entry_bytes`: larger entries are not written. `sealer`: checksums by default.
+    `num_attempts`: attempts at a server that does not answer in time, each of up to `budget_s`, while the breaker is
+    closed. More than 1 pays where a miss costs more than waiting. Rows are always read in one attempt.
     Raises ConfigurationError for an unusable URL.
     """
 
@@ -101,17 +104,17 @@ class EmbeddingStore:
 
     @property
     def state(self) -> BreakerState:
-        """Whether Redis is being asked at all."""
+        """The state of the circuit breaker; Redis is not asked while it is OPEN."""
         return self._breaker.state
 
     def stat(self, key: ContentKey) -> EmbeddingMeta | None:
-        """The shape of a complete entry, or None. Reads the header only: rows are verified when they are read."""
+        """Returns the shape of an entry, or None. Reads the header only; rows are verified when they are read."""
         return self._find(
             StoreOperation.STAT, key, data_key(key), lambda exchange: self._reader(exchange, key).read_header().meta
         )
 
     def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
-        """The shape of an image that was encoded some time ago; its rows may be gone."""
+        """Returns the shape of an image that was stored, or None. Its rows may have been evicted since."""
         return self._find(
             StoreOperation.METADATA, key, metadata_key(key), lambda exchange: self._read_metadata(exchange, key)
         )
@@ -119,12 +122,11 @@ class EmbeddingStore:
     def read_rows(
         self, key: ContentKey, start: int, stop: int, out: memoryview, *, num_rows: int | None = None
     ) -> MissReason | None:
-        """Copies rows [start, stop) into `out`, which has room for exactly these rows, and returns None.
+        """Copies rows [start, stop) into `out`, which has exactly their size. Returns None, or the reason of a miss.
 
-        Every block is verified before None is returned, and all rows come from one write of the entry. After a miss,
-        which is returned as its reason, `out` may hold anything and must not be used. `num_rows`: how many rows the
-        entry should have, if the caller knows; that saves a round trip, and all of them come by one command where that
-        is better.
+        After None every block has been verified, and all rows come from one write of the entry. After a miss the
+        content of `out` is undefined and must not be used. `num_rows`: the number of rows that the entry should have,
+        if known. It saves a round trip and allows a whole entry to be read by one command where that is faster.
         Raises ValueError when the range is empty or reversed or `out` is not writable and contiguous.
         """
         out = embedding_codec.as_bytes(out)
@@ -135,7 +137,7 @@ class EmbeddingStore:
             first = self._try_read(key, start, stop, out, deadline_s, num_rows)
             attempt = first
             if first.reason is MissReason.BLOCK_SEAL:
-                # Either the entry was replaced between two pieces, or its bytes are damaged: a second look tells.
+                # Either the entry was replaced between two pieces or it is damaged. A second read decides.
                 attempt = self._try_read(key, start, stop, out, deadline_s, num_rows)
                 if attempt.reason is MissReason.BLOCK_SEAL and attempt.nonce != first.nonce:
                     attempt = _ReadAttempt(MissReason.GENERATION, attempt.nonce, is_corrupt=False)
@@ -144,25 +146,20 @@ class EmbeddingStore:
             self._count(StoreOperation.READ_ROWS, attempt.reason.value if attempt.reason else "ok")
         return attempt.reason
 
-    def write(self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False) -> bool:
-        """Whether the cache holds the entry after `try_write`."""
-        return self.try_write(key, meta, rows, overwrite=overwrite) in (WriteOutcome.STORED, WriteOutcome.EXISTS)
-
     def try_write(
         self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False
     ) -> WriteOutcome:
-        """Stores `rows` ([num_rows, (1 + num_levels) * hidden_size], `meta.size_bytes` bytes) unless they are there.
+        """Stores `rows` ([num_rows, (1 + num_levels) * hidden_size], `meta.size_bytes` bytes) if the key is free.
 
-        Of two writers the first one's rows stay. `overwrite`: in place of what is there; a pinned entry stays pinned.
-        Never raises for trouble with Redis. Raises ValueError when `rows` and `meta` do not fit together.
+        Of two writers the first one's rows stay. `overwrite` replaces an entry; a pinned one stays pinned. Failures of
+        Redis are outcomes. Raises ValueError when `rows` and `meta` do not fit together.
         """
         rows = embedding_codec.as_bytes(rows)
         entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
         outcome, label = WriteOutcome.FAILED, ""
         with tracing.redis_span(StoreOperation.WRITE.value, num_bytes=entry.size_bytes):
             try:
-                # Not asked again when it was merely slow: all bytes would be sent once more over a link that is too
-                # slow.
+                # A slow write is not repeated: it would send all bytes once more over a link that is too slow.
                 label = self._ask_again(
                     lambda exchange: self._write(exchange, key, meta, entry, overwrite=overwrite),
                     data_key(key),
@@ -176,10 +173,10 @@ class EmbeddingStore:
         return outcome
 
     def touch(self, key: ContentKey) -> bool:
-        """Starts the entry's life anew. Returns whether it was there; False for any trouble."""
+        """Resets the entry's time to live. Returns whether it exists; False for any failure."""
 
         def expire(exchange: Exchange) -> bool:
-            # XX: a pinned entry has no life that could end, and is not given one.
+            # XX: a pinned entry has no time to live and must not get one.
             exchange.send(b"EXISTS", data_key(key))
             exchange.send(b"PEXPIRE", data_key(key), self._ttl_ms, b"XX")
             exchange.send(b"PEXPIRE", metadata_key(key), self._ttl_ms * _METADATA_TTL_FACTOR, b"XX")
@@ -189,7 +186,7 @@ class EmbeddingStore:
         return self._succeeds(StoreOperation.TOUCH, expire, data_key(key))
 
     def delete(self, key: ContentKey) -> bool:
-        """Removes rows and metadata. Returns whether there was anything; False for any trouble."""
+        """Removes rows and metadata. Returns whether either existed; False for any failure."""
 
         def unlink(exchange: Exchange) -> bool:
             exchange.send(b"UNLINK", data_key(key), metadata_key(key))
@@ -198,7 +195,7 @@ class EmbeddingStore:
         return self._succeeds(StoreOperation.DELETE, unlink, data_key(key))
 
     def ping(self) -> bool:
-        """Whether Redis answers. While the breaker is open this is False without asking."""
+        """Returns whether Redis answers. While the breaker is open this is False without a request."""
 
         def ask(exchange: Exchange) -> bool:
             exchange.send(b"PING")
@@ -207,21 +204,21 @@ class EmbeddingStore:
         return self._succeeds(StoreOperation.PING, ask)
 
     def ask(self, action: Callable[[Exchange], ResultT], name: bytes | None = None) -> ResultT:
-        """Runs an exchange with Redis as one operation, behind the breaker. Raises CacheMissError.
+        """Runs an exchange with Redis as one operation behind the breaker. Raises CacheMissError.
 
-        `name`: one of the keys that it is about, all of which are in one cluster slot; None: it is about none, and any
-        server will do. `action` may be run again after Redis did it without an answer getting through.
+        `name`: one of the keys it uses, all of which are in one cluster slot; None if it uses no key and may run on any
+        server. `action` may run again, even after Redis executed it, when the reply was lost.
         """
         return self._ask_again(action, name, _LATE_REASONS)
 
     def close(self) -> None:
-        """Closes the connections; every later operation is a miss."""
+        """Closes the connections. Every later operation is a miss."""
         self._link.close()
 
     def _ask_again(
         self, action: Callable[[Exchange], ResultT], name: bytes | None, reasons: frozenset[MissReason]
     ) -> ResultT:
-        """Asks, and again as often as `num_attempts` allows when it failed for one of these reasons."""
+        """Runs `action`, and repeats it up to `num_attempts` times when it failed for one of `reasons`."""
         for _ in range(self._num_attempts - 1):
             try:
                 return self._ask(action, self._deadline_s(), name)
@@ -231,9 +228,9 @@ class EmbeddingStore:
         return self._ask(action, self._deadline_s(), name)
 
     def _ask(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None) -> ResultT:
-        """Runs `action` on a connection if there is time and the breaker lets it. Raises CacheMissError."""
+        """Runs `action` on a connection if there is time left and the breaker permits. Raises CacheMissError."""
         if time.monotonic() >= deadline_s:
-            # A second step of an operation that took all its time: no verdict on the server.
+            # An earlier step of the operation used up the time. The breaker does not count this as a failure.
             raise RedisTroubleError(MissReason.SLOW)
         permit = self._breaker.acquire()
         if permit is None:
@@ -314,16 +311,16 @@ class EmbeddingStore:
     def _write(
         self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry, *, overwrite: bool
     ) -> str:
-        """What the counters call the outcome."""
+        """Writes the entry and its metadata. Returns the label of the outcome for the counters."""
         is_pinned = False
         if overwrite:
-            # What is there stays until the new entry replaces it, by one command that may be sent again.
+            # One SET replaces the entry. It is never absent in between, and the command may be repeated.
             exchange.send(b"PTTL", data_key(key))
-            is_pinned = exchange.read_integer() == _NO_END
+            is_pinned = exchange.read_integer() == _NEVER_EXPIRES
         else:
             exchange.send(b"EXISTS", data_key(key))
             if exchange.read_integer() and _holds_bytes(exchange, data_key(key)):
-                # SET NX alone would send all rows only to learn that they are not wanted.
+                # SET NX alone would send all rows before the server could refuse them.
                 return "exists"
         max_memory_bytes = self._link.max_memory_bytes(exchange)
         limit_bytes = self._max_entry_bytes
@@ -344,7 +341,7 @@ class EmbeddingStore:
         return EntryReader(exchange, self._codec, data_key(key), key.value)
 
     def _read_metadata(self, exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
-        # One byte more than expected, to notice a longer value without reading all of it.
+        # One byte more than expected reveals a longer value without reading all of it.
         exchange.send(b"GETRANGE", metadata_key(key), 0, self._codec.metadata_bytes)
         data = memoryview(bytearray(self._codec.metadata_bytes + 1))
         num_bytes = exchange.read_bulk_into(data)
@@ -353,7 +350,7 @@ class EmbeddingStore:
         return self._codec.parse_metadata(data[:num_bytes], key.value)
 
     def _discard(self, name: bytes, deadline_s: float) -> None:
-        """Removes a value that is not what its key promises. A role that may only read cannot; then it stays a miss."""
+        """Removes a corrupt value. Without the right to do so the value stays, and stays a miss."""
 
         def unlink(exchange: Exchange) -> None:
             exchange.send(b"UNLINK", name)
@@ -368,7 +365,7 @@ class EmbeddingStore:
                 self._count(StoreOperation.DELETE, "discarded")
 
     def _count(self, operation: StoreOperation, outcome: str) -> None:
-        """In the counters and in the current span."""
+        """Records an outcome in the counters and in the current span."""
         self.stats.count(operation, outcome)
         tracing.annotate(outcome=outcome)
 
@@ -378,17 +375,17 @@ class EmbeddingStore:
 
 @dataclass(slots=True)
 class _ReadAttempt:
-    """How one attempt to read rows ended."""
+    """Outcome of one attempt to read rows."""
 
-    # None: all rows arrived.
+    # Reason of the miss; None when all rows arrived.
     reason: MissReason | None = None
-    # Which write of the entry was read; None when not even the header was good.
+    # Nonce of the write that was read; None without a valid header.
     nonce: bytes | None = None
     is_corrupt: bool = False
 
 
 def _holds_bytes(exchange: Exchange, name: bytes) -> bool:
-    """Whether a value that exists is more than an empty one, which readers take for none and which is removed here."""
+    """Returns whether an existing value is not empty, and removes an empty one, which readers treat as absent."""
     exchange.send(b"STRLEN", name)
     if exchange.read_integer():
         return True

@@ -1,6 +1,6 @@
-"""Reads one entry's header and rows over one exchange: pieces of a range, or the whole by one command.
+"""Reads the header and rows of one entry over one exchange: a range in pieces, or the whole entry by one command.
 
-Rows are received where the caller wants them, and no block is believed before its seal was checked.
+Rows are received directly into the caller's buffer. Each block is verified by its seal.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from lookonce.store.codec import HEADER_BYTES, BlockLayout, BlockSpan, Embedding
 from lookonce.store.redis.exchange import Exchange
 from lookonce.store.redis.miss_reason import CacheMissError, CorruptEntryError, MissReason
 
-# A read in pieces keeps at most this many of this size on their way, so that small operations beside it stay quick:
-# p99.9 of a small GET beside two readers of 24 MB over TCP was 4.5 ms, with three of 1 MiB 5.6 ms (2 cores).
+# Window of a read in pieces. It is small, so that other operations stay fast: p99.9 of a small GET beside two readers
+# of 24 MB over TCP was 4.5 ms, and 5.6 ms with three pieces of 1 MiB (2 cores).
 _PIECE_BYTES = 512 << 10
 _WINDOW_PIECES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one GETRANGE asks for; never crosses a block's border."""
+    """The range of one GETRANGE, which lies inside one block."""
 
     # From the start of the entry.
     offset: int
@@ -30,29 +30,32 @@ class _Piece:
 
 
 class EntryReader:
-    """The value under one name. Every method raises CacheMissError, and CorruptEntryError for what should go."""
+    """A reader of the value under one key.
+
+    Every method raises CacheMissError, which is a CorruptEntryError if the value should be deleted.
+    """
 
     def __init__(self, exchange: Exchange, codec: EmbeddingCodec, name: bytes, key: bytes) -> None:
-        """`key` is what the entry must say it belongs to."""
+        """`name` is the key in Redis, `key` the content key that the entry must carry."""
         self._exchange = exchange
         self._codec = codec
         self._name = name
         self._key = key
-        # Of the range that is being read.
+        # State of the range that is being read: its blocks, the pieces to request, and those in flight.
         self._spans: tuple[BlockSpan, ...] = ()
         self._upcoming: Iterator[_Piece] = iter(())
         self._outstanding: deque[_Piece] = deque()
 
     def read_header(self) -> EntryHeader:
-        """The checked header of an entry whose length is right. One round trip."""
+        """Returns the verified header of an entry of the right length. One round trip."""
         self._ask_for_header()
         return self._receive_header()
 
     def begin_range(self, start: int, stop: int, expected: BlockLayout | None) -> EntryHeader:
-        """The checked header of an entry of which `finish_range` takes rows [start, stop).
+        """Returns the verified header of an entry and begins to read its rows [start, stop), for `finish_range`.
 
-        The first pieces are asked for together with the header when the entry is expected to have a certain layout. One
-        that has another, an older writer's, costs their transfer; one that is absent costs nothing.
+        With an `expected` layout the first pieces are requested together with the header. If the entry turns out to
+        have another layout, say an older writer's, those pieces are received in vain. An absent entry costs nothing.
         """
         self._ask_for_header()
         if expected is not None and stop <= expected.num_rows:
@@ -71,9 +74,9 @@ class EntryReader:
         return header
 
     def finish_range(self, header: EntryHeader, out: memoryview) -> None:
-        """The rows into `out`, by the pieces of the blocks that cover them."""
+        """Receives the rows into `out` and verifies every block that covers them."""
         _check_size(self._spans, out)
-        # Only a block at either end is needed in part; whole ones are received where they belong.
+        # Blocks at either end may be needed in part and go through `scratch`. Others are received directly into `out`.
         partial_bytes = (span.length for span in self._spans if span.take_bytes < span.length)
         scratch = memoryview(bytearray(max(partial_bytes, default=0)))
         filled_bytes = 0
@@ -88,9 +91,9 @@ class EntryReader:
             filled_bytes += span.take_bytes
 
     def begin_whole(self) -> EntryHeader:
-        """The checked header of an entry all of whose rows `finish_whole` takes. One command for both.
+        """Returns the verified header of an entry and begins to read all of its rows, for `finish_whole`.
 
-        Only for a server that does not copy the value for it: the whole reply is under way from now on.
+        One GET requests both. Only for a server that does not copy the value for its reply.
         """
         self._exchange.send(b"GET", self._name)
         entry_bytes = self._exchange.begin_bulk()
@@ -105,7 +108,7 @@ class EntryReader:
         return header
 
     def finish_whole(self, header: EntryHeader, out: memoryview) -> None:
-        """All rows into `out`; a block is checked while the next one arrives."""
+        """Receives all rows into `out`. Each block is verified while the next one arrives."""
         spans = embedding_codec.block_span(header.layout, 0, header.meta.num_rows)
         _check_size(spans, out)
         filled_bytes = 0
@@ -135,19 +138,19 @@ class EntryReader:
         self._upcoming = _pieces(spans)
 
     def _ask_ahead(self) -> None:
-        """As many pieces as may be on their way."""
+        """Requests pieces until the window is full."""
         while len(self._outstanding) < _WINDOW_PIECES and (piece := next(self._upcoming, None)) is not None:
             self._exchange.send(b"GETRANGE", self._name, piece.offset, piece.offset + piece.length - 1)
             self._outstanding.append(piece)
 
     def _drop_outstanding(self) -> None:
-        """Takes the replies to pieces that are not wanted after all, so that the connection can be used again."""
+        """Receives and discards the pieces in flight, so that the connection can be used again."""
         scratch = memoryview(bytearray(max((piece.length for piece in self._outstanding), default=0)))
         while self._outstanding:
             self._exchange.read_bulk_into(scratch[: self._outstanding.popleft().length])
 
     def _receive_pieces(self, target: memoryview) -> None:
-        """Fills `target`; asks for the next pieces of the read meanwhile."""
+        """Fills `target` and keeps the window of requests full meanwhile."""
         received_bytes = 0
         while received_bytes < target.nbytes:
             self._ask_ahead()

@@ -1,8 +1,8 @@
-"""Hears which images are to be forgotten, and notices what it could not hear. Lives on the event loop.
+"""Receives the messages about images to forget, and detects messages that it missed. Runs on the event loop.
 
-Messages on a Redis channel are lost while nobody listens. So each has a random token, which also lies in Redis from
-before it is sent: whoever finds another token there than the one it heard last forgets everything, which costs time
-only.
+A process that is not subscribed misses messages on a Redis channel. So each message has a random token, which is stored
+in Redis before the message is sent. A process that finds another token there than the last one it received forgets all
+images, which costs time only.
 """
 
 from __future__ import annotations
@@ -20,55 +20,58 @@ from lookonce.store.redis.miss_reason import CacheMissError
 from lookonce.store.redis.subscriber import RedisSubscriber
 
 _POLL_S = 1.0
-# Between looks at the token while nothing is heard: a connection may be dead without saying so.
+# Interval of checks of the stored token while no message arrives, since a dead connection may look idle.
 _CHECK_S = 5.0
 
 
 class ForgetListener:
-    """One subscription of a process. Trouble with Redis is silence until it is back, never an exception."""
+    """The subscription of one process. Trouble with Redis delays messages until it is back; nothing raises."""
 
     def __init__(
         self, url: str, budget_s: float, forget: Callable[[Forgotten], None], *, check_s: float = _CHECK_S
     ) -> None:
-        """`budget_s`: longest time of connecting and of ending, seconds. `forget` must not block."""
+        """`budget_s`: longest time for connecting and for closing, seconds. `forget` is called for each message.
+
+        `forget` must not block. `check_s`: interval of checks for missed messages, seconds.
+        """
         self._subscriber = RedisSubscriber(url, budget_s, "the forget channel")
         self._budget_s = budget_s
         self._forget = forget
         self._check_s = check_s
-        # Of the last message that was heard, or found to have been missed; empty where there never was one.
+        # Token of the last message that was received or found to be missed; empty when there was none yet.
         self._token = b""
         self._is_listening = asyncio.Event()
 
     @property
     def is_listening(self) -> bool:
-        """Whether every message of now would be heard."""
+        """Whether a message sent now would be received."""
         return self._is_listening.is_set()
 
     @property
-    def heard(self) -> bytes | None:
-        """Token of the last message, empty where there never was one; None while messages might be missed."""
+    def last_token(self) -> bytes | None:
+        """Token of the last message, empty when there was none yet; None while messages might be missed."""
         return self._token if self.is_listening else None
 
     def start(self) -> None:
-        """Begins to listen; call it on the event loop."""
+        """Starts to listen; call this on the event loop."""
         self._subscriber.start(self._listen, self._is_listening.clear, FORGET_TOKEN)
 
     async def wait_until_listening(self) -> None:
-        """Returns once every later message is heard."""
+        """Returns once every later message will be received."""
         await self._is_listening.wait()
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection and stops listening."""
         await self._subscriber.close()
 
     async def _listen(self, client: Any) -> None:
-        """Until the connection breaks, or a message turns out to be missing."""
+        """Receives messages until the connection breaks or a message turns out to be missed."""
         async with client.pubsub() as subscription:
             await subscription.subscribe(FORGET_CHANNEL)
             async with asyncio.timeout(max(self._budget_s, _POLL_S)):
                 while not _is_confirmation(await subscription.get_message(timeout=_POLL_S)):
                     pass
-            await self._find_out(client)
+            await self._check_token(client)
             self._is_listening.set()
             checked_s = time.monotonic()
             while True:
@@ -78,11 +81,11 @@ class ForgetListener:
                     self._forget(forgotten)
                 elif time.monotonic() - checked_s >= self._check_s:
                     checked_s = time.monotonic()
-                    if await self._find_out(client):
+                    if await self._check_token(client):
                         return
 
-    async def _find_out(self, client: Any) -> bool:
-        """Whether there was a message that was not heard; if so, everything is forgotten."""
+    async def _check_token(self, client: Any) -> bool:
+        """Compares the stored token with the last one. If a message was missed, forgets all images and returns True."""
         async with asyncio.timeout(max(self._budget_s, _POLL_S)):
             token = await client.get(FORGET_TOKEN) or b""
         if token == self._token:
@@ -93,7 +96,7 @@ class ForgetListener:
 
 
 def token_in(store: EmbeddingStore) -> bytes | None:
-    """Of the last message, from the cache itself; empty where there never was one, None for any trouble. Blocks."""
+    """Returns the token stored in the cache; empty when there is none, None for any failure. Blocks."""
     token = memoryview(bytearray(TOKEN_BYTES))
 
     def get(exchange: Exchange) -> bytes:

@@ -1,9 +1,9 @@
-"""Rows as int8 with a scale per row and level: half of bfloat16's bytes. The only place that knows their layout.
+"""Quantised rows: int8 with a scale per row and level, half the size of bfloat16. Only this module knows the layout.
 
     row = (1 + num_levels) scales, float32 | (1 + num_levels) * hidden_size values, int8
 
 Little-endian. An element is its value times the scale of its level; values lie in [-127, 127], and the scale is the
-level's largest magnitude over 127. Only the services import this module; it needs torch.
+level's largest magnitude over 127. The module needs torch, so only the services import it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 _SCALE_BYTES = 4
 _MAX_VALUE = 127
-# Rows are worked on in parts of so many elements, whose float32 stays in the CPU's cache: 8687 rows of 3584 elements
-# take 34 ms into bfloat16 on one thread, and 160 ms in one piece (2026-11-21).
+# Rows are processed in parts of this many elements, whose float32 values fit into the CPU's cache. 8687 rows of 3584
+# elements take 34 ms into bfloat16 on one thread, and 160 ms in one part (2026-11-21).
 _PART_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedRows:
-    """The rows of one image, and what they lost."""
+    """The quantised rows of one image, and their error."""
 
     # uint8 [num_rows, row_bytes], contiguous.
     data: Tensor
@@ -32,22 +32,22 @@ class QuantisedRows:
 
 
 def quantise(rows: Tensor, num_levels: int) -> QuantisedRows:
-    """`rows` are finite floats, [num_rows, (1 + num_levels) * hidden_size]; an element is off by half a scale at most.
+    """Quantises finite floats, [num_rows, (1 + num_levels) * hidden_size], with an error of at most half a scale each.
 
-    A level whose scale would be below float32's normal numbers becomes zeros.
+    A level whose scale would be a subnormal float32 becomes zeros.
     """
     elements = rows.unflatten(1, (1 + num_levels, -1))
     num_rows, num_scales, hidden_size = elements.shape
     data = torch.empty((num_rows, num_scales * (_SCALE_BYTES + hidden_size)), dtype=torch.uint8, device=rows.device)
     scales = torch.empty((num_rows, num_scales, 1), dtype=torch.float32, device=rows.device)
     values = _values(data, num_scales)
-    # Squared, in float64.
+    # Sums of squares, in float64.
     error = norm = 0.0
     for part in _parts(elements):
         exact = elements[part].float()
         scale = exact.abs().amax(dim=2, keepdim=True) / _MAX_VALUE
         scale[scale < torch.finfo(torch.float32).tiny] = 0
-        # In units of the scale, where nothing overflows.
+        # In units of the scale, so that squares do not overflow.
         exact = exact / scale.masked_fill(scale == 0, 1)
         rounded = exact.round()
         scales[part] = scale
@@ -60,12 +60,12 @@ def quantise(rows: Tensor, num_levels: int) -> QuantisedRows:
 
 
 def dequantise(data: Tensor, num_levels: int, dtype: torch.dtype) -> Tensor:
-    """Rows [num_rows, (1 + num_levels) * hidden_size] from uint8 [num_rows, row_bytes], on the same device.
+    """Returns rows [num_rows, (1 + num_levels) * hidden_size] from uint8 [num_rows, row_bytes], on the same device.
 
-    Multiplied in float32 and rounded to `dtype` once.
+    Multiplies in float32 and rounds to `dtype` once.
     """
     num_scales = 1 + num_levels
-    # Copied, since rows may begin anywhere in memory.
+    # Copied, since a row may begin at an address that is not aligned for float32.
     scales = torch.empty((len(data), num_scales), dtype=torch.float32, device=data.device)
     scales.view(torch.uint8).copy_(data[:, : num_scales * _SCALE_BYTES])
     values = _values(data, num_scales)
@@ -76,12 +76,12 @@ def dequantise(data: Tensor, num_levels: int, dtype: torch.dtype) -> Tensor:
 
 
 def _values(data: Tensor, num_scales: int) -> Tensor:
-    """The int8 values [num_rows, num_scales, hidden_size] inside of `data`, not copied."""
+    """Returns a view of the int8 values in `data`, [num_rows, num_scales, hidden_size]."""
     return data[:, num_scales * _SCALE_BYTES :].view(torch.int8).unflatten(1, (num_scales, -1))
 
 
 def _parts(elements: Tensor) -> Iterator[slice]:
-    """Ranges of whole rows."""
+    """Yields consecutive ranges of whole rows, each of at most _PART_ELEMENTS elements if possible."""
     num_rows = max(1, _PART_ELEMENTS // elements[0].numel())
     for start in range(0, len(elements), num_rows):
         yield slice(start, start + num_rows)

@@ -1,4 +1,4 @@
-"""What the shared cache's client counted, for Prometheus; the same in every service but for the name's beginning."""
+"""Prometheus metrics of the shared cache's client. Each service has them under its own prefix."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lookonce.store.stats import StoreOperation
 
 
 class StoreCollector(Collector):
-    """Misses by reason, bytes of values read, writes by outcome, and the breaker's state."""
+    """Exports misses by reason, bytes of values read, writes by outcome, and the breaker's state."""
 
     def __init__(self, store: EmbeddingStore, service: str) -> None:
-        """Names begin with `lookonce_{service}_`."""
+        """`service` becomes part of the prefix of all names, `lookonce_{service}_`."""
         self._store = store
         self._prefix = f"lookonce_{service}_"
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at every scrape."""
+        """Yields the metrics; the registry calls this at every scrape."""
         misses = CounterMetricFamily(
             f"{self._prefix}cache_miss_total",
-            "Why the shared cache had nothing; absent is the only reason that is no fault.",
+            "Misses of the shared cache by reason; absent is the only reason that is no fault.",
             labels=["operation", "reason"],
         )
         writes = CounterMetricFamily(
             f"{self._prefix}store_writes_total",
-            "Writes to the shared cache, by how they ended; none in decoders, which only read.",
+            "Writes to the shared cache by outcome; none in decoders, which only read.",
             labels=["outcome"],
         )
         for (operation, outcome), count in self._store.stats.snapshot().items():
@@ -40,12 +40,12 @@ class StoreCollector(Collector):
                 misses.add_metric([operation, outcome], count)
         read = CounterMetricFamily(
             f"{self._prefix}store_read_bytes_total",
-            "Bytes of values that came from the shared cache, headers and what a block has beyond the rows included.",
+            "Bytes of values read from the shared cache, including headers and rows of a block that were not needed.",
             value=self._store.stats.bytes_read,
         )
         state = GaugeMetricFamily(
             f"{self._prefix}breaker_state",
-            "1 for the state of the shared cache's circuit breaker that is in force: closed, open or half_open.",
+            "1 for the current state of the shared cache's circuit breaker: closed, open or half_open.",
             labels=["state"],
         )
         for candidate in BreakerState:

@@ -1,8 +1,8 @@
-"""How what lies in the shared cache is sealed: a checksum against accidents, or AES-256-GCM against its owner.
+"""Seals of the values in the shared cache: a checksum against accidents, or AES-256-GCM against the cache's owner.
 
-With a key file whoever owns the cache can still delete entries and see how large they are, but neither read rows, nor
-swap, nor forge them: records (headers, descriptions) carry an HMAC-SHA-256, and each block of rows is encrypted under
-a key of its entry, with the entry's identity and the block's place as associated data.
+With a key file, the owner of the cache can still delete entries and see their sizes, but cannot read, swap or forge
+rows. Records (headers and metadata) carry an HMAC-SHA-256. Each block of rows is encrypted under a key derived for its
+entry; the entry's identity is the associated data, and the block's index is the nonce.
 """
 
 from __future__ import annotations
@@ -27,55 +27,55 @@ _GCM_NONCE_BYTES = 12
 
 
 class BlockCipher(Protocol):
-    """Seals the blocks of one entry."""
+    """Seals and opens the blocks of one entry."""
 
     def seal(self, index: int, block: memoryview) -> tuple[memoryview, bytes]:
-        """(bytes to store, as many as there were; the seal) of block `index`."""
+        """Returns (bytes to store, as many as in `block`; the seal) for block `index`."""
         ...
 
     def open(self, index: int, stored: memoryview, seal: bytes, out: memoryview) -> bool:
-        """Puts the block's bytes into `out`, which may be `stored` itself. False when the seal does not fit."""
+        """Writes the block's bytes into `out`, which may be `stored` itself. Returns False for a wrong seal."""
         ...
 
 
 class Sealer(Protocol):
-    """One way of sealing."""
+    """One kind of seal, for records and for blocks of rows."""
 
-    # Number of the way in a record.
+    # Number that identifies this kind in a record.
     kind: int
     record_seal_bytes: int
     block_seal_bytes: int
 
     def seal_record(self, data: bytes) -> bytes:
-        """The seal of a record that stays in the clear."""
+        """Returns the seal of a record, which itself stays in the clear."""
         ...
 
     def key_of_record(self, data: memoryview, seal: bytes) -> int | None:
-        """Which key sealed this record; None when none of ours did, or not this record."""
+        """Returns the index of the key that sealed this record; None when the seal does not match."""
         ...
 
     def blocks(self, key_index: int, identity: bytes) -> BlockCipher:
-        """The blocks of an entry whose header begins with `identity`, its random nonce included."""
+        """Returns the cipher for an entry's blocks. `identity`: the start of its header, with its random nonce."""
         ...
 
 
 class Checksum:
-    """XXH3-64 (32 GB/s): notices every accident. The default."""
+    """XXH3-64 checksums (32 GB/s), which detect accidental damage. The default."""
 
     kind = 1
     record_seal_bytes = 8
     block_seal_bytes = 8
 
     def seal_record(self, data: bytes) -> bytes:
-        """The checksum, little-endian."""
+        """Returns the checksum of the record, little-endian."""
         return _xxh3(memoryview(data))
 
     def key_of_record(self, data: memoryview, seal: bytes) -> int | None:
-        """0 when the checksum fits."""
+        """Returns 0 when the checksum matches, else None."""
         return 0 if _xxh3(data) == seal else None
 
     def blocks(self, key_index: int, identity: bytes) -> BlockCipher:
-        """Blocks are stored as they are."""
+        """Returns the cipher that stores blocks unchanged."""
         return _ChecksumBlocks()
 
 
@@ -92,7 +92,11 @@ class _ChecksumBlocks:
 
 
 class AesGcm:
-    """AES-256-GCM. The first key seals, every key opens: a new one goes in front, the old one when its entries died."""
+    """AES-256-GCM under one of several keys.
+
+    The first key seals, and every key opens. To rotate, put the new key in front and remove the old one when its
+    entries have expired.
+    """
 
     kind = 2
     record_seal_bytes = hashlib.sha256().digest_size
@@ -105,18 +109,18 @@ class AesGcm:
         self._record_keys = tuple(_derived(key, _RECORD_DOMAIN) for key in keys)
 
     def seal_record(self, data: bytes) -> bytes:
-        """HMAC-SHA-256, whole."""
+        """Returns the HMAC-SHA-256 of the record, untruncated."""
         return hmac.digest(self._record_keys[0], data, "sha256")
 
     def key_of_record(self, data: memoryview, seal: bytes) -> int | None:
-        """Compares in constant time."""
+        """Returns the index of the key that sealed this record, found in constant time per key; None for no key."""
         for index, key in enumerate(self._record_keys):
             if hmac.compare_digest(hmac.digest(key, data, "sha256"), seal):
                 return index
         return None
 
     def blocks(self, key_index: int, identity: bytes) -> BlockCipher:
-        """Encrypted under a key of this entry alone, so that a block's number may be its nonce."""
+        """Returns the cipher under a key of this entry alone, so that a block's index may be its nonce."""
         return _AesGcmBlocks(_derived(self._keys[key_index], _ENTRY_DOMAIN + identity), identity)
 
 
@@ -139,7 +143,7 @@ class _AesGcmBlocks:
 
 
 def load_sealer(key_file: pathlib.Path | None) -> Sealer:
-    """The sealer of a key file with one key per line, 64 hex characters each; without a file it is the checksum.
+    """Returns AES-256-GCM with the keys of a file, one of 64 hex characters per line; without a file, checksums.
 
     Raises ConfigurationError for a file that cannot be read or holds something else.
     """
@@ -156,7 +160,7 @@ def load_sealer(key_file: pathlib.Path | None) -> Sealer:
 
 
 def _derived(key: bytes, purpose: bytes) -> bytes:
-    """A key of its own for a purpose: HMAC-SHA-256 as a pseudo-random function (NIST SP 800-108, one block)."""
+    """Derives a key for one purpose by HMAC-SHA-256 as the pseudo-random function (NIST SP 800-108, one block)."""
     return hmac.digest(key, purpose, "sha256")
 
 

@@ -1,4 +1,4 @@
-"""Counters of the embedding store: how each operation ended. Services export them; nothing here knows how."""
+"""Counters of the embedding store, by operation and outcome. metrics.py exports them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 
 
 class StoreOperation(enum.Enum):
-    """The value is a metric label."""
+    """Operation on the store. The value is a metric label."""
 
     STAT = "stat"
     METADATA = "metadata"
@@ -21,10 +21,10 @@ class StoreOperation(enum.Enum):
 
 
 class StoreStats:
-    """Thread-safe counts by (operation, outcome).
+    """Counts by (operation, outcome). Thread-safe.
 
-    An outcome is "ok", a value of MissReason, or for writes "exists" (somebody else's rows are there) and "too_large";
-    for operation "delete", "discarded" counts the corrupt entries that were removed. The set of labels is bounded.
+    An outcome is "ok" or a value of MissReason. Writes also end as "exists", when rows were there already, and as
+    "too_large". The outcome "discarded" of "delete" counts removed corrupt entries. The set of labels is bounded.
     """
 
     def __init__(self) -> None:
@@ -33,21 +33,21 @@ class StoreStats:
         self._bytes_read = 0
 
     def count(self, operation: StoreOperation, outcome: str) -> None:
-        """Adds one."""
+        """Adds one to the count of this operation and outcome."""
         with self._lock:
             self._counts[operation.value, outcome] += 1
 
     def add_bytes_read(self, num_bytes: int) -> None:
-        """Adds bytes of values that arrived, whatever became of them."""
+        """Adds bytes of values that arrived, valid or not."""
         with self._lock:
             self._bytes_read += num_bytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of values that arrived so far."""
+        """Total bytes of values that arrived so far."""
         return self._bytes_read
 
     def snapshot(self) -> dict[tuple[str, str], int]:
-        """All counts so far, by (operation, outcome)."""
+        """Returns a copy of all counts so far, by (operation, outcome)."""
         with self._lock:
             return dict(self._counts)

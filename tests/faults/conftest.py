@@ -1,4 +1,4 @@
-"""The fingerprint model, and pictures with the answers that plain `transformers` gives on the same weights."""
+"""The fingerprint model, and pictures with the reference answers of `transformers` on the same weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORY_TOKENS = 300
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture that nobody has seen, with the reference's answer to QUESTION."""
+    """A new picture with the reference's answer to QUESTION."""
 
     data: bytes
     token_ids: tuple[int, ...]
@@ -36,7 +36,7 @@ class Fingerprint:
         self.story = self._reference.answer(STORY, max_tokens=STORY_TOKENS).token_ids
 
     def fresh(self, count: int) -> list[Picture]:
-        """New pictures in every call; the second of two neighbours differs in one square only."""
+        """Returns new pictures in every call; neighbours differ in one square only."""
         boards: list[Board] = []
         for number in range(count):
             is_second = number % 2
@@ -45,7 +45,7 @@ class Fingerprint:
         return [Picture(fingerprint_model.png(board), self._answer(board)) for board in boards]
 
     def slow(self) -> Picture:
-        """A new picture that takes more than a second to decode."""
+        """Returns a new picture that takes more than a second to decode."""
         board = self._random()
         return Picture(fingerprint_model.large_jpeg(board), self._answer(board))
 
@@ -62,7 +62,7 @@ def fingerprint(tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
 
 
 async def describe(client: AsyncClient, picture: Picture, *, timeout_s: float = 30.0) -> Generation:
-    """Asks QUESTION; every row is read anew, since the prefix cache is passed by."""
+    """Asks QUESTION about pictures without the prefix cache, so that every row is fetched."""
     return await client.generate(
         [Message("user", (QUESTION, picture.data))],
         max_tokens=NUM_ROWS,
@@ -73,6 +73,6 @@ async def describe(client: AsyncClient, picture: Picture, *, timeout_s: float = 
 
 
 async def tell_story(client: AsyncClient, *, timeout_s: float = 60.0) -> tuple[int, ...]:
-    """Asks for text only."""
+    """Asks for a long answer to a prompt without pictures."""
     answer = await client.generate(STORY, max_tokens=STORY_TOKENS, temperature=0.0, timeout_s=timeout_s)
     return answer.token_ids

@@ -1,4 +1,4 @@
-"""Losing encoders: what is cached still answers, another replica takes over, the rest is told so in time."""
+"""Loss of encoders: cached rows still serve, another replica takes over, and other calls fail in time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.faults.conftest import Fingerprint, Picture, describe, tell_story
 pytestmark = pytest.mark.services
 
 LEASE_S = 1.0
-# Beyond a deadline or the end of a lease, on a machine that is busy. On one that is not, a takeover ends within
-# LEASE_S + 1 s of the holder's end; the tests print how long it took.
+# Allowance beyond a deadline or the end of a lease on a busy machine. On an idle one a takeover is done within
+# LEASE_S + 1 s of the holder's end. The tests print the time it took.
 MARGIN_S = 5.0
 ENCODER = (*ONE_THREAD, "--encode-lease-s", str(LEASE_S))
-# A frozen encoder is noticed after 3 s. Two pictures fit on the decoder: what is asked again is fetched again.
+# A frozen encoder is detected after 3 s. The decoder has room for two pictures, so that others are fetched again.
 DECODER = (*ONE_THREAD, "--encoder-cache-rows", "60", "--keepalive-time-s", "2", "--keepalive-timeout-s", "1")
 
 
@@ -43,7 +43,7 @@ def running(fingerprint: Fingerprint) -> Iterator[LocalStack]:
 
 @pytest.fixture
 async def stack(running: LocalStack, fingerprint: Fingerprint, tmp_path: pathlib.Path) -> LocalStack:
-    """Two encoders in use: one that an earlier test killed comes back at its old address."""
+    """A stack with two encoders in use; one that an earlier test killed is restarted at its address."""
     dead = [index for index, process in enumerate(running.encoders) if process.returncode is not None]
     for index in dead:
         running.encoders[index] = restarted(running, index, fingerprint.folder, tmp_path)
@@ -71,7 +71,7 @@ def restarted(stack: LocalStack, index: int, folder: pathlib.Path, directory: pa
 async def until_used(
     client: AsyncClient, fingerprint: Fingerprint, stack: LocalStack, processes: Sequence[ChildProcess]
 ) -> None:
-    """Until the decoder's calls go round these encoders and no others."""
+    """Waits until the decoder sends calls to these encoders and no others."""
     async with asyncio.timeout(30):
         while True:
             before = [num_queries(stack, process) for process in processes]
@@ -112,19 +112,19 @@ def num_takeovers(stack: LocalStack, process: ChildProcess) -> int:
 
 
 def lease_left_s(stack: LocalStack) -> float:
-    """How long the leases that there are last if nobody renews them; 0 when there is none."""
+    """Returns the longest remaining time of a lease, seconds; 0 when there is none."""
     assert stack.redis_url is not None
     with redis.Redis.from_url(stack.redis_url) as connection:
-        # What has ended meanwhile has a negative one.
+        # PTTL is negative for a lease that has ended since the scan.
         left_ms = [int(connection.pttl(name)) for name in connection.scan_iter("lookonce:*:l")]
         return max([0, *left_ms]) / 1000
 
 
 async def until_taken_over(stack: LocalStack, process: ChildProcess, num_before: int) -> None:
-    """Waits until `process` encodes what another one began and left, and prints how long that took.
+    """Waits until `process` encodes an image that another one had begun, and prints how long that took.
 
-    It must not take longer than the lease lasts by now, apart from `MARGIN_S`. Where Redis is slow to answer, `process`
-    encodes without a lease, which is not counted as a takeover.
+    Fails when it takes longer than the rest of the lease and `MARGIN_S`. If Redis answers slowly, `process` encodes
+    without a lease, which does not count as a takeover.
     """
     left_s = await asyncio.to_thread(lease_left_s, stack)
     assert left_s <= LEASE_S
@@ -142,7 +142,7 @@ def num_entries(stack: LocalStack) -> int:
 
 
 def num_queries(stack: LocalStack, process: ChildProcess) -> int:
-    """For how many images both caches were asked, together."""
+    """Returns the number of images looked up in both caches."""
     return int(stack.metric([process], "lookonce_encoder_cache_queries_total"))
 
 
@@ -155,7 +155,7 @@ def check(answers: list[Generation], pictures: list[Picture]) -> None:
 
 
 async def ended_in_time(call: Awaitable[Generation], picture: Picture, deadline_s: float) -> bool:
-    """Whether the call was answered, rightly; otherwise it must have ended by its deadline, with one of two errors."""
+    """Returns whether the call was answered; checks the answer, or the error and its time."""
     started_s = time.monotonic()
     try:
         answer = await call
@@ -184,7 +184,7 @@ async def test_while_all_encoders_are_frozen_nothing_hangs_beyond_its_deadline(
     check([await describe(client, picture) for picture in cached], cached)
     with frozen(*stack.encoders):
         story = asyncio.create_task(tell_story(client))
-        # Half of them end by their deadline, half when the encoders are found to be silent.
+        # Half of them end at their deadline, half when the encoders are found to be silent.
         deadlines_s = [0.5, 0.5, 10.0, 10.0]
         late = [
             ended_in_time(describe(client, one, timeout_s=deadline_s), one, deadline_s)
@@ -214,7 +214,7 @@ async def test_an_encoder_that_freezes_with_the_lease_is_taken_over_and_spoils_n
             waiting = asyncio.create_task(to_other.encode([image], timeout_s=30))
             await until_taken_over(stack, other, num_before)
             await waiting
-        # A freeze that a busy machine draws out beyond the ping's timeout ends this call.
+        # On a busy machine the freeze may exceed the ping's timeout, which ends this call.
         with contextlib.suppress(UnavailableError):
             await freezing
     check([await describe(client, picture)], [picture])
@@ -236,10 +236,10 @@ async def test_another_encoder_takes_over_from_one_that_was_killed_in_the_middle
             await until(lambda: is_encoding(stack, holder))
             num_before = num_queries(stack, other)
             waiting = asyncio.create_task(to_other.encode([image], timeout_s=30))
-            # Its own cache and Redis have no row of it.
+            # Neither its own cache nor Redis has a row of the picture.
             await until(functools.partial(has_asked_both_caches, stack, other, num_before))
             with frozen(holder):
-                # A busy machine may have let the encode or the lease end first; then another picture is tried.
+                # On a busy machine the encode or the lease may have ended first. Then another picture is tried.
                 is_under_lease = await asyncio.to_thread(lease_left_s, stack) > 0 and not is_encoding(stack, other)
                 if is_under_lease:
                     kill(holder)
@@ -269,7 +269,7 @@ async def test_without_encoders_cached_pictures_and_text_are_answered_and_the_re
     assert await story == fingerprint.story
     with pytest.raises(UnavailableError):
         await client.encode([unseen[0].data], timeout_s=10)
-    # What the killed encoders had started ends by itself, also in the middle of its work.
+    # The child processes of the killed encoders end by themselves, even during their work.
     assert started
     _, alive = await asyncio.to_thread(psutil.wait_procs, started, 10)
     assert not alive

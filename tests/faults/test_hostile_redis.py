@@ -1,4 +1,4 @@
-"""Whatever Redis holds or says, a decoder gets exactly the rows that the model makes of the picture: in 300 ways."""
+"""Whatever Redis holds or replies, a decoder gets exactly the model's rows of the picture, in 300 cases."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ pytestmark = pytest.mark.services
 NUM_ROWS = 16
 PART = RowRange(3, 9)
 OPTIONS = ProcessorOptions()
-# What is looked for is a hang; nothing here waits longer than for a few budgets and leases.
+# Limit that detects a hang. Nothing here waits for more than a few budgets and leases.
 HANG_S = 20.0
 BUDGET_S = 0.3
 LEASE_S = 0.3
-# One image at a time in the model: then every encode gives the same bits.
+# One image at a time in the model, so that every encode gives the same bits.
 ENCODER = {"deterministic": True, "redis_budget_s": BUDGET_S, "encode_lease_s": LEASE_S, "num_threads": 1}
 
 
 class Cached(enum.Enum):
-    """Who has the picture's rows before."""
+    """Caches that have the picture's rows beforehand."""
 
     NOWHERE = "nowhere"
-    # Another encoder wrote them.
+    # Written by another encoder.
     REDIS = "in Redis"
-    # This encoder wrote them.
+    # Written by this encoder.
     BOTH = "in Redis and in the encoder"
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Fetches rows as a decoder does."""
+    """A client that fetches rows as a decoder does."""
 
     fetcher: EmbeddingFetcher
     encoder: EncoderClient
     store: EmbeddingStore | None
 
     async def key(self, picture: bytes) -> ContentKey:
-        """The name of the picture's rows."""
+        """Returns the content key of the picture."""
         info = await self.encoder.info()
         return content_key(image_digest(picture), info.fingerprint, OPTIONS, DEFAULT_TENANT)
 
     async def fetch(self, picture: bytes, rows: RowRange) -> bytes:
-        """The rows' bytes. Raises what the request would end with."""
+        """Returns the rows' bytes. Raises the error that would end the request."""
         ended: asyncio.Future[FetchedRows] = asyncio.get_running_loop().create_future()
 
         def failed(_: RowFetch, error: LookonceError) -> None:
@@ -100,22 +100,22 @@ async def open_decoder(target: str, redis_url: str | None) -> AsyncIterator[Deco
 
 @dataclass(slots=True)
 class World:
-    """An encoder and a decoder, each behind a server that may lie, on one real Redis; and two who see the truth."""
+    """An encoder and a decoder, each with a server that may lie before one real Redis, and two honest clients."""
 
     admin: Any
     beside_encoder: RespServer
     beside_decoder: RespServer
     decoder: Decoder
-    # Without any cache between it and the model.
+    # Asks an encoder without any cache.
     reference: Decoder
-    # Writes what others are to find.
+    # Writes rows that others are to find.
     writer: Decoder
     pictures: Iterator[bytes]
-    # Of all pictures so far.
+    # Rows of all pictures so far.
     rows: set[bytes] = field(default_factory=set)
 
     async def check(self, cached: Cached, sabotage: Sabotage) -> None:
-        """A picture that nobody has seen gives its own rows, with the sabotage and after it."""
+        """Checks that a new picture gives its own rows during the sabotage and after it."""
         picture = next(self.pictures)
         expected = await self.reference.fetch(picture, RowRange(0, NUM_ROWS))
         assert expected not in self.rows
@@ -132,12 +132,12 @@ class World:
 
     @property
     def reasons(self) -> set[str]:
-        """What the decoder's store has counted."""
+        """Returns the outcomes that the decoder's store has counted."""
         assert self.decoder.store is not None
         return {outcome for _, outcome in self.decoder.store.stats.snapshot()}
 
     def lie(self, lie: Lie | None) -> None:
-        """Both servers."""
+        """Makes both servers lie, or be honest again."""
         self.beside_encoder.lie(lie)
         self.beside_decoder.lie(lie)
 
@@ -152,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breakers that never open: each misbehaviour meets a client that listens."""
+    """Keeps all breakers closed, so that every lie reaches a client."""
     breaker = functools.partial(CircuitBreaker, failure_threshold=1_000_000)
     monkeypatch.setattr(embedding_store, "CircuitBreaker", breaker)
 
@@ -180,11 +180,11 @@ async def open_world(folder: pathlib.Path) -> AsyncIterator[World]:
         )
 
 
-# --- what Redis holds -----------------------------------------------------------------------------------------------
+# --- values in Redis ------------------------------------------------------------------------------------------------
 
 
 def damaged(harm: damage.Damage) -> Sabotage:
-    """The image's own value, changed."""
+    """Damages the image's own value."""
 
     def sabotage(world: World, key: ContentKey) -> None:
         world.admin.set(data_key(key), harm(world.admin.get(data_key(key))))
@@ -193,20 +193,20 @@ def damaged(harm: damage.Damage) -> Sabotage:
 
 
 def of_another_image(world: World, key: ContentKey) -> None:
-    """Good values under the wrong names."""
+    """Stores another image's valid values under this image's keys."""
     names = [name for name in world.admin.scan_iter(b"*:e") if name != data_key(key)]
     world.admin.set(data_key(key), world.admin.get(names[0]) if names else b"nothing else is there")
 
 
 def of_another_type(world: World, key: ContentKey) -> None:
-    """Lists where strings should be."""
+    """Stores lists in place of strings."""
     for name in (data_key(key), metadata_key(key), lease_key(key)):
         world.admin.delete(name)
         world.admin.rpush(name, "a")
 
 
 def endless_lease(world: World, key: ContentKey) -> None:
-    """Nobody has it, and it never ends; the rows are gone."""
+    """Removes the rows and plants a lease that has no holder and never expires."""
     world.admin.delete(data_key(key))
     world.admin.set(lease_key(key), "nobody")
 
@@ -239,11 +239,11 @@ async def test_whatever_redis_holds_the_rows_are_right(folder: pathlib.Path) -> 
         assert world.reasons > {"header_seal", "block_seal", "wrong_key", "wrong_type", "length", "too_short", "absent"}
 
 
-# --- what Redis says ------------------------------------------------------------------------------------------------
+# --- replies of Redis -----------------------------------------------------------------------------------------------
 
 
 def named(name: bytes) -> bytes:
-    """What a command of this name contains."""
+    """Returns the bytes that a command of this name contains."""
     return b"$%d\r\n%b\r\n" % (len(name), name)
 
 
@@ -276,7 +276,7 @@ def lying(lie: Lie, *, to_encoder: bool, to_decoder: bool) -> Sabotage:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whatever_redis_says_the_rows_are_right(folder: pathlib.Path) -> None:
+async def test_whatever_redis_replies_the_rows_are_right(folder: pathlib.Path) -> None:
     audiences = itertools.cycle([(True, False), (False, True), (True, True)])
     states = itertools.cycle([Cached.REDIS, Cached.NOWHERE, Cached.REDIS, Cached.BOTH])
     async with open_world(folder) as world:
@@ -299,18 +299,18 @@ async def test_whatever_redis_says_the_rows_are_right(folder: pathlib.Path) -> N
 
 
 def lost_writes() -> Lie:
-    """Everything is said to be stored, and nothing is."""
+    """Reports every write as stored and drops it."""
     return Lie(0, always(b"+OK\r\n"), about=named(b"SET"), ask=lambda later, command: b"*1\r\n$4\r\nPING\r\n")
 
 
 def busy_without_end() -> Lie:
-    """Somebody else is said to encode each picture, for ever."""
+    """Reports that another encoder holds the lease of every picture, for ever."""
     replies = itertools.cycle([b"$-1\r\n", b"$3\r\nhim\r\n", b":100000000000\r\n"])
     return Lie(0, lambda later, true: next(replies), about=b":l\r\n")
 
 
 def unreadable_rows() -> Lie:
-    """The encoder finds entries whose rows nobody can read."""
+    """Lets the encoder find entries whose rows cannot be read."""
     return Lie(0, always(b"-ERR no\r\n"), about=b"$4\r\n4096\r\n")
 
 
@@ -331,7 +331,9 @@ def silence(about: bytes) -> Lie:
         pytest.param(lambda: silence(named(b"GETRANGE")), id="silence after GETRANGE"),
     ],
 )
-async def test_lies_that_need_several_words(folder: pathlib.Path, cached: Cached, make_lie: Callable[[], Lie]) -> None:
+async def test_lies_over_several_commands_change_no_row(
+    folder: pathlib.Path, cached: Cached, make_lie: Callable[[], Lie]
+) -> None:
     async with open_world(folder) as world:
         for to_decoder in (False, True):
             await world.check(cached, lying(make_lie(), to_encoder=True, to_decoder=to_decoder))
@@ -344,6 +346,6 @@ async def test_breakers_open_on_a_liar_and_the_rows_stay_right(folder: pathlib.P
             expected = await world.reference.fetch(picture, RowRange(0, NUM_ROWS))
             assert await world.decoder.fetch(picture, RowRange(0, NUM_ROWS)) == expected
         assert world.reasons == {"protocol", "breaker_open"}
-        # Closed or not by now.
+        # The connection may be closed by now.
         for cached in Cached:
             await world.check(cached, lying(Lie(0, always(b"-ERR no\r\n")), to_encoder=True, to_decoder=True))

@@ -1,4 +1,4 @@
-"""Losing Redis costs time, never an answer: killed, emptied or frozen while requests run."""
+"""Loss of Redis costs time and no answer, whether it is killed, emptied or frozen while requests run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.faults.conftest import STORY, STORY_TOKENS, Fingerprint, Picture, des
 
 pytestmark = pytest.mark.services
 
-# Two pictures fit on the decoder: what is asked again is fetched again.
+# The decoder has room for two pictures, so that others are fetched again.
 DECODER = (*ONE_THREAD, "--encoder-cache-rows", "60")
 
 
@@ -33,7 +33,7 @@ def running(fingerprint: Fingerprint) -> Iterator[LocalStack]:
 
 @pytest.fixture
 async def stack(running: LocalStack, fingerprint: Fingerprint) -> AsyncIterator[LocalStack]:
-    """With Redis up and in use, whatever was done to it."""
+    """A stack whose Redis is up and in use again after an earlier test."""
     yield running
     server(running).start()
     async with AsyncClient.connect(running.decoder_targets[0]) as client:
@@ -65,7 +65,7 @@ def frozen(pid: int) -> Iterator[None]:
 
 
 async def until_stored(client: AsyncClient, picture: Picture) -> None:
-    """Until the encoders write to Redis (again)."""
+    """Waits until the encoders write to Redis."""
     async with asyncio.timeout(30):
         while True:
             (uploaded,) = await client.encode([picture.data])
@@ -106,7 +106,7 @@ async def test_killing_redis_while_requests_stream_changes_no_answer(
     assert await asyncio.gather(*streams) == [fingerprint.story] * 4
 
 
-async def test_without_redis_pictures_go_on_and_caching_returns_with_it(
+async def test_without_redis_pictures_are_still_answered_and_caching_resumes_later(
     stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     picture, later = fingerprint.fresh(2)
@@ -120,7 +120,7 @@ async def test_without_redis_pictures_go_on_and_caching_returns_with_it(
 async def test_without_redis_any_of_several_encoders_gives_its_rows(
     stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
-    """Calls go round the replicas: the one that is asked for rows is mostly not the one that encoded them."""
+    """Calls rotate over the replicas, so that rows are mostly requested from one that did not encode them."""
     pictures = fingerprint.fresh(12)
     kill_redis(stack)
     await check_answers(client, pictures)
@@ -156,7 +156,7 @@ async def test_while_redis_is_frozen_pictures_are_encoded_anew(
     num_before = num_encodes(stack)
     with frozen(server(stack).pid):
         await check_answers(client, unseen)
-        # Calls go round the encoders: one of the two orders meets the one that has not seen the pictures.
+        # Calls rotate over the encoders, so that one of the two orders reaches one that has not seen the pictures.
         for picture in (*cached, *cached[1:], cached[0]):
             await check_answers(client, [picture])
         assert num_encodes(stack) - num_before > len(unseen)
@@ -168,7 +168,7 @@ async def test_while_redis_is_frozen_pictures_are_encoded_anew(
 async def test_redis_that_freezes_and_goes_on_changes_no_answer(
     stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
-    """Replies that arrive after they were given up belong to nobody."""
+    """A reply that arrives after its request was abandoned must be discarded."""
     pictures = fingerprint.fresh(24)
     asking = asyncio.create_task(check_answers(client, pictures + pictures))
     while not asking.done():

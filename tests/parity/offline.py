@@ -39,6 +39,7 @@ from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.model.model_folder import ModelFolder
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import tiny_models
+from tests.lookonce.store.entries import write
 
 MAX_NEW_TOKENS = 8
 WORDS = "what colour is the small cat near a red boat and why do you see it".split()
@@ -242,7 +243,7 @@ def fill_store(store: EmbeddingStore, model: OfflineModel) -> None:
     for key, rows in model.rows.items():
         width = model.runner.model.config.get_text_config().hidden_size
         meta = EmbeddingMeta(len(rows), width, rows.shape[1] // width - 1, RowDtype.FLOAT32, 100, 100)
-        assert store.write(key, meta, memoryview(rows.numpy()))
+        assert write(store, key, meta, memoryview(rows.numpy()))
 
 
 @dataclass(frozen=True, slots=True)

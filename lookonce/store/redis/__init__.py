@@ -1,1 +1,1 @@
-"""The Redis protocol: connections, time budgets, and which server has a key."""
+"""The Redis protocol, connections under a time budget, and the search for the server that holds a key."""

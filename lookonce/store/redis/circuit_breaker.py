@@ -1,9 +1,9 @@
-"""Stops asking a server that does not answer, and finds out cheaply when it is back.
+"""A circuit breaker: stops requests to a server that does not answer, and probes for its return.
 
     CLOSED ──streak of failures──► OPEN ──back-off over──► HALF_OPEN (one probe) ──success──► CLOSED
                                     ▲────────────probe failed, back-off doubled──────┘
 
-Knows nothing of Redis; every method may be called from any thread.
+Independent of Redis. Every method may be called from any thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 class BreakerState(enum.Enum):
-    """The value is a metric label."""
+    """State of a breaker. The value is a metric label."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -25,16 +25,16 @@ class BreakerState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """The right to ask once. Hand it back with `CircuitBreaker.report`."""
+    """Permission for one request. Its outcome must be given to `CircuitBreaker.report`."""
 
-    # How often the breaker had changed its state; a verdict from before the last change is ignored.
+    # Number of state changes so far. The breaker ignores outcomes of requests from before the latest change.
     generation: int
 
 
 class CircuitBreaker:
-    """Opens after `failure_threshold` failures in a row.
+    """A breaker that opens after `failure_threshold` failures in a row.
 
-    The first probe comes `backoff_s` seconds after opening; each failed one doubles that, up to `max_backoff_s`.
+    The first probe is allowed `backoff_s` seconds after opening. Each failed probe doubles that, up to `max_backoff_s`.
     """
 
     def __init__(
@@ -59,12 +59,15 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        """Where the breaker stands. It stays OPEN after the back-off until somebody takes the probe's permit."""
+        """The current state. After the back-off it stays OPEN until a caller takes the permit of the probe."""
         with self._lock:
             return self._state
 
     def acquire(self) -> Permit | None:
-        """A permit, or None while nobody should ask. Each permit must be reported, or a lost probe blocks the rest."""
+        """Returns a permit, or None while no request should be made.
+
+        Every permit must be reported: a probe that never is blocks all further requests.
+        """
         with self._lock:
             if self._state is BreakerState.OPEN and self._clock() >= self._opened_at_s + self._backoff_s:
                 self._enter(BreakerState.HALF_OPEN)
@@ -72,7 +75,7 @@ class CircuitBreaker:
             return Permit(self._generation) if self._state is BreakerState.CLOSED else None
 
     def report(self, permit: Permit, succeeded: bool) -> None:
-        """What came of the question that `permit` allowed."""
+        """Records the outcome of the request that `permit` allowed."""
         with self._lock:
             if permit.generation != self._generation:
                 return

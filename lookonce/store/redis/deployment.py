@@ -1,7 +1,7 @@
-"""Which server has a key: the small interface behind which single servers, Sentinels and clusters differ.
+"""The interface that hides whether a URL names a single server, Sentinels or a cluster.
 
-An operation asks for the node of its key, talks to it, and tells what trouble it had. All of that comes from many
-threads; only `node_of` waits for anybody, and only for as long as it is told.
+An operation requests the node of its key, talks to it, and reports any trouble. All methods may be called from many
+threads. Only `node_of` and `nodes` wait for a server, and only until their deadline.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from lookonce.store.redis.url import DeploymentKind, parse_redis_url
 
 
 class Deployment(Protocol):
-    """Thread-safe. `name` is a key of Redis, None for whatever any node can answer."""
+    """The servers behind one Redis URL. Thread-safe."""
 
     def node_of(self, name: bytes | None, until_s: float) -> RedisNode:
-        """The node to ask. Where that must be found out first, until `until_s` on the monotonic clock at most.
+        """Returns the server that has the key `name`; None stands for a command that any server can answer.
+
+        May look up the topology first, until `until_s` on the monotonic clock. Raises RedisTroubleError.
+        """
+        ...
+
+    def nodes(self, until_s: float) -> list[RedisNode]:
+        """Returns every primary, after a new lookup of the topology that ends at `until_s` on the monotonic clock.
 
         Raises RedisTroubleError.
         """
         ...
 
-    def doubt(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
-        """Takes note of trouble with a node. Whether `node_of` may name another one now."""
+    def note_trouble(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
+        """Records trouble with a node. Returns whether `node_of` may name another one now."""
         ...
 
     def reason_of(self, node: RedisNode, trouble: RedisTroubleError) -> MissReason:
-        """What trouble with one node means for the cache as a whole."""
+        """Returns the reason that trouble with one node amounts to for the cache as a whole."""
         ...
 
     def close(self) -> None:
@@ -39,30 +46,37 @@ class Deployment(Protocol):
 
 
 class SingleDeployment:
-    """One server, or something that looks like one."""
+    """A single server, or a proxy that looks like one."""
 
     def __init__(self, url: str, budget_s: float) -> None:
         self._node = RedisNode(url, None, budget_s)
 
     def node_of(self, name: bytes | None, until_s: float) -> RedisNode:
-        """Always the same."""
+        """Returns the single server, whatever the key."""
         return self._node
 
-    def doubt(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
-        """There is no other."""
+    def nodes(self, until_s: float) -> list[RedisNode]:
+        """Returns a list of the single server."""
+        return [self._node]
+
+    def note_trouble(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
+        """Returns False always: a single server has no replacement."""
         return False
 
     def reason_of(self, node: RedisNode, trouble: RedisTroubleError) -> MissReason:
-        """What it is."""
+        """Returns the reason itself: the server is the whole cache."""
         return trouble.reason
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes idle connections now and busy ones when they are given back."""
         self._node.retire()
 
 
 def open_deployment(url: str, budget_s: float) -> Deployment:
-    """Connects to nothing yet. `budget_s`: longest time of one operation. Raises ConfigurationError."""
+    """Returns the deployment that `url` names, without connecting yet. Raises ConfigurationError.
+
+    `budget_s`: longest time of one operation, seconds.
+    """
     parsed = parse_redis_url(url)
     if parsed.kind is DeploymentKind.SENTINEL:
         return SentinelDeployment(parsed, budget_s)

@@ -1,12 +1,12 @@
 """One exchange of commands and replies with Redis on one socket, under one deadline.
 
-The bytes go through the socket here, so that rows are sent from and received into the caller's memory without a copy,
-and so that a deadline holds for the whole exchange: redis-py's own timeout starts anew with every packet. Whatever goes
-wrong is a RedisTroubleError with a bounded reason.
+This module reads and writes the socket itself, for two reasons. Rows are sent from and received into the caller's
+memory without a copy. And one deadline holds for the whole exchange, while redis-py's timeout starts anew with every
+packet. Every failure is a RedisTroubleError with a bounded reason.
 
-On a plain socket Linux keeps the deadline (SO_RCVTIMEO, SO_SNDTIMEO) and fills a whole buffer in one call
-(MSG_WAITALL); Python's own timeouts take three calls for every packet. A TLS socket knows neither, and on other systems
-the kernel's timeout may start anew with every packet, too.
+On a plain socket the Linux kernel enforces the deadline (SO_RCVTIMEO, SO_SNDTIMEO) and fills a whole buffer in one call
+(MSG_WAITALL). Python's own timeouts take three calls for every packet. They remain for TLS sockets, which support
+neither option, and for other systems, where the kernel's timeout may start anew with every packet.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import TypeAlias
 from lookonce.store.redis.miss_reason import MissReason, RedisReplyError, RedisTroubleError
 
 Argument: TypeAlias = bytes | int | tuple[bytes | memoryview, ...]
-"""One argument of a command; a tuple is one argument whose bytes lie in several places."""
+"""One argument of a command. A tuple is one argument whose bytes lie in several buffers."""
 
 Nested: TypeAlias = "int | bytes | list[Nested] | None"
-"""A reply of any shape; None for nil."""
+"""A reply of any shape. None stands for nil."""
 
 _MAX_LINE_BYTES = 16 << 10
 _RECEIVE_BYTES = 4 << 10
 _SEND_BYTES = 1 << 20
-# Longest argument that is copied to travel with its neighbours in one packet.
+# Arguments up to this size are copied, so that they share a packet with their neighbours.
 _INLINE_BYTES = 8 << 10
 _MAX_SMALL_BULK_BYTES = 64 << 10
 _MAX_TRANSACTION = 16
 _MAX_FIELDS = 1024
 _MAX_ARRAY_DEPTH = 4
 _ANY_TYPE = (b"$", b":", b"+", b"*")
-# The kernel is told anew when less than this share of what it was told last is left: so much may a deadline be overrun.
+# The kernel's timeout is set again once less than this share of it remains. A deadline may be overrun by the rest.
 _RENEWED_SHARE = 0.9
 _TIMEVAL = struct.Struct("@ll")
 _REASON_OF_CODE = {
@@ -60,11 +60,11 @@ _REASON_OF_CODE = {
 
 
 class RedisMovedError(RedisReplyError):
-    """Another node of the cluster has the key for good; the one that says so knows which."""
+    """Raised for MOVED: another node of the cluster owns the slot now, and the node that replied knows which."""
 
 
 class Exchange:
-    """Commands and replies until one deadline. Replies come in the order of the commands."""
+    """Commands and their replies on one socket until one deadline. Replies come in the order of the commands."""
 
     def __init__(self, sock: socket.socket, deadline_s: float) -> None:
         self.socket = sock
@@ -72,13 +72,13 @@ class Exchange:
         self._is_kept_by_kernel = sys.platform == "linux" and not isinstance(sock, ssl.SSLSocket)
         if self._is_kept_by_kernel:
             sock.settimeout(None)
-        # Seconds that a receive or a send may take by what the kernel was told last.
+        # The timeouts that were set in the kernel last, seconds, by socket option.
         self._kernel_limits_s: dict[int, float] = {}
-        # Bytes that arrived behind the line that was asked for.
+        # Received bytes that no reply has consumed yet.
         self._buffer = bytearray()
         self._num_outstanding = 0
         self._was_answered = False
-        # Of strings, also of those that were broken off.
+        # Bytes of strings received so far, incomplete ones included.
         self.num_bulk_bytes = 0
 
     @property
@@ -88,11 +88,11 @@ class Exchange:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every command has been answered and no byte is left over."""
+        """Whether every command has been answered and no received byte is left over."""
         return self._num_outstanding == 0 and not self._buffer
 
     def send(self, *arguments: Argument) -> None:
-        """Sends one command. Large buffers go out as they lie in memory."""
+        """Sends one command. Large buffers are sent from where they are, without a copy."""
         self._num_outstanding += 1
         pending = b"*%d\r\n" % len(arguments)
         for argument in arguments:
@@ -109,18 +109,18 @@ class Exchange:
         self._send_all(memoryview(pending))
 
     def read_integer(self) -> int:
-        """The reply to EXISTS, STRLEN, UNLINK, PEXPIRE."""
+        """Returns an integer reply, as EXISTS, STRLEN, UNLINK and PEXPIRE give."""
         return self._number(self._reply(b":"))
 
     def read_status(self) -> bool:
-        """The reply to PING and SET: True for a status, False for nil, i.e. a condition like NX did not hold."""
+        """Returns True for a status such as OK, and False for nil, which SET gives when its condition did not hold."""
         line = self._reply(b"+", b"$")
         if line[:1] == b"$" and self._number(line) != -1:
             raise RedisTroubleError(MissReason.PROTOCOL)
         return line[:1] == b"+"
 
     def read_transaction(self) -> list[int] | None:
-        """The reply to EXEC whose commands all answer with integers; None when a watched key had changed."""
+        """Returns the reply to EXEC if all commands reply with integers; None when a watched key had changed."""
         length = self._number(self._reply(b"*"))
         if length == -1:
             return None
@@ -129,7 +129,7 @@ class Exchange:
         return [self._number(self._typed_line(b":")) for _ in range(length)]
 
     def read_fields(self) -> dict[bytes, bytes]:
-        """The reply to HELLO: those of its names and values that are strings."""
+        """Returns the reply to HELLO, without the fields whose name or value is no string."""
         values = self.read_nested(_MAX_FIELDS)
         if not isinstance(values, list):
             raise RedisTroubleError(MissReason.PROTOCOL)
@@ -137,18 +137,18 @@ class Exchange:
         return {name: value for name, value in pairs if isinstance(name, bytes) and isinstance(value, bytes)}
 
     def read_nested(self, max_values: int) -> Nested:
-        """A reply of at most so many values, those in its arrays included."""
+        """Returns a reply of any shape with at most `max_values` values, counting those inside arrays."""
         return self._nested(self._reply(*_ANY_TYPE), iter(range(max_values)), depth=0)
 
     def read_bulk(self) -> bytes | None:
-        """A string of at most 64 KiB; None for nil."""
+        """Returns a string of at most 64 KiB, or None for nil."""
         length = self.begin_bulk()
         return None if length is None else self._small_bulk(length)
 
     def read_bulk_into(self, view: memoryview) -> int:
-        """Receives a string straight into the first bytes of `view` and says how many there were; nil is none.
+        """Receives a string into the start of `view` and returns its length; 0 for nil.
 
-        A string longer than `view` is a protocol error: a server never sends more than GETRANGE asked for.
+        A string longer than `view` is a protocol error, since GETRANGE never returns more than was requested.
         """
         length = self.begin_bulk()
         if length is None:
@@ -160,7 +160,7 @@ class Exchange:
         return length
 
     def begin_bulk(self) -> int | None:
-        """The length of a string whose bytes are taken by `receive_bulk` and then `end_bulk`; None for nil."""
+        """Returns the length of a string, or None for nil. Read its bytes by `receive_bulk`, then call `end_bulk`."""
         return self._length(self._reply(b"$"))
 
     def receive_bulk(self, view: memoryview) -> None:
@@ -175,7 +175,7 @@ class Exchange:
             num_bytes += num_received
 
     def end_bulk(self) -> None:
-        """All bytes of the string have been taken."""
+        """Reads the end of a string whose bytes have all been received."""
         while len(self._buffer) < 2:
             self._fill()
         if self._buffer[:2] != b"\r\n":
@@ -191,7 +191,7 @@ class Exchange:
         return bytes(data)
 
     def _nested(self, line: bytes, places: Iterator[int], depth: int) -> Nested:
-        """What `line` begins. Takes one of the places, and so does everything in it."""
+        """Returns the value that `line` begins. It and each value inside it consume one of `places`."""
         if next(places, None) is None or depth > _MAX_ARRAY_DEPTH:
             raise RedisTroubleError(MissReason.PROTOCOL)
         if line[:1] == b"+":
@@ -206,7 +206,7 @@ class Exchange:
         return [self._nested(self._typed_line(*_ANY_TYPE), places, depth + 1) for _ in range(length)]
 
     def _reply(self, *types: bytes) -> bytes:
-        """The first line of the next command's reply. Raises RedisReplyError for an error."""
+        """Returns the first line of the next reply. Raises RedisReplyError for an error."""
         line = self._line()
         self._num_outstanding -= 1
         if line[:1] == b"-":
@@ -238,10 +238,10 @@ class Exchange:
         except ValueError as error:
             raise RedisTroubleError(MissReason.PROTOCOL) from error
 
-    # The socket, within what is left of the deadline.
+    # Socket calls, each within the rest of the deadline.
 
     def _fill(self) -> None:
-        """At least one more byte behind what is there."""
+        """Receives at least one more byte into the buffer."""
         try:
             self._limit(socket.SO_RCVTIMEO)
             received = self.socket.recv(_RECEIVE_BYTES)
@@ -251,7 +251,7 @@ class Exchange:
         self._note_received(len(received))
 
     def _receive_into(self, view: memoryview) -> int:
-        """Fills `view`, or less of it when the deadline came or there is no more yet."""
+        """Receives into `view` and returns the number of bytes; fewer than its size at the deadline or under TLS."""
         try:
             self._limit(socket.SO_RCVTIMEO)
             num_bytes = self.socket.recv_into(view, 0, socket.MSG_WAITALL if self._is_kept_by_kernel else 0)
@@ -276,7 +276,7 @@ class Exchange:
             if remaining_s >= _RENEWED_SHARE * self._kernel_limits_s.get(option, math.inf):
                 return
             self._kernel_limits_s[option] = remaining_s
-            # A time of zero would be none at all.
+            # A timeout of zero would mean that there is none.
             remaining_us = max(1, int(remaining_s * 1_000_000))
             self.socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(remaining_us, 1_000_000)))
         else:
@@ -289,13 +289,13 @@ class Exchange:
 
     def _trouble(self, error: OSError) -> RedisTroubleError:
         if isinstance(error, TimeoutError | BlockingIOError):
-            # A server that answers too slowly lives: it must not open the breaker for smaller entries.
+            # A server that answers slowly is alive. It must not open the breaker, since smaller entries may succeed.
             return RedisTroubleError(MissReason.SLOW if self._was_answered else MissReason.TIMEOUT)
         return RedisTroubleError(MissReason.CLOSED)
 
 
 def reason_of_text(text: str) -> MissReason:
-    """The bounded label of an error reply; its text goes nowhere, since it may hold keys and addresses."""
+    """Returns the bounded label of an error reply. The text itself may hold keys and addresses and is dropped."""
     if "max number of clients" in text:
         return MissReason.MAX_CLIENTS
     return _REASON_OF_CODE.get(text.partition(" ")[0], MissReason.SERVER_ERROR)

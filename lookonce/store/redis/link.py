@@ -1,8 +1,8 @@
-"""Connections to Redis, lent for one exchange each: to the server that has the key, and to another once it has moved.
+"""Runs exchanges with Redis on the server that has the key, and follows the key when it has moved.
 
-`redis_deployment.py` says which server that is, connections come from redis-py's pools (`redis_node.py`), and commands
-and replies go through `redis_exchange.py`. Whatever goes wrong is a CacheMissError with a bounded reason, and a
-connection on which anything unexpected happened is closed, never put back in step.
+deployment.py names that server, node.py keeps the connections to it, and exchange.py speaks the protocol. Every failure
+is a CacheMissError with a bounded reason. A connection on which anything unexpected happened is closed; there is no
+attempt to resynchronise it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _MAX_DIGITS = 20
 
 
 class RedisLink:
-    """Connections to one Redis URL. Thread-safe; every thread that asks at the same time has its own connection.
+    """Connections to one Redis URL. Thread-safe; concurrent exchanges use different connections.
 
-    The deadline holds for the exchange; before it, finding the server and connecting have half of `budget_s` each.
+    The deadline of a call bounds its exchange. Before that, finding the server may take half of `budget_s`, and so may
+    each step of connecting.
     Raises ConfigurationError for an unusable URL.
     """
 
@@ -34,15 +35,16 @@ class RedisLink:
         self._deployment = open_deployment(url, budget_s)
         self._budget_s = budget_s
         self._is_closed = False
-        # By socket, so that a reconnect (restart, failover) asks again.
+        # Answers of the server, by socket: after a restart or a failover the new connection asks again.
         self._max_memory: weakref.WeakKeyDictionary[socket.socket, int | None] = weakref.WeakKeyDictionary()
         self._by_reference: weakref.WeakKeyDictionary[socket.socket, bool] = weakref.WeakKeyDictionary()
 
     def run(self, action: Callable[[Exchange], ResultT], deadline_s: float, name: bytes | None = None) -> ResultT:
-        """Runs a few commands about `name` (None: about no key), until `deadline_s` on the monotonic clock.
+        """Runs `action` on the server that has the key `name`, until `deadline_s` on the monotonic clock.
 
-        Once more where the key has moved and at least half of the budget is left. The connection is used again only
-        when `action` returned and read all its replies. Raises what `action` raises, and RedisTroubleError.
+        None stands for commands about no key. `action` runs a second time when the key has moved to another server and
+        at least half of the budget is left. The connection is used again only if `action` read all its replies.
+        Raises what `action` raises, and RedisTroubleError.
         """
         until_s = self._find_until_s(deadline_s)
         node, may_follow = self._node_of(name, until_s), True
@@ -51,8 +53,8 @@ class RedisLink:
                 with node.exchange(deadline_s) as exchange:
                     return action(exchange)
             except RedisTroubleError as trouble:
-                is_doubtful = self._deployment.doubt(node, trouble)
-                other = self._other_node(node, name, until_s) if is_doubtful and may_follow else None
+                may_have_moved = self._deployment.note_trouble(node, trouble)
+                other = self._other_node(node, name, until_s) if may_have_moved and may_follow else None
                 if other is None:
                     reason = self._deployment.reason_of(node, trouble)
                     if reason is trouble.reason:
@@ -60,8 +62,29 @@ class RedisLink:
                     raise RedisTroubleError(reason) from trouble
             node, may_follow = other, False
 
+    def nodes(self, deadline_s: float) -> list[RedisNode]:
+        """Returns every primary, after a new lookup of the topology. Raises RedisTroubleError."""
+        self._check_open()
+        return self._deployment.nodes(self._find_until_s(deadline_s))
+
+    def run_on(self, node: RedisNode, action: Callable[[Exchange], ResultT], deadline_s: float) -> ResultT:
+        """Runs `action` on this server and no other, until `deadline_s` on the monotonic clock.
+
+        Raises what `action` raises, and RedisTroubleError.
+        """
+        self._check_open()
+        try:
+            with node.exchange(deadline_s) as exchange:
+                return action(exchange)
+        except RedisTroubleError as trouble:
+            self._deployment.note_trouble(node, trouble)
+            raise
+
     def max_memory_bytes(self, exchange: Exchange) -> int | None:
-        """The server's `maxmemory`, asked once per connection. None: no limit, or the role may not know."""
+        """Returns the server's `maxmemory`, which is read once per connection.
+
+        None: there is no limit, or the Redis user may not run INFO.
+        """
         if exchange.socket not in self._max_memory:
             try:
                 exchange.send(b"INFO", b"memory")
@@ -71,7 +94,7 @@ class RedisLink:
         return self._max_memory[exchange.socket]
 
     def replies_by_reference(self, exchange: Exchange) -> bool:
-        """Whether a GET costs the server no copy of the value (Valkey since 9), asked once per connection."""
+        """Returns whether GET replies without a copy of the value (Valkey since 9). Read once per connection."""
         if exchange.socket not in self._by_reference:
             try:
                 exchange.send(b"HELLO")
@@ -86,16 +109,19 @@ class RedisLink:
         self._deployment.close()
 
     def _find_until_s(self, deadline_s: float) -> float:
-        """Half of the budget is for connecting and for the exchange."""
+        """Returns when to stop looking for a server: half of the budget is for connecting and the exchange."""
         return deadline_s - self._budget_s / 2
 
     def _node_of(self, name: bytes | None, until_s: float) -> RedisNode:
-        if self._is_closed:
-            raise RedisTroubleError(MissReason.STORE_CLOSED)
+        self._check_open()
         return self._deployment.node_of(name, until_s)
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RedisTroubleError(MissReason.STORE_CLOSED)
+
     def _other_node(self, node: RedisNode, name: bytes | None, until_s: float) -> RedisNode | None:
-        """Another node than the one that there was trouble with; None when there is none or no time to find it."""
+        """Returns the key's server if that is not `node`; None when it is, or there is no time left to find it."""
         if time.monotonic() >= until_s:
             return None
         try:
@@ -119,5 +145,5 @@ def _is_valkey_since_9(fields: dict[bytes, bytes]) -> bool:
 
 
 def _number(text: bytes) -> int | None:
-    """None for what is no number, or so long that Python refuses to read it."""
+    """Returns None for anything but a number of at most 20 digits. Python refuses to parse very long ones."""
     return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else None

@@ -1,8 +1,8 @@
-"""Finding out from servers where the nodes are: when that is due, by one thread for all, from whoever answers in time.
+"""Discovery of the topology: decides when to ask for it, and asks one server after another within one deadline.
 
-redis-py's classes for Sentinels and clusters ask one server after another, each for its whole time, the latter already
-when it is made; here the operation's deadline holds for all of them together. Knows neither Sentinels nor clusters:
-what is asked, and what becomes of the answer, is theirs.
+redis-py's classes for Sentinels and clusters give each server they ask its full timeout, and the cluster class already
+asks in its constructor. Here the deadline of the operation bounds all questions together. What is asked and how the
+answer is used is up to sentinel.py and cluster.py.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from lookonce.store.redis.url import Address, RedisUrl
 
 AnswerT = TypeVar("AnswerT")
 
-DOUBTFUL_REASONS = UNREACHABLE_REASONS | {MissReason.READONLY, MissReason.CLUSTER_DOWN}
-"""Trouble with a node after which another one may have its place."""
+STALE_TOPOLOGY_REASONS = UNREACHABLE_REASONS | {MissReason.READONLY, MissReason.CLUSTER_DOWN}
+"""Reasons that suggest that another server has taken the place of the node."""
 
-# Between looks that bring nothing new, so that trouble with one node is not multiplied by everybody's questions.
+# Shortest time between two lookups that trouble with a node prompted. Without it, every failed operation would ask.
 _PAUSE_S = 0.25
 
 
 class Lookup:
-    """`run` calls `look` when that is due, in one thread at a time; threads that come meanwhile wait for its end.
+    """Calls `look` when a lookup is due, in one thread at a time. Other threads wait for its end. Thread-safe.
 
-    Once something is known, a look that fails changes nothing: what is known is used on, and asked again soon.
+    After the first success a failed lookup changes nothing: the known topology stays in use, and the next lookup
+    follows soon.
     """
 
     def __init__(self, look: Callable[[float], None]) -> None:
-        """`look(until_s)` finds out, until then on the monotonic clock, or raises RedisTroubleError."""
+        """`look(until_s)` reads the topology, until `until_s` on the monotonic clock, or raises RedisTroubleError."""
         self._look = look
         self._lock = threading.Lock()
         self._is_known = False
-        # On the monotonic clock.
+        # Times of the next and of the last lookup, on the monotonic clock.
         self._due_s = 0.0
         self._looked_s = 0.0
 
     def make_due(self, *, at_once: bool = False) -> None:
-        """What is known has become doubtful. `at_once`: it is certain that there is something new."""
+        """Schedules a lookup after the pause, or `at_once` when the topology has certainly changed."""
         self._due_s = min(self._due_s, 0.0 if at_once else self._looked_s + _PAUSE_S)
 
     def run(self, until_s: float) -> None:
-        """Returns when something is known, `until_s` at the latest. Raises RedisTroubleError when then nothing is."""
+        """Returns once the topology is known. Raises RedisTroubleError when it is still unknown at `until_s`."""
         if time.monotonic() < self._due_s:
             return
         if self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
@@ -60,7 +61,7 @@ class Lookup:
     def _run_alone(self, until_s: float) -> None:
         now_s = time.monotonic()
         if now_s < self._due_s:
-            # Another thread has looked meanwhile.
+            # Another thread has just done it.
             return
         if now_s >= until_s:
             if self._is_known:
@@ -78,28 +79,28 @@ class Lookup:
             self._due_s = float("inf")
 
 
-class Informants:
-    """The seeds of a URL and other servers of their kind, of which any one will do. Who failed is asked last.
+class TopologySources:
+    """The servers that know the topology: those named in the URL, and others found since. Thread-safe.
 
-    Thread-safe.
+    Any of them can answer. Those that failed are asked last.
     """
 
     def __init__(self, url: RedisUrl, budget_s: float) -> None:
-        """`budget_s`: what an operation may take; one that hangs gets a quarter of it, so that another has a chance.
+        """`budget_s`: longest time of an operation, seconds. A server that hangs gets a quarter of it.
 
         Raises ConfigurationError for options that cannot be used.
         """
         self._url = url
         self._patience_s = budget_s / 4
         self._lock = threading.Lock()
-        # When, on the monotonic clock.
+        # Time of the last failure of each server, on the monotonic clock.
         self._failed_s: dict[Address, float] = {}
-        # Unknown options would otherwise come up at the first use.
+        # Raises for unknown options, which would otherwise fail at the first use.
         for connection_url in (url.seed_url, url.node_url):
             RedisNode(connection_url, url.addresses[0], budget_s)
 
-    def distrust(self, address: Address) -> None:
-        """Asks this one after the others next time."""
+    def ask_last(self, address: Address) -> None:
+        """Moves a server behind the others for the next question."""
         with self._lock:
             self._failed_s[address] = time.monotonic()
 
@@ -111,9 +112,10 @@ class Informants:
         others: Iterable[Address] = (),
         first: Address | None = None,
     ) -> AnswerT:
-        """The first answer, of the seeds, `others`, and `first` before them. Raises RedisTroubleError.
+        """Returns the first answer that a server gives. Raises RedisTroubleError when there is none until `until_s`.
 
-        `question(node, deadline_s)` raises RedisTroubleError, too; the connection is one for this question only.
+        The servers are those of the URL and `others`; `first` is asked before them. `question(node, deadline_s)` asks
+        one server, or raises RedisTroubleError. Its connection is closed afterwards.
         """
         trouble = RedisTroubleError(MissReason.CONNECT_FAILED)
         for address in self._in_turn(others, first):
@@ -121,12 +123,13 @@ class Informants:
             if now_s >= until_s:
                 raise RedisTroubleError(MissReason.TIMEOUT) from trouble
             patience_s = min(self._patience_s, until_s - now_s)
-            # All of it for each step of connecting, as it hangs in one of them only.
+            # A node gives each step of connecting half of its budget. A server that hangs does so in one step only,
+            # so each step may take all of the time.
             node = RedisNode(self._url.seed_url, address, 2 * patience_s)
             try:
                 answer = question(node, now_s + patience_s)
             except RedisTroubleError as error:
-                self.distrust(address)
+                self.ask_last(address)
                 trouble = error
             else:
                 with self._lock:
@@ -141,7 +144,7 @@ class Informants:
         with self._lock:
             failed_s = {address: at_s for address, at_s in self._failed_s.items() if address in addresses}
             self._failed_s = failed_s.copy()
-        # Not all clients ask the same one.
+        # Shuffled, so that clients do not all ask the same server.
         random.shuffle(addresses)
         addresses.sort(key=lambda address: failed_s.get(address, 0.0))
         if first is not None:

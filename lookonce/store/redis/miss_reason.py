@@ -1,4 +1,4 @@
-"""Why rows did not come from the shared cache, as one bounded set of labels. Every one of them is only a miss."""
+"""The reasons for a miss in the shared cache, as one bounded set of labels, and the exceptions that carry them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import enum
 
 
 class MissReason(enum.Enum):
-    """The value is a metric label; never a digest, an address or a server's text."""
+    """Reason of a miss. The value is a metric label: never a digest, an address or a server's text."""
 
-    # Nothing is wrong.
+    # There is no fault.
     ABSENT = "absent"
-    # The entry went away between its header and its rows.
+    # The entry was evicted between the read of its header and of its rows.
     EVICTED = "evicted"
-    # The entry was replaced while it was read, twice.
+    # The entry was replaced during the read and again during the second attempt.
     GENERATION = "generation"
 
-    # The entry is not what its key promises; it is deleted where the role may.
+    # The value is not the sealed entry of its key. It is deleted if the Redis user has the right to.
     TOO_SHORT = "too_short"
     BAD_MAGIC = "bad_magic"
     OTHER_VERSION = "other_version"
@@ -27,13 +27,13 @@ class MissReason(enum.Enum):
     BLOCK_SEAL = "block_seal"
     WRONG_TYPE = "wrong_type"
 
-    # No answer from a server: only these count against the circuit breaker.
+    # No usable answer arrived. Only these count as failures for the circuit breaker.
     CONNECT_FAILED = "connect_failed"
     TIMEOUT = "timeout"
     CLOSED = "closed"
     PROTOCOL = "protocol"
 
-    # The server answers, but not in time or not what was asked for.
+    # The server answered, but too late or with an error.
     SLOW = "slow"
     AUTH = "auth"
     OOM = "oom"
@@ -46,17 +46,17 @@ class MissReason(enum.Enum):
     MAX_CLIENTS = "max_clients"
     SERVER_ERROR = "server_error"
 
-    # Nothing was asked.
+    # No command was sent.
     BREAKER_OPEN = "breaker_open"
     STORE_CLOSED = "store_closed"
 
 
 UNREACHABLE_REASONS = frozenset({MissReason.CONNECT_FAILED, MissReason.TIMEOUT, MissReason.CLOSED, MissReason.PROTOCOL})
-"""Failures of the connection itself, as opposed to an answer that does not help."""
+"""Failures of the connection itself, as opposed to error replies."""
 
 
 class CacheMissError(Exception):
-    """Inside the store only: this read or write ends here, for this reason."""
+    """Ends one operation on the shared cache, for one reason."""
 
     def __init__(self, reason: MissReason) -> None:
         super().__init__(reason.value)
@@ -64,12 +64,12 @@ class CacheMissError(Exception):
 
 
 class CorruptEntryError(CacheMissError):
-    """The bytes under a key are not the sealed entry of that key."""
+    """Raised when the bytes under a key are not the sealed entry of that key."""
 
 
 class RedisTroubleError(CacheMissError):
-    """Redis did not answer, or not as it should; the connection must be closed."""
+    """Raised when Redis did not answer as expected. The connection must be closed."""
 
 
 class RedisReplyError(RedisTroubleError):
-    """Redis refused one command. The connection is still in step: later replies may be read."""
+    """Raised for an error reply to one command. The connection is still in step: later replies may be read."""

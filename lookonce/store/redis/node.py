@@ -1,7 +1,12 @@
-"""One Redis server and the connections to it, from redis-py's pool.
+"""One Redis server and the connections to it.
 
-redis-py does what differs between servers: TLS, authentication, pooling. Whatever goes wrong is a RedisTroubleError
-with a bounded reason. Knows nothing of other servers.
+redis-py opens the sockets: it knows URLs, TLS and certificates. Commands go through Exchange. Every failure is a
+RedisTroubleError with a bounded reason. This module does not know that there may be other servers.
+
+redis-py has no public way to the socket of a connection, so two of its private attributes are used, `_sock` and
+`_parser`, in `_socket_of`, `_is_silent` and `_log_in` alone. pyproject.toml therefore admits only minor versions up to
+the latest one that was tested; 6.0, 6.4, 7.4 and 8.1 were (2026-11-23). tests/lookonce/store/redis/test_node.py fails
+where a version lacks the attributes.
 """
 
 from __future__ import annotations
@@ -40,18 +45,18 @@ _REASON_OF_EXCEPTION: tuple[tuple[type[Exception], MissReason], ...] = (
 
 
 class RedisNode:
-    """Thread-safe; every thread that asks at the same time has its own connection.
+    """One server and its connections. Thread-safe; concurrent exchanges use different connections.
 
-    A new connection has half of `budget_s` for each step of connecting and logging in, and name resolution takes what
-    the system's resolver takes. Raises ConfigurationError for an unusable URL.
+    A new connection has half of `budget_s` for each step of connecting and logging in. Name resolution is bounded by
+    the system's resolver only. Raises ConfigurationError for an unusable URL.
     """
 
     def __init__(self, url: str, address: Address | None, budget_s: float) -> None:
-        """`address`: where it listens, unless `url` says so."""
+        """Connects to nothing yet. `address` takes precedence over the host and port in `url`."""
         self.url = url
         self.address = address
         self._pool = _make_pool(url, address, budget_s)
-        # Taken from the pool and between two uses, the latest last. Handing one out costs 3 µs, the pool's way 50 µs: a
+        # Connections between two uses, the latest last. Taking one from here costs 3 µs. redis-py's pool takes 50 µs, a
         # twelfth of the time that 2 MB take.
         self._idle: deque[Any] = deque()
         self._pid = os.getpid()
@@ -59,10 +64,10 @@ class RedisNode:
 
     @contextlib.contextmanager
     def exchange(self, deadline_s: float) -> Iterator[Exchange]:
-        """A connection for a few commands, until `deadline_s` on the monotonic clock. Raises RedisTroubleError.
+        """Yields an exchange for a few commands, until `deadline_s` on the monotonic clock. Raises RedisTroubleError.
 
-        The connection is used again only if the block read all its replies and ended without an exception, or with the
-        finding that there is nothing under a key.
+        The connection is used again only if the block read all its replies and ended without an exception, or with a
+        CacheMissError of reason ABSENT.
         """
         connection = self._take()
         is_in_step = False
@@ -88,9 +93,9 @@ class RedisNode:
         self._drop_idle()
 
     def _take(self) -> Any:
-        """An idle connection that its server has not closed or written to meanwhile, or a new one."""
+        """Returns an idle connection that the server has neither closed nor written to, or else a new one."""
         if self._pid != os.getpid():
-            # In a forked child these are the parent's.
+            # This is a forked child, and the idle connections are its parent's.
             self._idle, self._pid = deque(), os.getpid()
         while (connection := _popped(self._idle)) is not None:
             if _is_silent(connection):
@@ -99,7 +104,7 @@ class RedisNode:
         try:
             return self._pool.get_connection()
         except (redis.exceptions.RedisError, OSError) as error:
-            raise RedisTroubleError(reason_of_exception(error)) from error
+            raise RedisTroubleError(_reason_of_exception(error)) from error
 
     def _drop(self, connection: Any) -> None:
         connection.disconnect()
@@ -110,8 +115,8 @@ class RedisNode:
             self._drop(connection)
 
 
-def connection_options(step_timeout_s: float) -> dict[str, Any]:
-    """redis-py's options of every connection: each step may take so long, and nothing is tried a second time."""
+def _connection_options(step_timeout_s: float) -> dict[str, Any]:
+    """Returns redis-py's options for every connection: each step has `step_timeout_s` seconds, and none is retried."""
     return {
         "socket_connect_timeout": min(_MAX_CONNECT_S, step_timeout_s),
         "socket_timeout": step_timeout_s,
@@ -125,8 +130,8 @@ def connection_options(step_timeout_s: float) -> dict[str, Any]:
     }
 
 
-def reason_of_exception(error: Exception) -> MissReason:
-    """The label of what redis-py raised."""
+def _reason_of_exception(error: Exception) -> MissReason:
+    """Returns the bounded label of an exception that redis-py raised."""
     for exception_class, reason in _REASON_OF_EXCEPTION:
         if isinstance(error, exception_class):
             return reason
@@ -138,31 +143,36 @@ def reason_of_exception(error: Exception) -> MissReason:
 
 
 def _log_in(connection: Any, timeout_s: float) -> None:
-    """What redis-py does on a new connection, within one deadline and with replies read like all others.
+    """Authenticates a new connection, names it and selects its database, all within `timeout_s` seconds.
 
-    Its own parser raises anything for a reply that makes no sense, and its timeout starts anew with every packet.
-    Raises RedisTroubleError; then the connection is closed.
+    redis-py calls this in place of its own log-in. That one may raise anything for a malformed reply, and its timeout
+    starts anew with every packet. Raises RedisTroubleError; the connection is closed then.
     """
+    # The pool asks the parser whether bytes have arrived, so the parser must know the socket.
     connection._parser.on_connect(connection)
     try:
-        exchange = Exchange(connection._sock, time.monotonic() + timeout_s)
+        sock = _socket_of(connection)
+        exchange = Exchange(sock, time.monotonic() + timeout_s)
         if connection.username or connection.password:
             user = (connection.username.encode(),) if connection.username else ()
-            _say(exchange, MissReason.AUTH, b"AUTH", *user, (connection.password or "").encode())
+            _expect_ok(exchange, MissReason.AUTH, b"AUTH", *user, (connection.password or "").encode())
         if connection.client_name:
-            _say(exchange, MissReason.SERVER_ERROR, b"CLIENT", b"SETNAME", connection.client_name.encode())
+            _expect_ok(exchange, MissReason.SERVER_ERROR, b"CLIENT", b"SETNAME", connection.client_name.encode())
         if connection.db:
-            _say(exchange, MissReason.SERVER_ERROR, b"SELECT", int(connection.db))
+            _expect_ok(exchange, MissReason.SERVER_ERROR, b"SELECT", int(connection.db))
         if not exchange.is_idle:
             raise RedisTroubleError(MissReason.PROTOCOL)
     except BaseException:
         connection.disconnect()
         raise
-    connection._sock.settimeout(timeout_s)
+    sock.settimeout(timeout_s)
 
 
-def _say(exchange: Exchange, refused: MissReason, *command: bytes | int) -> None:
-    """One command whose reply is OK. `refused`: the reason of an error that names none."""
+def _expect_ok(exchange: Exchange, refused: MissReason, *command: bytes | int) -> None:
+    """Sends one command and reads the reply OK. Raises RedisTroubleError for any other.
+
+    `refused` is the reason of an error reply whose text names none that is known.
+    """
     exchange.send(*command)
     try:
         if not exchange.read_status():
@@ -173,7 +183,7 @@ def _say(exchange: Exchange, refused: MissReason, *command: bytes | int) -> None
 
 
 def _popped(idle: deque[Any]) -> Any | None:
-    """The last one, None where another thread was quicker."""
+    """Removes and returns the latest connection; None when there is none left."""
     try:
         return idle.pop()
     except IndexError:
@@ -181,7 +191,7 @@ def _popped(idle: deque[Any]) -> Any | None:
 
 
 def _is_silent(connection: Any) -> bool:
-    """Whether nothing has come since the last reply: an end of the connection would have, too."""
+    """Returns whether nothing has arrived since the last reply. The end of a connection counts as an arrival."""
     sock = connection._sock
     if sock is None or (isinstance(sock, ssl.SSLSocket) and sock.pending()):
         return False
@@ -191,6 +201,7 @@ def _is_silent(connection: Any) -> bool:
 
 
 def _socket_of(connection: Any) -> socket.socket:
+    """Returns the socket of a connection. Raises RedisTroubleError when it is closed."""
     sock: socket.socket | None = connection._sock
     if sock is None:
         raise RedisTroubleError(MissReason.CLOSED)
@@ -200,10 +211,10 @@ def _socket_of(connection: Any) -> socket.socket:
 def _make_pool(url: str, address: Address | None, budget_s: float) -> Any:
     ours: dict[str, Any] = {
         # Half of the budget for each step, so that a dead or frozen server costs no more than the budget.
-        **connection_options(budget_s / 2),
+        **_connection_options(budget_s / 2),
         "retry_on_timeout": False,
         "retry_on_error": [],
-        # The number of threads is the limit.
+        # Never reached: the number of threads is the limit.
         "max_connections": 1 << 20,
     }
     if address is not None:
@@ -214,7 +225,7 @@ def _make_pool(url: str, address: Address | None, budget_s: float) -> Any:
             raise ValueError("no path")
         str(options.get("host", "")).encode("idna")
         pool = redis.ConnectionPool(**options)
-        # An unknown option in the URL would otherwise come up at the first use.
+        # Raises for an unknown option in the URL, which would otherwise fail at the first use.
         pool.connection_class(**pool.connection_kwargs)
     except (ValueError, TypeError, redis.exceptions.RedisError) as error:
         raise unusable_url(error) from None

@@ -1,7 +1,7 @@
-"""redis-py's asyncio client of a node at which one hears what is published, whatever the deployment.
+"""A lasting connection for subscriptions, by redis-py's asyncio client, for every kind of deployment.
 
-For connections that last. What is published on one node of a cluster is heard on all of them, what is published on a
-primary also on its replicas; so any node of a cluster will do, and of Sentinels the primary.
+A cluster delivers a published message on all of its nodes, and a primary on its replicas, too. So a subscription may be
+on any node of a cluster, and under Sentinels it is on the primary.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 class RedisSubscriber:
-    """One client at a time, kept by a task on the event loop; trouble with Redis is silence, never an exception.
+    """A connection that a task on the event loop keeps open. Trouble with Redis only delays messages; nothing raises.
 
     Raises ConfigurationError for an unusable URL.
     """
 
-    def __init__(self, url: str, budget_s: float, what: str) -> None:
-        """`budget_s`: longest time of finding the node, of connecting and of ending, seconds. `what`: for logs."""
+    def __init__(self, url: str, budget_s: float, purpose: str) -> None:
+        """`budget_s`: longest time for finding the node, for connecting and for closing, seconds, each.
+
+        `purpose` names the connection in log lines.
+        """
         self._deployment = open_deployment(url, budget_s)
         self._budget_s = budget_s
         self._node: RedisNode | None = None
-        self._what = what
+        self._purpose = purpose
         self._client: Any = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -44,21 +47,21 @@ class RedisSubscriber:
     def start(
         self, listen: Callable[[Any], Awaitable[None]], lost: Callable[[], None], name: bytes | None = None
     ) -> None:
-        """Calls `listen` with a client that has just connected, again and again until `close`; on the event loop.
+        """Connects and calls `listen` with the client, again after each loss, until `close`. Call on the event loop.
 
-        `listen` returns or raises when it has lost the connection, and `lost` is called then. `name`: a key that the
-        node must have.
+        `listen` returns or raises when the connection is lost; then `lost` is called. If `name` is given, the
+        connection is to the node that has this key.
         """
         self._keeper = asyncio.get_running_loop().create_task(self._keep(listen, lost, name))
 
     async def close(self) -> None:
-        """Ends the connection."""
-        # Cancelling alone is not enough: where redis-py closes a connection on the way, its TimeoutError may take the
-        # place of the cancellation.
+        """Closes the connection and stops reconnecting."""
+        # Cancelling alone is not enough: when redis-py is closing a connection, its TimeoutError may replace the
+        # cancellation.
         self._is_closed = True
         if self._keeper is not None:
             self._keeper.cancel()
-            # Bounded, like all that a process waits for while it ends.
+            # Bounded, so that a dead server does not delay the end of the process.
             await asyncio.wait({self._keeper}, timeout=self._budget_s)
         await self._disconnect()
 
@@ -69,30 +72,30 @@ class RedisSubscriber:
             try:
                 await listen(await self._connect(name))
             except (RedisTroubleError, redis.exceptions.RedisError, OSError, TimeoutError) as error:
-                _log.debug(f"{self._what} is away", reason=type(error).__name__)
+                _log.debug(f"the connection for {self._purpose} was lost", reason=type(error).__name__)
             except Exception:
-                # Nothing but waiting depends on this task, so it must not end either.
-                _log.exception(f"{self._what} failed")
+                # The task goes on after a bug in `listen`, since nobody would start it again.
+                _log.exception(f"the connection for {self._purpose} failed")
             lost()
             if not self._is_closed:
                 await asyncio.sleep(_RECONNECT_S)
 
     async def _connect(self, name: bytes | None) -> Any:
-        """A client of a node that answers. Reads on it wait for as long as nothing happens.
+        """Returns a client of a node that answers. Its reads have no timeout.
 
-        Whoever calls this again has lost the connection: another node may be the one by now. Raises RedisTroubleError,
+        A second call means that the connection was lost, so the node is looked up again. Raises RedisTroubleError,
         redis-py's exceptions, OSError and TimeoutError.
         """
         await self._disconnect()
         if self._node is not None:
-            self._deployment.doubt(self._node, RedisTroubleError(MissReason.CLOSED))
-        # In a thread since Sentinels or nodes may have to be asked.
+            self._deployment.note_trouble(self._node, RedisTroubleError(MissReason.CLOSED))
+        # In a thread, as it may ask Sentinels or nodes of a cluster.
         node = await asyncio.to_thread(self._deployment.node_of, name, time.monotonic() + self._budget_s)
         place = {} if node.address is None else {"host": node.address.host, "port": node.address.port}
         options: dict[str, Any] = {**place, "protocol": 2, "socket_connect_timeout": self._budget_s, "retry": None}
         self._node, self._client = node, redis.asyncio.Redis.from_url(node.url, **options)
         async with asyncio.timeout(2 * self._budget_s):
-            # A subscription would not notice that nobody is there.
+            # SUBSCRIBE alone would not reveal a server that does not answer.
             await self._client.ping()
         return self._client
 

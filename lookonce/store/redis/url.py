@@ -1,11 +1,11 @@
-"""What a Redis URL says: which deployment, where it is asked for its nodes, and how one connects to a node.
+"""Redis URLs: parses the kind of deployment, the servers that know its topology, and the options of a connection.
 
-    redis://, rediss://, unix://                                   one server; redis-py reads the rest
-    redis+sentinel://[user:password@]host[:port][,…]/service[/db]  Sentinels, who know the service's primary
-    redis+cluster://[user:password@]host[:port][,…]                some nodes of a cluster, who know all of them
+    redis://, rediss://, unix://                                   one server; redis-py parses the rest
+    redis+sentinel://[user:password@]host[:port][,…]/service[/db]  Sentinels, which know the service's primary
+    redis+cluster://[user:password@]host[:port][,…]                some nodes of a cluster, which know all of them
 
-`rediss+…` speaks TLS to the nodes. User, password and options are those of the nodes; what Sentinels want stands in
-`sentinel_username`, `sentinel_password` and `sentinel_ssl`. Connects to nothing.
+`rediss+…` uses TLS to the nodes. User, password and options apply to the nodes. The options `sentinel_username`,
+`sentinel_password` and `sentinel_ssl` apply to the Sentinels. This module opens no connection.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import redis.connection
 
@@ -30,20 +30,20 @@ _SEVERAL_HOSTS = re.compile(
 )
 _HOST = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\]|(?P<plain>[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
 _CLUSTER_PATHS = ("", "/", "/0")
-# Would send every connection to one place.
+# Options that would send every connection to the same server.
 _PLACES = ("host", "port", "path", "unix_socket_path")
 _SENTINEL_PREFIX = "sentinel_"
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """Host and port on which a server listens."""
 
     host: str
     port: int
 
 
 class DeploymentKind(enum.Enum):
-    """How it comes out which server has a key."""
+    """Kind of deployment, which decides how the server of a key is found."""
 
     SINGLE = "single"
     SENTINEL = "sentinel"
@@ -52,29 +52,24 @@ class DeploymentKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A URL that was read. Its `repr` tells no password."""
+    """A parsed URL. Its `repr` contains no password."""
 
     kind: DeploymentKind
-    # For redis-py: credentials, database and options of every node; host and port only of a SINGLE one.
+    # URL for redis-py with credentials, database and options of every node. It has host and port only for SINGLE.
     node_url: str = field(repr=False)
-    # Who is asked for the nodes: Sentinels, or some nodes of the cluster; none for SINGLE.
+    # Servers that know the topology: Sentinels, or some nodes of the cluster. Empty for SINGLE.
     addresses: tuple[Address, ...] = ()
-    # What the Sentinels call the primary and its replicas.
+    # Name under which the Sentinels watch the primary. Empty unless SENTINEL.
     service: str = ""
-    # For redis-py: credentials and options of `addresses`.
+    # URL for redis-py with credentials and options of `addresses`.
     seed_url: str = field(default="", repr=False)
-
-    @property
-    def sentinel_options(self) -> dict[str, Any]:
-        """`seed_url` as redis-py's own class for Sentinels wants it."""
-        options: dict[str, Any] = redis.connection.parse_url(self.seed_url)
-        if options.pop("connection_class", None) is not None:
-            options["ssl"] = True
-        return options
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Raises ConfigurationError, which never tells the URL. A SINGLE one is not looked into."""
+    """Parses a URL of any kind; that of a SINGLE server is checked by its node only.
+
+    Raises ConfigurationError, whose message does not contain the URL.
+    """
     if not url.startswith(("redis+", "rediss+")):
         return RedisUrl(DeploymentKind.SINGLE, url)
     try:
@@ -84,7 +79,7 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 def unusable_url(error: Exception) -> ConfigurationError:
-    """Says what URLs there are, and no word of this one."""
+    """Returns the error for a URL that cannot be used. Its message lists the valid forms and leaves out the URL."""
     return ConfigurationError(
         "redis_url: cannot be used; expected redis://, rediss:// or unix://, redis+sentinel://host:port,…/service or "
         f"redis+cluster://host:port,… with options that redis-py knows ({type(error).__name__})"
@@ -92,7 +87,7 @@ def unusable_url(error: Exception) -> ConfigurationError:
 
 
 def checked_address(host: str, port: int) -> Address:
-    """Raises ValueError for what no connection can be made to, whoever said it."""
+    """Returns the address. Raises ValueError for a host or port that no connection can be made to."""
     if not host or not 0 < port <= _MAX_PORT:
         raise ValueError("neither an empty host nor this port can be connected to")
     host.encode("idna")
@@ -102,7 +97,7 @@ def checked_address(host: str, port: int) -> Address:
 def _parse_several(url: str) -> RedisUrl:
     match = _SEVERAL_HOSTS.fullmatch(url)
     if match is None:
-        raise ValueError("not a URL of several hosts")
+        raise ValueError("not a Sentinel or cluster URL")
     kind = DeploymentKind(match["kind"])
     path, database, service = match["path"] or "", "0", ""
     if kind is DeploymentKind.SENTINEL:
@@ -114,7 +109,7 @@ def _parse_several(url: str) -> RedisUrl:
         raise ValueError("a cluster has database 0 only")
     credentials = "" if match["credentials"] is None else match["credentials"] + "@"
     query = dict(urllib.parse.parse_qsl(match["query"] or "", keep_blank_values=True))
-    node_query = {name: value for name, value in query.items() if not _is_of_sentinel(name)}
+    node_query = {name: value for name, value in query.items() if not _is_sentinel_option(name)}
     node_url = f"{match['scheme']}://{credentials}/{database}?{urllib.parse.urlencode(node_query)}"
     options = redis.connection.parse_url(node_url)
     if any(name in options for name in _PLACES) or (kind is DeploymentKind.CLUSTER and options.get("db")):
@@ -131,17 +126,17 @@ def _parse_address(text: str, default_port: int) -> Address:
     return checked_address(match["bracketed"] or match["plain"], int(match["port"] or default_port))
 
 
-def _is_of_sentinel(name: str) -> bool:
+def _is_sentinel_option(name: str) -> bool:
     return name.startswith(_SENTINEL_PREFIX)
 
 
 def _sentinel_url(query: Mapping[str, str]) -> str:
-    """Certificates are the nodes'; credentials, and whether there is TLS at all, are the Sentinels' own."""
-    own = {name.removeprefix(_SENTINEL_PREFIX): value for name, value in query.items() if _is_of_sentinel(name)}
+    """Returns the URL with the Sentinels' own credentials and choice of TLS, and the certificates of the nodes."""
+    own = {name.removeprefix(_SENTINEL_PREFIX): value for name, value in query.items() if _is_sentinel_option(name)}
     username, password = (urllib.parse.quote(own.pop(name, ""), safe="") for name in ("username", "password"))
     is_encrypted = redis.connection.to_bool(own.pop("ssl", "no"))
     if own:
-        raise ValueError("no such option of Sentinels")
+        raise ValueError("there is no such Sentinel option")
     certificates = {name: value for name, value in query.items() if is_encrypted and name.startswith("ssl_")}
     scheme = "rediss" if is_encrypted else "redis"
     return f"{scheme}://{username}:{password}@/?{urllib.parse.urlencode(certificates)}"

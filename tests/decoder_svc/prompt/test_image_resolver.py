@@ -26,6 +26,7 @@ from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
 from tests.decoder_svc.encoders import client, running_encoder
+from tests.lookonce.store.entries import write
 
 NO_OPTIONS = ProcessorOptions()
 LIMITS = ImageLimits(max_bytes=200_000, max_pixels=1_000_000, max_aspect=50)
@@ -119,7 +120,7 @@ async def test_another_tenants_image_is_as_unknown_as_any(encoder: EncoderClient
         store = EmbeddingStore(redis.url, 1.0, 3600, 1 << 20)
         (mine,) = await resolver(encoder).resolve([inline(png(7))], DEFAULT_TENANT)
         meta = (await encoder.encode(mine.key, png(7), NO_OPTIONS, 30)).meta
-        assert store.write(mine.key, meta, memoryview(bytes(meta.size_bytes)))
+        assert write(store, mine.key, meta, memoryview(bytes(meta.size_bytes)))
         assert await resolver(encoder, store).resolve([cached(png(7))], DEFAULT_TENANT)
         key = content_key(image_digest(png(7)), mine.key.fingerprint, NO_OPTIONS, Tenant("other", b"secret"))
         assert store.metadata(key) is None

@@ -1,14 +1,16 @@
-"""Encode leases on a real server: one holder, who alone may renew and release; trouble is no lease, not an error."""
+"""Encode leases on a real server: only the holder renews and releases, and trouble with Redis means no lease."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
 from encoder_svc.cache.encode_lease import EncodeLeases, LeaseState
 from lookonce.content_key import (
@@ -31,9 +33,21 @@ def key(name: str) -> ContentKey:
     return content_key(image_digest(name.encode()), EncoderFingerprint("f"), ProcessorOptions(), DEFAULT_TENANT)
 
 
+def open_store(url: str, budget_s: float) -> contextlib.closing[EmbeddingStore]:
+    return contextlib.closing(EmbeddingStore(url, budget_s, ttl_s=60, max_entry_bytes=64 << 20))
+
+
 @pytest.fixture
-def store(own_redis: EmbeddedRedis, make_store: Callable[..., EmbeddingStore]) -> EmbeddingStore:
-    return make_store(own_redis.url, budget_s=0.3)
+def store(own_redis: EmbeddedRedis) -> Iterator[EmbeddingStore]:
+    with open_store(own_redis.url, budget_s=0.3) as store:
+        yield store
+
+
+@pytest.fixture
+def admin(own_redis: EmbeddedRedis) -> Iterator[Any]:
+    """redis-py's own client, which changes settings and values behind the store's back."""
+    with redis.Redis.from_url(own_redis.url) as client:
+        yield client
 
 
 @pytest.fixture
@@ -41,7 +55,7 @@ def leases(store: EmbeddingStore) -> EncodeLeases:
     return EncodeLeases(store, TTL_S)
 
 
-def test_one_holds_it_and_the_others_learn_how_long(leases: EncodeLeases) -> None:
+def test_one_replica_holds_the_lease_and_the_others_learn_its_remaining_time(leases: EncodeLeases) -> None:
     mine, other = leases.acquire(key("a")), leases.acquire(key("a"))
     assert (mine.state, other.state) == (LeaseState.HELD, LeaseState.BUSY)
     assert len(mine.token) == 32
@@ -50,7 +64,7 @@ def test_one_holds_it_and_the_others_learn_how_long(leases: EncodeLeases) -> Non
     assert leases.acquire(key("b")).state is LeaseState.HELD
 
 
-def test_after_the_release_another_gets_it(leases: EncodeLeases) -> None:
+def test_after_the_release_another_replica_gets_the_lease(leases: EncodeLeases) -> None:
     first = leases.acquire(key("a"))
     assert leases.release(key("a"), first.token, b"stored")
     second = leases.acquire(key("a"))
@@ -68,7 +82,7 @@ def test_a_stale_holder_can_neither_renew_nor_release(leases: EncodeLeases, admi
     assert leases.renew(key("a"), new.token)
 
 
-def test_a_renewal_starts_its_life_anew_and_without_one_it_ends(store: EmbeddingStore, admin: Any) -> None:
+def test_a_lease_lasts_while_it_is_renewed_and_then_expires(store: EmbeddingStore, admin: Any) -> None:
     leases = EncodeLeases(store, ttl_s=0.4)
     held = leases.acquire(key("a"))
     admin.pexpire(lease_key(key("a")), 60)
@@ -80,7 +94,7 @@ def test_a_renewal_starts_its_life_anew_and_without_one_it_ends(store: Embedding
     assert not leases.renew(key("a"), held.token)
 
 
-def test_the_end_is_told_also_by_who_lost_the_lease(leases: EncodeLeases, admin: Any) -> None:
+def test_a_replica_that_lost_the_lease_still_announces_the_end(leases: EncodeLeases, admin: Any) -> None:
     with admin.pubsub(ignore_subscribe_messages=True) as subscription:
         subscription.subscribe(done_channel(key("a")))
         subscription.get_message(timeout=5)
@@ -92,7 +106,7 @@ def test_the_end_is_told_also_by_who_lost_the_lease(leases: EncodeLeases, admin:
 
 
 def test_a_lease_that_changes_under_the_comparison_is_left_alone(leases: EncodeLeases, admin: Any) -> None:
-    """WATCH sees what happens between the comparison and the act."""
+    """WATCH detects a change between the comparison and the command."""
     held = leases.acquire(key("a"))
 
     def take_over() -> tuple[bytes, bytes]:
@@ -103,18 +117,17 @@ def test_a_lease_that_changes_under_the_comparison_is_left_alone(leases: EncodeL
     assert admin.get(lease_key(key("a"))) == b"another's"
 
 
-def test_the_documented_commands_are_enough(
-    own_redis: EmbeddedRedis, admin: Any, make_store: Callable[..., EmbeddingStore]
-) -> None:
+def test_the_documented_commands_are_enough(own_redis: EmbeddedRedis, admin: Any) -> None:
     rules = ["on", ">secret", "~lookonce:*", "&lookonce:*", *(f"+{command}" for command in COMMANDS)]
     admin.execute_command("ACL", "SETUSER", "encoder", *rules)
-    leases = EncodeLeases(make_store(own_redis.url.replace("unix://", "unix://encoder:secret@")), TTL_S)
-    held = leases.acquire(key("a"))
-    assert held.state is LeaseState.HELD
-    assert leases.acquire(key("a")).state is LeaseState.BUSY
-    assert not leases.renew(key("a"), b"another's")
-    assert leases.renew(key("a"), held.token)
-    assert leases.release(key("a"), held.token, b"stored")
+    with open_store(own_redis.url.replace("unix://", "unix://encoder:secret@"), budget_s=2.0) as store:
+        leases = EncodeLeases(store, TTL_S)
+        held = leases.acquire(key("a"))
+        assert held.state is LeaseState.HELD
+        assert leases.acquire(key("a")).state is LeaseState.BUSY
+        assert not leases.renew(key("a"), b"another's")
+        assert leases.renew(key("a"), held.token)
+        assert leases.release(key("a"), held.token, b"stored")
 
 
 @pytest.mark.parametrize("trouble", ["frozen", "gone", "read-only role"])

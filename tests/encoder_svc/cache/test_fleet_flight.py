@@ -35,6 +35,7 @@ from lookonce.store.cache_names import lease_key
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
 from tests.encoder_svc.conftest import RunningEncoder, StartEncoder
+from tests.lookonce.store.entries import write
 
 META = EmbeddingMeta(2, 4, 0, RowDtype.FLOAT32, 10, 10)
 TIMEOUT_S = 30.0
@@ -87,7 +88,7 @@ class Replica:
             if self.error is not None:
                 raise self.error
             rows = memoryview(bytes(META.size_bytes))
-            stored = self.can_store and await asyncio.to_thread(self.store.write, one, META, rows)
+            stored = self.can_store and await asyncio.to_thread(write, self.store, one, META, rows)
             return Outcome(self.name, stored)
 
         async with asyncio.timeout(TIMEOUT_S):

@@ -42,6 +42,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
+from tests.lookonce.store.entries import write
 from tests.otlp_collector import traced_process
 
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1_000_000, max_aspect=50.0)
@@ -249,7 +250,7 @@ async def test_refresh_encodes_again_and_overwrites(open_harness: Callable[..., 
         rows = await harness.rows(outcome)
         wrong = memoryview(bytes(len(rows)))
         harness.store.delete(outcome.key)
-        assert harness.store.write(outcome.key, outcome.meta, wrong)
+        assert write(harness.store, outcome.key, outcome.meta, wrong)
         refreshed = await harness.encode(png(1), CacheUse.REFRESH)
         assert (refreshed.origin, refreshed.stored) == (Origin.COMPUTED, True)
         stored = memoryview(bytearray(len(rows)))

@@ -1,4 +1,4 @@
-"""The embedded server is a real one, set up as a pure cache, reachable by its owner only, and gone afterwards."""
+"""The embedded server is a pure cache that only its owner can reach, and it leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What accidents make of stored bytes: of bits, bytes, blocks and length, and of mixing values that are all real."""
+"""Accidental damage to stored values: to bits, bytes, blocks and length, and mixtures of several real values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lookonce.store.codec import HEADER_BYTES
 
 Damage = Callable[[bytes], bytes]
-# Most of a header is zeros: its fields, its seals and the rows shall be hit as often as all the rest.
+# Most of a header is zeros. By these sizes damage hits the fields, the seals and the rows as often as all the rest.
 _FIELDS_AND_SEALS_BYTES = 180
 _HEADER_SEAL_BYTES = 40
 
@@ -29,47 +29,47 @@ def flip(bits: Sequence[tuple[int, int]]) -> Damage:
 
 
 def overwrite(offset: int, data: bytes) -> Damage:
-    """Other bytes in place of what was there."""
+    """Replaces bytes by others at an offset."""
     return lambda value: value[:offset] + data + value[offset + len(data) :]
 
 
 def zero(offset: int, length: int) -> Damage:
-    """A hole, as after a lost page."""
+    """Zeroes a range, as a lost page would."""
     return lambda value: (value[:offset] + bytes(length))[: len(value)] + value[offset + length :]
 
 
 def insert(offset: int, data: bytes) -> Damage:
-    """All that follows moves back."""
+    """Inserts bytes and shifts the rest back."""
     return lambda value: value[:offset] + data + value[offset:]
 
 
 def remove(offset: int, length: int) -> Damage:
-    """All that follows moves forward."""
+    """Removes bytes and shifts the rest forward."""
     return lambda value: value[:offset] + value[offset + length :]
 
 
 def cut(offset: int) -> Damage:
-    """The rest is gone."""
+    """Cuts the value off at an offset."""
     return lambda value: value[:offset]
 
 
 def extend(tail: bytes) -> Damage:
-    """More than there should be."""
+    """Appends bytes to the end of the value."""
     return lambda value: value + tail
 
 
 def repeat(source: int, target: int, length: int) -> Damage:
-    """A part of the value in another place, too."""
+    """Copies a part of the value to another place."""
     return lambda value: overwrite(target, value[source : source + length][: max(0, len(value) - target)])(value)
 
 
 def splice(other: bytes, offset: int, length: int) -> Damage:
-    """A part of another value in the same place."""
+    """Copies a part of another value to the same place."""
     return lambda value: overwrite(offset, other[offset : offset + length])(value)
 
 
 def reorder(block_bytes: int, order: Sequence[int]) -> Damage:
-    """The header, and then the blocks with these numbers."""
+    """Returns the header followed by the blocks with these indices."""
 
     def apply(value: bytes) -> bytes:
         rows = value[HEADER_BYTES:]
@@ -79,7 +79,7 @@ def reorder(block_bytes: int, order: Sequence[int]) -> Damage:
 
 
 def damaged(value: bytes, others: Sequence[bytes], block_bytes: int) -> st.SearchStrategy[bytes]:
-    """The value after one to three accidents; `others` are real ones that it may be mixed with."""
+    """Draws the value after one to three accidents; `others` are real values that may be mixed in."""
     interesting = [
         offset
         for offset in range(len(value))

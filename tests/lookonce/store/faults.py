@@ -1,4 +1,4 @@
-"""Faults to inject into real servers: a proxy that interrupts a conversation at a chosen point, and a sudden death."""
+"""Faults for real servers: a proxy that interrupts a connection at a chosen point, and a function that kills."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# A GETRANGE that does not start at 0, i.e. one that asks for rows.
+# Matches a GETRANGE that does not start at 0 and so requests rows.
 _ROWS_REQUEST = re.compile(rb"GETRANGE\r\n\$\d+\r\nlookonce:[^\r]*\r\n\$\d+\r\n(?!0\r\n)")
 
 
 @dataclass(slots=True)
 class Faults:
-    """What the proxy does to every connection; changes take effect at once."""
+    """The faults that the proxy injects into every connection. Changes take effect at once."""
 
-    # Called before a client's request for rows is passed on.
+    # Called before a client's request for rows is forwarded.
     before_rows: Callable[[], None] | None = None
-    # Replies are cut and the connection is reset after so many bytes. None: never.
+    # The connection is reset after this many bytes of replies. None: never.
     cut_after_bytes: int | None = None
-    # Replies trickle: one byte, then this pause in seconds. 0: at full speed.
+    # Pause after each byte of a reply, seconds. 0: full speed.
     pause_s: float = 0.0
-    # The server takes requests so slowly. None: at full speed.
+    # Speed at which requests are read. None: full speed.
     request_bytes_per_s: float | None = None
-    # Sent instead of the server's replies.
+    # Bytes sent in place of the server's replies.
     forged_reply: bytes | None = None
 
 
 class FaultProxy:
-    """Listens on a free loopback port and forwards to the unix socket `server_path`; speaks TLS if given a context."""
+    """A proxy on a free loopback port for the unix socket `server_path`; uses TLS if given a context."""
 
     def __init__(self, server_path: str, tls: ssl.SSLContext | None = None) -> None:
         self.faults = Faults()
@@ -42,7 +42,7 @@ class FaultProxy:
         self.num_connections = 0
         # Requests for rows that clients have sent so far.
         self.num_row_requests = 0
-        # While cleared, replies are kept back.
+        # While cleared, replies are held back.
         self.may_reply = threading.Event()
         self.may_reply.set()
         self._tls = tls
@@ -54,11 +54,11 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """URL of the proxy for clients."""
         return f"{'rediss' if self._tls else 'redis'}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def close(self) -> None:
-        """Closes everything and waits for the threads."""
+        """Closes all connections and waits for the threads."""
         self.may_reply.set()
         for sock in self._sockets:
             _close(sock)
@@ -125,7 +125,7 @@ class FaultProxy:
 
 
 def kill_child(pid: int) -> None:
-    """Kills a child process and returns when it is dead; its owner still gets to see its status."""
+    """Kills a child process and waits until it is dead. Its exit status stays available to its owner."""
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 

@@ -1,4 +1,4 @@
-"""What somebody can store who knows the format and makes seals of his own: headers changed, whole entries made up."""
+"""Forged values by an attacker who knows the format and seals them: changed headers and invented entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookonce.store.codec import HEADER_BYTES, EmbeddingCodec
 from lookonce.store.sealing import Sealer
 from tests.lookonce.store.entries import make_rows, pack_entry
 
-# Where the fields of an entry are, as anybody can read in the codec; those before `row bytes` are metadata's, too.
+# Offsets and sizes of the fields of an entry, as in the codec. Metadata has those before `row bytes`, too.
 FIELDS = {
     "magic": (0, "<8s"),
     "version": (8, "<H"),
@@ -36,13 +36,13 @@ METADATA_BYTES = 68
 
 
 def reseal(record: bytes, sealer: Sealer) -> bytes:
-    """The record with the seal that fits what it says now."""
+    """Returns the record with the seal of its present content."""
     unsealed = record[: len(record) - sealer.record_seal_bytes]
     return unsealed + sealer.seal_record(unsealed)
 
 
 def changed_fields(record: bytes, size: int) -> st.SearchStrategy[bytes]:
-    """The record with one to four of the fields in its first `size` bytes set to something else."""
+    """Draws the record with one to four of the fields in its first `size` bytes changed."""
 
     def one(name: str) -> st.SearchStrategy[tuple[int, bytes]]:
         offset, form = FIELDS[name]
@@ -67,7 +67,7 @@ def changed_fields(record: bytes, size: int) -> st.SearchStrategy[bytes]:
 
 
 def forged_headers(entry: bytes, sealer: Sealer) -> st.SearchStrategy[bytes]:
-    """Our rows behind a header that somebody changed and sealed again, and the value as long as that header says."""
+    """Draws our rows behind a changed and resealed header, with the length that the header states."""
 
     def forged(header: bytes, is_consistent: bool, fits: bool) -> bytes:
         changed = bytearray(header)
@@ -87,7 +87,7 @@ def forged_headers(entry: bytes, sealer: Sealer) -> st.SearchStrategy[bytes]:
 
 
 def forged_entries(key: ContentKey, usual: EmbeddingMeta, sealers: Sequence[Sealer]) -> st.SearchStrategy[bytes]:
-    """Whole entries of the forger's own, in perfect order but for who sealed them."""
+    """Draws entries that the forger invented, correct except for the key that sealed them."""
     shapes = st.just(usual) | st.builds(
         EmbeddingMeta,
         num_rows=st.integers(1, 40),

@@ -1,4 +1,4 @@
-"""Every operation of the store and of the leases as a client does it, and what must hold whatever the server does."""
+"""All operations of the store and the leases, with the conditions that hold whatever the server does."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from lookonce.store.metrics import StoreCollector
 from lookonce.store.redis.circuit_breaker import CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
 from lookonce.store.sealing import Checksum
-from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_entry, make_rows, metadata_key
+from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_entry, make_rows, metadata_key, write
 from tests.lookonce.store.redis.resp_server import Lie, RespServer
 
-# A hang is what is looked for; an operation may take two budgets, one of them to remove what is corrupt.
+# Limit that detects a hang. An operation may take two budgets, one of them for removing a corrupt value.
 HANG_S = 8.0
 _LEASE_S = 30.0
 _TOKEN = b"0" * 32
 ROWS = make_rows(SMALL)
-# Of the image at hand, and of one that a server may pass off as it.
+# Keys of the image under test, and of another one whose values a server may return instead.
 KEY, OTHER_KEY = fresh_key(), fresh_key()
-# A part of the rows.
+# Range of rows for partial reads.
 SOME = (2, 6)
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A service's side."""
+    """Store and leases of one service."""
 
     store: EmbeddingStore
     leases: EncodeLeases
 
     @classmethod
     def of(cls, make_store: Callable[..., EmbeddingStore], url: str, budget_s: float) -> Client:
-        """A patient one: its breaker never opens."""
+        """Returns a client whose breaker never opens."""
         store = make_store(url, budget_s=budget_s, breaker=CircuitBreaker(failure_threshold=1_000_000))
         return cls(store, EncodeLeases(store, _LEASE_S))
 
     def read(self, *, wants_all: bool) -> MissReason | bytes:
-        """All rows of the image, or some."""
+        """Reads all rows of the image, or a part of them."""
         start, stop = (0, SMALL.num_rows) if wants_all else SOME
         out = memoryview(bytearray((stop - start) * SMALL.row_bytes))
         return self.store.read_rows(KEY, start, stop, out, num_rows=SMALL.num_rows) or bytes(out)
@@ -52,22 +52,22 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One thing that services do, and what may come of it."""
+    """One operation of a service, with its valid results."""
 
-    # Of the counters.
+    # Name of the operation in the counters.
     label: str
     run: Callable[[Client], Any]
-    # Answers that are right; every other one must be `is_miss`.
+    # Recognises a correct result. Every other result must satisfy `is_miss`.
     is_right: Callable[[Any], bool]
     is_miss: Callable[[Any], bool]
-    # Whether the image is cached before.
+    # Whether the image is in the cache beforehand.
     is_cached: bool = True
-    # How many outcomes are counted.
+    # Number of outcomes that are counted.
     num_outcomes: int = 1
 
 
 def _is_sound(attempt: LeaseAttempt) -> bool:
-    """A lease that is held has a token; another's ends some time."""
+    """Returns whether a held lease has a token and another replica's lease has a remaining time."""
     if attempt.state is LeaseState.HELD:
         return bool(attempt.token)
     return attempt.state is LeaseState.BUSY and not attempt.token and 0 <= attempt.remaining_s <= _LEASE_S
@@ -102,10 +102,10 @@ OPERATIONS = {
         _is_reason,
     ),
     "write": Operation(
-        "write", lambda client: client.store.write(KEY, SMALL, memoryview(ROWS)), _is_true, _is_false, is_cached=False
+        "write", lambda client: write(client.store, KEY, SMALL, memoryview(ROWS)), _is_true, _is_false, is_cached=False
     ),
     "write again": Operation(
-        "write", lambda client: client.store.write(KEY, SMALL, memoryview(ROWS)), _is_true, _is_false
+        "write", lambda client: write(client.store, KEY, SMALL, memoryview(ROWS)), _is_true, _is_false
     ),
     "touch": Operation("touch", lambda client: client.store.touch(KEY), _is_true, _is_false),
     "delete": Operation("delete", lambda client: client.store.delete(KEY), _is_true, _is_false),
@@ -131,7 +131,7 @@ OPERATIONS = {
 
 @dataclass(slots=True)
 class Bench:
-    """A client of a server that may lie, and the real server behind that one."""
+    """A client of a server that may lie, and the real server behind it."""
 
     server: RespServer
     client: Client
@@ -142,7 +142,7 @@ class Bench:
         self.collector = StoreCollector(self.client.store, "test")
 
     def prepare(self, operation: Operation) -> None:
-        """Caches and leases what the operation finds."""
+        """Puts the entry and the lease into the state that the operation expects."""
         plan = self.admin.pipeline(transaction=False)
         plan.delete(lease_key(OTHER_KEY))
         plan.set(data_key(OTHER_KEY), _OTHER_ENTRY)
@@ -156,7 +156,7 @@ class Bench:
         plan.execute()
 
     def commands_of(self, operation: Operation) -> list[bytes]:
-        """What an operation asks a server that tells the truth, over a new connection."""
+        """Returns the commands that an operation sends to an honest server over a new connection."""
         self.prepare(operation)
         self.server.lie(None)
         answer, outcomes = self.outcome(operation)
@@ -166,13 +166,13 @@ class Bench:
         return self.server.commands
 
     def outcome_under(self, operation: Operation, lie: Lie) -> tuple[Any, set[str]]:
-        """(the answer, what was counted) of an operation that meets a lie; checks all that holds for every lie."""
+        """Returns (result, counted outcomes) of an operation under a lie, after checks that hold for every lie."""
         self.prepare(operation)
         self.server.lie(lie)
         return self.outcome(operation)
 
     def outcome(self, operation: Operation) -> tuple[Any, set[str]]:
-        """(the answer, what was counted) of an operation; checks all that holds whatever the server does."""
+        """Returns (result, counted outcomes) of an operation, after checks that hold for every server."""
         before = Counter(self.client.store.stats.snapshot())
         started_s = time.monotonic()
         answer = operation.run(self.client)
@@ -190,7 +190,7 @@ class Bench:
         return answer, set(outcomes)
 
     def check_metrics(self) -> None:
-        """Every count but that of success is visible from outside."""
+        """Checks that every count except successes is exported as a metric."""
         visible = {
             (
                 sample.labels.get("operation", "write"),
@@ -205,11 +205,11 @@ class Bench:
         assert visible == expected
 
     def check_recovery(self) -> None:
-        """With an honest server the very next answers are right, whatever is stored now; nothing wrong is."""
+        """Checks that the next results from an honest server are correct, so that nothing wrong was stored."""
         self.server.lie(None)
         found = self.client.read(wants_all=True)
         if found is MissReason.ABSENT:
-            assert self.client.store.write(KEY, SMALL, memoryview(ROWS))
+            assert write(self.client.store, KEY, SMALL, memoryview(ROWS))
             found = self.client.read(wants_all=True)
         assert found == ROWS
 

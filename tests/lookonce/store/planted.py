@@ -1,4 +1,4 @@
-"""Values planted in a real server in place of an image's own, and what reading them must come to."""
+"""Values planted in a real server in place of an image's own, and checks of the reads that follow."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.miss_reason import MissReason
 from tests.lookonce.store.entries import data_key, make_rows
 
-# 6 blocks of 4 rows of 24 bytes, the last one of 3 rows: small enough to be written ten thousand times.
+# Six blocks of 4 rows of 24 bytes, the last one of 3 rows. Small enough to be written ten thousand times.
 META = EmbeddingMeta(23, 6, 1, RowDtype.BFLOAT16, 20, 10)
 BLOCK_BYTES = 4 * META.row_bytes
 NUM_BLOCKS = 6
 ROWS = make_rows(META, seed=1)
-# As a second encode of the same image may give them.
+# Rows as a second encode of the same image may produce them.
 OLDER_ROWS = make_rows(META, seed=2)
 
-# The value was something else than its key promises, and is gone now.
+# Reasons of a corrupt value, which the store deletes.
 CORRUPT = {
     MissReason.TOO_SHORT,
     MissReason.BAD_MAGIC,
@@ -34,31 +34,31 @@ CORRUPT = {
     MissReason.LENGTH,
     MissReason.BLOCK_SEAL,
 }
-# An empty value cannot be told from none by its bytes.
+# By its bytes an empty value is the same as no value.
 ABSENT = {MissReason.ABSENT}
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is read."""
+    """The range of rows that a test reads."""
 
     start: int
     stop: int
-    # Who knows how many rows there are may get all of them by another command.
+    # Number of rows that the reader expects. A reader that knows it may use another command for all rows.
     knows_size: bool
 
     @property
     def wants_all(self) -> bool:
-        """Every row of the image."""
+        """Whether the range covers every row of the image."""
         return self.stop - self.start == META.num_rows
 
     def rows_of(self, rows: bytes) -> bytes:
-        """Its part of all rows."""
+        """Returns the range's part of all rows."""
         return rows[self.start * META.row_bytes : self.stop * META.row_bytes]
 
 
 def question_about(value: bytes) -> Question:
-    """All rows or any range of them; always the same one for the same value."""
+    """Returns a range of rows or all of them, always the same for the same value."""
     chance = random.Random(value)
     start, stop = (0, META.num_rows) if chance.random() < 0.5 else sorted(chance.sample(range(META.num_rows + 1), 2))
     return Question(start, stop, knows_size=chance.random() < 0.5)
@@ -66,17 +66,17 @@ def question_about(value: bytes) -> Question:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image's real values, and real values that could be taken for them."""
+    """The real values of one image, and other real values that could be mistaken for them."""
 
     store: EmbeddingStore
     admin: Any
     key: ContentKey
-    # Under its keys.
+    # Values under the image's own keys.
     entry: bytes
     record: bytes
-    # Another write of the same image.
+    # Entry from another write of the same image.
     older: bytes
-    # Another image's, and the same image's by those who have another seal.
+    # Entries of another image, and of the same image with other seals.
     foreign: tuple[bytes, ...]
     foreign_records: tuple[bytes, ...]
 
@@ -90,13 +90,13 @@ class Image:
 
 @dataclass(slots=True)
 class Tally:
-    """What the reads of one test came to: the store must have counted the same."""
+    """Results of the reads of one test. The store must have counted the same."""
 
     image: Image
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def read(self, value: bytes, question: Question) -> bytes | None:
-        """Plants a value and reads rows; a miss is noted, and after a corrupt one the value must be gone."""
+        """Plants a value and reads rows. Notes a miss; after a corrupt value checks that it was deleted."""
         name = data_key(self.image.key)
         self.image.admin.set(name, value)
         found = self.image.read(question)
@@ -106,7 +106,7 @@ class Tally:
     def describe(
         self, operation: str, name: str, value: bytes, ask: Callable[[ContentKey], EmbeddingMeta | None]
     ) -> EmbeddingMeta | None:
-        """The same for a question about the shape, whose reason for a miss is in the counters alone."""
+        """Plants a value and reads the shape. The reason of a miss is only in the counters."""
         self.image.admin.set(name, value)
         before = self.image.store.stats.snapshot()
         meta = ask(self.image.key)
@@ -119,11 +119,11 @@ class Tally:
 
     @property
     def reasons(self) -> set[MissReason]:
-        """Why there were misses."""
+        """Returns the reasons of all misses."""
         return {MissReason(outcome) for _, outcome in self.counts if outcome not in ("ok", "discarded")}
 
     def check(self) -> None:
-        """Each answer was counted under its reason."""
+        """Checks that each result was counted under its reason."""
         written = {"write", "delete"}
         counted = self.image.store.stats.snapshot()
         assert {label: count for label, count in counted.items() if label[0] not in written} == {

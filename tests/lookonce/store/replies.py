@@ -1,4 +1,4 @@
-"""What a server may answer that none should: errors of every kind, RESP that fits no command, and what is no RESP."""
+"""Wrong replies of a server: errors of every kind, RESP that fits no command, and bytes that are no RESP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ERRORS = {
 }
 """The text of error replies, and the reason that a client must see in it."""
 
-# Where a number is expected; the first of them are numbers, and what some parsers take for one.
+# Replies in place of a number. The first of them are numbers, or texts that some parsers accept as one.
 _NUMBERS = [
     *(b"0", b"1", b"-1", b"-2", b"-0", b"+1", b" 1 ", b"1_0", b"65537", b"536870913", b"9223372036854775807"),
     *(b"-9223372036854775809", b"9" * 400, b"9" * 5000, b"", b"0x1", b"1.0", b"1e3", b"nan", b"\xc2\xb2", b"?"),

@@ -23,7 +23,7 @@ KEY = bytes(range(32))
 OTHER_KEY = bytes(32)
 NONCE = b"n" * codec.NONCE_BYTES
 
-# 4 blocks of 13 rows of 80 kB each, the last one shorter.
+# Four blocks of 13 rows, 80 kB per row; the last block is shorter.
 META = EmbeddingMeta(45, 20_000, 0, RowDtype.FLOAT32, 640, 480)
 ROWS = random.Random(1).randbytes(META.size_bytes)
 SMALL_META = EmbeddingMeta(7, 8, 1, RowDtype.BFLOAT16, 20, 10)
@@ -44,7 +44,7 @@ def rows_of(meta: EmbeddingMeta, rows: bytes, start: int, stop: int) -> bytes:
 
 ENTRY = make_entry(META, ROWS)
 SMALL_ENTRY = make_entry(SMALL_META, SMALL_ROWS)
-# The same image, encoded once more with other low bits, and another image of the same shape.
+# Rows of a second encode of the same image with other low bits, and of another image of the same shape.
 OTHER_GENERATION = make_entry(META, random.Random(3).randbytes(META.size_bytes), nonce=b"o" * codec.NONCE_BYTES)
 OTHER_IMAGE = make_entry(META, random.Random(4).randbytes(META.size_bytes), key=OTHER_KEY)
 
@@ -63,7 +63,7 @@ ranges = st.integers(0, META.num_rows - 1).flatmap(
 
 
 def reseal(record: bytearray) -> bytes:
-    """Makes the seal right again, as a writer with a bug would."""
+    """Returns the record with a valid seal, as a writer with a bug would produce it."""
     record[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(record[:-8])))
     return bytes(record)
 
@@ -148,7 +148,7 @@ def test_a_block_of_another_length_is_noticed(length: int) -> None:
     assert caught.value.reason is MissReason.LENGTH
 
 
-def test_two_blocks_that_changed_places_are_noticed() -> None:
+def test_two_swapped_blocks_are_noticed() -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     size = header.layout.block_bytes(0)
     blocks = [ENTRY[codec.HEADER_BYTES + index * size :][:size] for index in range(2)]
@@ -173,7 +173,7 @@ def test_another_keys_entry_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, 65535])
-def test_other_format_versions_are_told_apart_from_damage(version: int) -> None:
+def test_another_format_version_has_its_own_reason(version: int) -> None:
     header = bytearray(ENTRY[: codec.HEADER_BYTES])
     header[8:10] = struct.pack("<H", version)
     for data in (bytes(header), reseal(header)):
@@ -203,7 +203,7 @@ def test_a_range_beyond_the_rows_is_another_shape() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 1), (3, 3), (4, 3)])
-def test_a_range_that_is_none_is_a_callers_mistake(start: int, stop: int) -> None:
+def test_an_empty_or_reversed_range_is_a_value_error(start: int, stop: int) -> None:
     header = CODEC.parse_header(ENTRY[: codec.HEADER_BYTES], KEY)
     with pytest.raises(ValueError, match="not a range"):
         codec.block_span(header.layout, start, stop)

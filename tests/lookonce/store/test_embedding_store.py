@@ -1,4 +1,4 @@
-"""The store gives exactly the rows that were written to it."""
+"""The store returns exactly the rows that were written to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store import codec as embedding_codec
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.miss_reason import MissReason
-from tests.lookonce.store.entries import LARGE, SMALL, data_key, fresh_key, make_rows, metadata_key, read
+from tests.lookonce.store.entries import LARGE, SMALL, data_key, fresh_key, make_rows, metadata_key, read, write
 
 MakeStore = Callable[..., EmbeddingStore]
 
@@ -54,7 +54,7 @@ def test_any_shape_and_range_comes_back_bit_equal(
     key, rows = fresh_key(), make_rows(meta)
     start = data.draw(st.integers(0, meta.num_rows - 1))
     stop = data.draw(st.integers(start + 1, meta.num_rows))
-    assert lasting_store.write(key, meta, memoryview(rows))
+    assert write(lasting_store, key, meta, memoryview(rows))
     assert lasting_store.stat(key) == meta
     assert lasting_store.metadata(key) == meta
     assert read(lasting_store, key, meta, start, stop) == rows[start * meta.row_bytes : stop * meta.row_bytes]
@@ -63,14 +63,14 @@ def test_any_shape_and_range_comes_back_bit_equal(
 @pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 1), (12, 14), (13, 26), (30, 60), (59, 60), (5, 58)])
 def test_ranges_over_several_blocks_come_back_bit_equal(store: EmbeddingStore, start: int, stop: int) -> None:
     key, rows = fresh_key(), make_rows(LARGE)
-    assert store.write(key, LARGE, memoryview(rows))
+    assert write(store, key, LARGE, memoryview(rows))
     assert read(store, key, LARGE, start, stop) == rows[start * LARGE.row_bytes : stop * LARGE.row_bytes]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (5, 58), (59, 60)])
-def test_who_knows_how_many_rows_there_are_gets_the_same_ranges(store: EmbeddingStore, start: int, stop: int) -> None:
+def test_readers_that_know_the_number_of_rows_get_the_same_ranges(store: EmbeddingStore, start: int, stop: int) -> None:
     key, rows = fresh_key(), make_rows(LARGE)
-    assert store.write(key, LARGE, memoryview(rows))
+    assert write(store, key, LARGE, memoryview(rows))
     out = bytearray((stop - start) * LARGE.row_bytes)
     assert store.read_rows(key, start, stop, memoryview(out), num_rows=LARGE.num_rows) is None
     assert out == rows[start * LARGE.row_bytes : stop * LARGE.row_bytes]
@@ -83,7 +83,7 @@ def test_entries_with_other_blocks_than_expected_and_absent_ones_leave_the_conne
     other, absent, rows = fresh_key(), fresh_key(), make_rows(LARGE)
     with monkeypatch.context() as patched:
         patched.setattr(embedding_codec, "BLOCK_TARGET_BYTES", 3 * LARGE.row_bytes)
-        assert store.write(other, LARGE, memoryview(rows))
+        assert write(store, other, LARGE, memoryview(rows))
     num_connections = admin.info("stats")["total_connections_received"]
     out = bytearray(50 * LARGE.row_bytes)
     for _ in range(3):
@@ -98,7 +98,7 @@ def test_an_entry_with_another_number_of_rows_than_expected_is_read_by_its_own(
     store: EmbeddingStore, num_rows: int
 ) -> None:
     key, rows = fresh_key(), make_rows(LARGE)
-    assert store.write(key, LARGE, memoryview(rows))
+    assert write(store, key, LARGE, memoryview(rows))
     out = bytearray(20 * LARGE.row_bytes)
     assert store.read_rows(key, 5, 25, memoryview(out), num_rows=num_rows) is None
     assert out == rows[5 * LARGE.row_bytes : 25 * LARGE.row_bytes]
@@ -107,7 +107,7 @@ def test_an_entry_with_another_number_of_rows_than_expected_is_read_by_its_own(
 def test_blocks_larger_than_a_piece_come_back_bit_equal(store: EmbeddingStore) -> None:
     meta = EmbeddingMeta(3, 700_000, 0, RowDtype.FLOAT32, 1, 1)
     key, rows = fresh_key(), make_rows(meta)
-    assert store.write(key, meta, memoryview(rows))
+    assert write(store, key, meta, memoryview(rows))
     assert read(store, key, meta, 1, 3) == rows[meta.row_bytes :]
 
 
@@ -120,26 +120,26 @@ def test_an_unknown_key_is_absent(store: EmbeddingStore) -> None:
     assert not store.delete(key)
 
 
-def test_one_image_is_one_data_key_with_a_life_and_a_longer_lived_description(
+def test_an_image_is_one_key_with_a_time_to_live_and_longer_lived_metadata(
     store: EmbeddingStore, shared_admin: Any
 ) -> None:
     key = fresh_key()
-    store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    write(store, key, SMALL, memoryview(make_rows(SMALL)))
     assert {name.decode() for name in shared_admin.keys(f"*{key.hex}*")} == {data_key(key), metadata_key(key)}
     assert 0 < shared_admin.ttl(data_key(key)) <= 60 < shared_admin.ttl(metadata_key(key)) <= 420
 
 
-def test_the_description_outlives_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
+def test_the_metadata_outlives_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
     key = fresh_key()
-    store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    write(store, key, SMALL, memoryview(make_rows(SMALL)))
     shared_admin.delete(data_key(key))
     assert store.stat(key) is None
     assert store.metadata(key) == SMALL
 
 
-def test_touch_starts_the_life_anew(store: EmbeddingStore, shared_admin: Any) -> None:
+def test_touch_resets_the_time_to_live(store: EmbeddingStore, shared_admin: Any) -> None:
     key = fresh_key()
-    store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    write(store, key, SMALL, memoryview(make_rows(SMALL)))
     shared_admin.expire(data_key(key), 5)
     shared_admin.expire(metadata_key(key), 5)
     assert store.touch(key)
@@ -147,9 +147,9 @@ def test_touch_starts_the_life_anew(store: EmbeddingStore, shared_admin: Any) ->
     assert shared_admin.ttl(metadata_key(key)) > 400
 
 
-def test_delete_removes_rows_and_description(store: EmbeddingStore) -> None:
+def test_delete_removes_rows_and_metadata(store: EmbeddingStore) -> None:
     key = fresh_key()
-    store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    write(store, key, SMALL, memoryview(make_rows(SMALL)))
     assert store.delete(key)
     assert store.stat(key) is None
     assert store.metadata(key) is None
@@ -157,8 +157,8 @@ def test_delete_removes_rows_and_description(store: EmbeddingStore) -> None:
 
 def test_the_first_writers_rows_stay(store: EmbeddingStore) -> None:
     key, rows = fresh_key(), make_rows(SMALL, seed=1)
-    assert store.write(key, SMALL, memoryview(rows))
-    assert store.write(key, SMALL, memoryview(make_rows(SMALL, seed=2)))
+    assert write(store, key, SMALL, memoryview(rows))
+    assert write(store, key, SMALL, memoryview(make_rows(SMALL, seed=2)))
     assert read(store, key, SMALL, 0, 7) == rows
     assert store.stats.snapshot()["write", "exists"] == 1
 
@@ -168,11 +168,11 @@ def test_of_many_writers_at_once_one_wins_whole(store: EmbeddingStore) -> None:
     results: list[bool] = []
     barrier = threading.Barrier(len(candidates))
 
-    def write(rows: bytes) -> None:
+    def write_together(rows: bytes) -> None:
         barrier.wait()
-        results.append(store.write(key, LARGE, memoryview(rows)))
+        results.append(write(store, key, LARGE, memoryview(rows)))
 
-    threads = [threading.Thread(target=write, args=(rows,)) for rows in candidates]
+    threads = [threading.Thread(target=write_together, args=(rows,)) for rows in candidates]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -187,7 +187,7 @@ def test_threads_share_one_store(store: EmbeddingStore) -> None:
     results: list[bool] = []
 
     def use(key: ContentKey, rows: bytes) -> None:
-        store.write(key, LARGE, memoryview(rows))
+        write(store, key, LARGE, memoryview(rows))
         results.extend(read(store, key, LARGE, 0, 60) == rows for _ in range(5))
 
     threads = [threading.Thread(target=use, args=entry) for entry in entries.items()]
@@ -203,12 +203,12 @@ def test_threads_share_one_store(store: EmbeddingStore) -> None:
 
 def test_an_entry_over_the_cap_is_not_sent(shared_redis: EmbeddedRedis, make_store: MakeStore) -> None:
     store, key = make_store(shared_redis.url, max_entry_bytes=4096 + SMALL.size_bytes - 1), fresh_key()
-    assert not store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    assert not write(store, key, SMALL, memoryview(make_rows(SMALL)))
     assert store.stat(key) is None
     assert store.metadata(key) is None
     assert store.stats.snapshot()["write", "too_large"] == 1
-    assert make_store(shared_redis.url, max_entry_bytes=4096 + SMALL.size_bytes).write(
-        key, SMALL, memoryview(make_rows(SMALL))
+    assert write(
+        make_store(shared_redis.url, max_entry_bytes=4096 + SMALL.size_bytes), key, SMALL, memoryview(make_rows(SMALL))
     )
 
 
@@ -217,8 +217,8 @@ def test_an_entry_over_an_eighth_of_the_servers_memory_is_not_sent(
 ) -> None:
     admin.config_set("maxmemory", 32 << 20)
     store, other = make_store(own_redis.url), fresh_key()
-    store.write(other, SMALL, memoryview(make_rows(SMALL)))
-    assert not store.write(fresh_key(), LARGE, memoryview(make_rows(LARGE)))
+    write(store, other, SMALL, memoryview(make_rows(SMALL)))
+    assert not write(store, fresh_key(), LARGE, memoryview(make_rows(LARGE)))
     assert store.stats.snapshot()["write", "too_large"] == 1
     assert store.stat(other) == SMALL
 
@@ -227,7 +227,7 @@ def test_a_server_without_a_memory_limit_takes_every_entry_under_the_cap(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     admin.config_set("maxmemory", 0)
-    assert make_store(own_redis.url).write(fresh_key(), LARGE, memoryview(make_rows(LARGE)))
+    assert write(make_store(own_redis.url), fresh_key(), LARGE, memoryview(make_rows(LARGE)))
 
 
 # --- wrong use ------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_a_callers_mistake_is_a_value_error(store: EmbeddingStore) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         store.read_rows(key, 0, 1, memoryview(bytearray(2 * SMALL.row_bytes))[::2])
     with pytest.raises(ValueError, match="rows have"):
-        store.write(key, SMALL, memoryview(b"short"))
+        write(store, key, SMALL, memoryview(b"short"))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_callers_mistake_is_a_value_error(store: EmbeddingStore) -> None:
         "unix://",
     ],
 )
-def test_an_unusable_url_is_refused_without_telling_its_password(url: str) -> None:
+def test_the_error_for_an_unusable_url_does_not_contain_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError, match="expected redis://, rediss:// or unix://") as caught:
         EmbeddingStore(url, 1.0, 60, 1 << 20)
     assert "hunter2" not in str(caught.value)

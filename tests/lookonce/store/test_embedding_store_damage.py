@@ -1,4 +1,4 @@
-"""Values that are not what their key promises, or change while they are read, are reasoned misses: never wrong rows."""
+"""Corrupt values and values that change during a read are misses with a reason, and never wrong rows."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.lookonce.store.entries import (
     metadata_key,
     read,
     read_all,
+    write,
 )
 from tests.lookonce.store.faults import FaultProxy
 
@@ -36,7 +37,7 @@ def store(shared_redis: EmbeddedRedis, make_store: MakeStore) -> EmbeddingStore:
     return make_store(shared_redis.url)
 
 
-# --- a value that is not what its key promises ----------------------------------------------------------------------
+# --- a value that does not belong to its key ------------------------------------------------------------------------
 
 
 def flip(entry: bytes, offset: int) -> bytes:
@@ -65,14 +66,14 @@ DAMAGED = {
         for i, value in enumerate(DAMAGED[reason])
     ],
 )
-def test_a_damaged_entry_is_a_reasoned_miss_and_is_deleted(
+def test_a_damaged_entry_is_a_miss_with_a_reason_and_is_deleted(
     store: EmbeddingStore, shared_admin: Any, reason: MissReason, value: bytes
 ) -> None:
     shared_admin.set(data_key(KEY), value)
     assert read_all(store, KEY) is reason
     assert not shared_admin.exists(data_key(KEY))
     assert store.stats.snapshot()["delete", "discarded"] == 1
-    assert store.write(KEY, LARGE, memoryview(make_rows(LARGE)))
+    assert write(store, KEY, LARGE, memoryview(make_rows(LARGE)))
     assert read_all(store, KEY) == make_rows(LARGE)
     store.delete(KEY)
 
@@ -99,7 +100,7 @@ def test_damage_in_one_block_does_not_spoil_rows_of_another(store: EmbeddingStor
 def test_swapped_values_of_two_keys_are_noticed(store: EmbeddingStore, shared_admin: Any) -> None:
     keys = fresh_key(), fresh_key()
     for seed, key in enumerate(keys):
-        store.write(key, SMALL, memoryview(make_rows(SMALL, seed)))
+        write(store, key, SMALL, memoryview(make_rows(SMALL, seed)))
     values = [shared_admin.get(data_key(key)) for key in keys]
     for key, value in zip(keys, reversed(values), strict=True):
         shared_admin.set(data_key(key), value)
@@ -114,9 +115,9 @@ def test_another_type_of_value_is_a_miss_and_is_deleted(store: EmbeddingStore, s
         assert not shared_admin.exists(data_key(key))
 
 
-def test_damaged_descriptions_are_deleted_without_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
+def test_damaged_metadata_is_deleted_without_the_rows(store: EmbeddingStore, shared_admin: Any) -> None:
     key = fresh_key()
-    store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    write(store, key, SMALL, memoryview(make_rows(SMALL)))
     record = shared_admin.get(metadata_key(key))
     for value in (record[:-1], record + b"\0" * 100, flip(record, 50), b"hello"):
         shared_admin.set(metadata_key(key), value)
@@ -132,7 +133,7 @@ def test_an_eviction_between_header_and_rows_is_a_miss(
     fault_proxy: FaultProxy, make_store: MakeStore, shared_admin: Any
 ) -> None:
     store, key = make_store(fault_proxy.url), fresh_key()
-    store.write(key, LARGE, memoryview(make_rows(LARGE)))
+    write(store, key, LARGE, memoryview(make_rows(LARGE)))
     fault_proxy.faults.before_rows = lambda: shared_admin.delete(data_key(key))
     assert read_all(store, key) is MissReason.EVICTED
     fault_proxy.faults.before_rows = None
@@ -147,7 +148,7 @@ def test_an_entry_cut_short_between_header_and_rows_is_noticed(
     shared_admin.set(data_key(key), entry)
 
     def cut_once() -> None:
-        # Further pieces of the same read are on their way: they must not bring back what the reader deletes.
+        # Once only: the requests for further pieces would plant the value again after the reader has deleted it.
         fault_proxy.faults.before_rows = None
         shared_admin.set(data_key(key), entry[:5000])
 
@@ -156,9 +157,9 @@ def test_an_entry_cut_short_between_header_and_rows_is_noticed(
     assert not shared_admin.exists(data_key(key))
 
 
-def test_a_read_has_no_more_than_four_pieces_on_their_way(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
+def test_a_read_has_at_most_four_pieces_in_flight(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store, key, rows = make_store(fault_proxy.url, budget_s=30), fresh_key(), make_rows(LARGE)
-    store.write(key, LARGE, memoryview(rows))
+    write(store, key, LARGE, memoryview(rows))
     fault_proxy.faults.before_rows = fault_proxy.may_reply.clear
     results: list[bytes | MissReason] = []
     reader = threading.Thread(target=lambda: results.append(read_all(store, key)))
@@ -179,7 +180,7 @@ def test_an_entry_replaced_while_it_is_read_is_read_again(
     fault_proxy: FaultProxy, make_store: MakeStore, shared_admin: Any
 ) -> None:
     store, key, rows = make_store(fault_proxy.url), fresh_key(), make_rows(LARGE, seed=2)
-    store.write(key, LARGE, memoryview(make_rows(LARGE, seed=1)))
+    write(store, key, LARGE, memoryview(make_rows(LARGE, seed=1)))
 
     def replace_once() -> None:
         fault_proxy.faults.before_rows = None

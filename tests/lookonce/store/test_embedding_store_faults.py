@@ -1,4 +1,4 @@
-"""Redis trouble of any kind is a miss within the budget: dead, frozen, slow, garbled, full, forbidden, away."""
+"""Every failure of Redis is a miss within the budget: a dead, frozen, slow, garbling, full or forbidding server."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
 from tests.lookonce.server.certificates import Files
-from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_entry, make_rows, read_all
+from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_entry, make_rows, read_all, write
 from tests.lookonce.store.faults import FaultProxy, kill_child
 
 MakeStore = Callable[..., EmbeddingStore]
 
 ROWS = make_rows(LARGE)
-# A hang is what these tests look for; redis-py alone would take ten seconds and more.
+# Limit that detects a hang. redis-py alone would take ten seconds and more.
 HANG_S = 4.0
 
 
 def patient_breaker() -> CircuitBreaker:
-    """Never opens, for tests that fail on purpose many times."""
+    """Returns a breaker that never opens, for tests that provoke many failures."""
     return CircuitBreaker(failure_threshold=1_000_000)
 
 
@@ -39,7 +39,7 @@ def url_of_user(server: EmbeddedRedis, user: str, password: str) -> str:
 
 
 class ManualClock:
-    """Time that passes when told to."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -53,7 +53,7 @@ def every_operation_fails_quietly(store: EmbeddingStore) -> None:
     assert store.stat(key) is None
     assert store.metadata(key) is None
     assert isinstance(read_all(store, key), MissReason)
-    assert store.write(key, LARGE, memoryview(ROWS)) is False
+    assert write(store, key, LARGE, memoryview(ROWS)) is False
     assert store.touch(key) is False
     assert store.delete(key) is False
     assert store.ping() is False
@@ -73,7 +73,7 @@ def test_the_breaker_opens_when_the_server_dies_and_closes_when_it_is_back(
     clock = ManualClock()
     store = make_store(own_redis.url, breaker=CircuitBreaker(clock=clock))
     key = fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     kill_child(own_redis.pid)
     every_operation_fails_quietly(store)
     states = [store.state]
@@ -88,7 +88,7 @@ def test_the_breaker_opens_when_the_server_dies_and_closes_when_it_is_back(
     assert states == [BreakerState.OPEN, BreakerState.OPEN, BreakerState.CLOSED]
     assert store.stats.snapshot()["ping", "breaker_open"] == 2
     assert store.stat(key) is None
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     assert read_all(store, key) == ROWS
 
 
@@ -109,17 +109,17 @@ def test_a_frozen_server_costs_no_more_than_the_budget(make_store: MakeStore, us
         store = make_store(server.url + options, budget_s=0.25, breaker=patient_breaker())
         assert store.ping()
         os.kill(server.pid, signal.SIGSTOP)
-        for ask in (store.ping, lambda: store.write(fresh_key(), LARGE, memoryview(ROWS)), store.ping):
+        for ask in (store.ping, lambda: write(store, fresh_key(), LARGE, memoryview(ROWS)), store.ping):
             started_s = time.monotonic()
             assert ask() is False
             assert time.monotonic() - started_s < HANG_S
         os.kill(server.pid, signal.SIGCONT)
 
 
-def test_late_replies_of_a_thawed_server_are_nobodys_answer(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
+def test_late_replies_of_a_thawed_server_are_discarded(own_redis: EmbeddedRedis, make_store: MakeStore) -> None:
     store = make_store(own_redis.url, budget_s=0.5, breaker=patient_breaker())
     key = fresh_key()
-    store.write(key, LARGE, memoryview(ROWS))
+    write(store, key, LARGE, memoryview(ROWS))
     os.kill(own_redis.pid, signal.SIGSTOP)
     assert store.stat(fresh_key()) is None
     assert read_all(store, fresh_key()) is MissReason.TIMEOUT
@@ -132,11 +132,11 @@ def test_late_replies_of_a_thawed_server_are_nobodys_answer(own_redis: EmbeddedR
 # --- slow and garbled -----------------------------------------------------------------------------------------------
 
 
-def test_a_reply_that_trickles_is_given_up_without_opening_the_breaker(
+def test_a_trickling_reply_is_abandoned_without_opening_the_breaker(
     fault_proxy: FaultProxy, shared_redis: EmbeddedRedis, make_store: MakeStore
 ) -> None:
     key = fresh_key()
-    assert make_store(shared_redis.url).write(key, LARGE, memoryview(ROWS))
+    assert write(make_store(shared_redis.url), key, LARGE, memoryview(ROWS))
     store = make_store(fault_proxy.url, budget_s=0.3, breaker=CircuitBreaker(failure_threshold=1))
     fault_proxy.faults.pause_s = 0.02
     started_s = time.monotonic()
@@ -150,7 +150,7 @@ def test_a_connection_cut_within_a_reply_is_a_miss_and_the_next_read_is_right(
     fault_proxy: FaultProxy, shared_redis: EmbeddedRedis, make_store: MakeStore, cut_after_bytes: int
 ) -> None:
     key = fresh_key()
-    assert make_store(shared_redis.url).write(key, LARGE, memoryview(ROWS))
+    assert write(make_store(shared_redis.url), key, LARGE, memoryview(ROWS))
     store = make_store(fault_proxy.url)
     fault_proxy.faults.cut_after_bytes = cut_after_bytes
     assert read_all(store, key) is MissReason.CLOSED
@@ -178,7 +178,7 @@ def test_a_garbled_reply_is_a_protocol_miss_and_the_connection_is_closed(
     fault_proxy: FaultProxy, shared_redis: EmbeddedRedis, make_store: MakeStore, reply: bytes
 ) -> None:
     key = fresh_key()
-    assert make_store(shared_redis.url).write(key, LARGE, memoryview(ROWS))
+    assert write(make_store(shared_redis.url), key, LARGE, memoryview(ROWS))
     store = make_store(fault_proxy.url)
     fault_proxy.faults.forged_reply = reply
     assert read_all(store, key) is MissReason.PROTOCOL
@@ -186,7 +186,7 @@ def test_a_garbled_reply_is_a_protocol_miss_and_the_connection_is_closed(
     assert read_all(store, key) == ROWS
 
 
-def test_a_reply_without_its_end_is_not_believed(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
+def test_a_reply_without_its_end_is_not_accepted(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store, key = make_store(fault_proxy.url), fresh_key()
     header = make_entry(key, LARGE, ROWS)[:HEADER_BYTES]
     well_formed = b"$4096\r\n%b\r\n:%d\r\n" % (header, 4096 + len(ROWS))
@@ -197,9 +197,7 @@ def test_a_reply_without_its_end_is_not_believed(fault_proxy: FaultProxy, make_s
     assert store.stats.snapshot()["stat", "protocol"] == 1
 
 
-def test_a_connection_with_more_replies_than_questions_is_not_used_again(
-    fault_proxy: FaultProxy, make_store: MakeStore
-) -> None:
+def test_a_connection_with_surplus_replies_is_not_used_again(fault_proxy: FaultProxy, make_store: MakeStore) -> None:
     store = make_store(fault_proxy.url)
     assert [store.ping(), store.ping(), fault_proxy.num_connections] == [True, True, 1]
     fault_proxy.faults.forged_reply = b"+PONG\r\n+PONG\r\n"
@@ -240,12 +238,12 @@ def test_a_full_server_refuses_the_write_and_still_serves_reads(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     store, stored, refused = make_store(own_redis.url), fresh_key(), fresh_key()
-    assert store.write(stored, LARGE, memoryview(ROWS))
+    assert write(store, stored, LARGE, memoryview(ROWS))
     admin.config_set("maxmemory-policy", "noeviction")
     for index in range(8):
         admin.set(f"filler-{index}", bytes(8 << 20))
     admin.config_set("maxmemory", 50 << 20)
-    assert not store.write(refused, LARGE, memoryview(ROWS))
+    assert not write(store, refused, LARGE, memoryview(ROWS))
     assert store.stats.snapshot()["write", "oom"] == 1
     assert store.metadata(refused) is None
     assert read_all(store, stored) == ROWS
@@ -256,9 +254,9 @@ def test_a_read_only_server_refuses_the_write_and_still_serves_reads(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     store, stored, refused = make_store(own_redis.url), fresh_key(), fresh_key()
-    assert store.write(stored, LARGE, memoryview(ROWS))
+    assert write(store, stored, LARGE, memoryview(ROWS))
     admin.execute_command("REPLICAOF", "127.0.0.1", "1")
-    assert not store.write(refused, LARGE, memoryview(ROWS))
+    assert not write(store, refused, LARGE, memoryview(ROWS))
     assert not store.delete(stored)
     assert store.stats.snapshot()["write", "readonly"] == 1
     assert read_all(store, stored) == ROWS
@@ -271,7 +269,7 @@ def test_the_documented_access_rules_are_enough(own_redis: EmbeddedRedis, admin:
     writer = make_store(url_of_user(own_redis, "writer", "pw"))
     reader = make_store(url_of_user(own_redis, "reader", "pw"))
     key = fresh_key()
-    assert writer.write(key, LARGE, memoryview(ROWS))
+    assert write(writer, key, LARGE, memoryview(ROWS))
     assert writer.touch(key)
     for store in (reader, writer):
         assert store.ping()
@@ -281,29 +279,29 @@ def test_the_documented_access_rules_are_enough(own_redis: EmbeddedRedis, admin:
     assert admin.execute_command("ACL", "LOG") == []
 
 
-def test_a_writer_that_may_not_learn_the_memory_limit_writes_all_the_same(
+def test_a_writer_without_the_right_to_info_still_writes(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     admin.execute_command("ACL", "SETUSER", "writer", "on", ">pw", "~lookonce:*", "+exists", "+set")
     store = make_store(url_of_user(own_redis, "writer", "pw"))
-    assert store.write(fresh_key(), LARGE, memoryview(ROWS))
-    assert store.write(fresh_key(), LARGE, memoryview(ROWS))
+    assert write(store, fresh_key(), LARGE, memoryview(ROWS))
+    assert write(store, fresh_key(), LARGE, memoryview(ROWS))
     denials = admin.execute_command("ACL", "LOG")
     assert len(denials) == 1, "the limit is asked for once per connection"
 
 
-def test_a_role_that_may_only_read_leaves_a_damaged_entry_and_misses(
+def test_a_read_only_role_leaves_a_damaged_entry_and_misses(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     admin.execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~lookonce:*", "+getrange", "+strlen")
     reader, key = make_store(url_of_user(own_redis, "reader", "pw")), fresh_key()
-    make_store(own_redis.url).write(key, LARGE, memoryview(ROWS))
+    write(make_store(own_redis.url), key, LARGE, memoryview(ROWS))
     admin.setrange(data_key(key), 5000, b"damage")
     for _ in range(2):
         assert read_all(reader, key) is MissReason.BLOCK_SEAL
     assert admin.exists(data_key(key))
     assert reader.stats.snapshot()["delete", "noperm"] == 2
-    assert not reader.write(fresh_key(), LARGE, memoryview(ROWS))
+    assert not write(reader, fresh_key(), LARGE, memoryview(ROWS))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +341,7 @@ def test_rows_travel_over_tls(
     own = f"&ssl_certfile={certificate}&ssl_keyfile={key_file}" if asks_for_certificates else ""
     try:
         store, key = make_store(f"{proxy.url}?ssl_ca_certs={ca}{own}"), fresh_key()
-        assert store.write(key, LARGE, memoryview(ROWS))
+        assert write(store, key, LARGE, memoryview(ROWS))
         assert read_all(store, key) == ROWS
         assert make_store(proxy.url).stat(key) is None, "a certificate of an unknown issuer must not be trusted"
         without = make_store(f"{proxy.url}?ssl_ca_certs={ca}").stat(key)

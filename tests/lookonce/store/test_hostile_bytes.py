@@ -1,8 +1,8 @@
-"""Whatever bytes lie under a key, a read gives exactly the rows that were written, or a reasoned miss: 10,000 times.
+"""Whatever bytes are under a key, a read returns exactly the rows that were written, or a miss with a reason.
 
-What each seal promises is stated by the tests. Under a checksum: no accident is taken for rows, and a forger who knows
-the format gets only rows of his own believed, never ours in another place. Under AES-GCM: nobody without the key gets
-anything believed.
+The tests state the guarantees of each seal, on 10,000 values. With checksums no accidental damage is accepted as rows,
+and a forger who knows the format can have his own rows accepted but cannot move ours. With AES-GCM nothing is accepted
+that was sealed without the key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.miss_reason import MissReason
 from lookonce.store.sealing import AesGcm, Checksum, Sealer
 from tests.lookonce.store.damage import damaged
-from tests.lookonce.store.entries import data_key, fresh_key, metadata_key, pack_entry
+from tests.lookonce.store.entries import data_key, fresh_key, metadata_key, pack_entry, write
 from tests.lookonce.store.forgery import METADATA_BYTES, changed_fields, forged_entries, forged_headers, reseal
 from tests.lookonce.store.planted import (
     ABSENT,
@@ -43,13 +43,13 @@ from tests.lookonce.store.planted import (
 CHECKSUM, OURS, STRANGERS = Checksum(), AesGcm([b"o" * 32]), AesGcm([b"s" * 32])
 SEALERS = [pytest.param(CHECKSUM, id="checksum"), pytest.param(OURS, id="aes-gcm")]
 
-# What damage leads to; the others take somebody who seals anew.
+# Reasons that damage leads to. The other reasons need somebody who reseals the value.
 BY_DAMAGE = CORRUPT - {MissReason.BAD_SHAPE, MissReason.OTHER_SHAPE}
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writers make blocks of four rows instead of a mebibyte; readers go by the header."""
+    """Makes writers use blocks of four rows instead of a mebibyte; readers follow the header."""
     monkeypatch.setattr(embedding_codec, "BLOCK_TARGET_BYTES", BLOCK_BYTES)
 
 
@@ -57,13 +57,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_image(
     shared_redis: EmbeddedRedis, shared_admin: Any, make_store: Callable[..., EmbeddingStore]
 ) -> Callable[[Sealer], Image]:
-    """`make_image(sealer)`: its values are what a store wrote into a real server."""
+    """`make_image(sealer)` returns an image whose values a store wrote into a real server."""
 
     def make(sealer: Sealer) -> Image:
         store, key = make_store(shared_redis.url, budget_s=10.0, sealer=sealer), fresh_key()
 
         def written(key: ContentKey, meta: EmbeddingMeta, rows: bytes) -> tuple[bytes, bytes]:
-            assert store.write(key, meta, memoryview(rows))
+            assert write(store, key, meta, memoryview(rows))
             values = shared_admin.get(data_key(key)), shared_admin.get(metadata_key(key))
             shared_admin.delete(data_key(key), metadata_key(key))
             return values
@@ -90,10 +90,10 @@ def make_image(
 
 
 def for_each(num_values: int, values: st.SearchStrategy[bytes], check: Callable[[bytes], None]) -> None:
-    """Runs `check` on so many different values, made by the same choices each time."""
+    """Runs `check` on `num_values` different values, the same ones in every run."""
     seen: set[bytes] = set()
 
-    # Different choices of Hypothesis often come to the same value.
+    # Different choices of Hypothesis often produce the same value.
     @settings(max_examples=2 * num_values, deadline=None, derandomize=True, database=None)
     @given(values)
     def run(value: bytes) -> None:
@@ -109,14 +109,14 @@ def for_each(num_values: int, values: st.SearchStrategy[bytes], check: Callable[
 
 
 @pytest.mark.parametrize("sealer", SEALERS)
-def test_damaged_entries_give_the_rows_or_a_reasoned_miss(
+def test_damaged_entries_give_the_rows_or_a_miss_with_a_reason(
     make_image: Callable[[Sealer], Image], sealer: Sealer
 ) -> None:
     image = make_image(sealer)
     tally = Tally(image)
-    # Another write of this image is no damage: its rows are rows of the image, but only all of them together.
+    # An entry from another write of this image is not damaged. Its rows are valid, but must not be mixed with others.
     writes = {image.entry: ROWS, image.older: OLDER_ROWS}
-    # A part of them is that of the write whose header stands before them, where their block is that write's, too.
+    # A partial range belongs to the write of the header if its blocks are from that write, too.
     rows_under = {entry[:HEADER_BYTES]: rows for entry, rows in writes.items()}
 
     def check(value: bytes) -> None:
@@ -138,7 +138,7 @@ def test_damaged_entries_give_the_rows_or_a_reasoned_miss(
 
 
 @pytest.mark.parametrize("sealer", SEALERS)
-def test_damaged_descriptions_give_the_shape_or_a_reasoned_miss(
+def test_damaged_metadata_gives_the_shape_or_a_miss_with_a_reason(
     make_image: Callable[[Sealer], Image], sealer: Sealer
 ) -> None:
     image = make_image(sealer)
@@ -156,14 +156,14 @@ def test_damaged_descriptions_give_the_shape_or_a_reasoned_miss(
 def test_an_empty_value_does_not_keep_an_image_out_of_the_cache(make_image: Callable[[Sealer], Image]) -> None:
     image = make_image(CHECKSUM)
     image.admin.set(data_key(image.key), b"")
-    assert image.store.write(image.key, META, memoryview(ROWS))
+    assert write(image.store, image.key, META, memoryview(ROWS))
     assert image.read(Question(0, META.num_rows, knows_size=False)) == ROWS
 
 
 # --- forgery --------------------------------------------------------------------------------------------------------
 
 
-def test_a_header_forged_with_a_right_checksum_moves_no_row(make_image: Callable[[Sealer], Image]) -> None:
+def test_a_forged_header_with_a_valid_checksum_moves_no_row(make_image: Callable[[Sealer], Image]) -> None:
     image = make_image(CHECKSUM)
     tally = Tally(image)
 
@@ -176,10 +176,10 @@ def test_a_header_forged_with_a_right_checksum_moves_no_row(make_image: Callable
     assert tally.reasons >= CORRUPT - {MissReason.TOO_SHORT, MissReason.HEADER_SEAL, MissReason.OTHER_SHAPE}
 
 
-def test_a_forger_of_checksums_gets_his_own_rows_believed_and_only_where_he_put_them(
+def test_entries_forged_under_a_checksum_give_the_forgers_rows_only(
     make_image: Callable[[Sealer], Image],
 ) -> None:
-    """The limit of the checksum: it is no secret. Who must fear this uses a key file."""
+    """A limit of checksums, which need no secret. A key file prevents this."""
     image = make_image(CHECKSUM)
     tally = Tally(image)
 
@@ -193,7 +193,7 @@ def test_a_forger_of_checksums_gets_his_own_rows_believed_and_only_where_he_put_
     assert tally.reasons == {MissReason.OTHER_SHAPE}
 
 
-def test_under_aes_gcm_no_forger_gets_anything_believed(make_image: Callable[[Sealer], Image]) -> None:
+def test_no_forgery_is_accepted_under_aes_gcm(make_image: Callable[[Sealer], Image]) -> None:
     image = make_image(OURS)
     tally = Tally(image)
 
@@ -215,7 +215,7 @@ def test_under_aes_gcm_no_forger_gets_anything_believed(make_image: Callable[[Se
 
 
 @pytest.mark.parametrize("sealer", SEALERS)
-def test_forged_descriptions_are_believed_under_a_checksum_only(
+def test_forged_metadata_is_accepted_under_a_checksum_only(
     make_image: Callable[[Sealer], Image], sealer: Sealer
 ) -> None:
     image = make_image(sealer)

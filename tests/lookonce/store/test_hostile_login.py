@@ -21,14 +21,14 @@ from tests.lookonce.store.replies import CHANGES, ERRORS, NASTY, REPLIES
 MakeStore = Callable[..., EmbeddingStore]
 
 BUDGET_S = 2.0
-# What a new connection says before the first question.
+# Commands of a new connection before the first operation.
 LOGIN = [b"AUTH", b"SELECT"]
 PING = OPERATIONS["ping"]
 
 
 @pytest.fixture
 def bench(own_redis: EmbeddedRedis, make_store: MakeStore) -> Iterator[Bench]:
-    """A client that logs in and uses a database of its own."""
+    """A client that logs in and selects a database of its own."""
     with redis.Redis.from_url(own_redis.url) as admin:
         admin.execute_command("ACL", "SETUSER", "user", "on", ">pw", "~*", "&*", "+@all")
     server = RespServer(own_redis.url)
@@ -48,23 +48,23 @@ def test_every_error_at_login_is_a_miss_for_its_reason(bench: Bench, operation: 
         for text, reason in ERRORS.items():
             answer, outcomes = bench.outcome_under(operation, Lie(at, instead(b"-" + text + b"\r\n")))
             assert operation.is_miss(answer)
-            # An error without a code of its own is one about the password, if that was said.
+            # An error without a known code counts as AUTH if it is the reply to the password.
             is_refusal = at == 0 and reason is MissReason.SERVER_ERROR
             expected = MissReason.AUTH if is_refusal else reason
-            # Telling that a lease has ended needs no lease: it is tried all the same, over another connection.
+            # The end of a lease is announced even without the lease, over another connection.
             assert outcomes - {"ok"} == {expected.value}
     bench.check_recovery()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_every_nasty_reply_at_login(bench: Bench, operation: Operation) -> None:
+def test_every_malformed_reply_at_login_is_a_miss_or_harmless(bench: Bench, operation: Operation) -> None:
     for at in range(len(LOGIN)):
         for reply in NASTY:
             bench.outcome_under(operation, Lie(at, instead(reply), linger_s=0.01))
     bench.check_recovery()
 
 
-def test_no_reply_at_login_whatever_it_is_leads_to_a_wrong_row(bench: Bench) -> None:
+def test_no_reply_at_login_leads_to_a_wrong_row(bench: Bench) -> None:
     @settings(max_examples=300, deadline=None, derandomize=True, database=None)
     @given(
         st.sampled_from(list(OPERATIONS)),

@@ -1,4 +1,4 @@
-"""Whatever a server answers, breaks off or leaves unsaid: the right rows or a counted miss, in time; then all is well.
+"""Whatever a server replies, breaks off or withholds: correct rows or a counted miss in time, and recovery after it.
 
 Every operation of the store and of the leases meets every kind of misbehaviour at every one of its commands.
 """
@@ -33,9 +33,9 @@ from tests.lookonce.store.replies import CHANGES, ERRORS, NASTY, REPLIES
 MakeStore = Callable[..., EmbeddingStore]
 
 BUDGET_S = 2.0
-# For servers that say nothing.
+# Budget for servers that do not reply.
 SHORT_BUDGET_S = 0.1
-# What is said there changes no answer.
+# Commands whose replies do not affect the result.
 TRIFLES = {b"HELLO", b"INFO"}
 ENDS = [After.GO_ON, After.CLOSE]
 LATE = {MissReason.TIMEOUT.value, MissReason.SLOW.value}
@@ -44,7 +44,7 @@ EVERY_OPERATION = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=
 
 @pytest.fixture
 def bench(shared_redis: EmbeddedRedis, shared_admin: Any, make_store: MakeStore) -> Iterator[Bench]:
-    """A client of a server that may lie, and the real server behind that one."""
+    """A client of a server that may lie, and the real server behind it."""
     server = RespServer(shared_redis.url)
     yield Bench(server, Client.of(make_store, server.url, BUDGET_S), shared_admin)
     server.close()
@@ -67,11 +67,11 @@ def test_every_error_at_every_command_is_a_miss_for_its_reason(bench: Bench, ope
             bench.check_recovery()
 
 
-# --- replies that are none, or somebody else's ----------------------------------------------------------------------
+# --- malformed replies, and replies to other commands ---------------------------------------------------------------
 
 
 @EVERY_OPERATION
-def test_every_nasty_reply_at_every_command(bench: Bench, operation: Operation) -> None:
+def test_every_malformed_reply_at_every_command_is_a_miss_or_harmless(bench: Bench, operation: Operation) -> None:
     for at in range(len(bench.commands_of(operation))):
         for reply in NASTY:
             bench.outcome_under(operation, Lie(at, instead(reply), linger_s=0.01))
@@ -88,7 +88,7 @@ def test_a_flipped_bit_of_a_reply_changes_no_answer(bench: Bench, name: str) -> 
         bench.check_recovery()
 
 
-def test_no_reply_whatever_it_is_leads_to_a_wrong_row(bench: Bench) -> None:
+def test_no_reply_leads_to_a_wrong_row(bench: Bench) -> None:
     num_commands = {name: len(bench.commands_of(operation)) for name, operation in OPERATIONS.items()}
     moments = [(name, at) for name, count in num_commands.items() for at in range(count)]
     tally: Counter[str] = Counter()
@@ -117,7 +117,7 @@ def test_no_reply_whatever_it_is_leads_to_a_wrong_row(bench: Bench) -> None:
         pytest.param(lambda: lambda later, true: b":1\r\n", id="one for all"),
     ],
 )
-def test_replies_that_do_not_belong_to_their_commands(
+def test_replies_to_other_commands_change_no_result(
     bench: Bench, operation: Operation, make_tell: Callable[[], Callable[[int, bytes], bytes]]
 ) -> None:
     for at in range(len(bench.commands_of(operation))):
@@ -143,7 +143,7 @@ def test_the_reply_about_another_image_is_never_taken_for_this_one(
 
 @pytest.mark.parametrize("name", ["stat", "read some rows", "read all rows"])
 def test_a_forged_size_beyond_all_memory_is_a_miss(bench: Bench, name: str) -> None:
-    """A checksum is no secret, so whoever owns the server can describe an entry that no machine holds."""
+    """A checksum needs no secret, so the owner of the server can describe an entry larger than any memory."""
     operation, huge = OPERATIONS[name], (1 << 32) - 1
     size = HEADER_BYTES + huge * SMALL.row_bytes
     changed_header = bytearray(make_entry(KEY, SMALL, ROWS)[:HEADER_BYTES])
@@ -151,7 +151,7 @@ def test_a_forged_size_beyond_all_memory_is_a_miss(bench: Bench, name: str) -> N
     struct.pack_into("<IIIQ", changed_header, 68, SMALL.row_bytes, huge, 1, huge * SMALL.row_bytes)
     header = reseal(bytes(changed_header), Checksum())
     commands = bench.commands_of(operation)
-    # Some servers are asked for all rows by one command, with the header in front.
+    # On some servers one command returns the header and all rows.
     if b"GET" in commands:
         at, replies = commands.index(b"GET"), [b"$%d\r\n%b" % (size, header)]
     else:
@@ -166,7 +166,7 @@ def test_a_forged_size_beyond_all_memory_is_a_miss(bench: Bench, name: str) -> N
     bench.check_recovery()
 
 
-def test_what_never_ends_is_nobody_s_lease(bench: Bench) -> None:
+def test_a_lease_that_never_expires_is_ignored(bench: Bench) -> None:
     bench.server.lie(None)
     bench.admin.set(lease_key(KEY), b"nobody")
     answer, outcomes = bench.outcome(OPERATIONS["acquire a lease that is held"])
@@ -178,7 +178,7 @@ def test_what_never_ends_is_nobody_s_lease(bench: Bench) -> None:
 
 
 @EVERY_OPERATION
-def test_a_connection_cut_at_each_power_of_two(
+def test_a_connection_cut_at_any_length_is_a_miss_in_time(
     bench: Bench, fault_proxy: FaultProxy, make_store: MakeStore, operation: Operation
 ) -> None:
     for cut_after_bytes in [0, *(1 << power for power in range(14))]:
@@ -194,7 +194,7 @@ def test_a_connection_cut_at_each_power_of_two(
 
 
 @pytest.mark.parametrize("wants_all", [True, False])
-def test_rows_of_many_blocks_cut_at_each_power_of_two(
+def test_a_large_read_cut_at_any_length_is_a_miss_in_time(
     fault_proxy: FaultProxy, shared_admin: Any, make_store: MakeStore, wants_all: bool
 ) -> None:
     key, rows, out = fresh_key(), make_rows(LARGE), bytearray(LARGE.size_bytes)
@@ -219,7 +219,7 @@ def test_silence_at_every_command_costs_no_more_than_the_budget(
     for at in range(len(bench.commands_of(operation))):
         lie = Lie(at, changed(lambda true: true[: int(part * len(true))]), After.STALL)
         answer, outcomes = hasty.outcome_under(operation, lie)
-        # A lease is given back before its end is told.
+        # A lease is released before its end is announced.
         assert operation.is_miss(answer) or "ok" in outcomes
         assert outcomes & LATE
         bench.check_recovery()
@@ -238,7 +238,7 @@ def test_replies_that_trickle_cost_no_more_than_the_budget(
     bench.check_recovery()
 
 
-# --- and then -------------------------------------------------------------------------------------------------------
+# --- recovery -------------------------------------------------------------------------------------------------------
 
 
 def test_a_liar_opens_the_breaker_and_an_honest_server_closes_it(bench: Bench, make_store: MakeStore) -> None:

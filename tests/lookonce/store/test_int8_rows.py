@@ -1,4 +1,4 @@
-"""Int8 rows are off by half a scale at most, say how much they lost, and come back row by row as they were made."""
+"""Int8 rows have an error of at most half a scale, report it, and can be restored row by row."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store import int8_rows
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.int8_rows import dequantise, quantise
-from tests.lookonce.store.entries import fresh_key
+from tests.lookonce.store.entries import fresh_key, write
 
-# Rounding in float32 adds so much to the half of a scale.
+# Rounding in float32 adds this much to the error of half a scale.
 HALF_SCALE = 0.5 + 2e-5
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
-    """Rows whose levels have widely different magnitudes, some zero; and their number of extra levels."""
+    """Draws rows whose levels have widely different magnitudes, some zero, and their number of extra levels."""
     num_rows, num_levels, hidden_size = draw(st.integers(1, 20)), draw(st.integers(0, 3)), draw(st.integers(1, 33))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     elements = torch.randn((num_rows, 1 + num_levels, hidden_size), generator=generator)
@@ -73,13 +73,13 @@ def test_multiples_of_the_scale_come_back_exactly(scale: float, values: list[int
 
 @settings(deadline=None)
 @given(matrix=matrices())
-def test_what_came_back_is_not_rounded_again(matrix: tuple[torch.Tensor, int]) -> None:
+def test_restored_rows_quantise_to_themselves(matrix: tuple[torch.Tensor, int]) -> None:
     rows, num_levels = matrix
     once = restored(rows, num_levels)
     torch.testing.assert_close(restored(once, num_levels), once, rtol=1e-6, atol=0)
 
 
-def test_zeros_and_what_is_too_small_for_a_scale_become_zeros() -> None:
+def test_zeros_and_values_too_small_for_a_scale_become_zeros() -> None:
     rows = torch.tensor([[0.0, -0.0, 0.0], [1e-40, -1e-37, 0.0], [1.0, -2.0, 0.0]])
     quantised = quantise(rows, 0)
     assert not quantised.data[:2].any()
@@ -126,7 +126,7 @@ def test_ranges_from_the_store_are_the_same_ranges_of_the_rows(
     data, meta, key = quantise(rows, num_levels).data, meta_of(rows, num_levels), fresh_key()
     expected = dequantise(data, num_levels, torch.bfloat16)
     store = make_store(shared_redis.url)
-    assert store.write(key, meta, memoryview(data.numpy()))
+    assert write(store, key, meta, memoryview(data.numpy()))
     assert store.stat(key) == store.metadata(key) == meta
     for start, stop in ((0, 700), (0, 1), (1, 700), (333, 334), (120, 580)):
         buffer = bytearray((stop - start) * meta.row_bytes)

@@ -1,4 +1,4 @@
-"""Sealed entries: who has the key gets the rows back, who has not can neither read, nor swap, nor forge them."""
+"""Sealed entries: rows can be read with the key, and neither read, swapped nor forged without it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from tests.lookonce.store.entries import (
     pack_entry,
     read,
     read_all,
+    write,
 )
 
 KEY_A, KEY_B = b"a" * 32, b"b" * 32
 SEALED = EmbeddingCodec(AesGcm([KEY_A]))
 CONTENT_KEY, OTHER_CONTENT_KEY = bytes(range(32)), bytes(32)
-# 3 blocks of 13 rows of 80 kB each, the last one shorter.
+# Three blocks of 13 rows, 80 kB per row; the last block is shorter.
 META = EmbeddingMeta(30, 20_000, 0, RowDtype.FLOAT32, 640, 480)
 ROWS = random.Random(1).randbytes(META.size_bytes)
 SMALL_META = EmbeddingMeta(3, 8, 0, RowDtype.BFLOAT16, 20, 10)
@@ -100,7 +101,7 @@ def test_blocks_cannot_change_places_or_entries() -> None:
     assert refusal(SEALED, ENTRY[: codec.HEADER_BYTES] + other[codec.HEADER_BYTES :]) is MissReason.BLOCK_SEAL
 
 
-def test_who_has_no_key_cannot_forge_by_a_checksum_and_the_other_way_round() -> None:
+def test_checksums_and_aes_gcm_do_not_accept_each_others_entries() -> None:
     plain = EmbeddingCodec(Checksum())
     assert refusal(SEALED, entry_of(plain, META, ROWS)) is MissReason.OTHER_VERSION
     assert refusal(plain, ENTRY) is MissReason.OTHER_VERSION
@@ -116,7 +117,7 @@ def test_metadata_is_sealed_too() -> None:
             SEALED.parse_metadata(bytes(damaged), CONTENT_KEY)
 
 
-def test_a_new_key_in_front_opens_what_the_old_one_sealed() -> None:
+def test_after_a_key_rotation_old_entries_still_open() -> None:
     rotated, new_only = EmbeddingCodec(AesGcm([KEY_B, KEY_A])), EmbeddingCodec(AesGcm([KEY_B]))
     assert open_entry(rotated, ENTRY, 0, 30, CONTENT_KEY) == ROWS
     fresh = entry_of(rotated, META, ROWS)
@@ -132,7 +133,7 @@ def test_a_key_file_has_a_key_per_line(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "abc", "zz" * 32, "ab" * 31, "ab" * 33, "\xe4" * 64, f"{'ab' * 32}\n" * 9])
-def test_another_file_is_refused_without_showing_it(tmp_path: pathlib.Path, text: str) -> None:
+def test_a_malformed_key_file_is_refused_without_showing_its_content(tmp_path: pathlib.Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text, "utf-8")
     with pytest.raises(ConfigurationError, match="seal") as caught:
@@ -153,17 +154,17 @@ def test_rows_travel_through_a_real_cache(
     sealer: Sealer,
 ) -> None:
     store, key, rows = make_store(shared_redis.url, sealer=sealer), fresh_key(), make_rows(LARGE)
-    assert store.write(key, LARGE, memoryview(rows))
+    assert write(store, key, LARGE, memoryview(rows))
     assert read_all(store, key) == rows
     assert read(store, key, LARGE, 12, 27) == rows[12 * LARGE.row_bytes : 27 * LARGE.row_bytes]
     assert store.stat(key) == store.metadata(key) == LARGE
-    # Another key of the same cache, damaged, and somebody who has no key.
+    # A value of another key of the same cache, a damaged one, and a reader without the key.
     offset = codec.HEADER_BYTES + 17
     (byte,) = shared_admin.getrange(data_key(key), offset, offset)
     shared_admin.setrange(data_key(key), offset, bytes([byte ^ 1]))
     assert read_all(store, key) is MissReason.BLOCK_SEAL
     assert not shared_admin.exists(data_key(key))
     stranger = make_store(shared_redis.url, sealer=AesGcm([KEY_B]))
-    assert store.write(key, LARGE, memoryview(rows))
+    assert write(store, key, LARGE, memoryview(rows))
     assert stranger.metadata(key) is None
     assert not shared_admin.exists(metadata_key(key))

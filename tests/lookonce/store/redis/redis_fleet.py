@@ -1,4 +1,4 @@
-"""Real Redis servers in company: a primary with a replica and Sentinels, and a cluster. Tests start and end them."""
+"""Groups of real Redis servers for tests: a primary with a replica and Sentinels, and a cluster."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PASSWORD = "secret"
 SERVICE = "cache"
 TIMEOUT_S = 20.0
 NUM_SLOTS = 16384
-# Of the cluster's own port, which is that of the clients and so much.
+# Distance from the port for clients to the port that cluster nodes use among themselves.
 _BUS_OFFSET = 10_000
 _QUORUM = 2
 
 
 class RedisProcess:
-    """One server on a free port of the loopback interface, in a directory of its own."""
+    """One server on a free loopback port, in a directory of its own."""
 
     def __init__(self, settings: Sequence[str], *arguments: str, password: str = PASSWORD) -> None:
         self.port = _free_port()
@@ -44,17 +44,17 @@ class RedisProcess:
 
     @property
     def address(self) -> str:
-        """host:port."""
+        """Address of the server as host:port."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def url(self) -> str:
-        """Of this server alone."""
+        """URL of this server alone."""
         return f"redis://:{self._password}@{self.address}"
 
     def start(self) -> None:
-        """Returns when it answers."""
-        # The same starter as in production: the server dies with the test run, however that ends.
+        """Starts the server and returns once it answers."""
+        # The starter of the embedded server makes the server end with the test run, however that ends.
         command = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid()), str(find_server()[0])]
         with (self._directory / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -64,24 +64,24 @@ class RedisProcess:
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[Any]:
-        """redis-py's own client."""
+        """Yields redis-py's own client for this server."""
         with redis.Redis(port=self.port, password=self._password or None, protocol=2, socket_timeout=5.0) as client:
             yield client
 
     def ask(self, *command: Any) -> Any:
-        """One command, as redis-py understands its reply."""
+        """Runs one command and returns its reply as redis-py parses it."""
         with self.admin() as client:
             return client.execute_command(*command)
 
     def kill(self) -> None:
-        """Without a warning."""
+        """Kills the server by SIGKILL and waits for its end."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Its connections stay and nobody answers."""
+        """Stops the process for the block: its connections stay open and it does not reply."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:
@@ -90,7 +90,7 @@ class RedisProcess:
             self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Ends it and removes its files."""
+        """Ends the server and removes its files."""
         if self._process is not None:
             self.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -103,12 +103,12 @@ class RedisProcess:
 
 
 class SentinelFleet:
-    """A primary, its replica, and three Sentinels of whom two must agree that it is gone."""
+    """A primary, its replica, and three Sentinels, of which two must agree on a failover."""
 
     def __init__(
         self, sentinel_settings: Sequence[str] = (), sentinel_password: str = "", down_after_ms: int = 1000
     ) -> None:
-        """`down_after_ms`: who is silent so long is taken to be down."""
+        """`down_after_ms`: a server that is silent for this time counts as down."""
         self.primary = RedisProcess(data_settings())
         self.replica = RedisProcess([*data_settings(), f"replicaof 127.0.0.1 {self.primary.port}"])
         monitor = [
@@ -122,36 +122,36 @@ class SentinelFleet:
 
     @property
     def url(self) -> str:
-        """Of the service, with all Sentinels."""
+        """URL of the service that names all Sentinels."""
         return self.url_by(self.sentinels)
 
     def url_by(self, sentinels: Sequence[RedisProcess]) -> str:
-        """Of the service, with these Sentinels only."""
+        """Returns the URL of the service that names only these Sentinels."""
         return f"redis+sentinel://:{PASSWORD}@{','.join(one.address for one in sentinels)}/{SERVICE}"
 
     def start(self) -> None:
-        """Returns when a failover would succeed."""
+        """Starts all servers and returns once a failover would succeed."""
         self.primary.start()
         self.replica.start()
         until(lambda: _is_replica_in_sync(self.replica), "the replica is not in sync")
         for sentinel in self.sentinels:
             sentinel.start()
-            # They look and talk every few seconds otherwise, and a busy machine makes them distrust their clock.
+            # By default Sentinels check every few seconds, and a busy machine puts them into TILT mode.
             for name, value_ms in (("info-period", 2000), ("publish-period", 100), ("tilt-trigger", 60_000)):
                 sentinel.ask("SENTINEL", "DEBUG", name, value_ms)
         until(lambda: all(map(_knows_everybody, self.sentinels)), "the Sentinels do not see each other")
 
     def stop(self) -> None:
-        """Ends all of them."""
+        """Ends all servers of the group."""
         for process in (*self.sentinels, self.replica, self.primary):
             process.stop()
 
 
 class ClusterFleet:
-    """Three primaries, of which the first has a replica."""
+    """A cluster of three primaries, of which the first has a replica."""
 
     def __init__(self, node_timeout_ms: int = 1000) -> None:
-        """`node_timeout_ms`: who is silent so long is taken to be down."""
+        """`node_timeout_ms`: a node that is silent for this time counts as down."""
         settings = [
             *data_settings(),
             "cluster-enabled yes",
@@ -163,12 +163,12 @@ class ClusterFleet:
 
     @property
     def url(self) -> str:
-        """With all nodes but the last primary, which clients have to find."""
+        """URL that names all nodes but the last primary, which clients have to discover."""
         known = (*self.primaries[:2], self.replica)
         return f"redis+cluster://:{PASSWORD}@{','.join(one.address for one in known)}"
 
     def start(self) -> None:
-        """Returns when every node knows every slot."""
+        """Starts all nodes and returns once every node knows every slot."""
         nodes = [*self.primaries, self.replica]
         for node in nodes:
             node.start()
@@ -184,23 +184,23 @@ class ClusterFleet:
         until(lambda: _is_replica_in_sync(self.replica), "the replica is not in sync")
 
     def share_of(self, index: int) -> range:
-        """The slots that this primary got at the start."""
+        """Returns the slots that this primary had at the start."""
         share = -(-NUM_SLOTS // len(self.primaries))
         return range(NUM_SLOTS)[index * share : (index + 1) * share]
 
     def primary_of(self, name: str) -> int:
-        """Which primary has had this key from the start."""
+        """Returns the index of the primary that had this key at the start."""
         slot = key_slot(name.encode())
         return next(index for index in range(len(self.primaries)) if slot in self.share_of(index))
 
     def stop(self) -> None:
-        """Ends all of them."""
+        """Ends all servers of the group."""
         for process in (self.replica, *self.primaries):
             process.stop()
 
 
 def data_settings() -> list[str]:
-    """Of a server for rows: a cache behind a password, replicated without a pause."""
+    """Returns the settings of a data server: a cache with a password and replication without delay."""
     return [
         'save ""',
         "appendonly no",
@@ -213,13 +213,13 @@ def data_settings() -> list[str]:
 
 
 def node_id(node: RedisProcess) -> str:
-    """What the cluster calls it."""
+    """Returns the id of the node in the cluster."""
     name = node.ask("CLUSTER", "MYID")
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
 def until(condition: Callable[[], bool], failure: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Waits for something that servers do in their own time."""
+    """Waits until `condition` holds; fails with `failure` after `timeout_s` seconds."""
     give_up_at_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at_s, failure
@@ -244,7 +244,7 @@ def _knows_everybody(sentinel: RedisProcess) -> bool:
 
 
 def _free_port() -> int:
-    """So low that the cluster's port above it exists, and is free, too."""
+    """Returns a free port whose cluster port, _BUS_OFFSET above it, exists and is free, too."""
     while True:
         with socket.socket() as listener, socket.socket() as bus:
             listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A server that answers what a real one behind it answers, until it is told to lie, to break off or to fall silent."""
+"""A server that forwards to a real one, until a test makes it lie, close connections or stall."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AGGREGATES = b"*~>%|"
 
 
 class After(enum.Enum):
-    """What follows a lie."""
+    """Behaviour of the server after a lie."""
 
     GO_ON = "go on"
     CLOSE = "close"
@@ -26,38 +26,38 @@ class After(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """What becomes of one command and those behind it."""
+    """Misbehaviour for one command and those that follow it."""
 
-    # Which command, counted over all connections from when the lie began.
+    # Index of the command, counted over all connections since the lie began.
     at: int
-    # (how many commands later, the true reply) → what is sent.
+    # (number of commands since that one, the true reply) → the reply that is sent.
     tell: Callable[[int, bytes], bytes]
     after: After = After.GO_ON
-    # Going on, a client that asks for nothing for so long is cut off: it waits for more than it was told. Seconds.
+    # With GO_ON, a client that sends nothing for this time is cut off, as it waits for more bytes. Seconds.
     linger_s: float = 1.0
-    # (how many commands later, the command) → what the real server is asked.
+    # (number of commands since that one, the command) → the command that the real server gets.
     ask: Callable[[int, bytes], bytes] = lambda later, command: command
-    # Commands without these bytes are answered truthfully, and not counted.
+    # Commands without these bytes are forwarded honestly and not counted.
     about: bytes = b""
 
 
 def instead(reply: bytes) -> Callable[[int, bytes], bytes]:
-    """Tells this once, and the truth from then on."""
+    """Returns a lie that sends this reply once and true replies afterwards."""
     return lambda later, true: true if later else reply
 
 
 def changed(change: Callable[[bytes], bytes]) -> Callable[[int, bytes], bytes]:
-    """Changes the true reply once."""
+    """Returns a lie that changes one true reply."""
     return lambda later, true: true if later else change(true)
 
 
 def always(reply: bytes) -> Callable[[int, bytes], bytes]:
-    """Tells nothing else any more."""
+    """Returns a lie that sends this reply to every command."""
     return lambda later, true: reply
 
 
 def swapped() -> Callable[[int, bytes], bytes]:
-    """Two replies in the wrong order. For one use."""
+    """Returns a lie that sends two replies in the wrong order. For one use."""
     held: list[bytes] = []
 
     def tell(later: int, true: bytes) -> bytes:
@@ -70,7 +70,7 @@ def swapped() -> Callable[[int, bytes], bytes]:
 
 
 class RespServer:
-    """Listens on a unix socket; each connection has its own to the real server at `url`."""
+    """A server on a unix socket with one connection to the real server at `url` for each of its own."""
 
     def __init__(self, url: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="resp-")
@@ -78,7 +78,7 @@ class RespServer:
         self._real_path = urllib.parse.unquote(urllib.parse.urlsplit(url).path)
         self._lock = threading.Lock()
         self._lie: Lie | None = None
-        # How many commands there were that it is about.
+        # Number of commands that the lie has applied to.
         self._num_told = 0
         self._commands: list[bytes] = []
         self._connections: list[tuple[threading.Thread, socket.socket, socket.socket]] = []
@@ -90,17 +90,17 @@ class RespServer:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """URL of this server for clients."""
         return f"unix://{self._path}"
 
     @property
     def commands(self) -> list[bytes]:
-        """Names of the commands since the last lie was told."""
+        """Names of the commands since `lie` was called."""
         with self._lock:
             return list(self._commands)
 
     def lie(self, lie: Lie | None) -> None:
-        """Does so from now on. Commands are counted anew; all clients have to connect again."""
+        """Sets the lie and restarts its count of commands. Closes all connections of clients."""
         with self._lock:
             connections, self._connections = self._connections, []
         for thread, *sockets in connections:
@@ -111,7 +111,7 @@ class RespServer:
             self._lie, self._num_told, self._commands = lie, 0, []
 
     def close(self) -> None:
-        """Ends all connections and threads."""
+        """Closes all connections and ends the threads."""
         _close(self._listener)
         self._acceptor.join()
         self.lie(None)
@@ -137,7 +137,7 @@ class RespServer:
             _close(real)
 
     def _answer(self, client: socket.socket, real: socket.socket) -> bool:
-        """Answers commands; returns whether to close the connections."""
+        """Replies to commands until a lie ends that. Returns whether to close the connections."""
         requests, replies = client.makefile("rb"), real.makefile("rb")
         while True:
             command, name = _read_command(requests)
@@ -156,7 +156,7 @@ class RespServer:
                 _forward(client, real)
 
     def _note(self, command: bytes, name: bytes) -> tuple[Lie | None, int]:
-        """(the lie that holds for this command, how many commands after it began)."""
+        """Returns (the lie that applies to this command, number of commands since its first)."""
         with self._lock:
             self._commands.append(name)
             lie = self._lie
@@ -168,7 +168,7 @@ class RespServer:
 
 
 def _read_command(stream: BufferedReader) -> tuple[bytes, bytes]:
-    """(its bytes, its name in capitals)."""
+    """Returns (bytes of the next command, its name in capitals)."""
     command = _read_line(stream)
     arguments = []
     for _ in range(int(command[1:])):
@@ -179,7 +179,7 @@ def _read_command(stream: BufferedReader) -> tuple[bytes, bytes]:
 
 
 def _read_reply(stream: BufferedReader) -> bytes:
-    """The bytes of one reply, of any depth."""
+    """Returns the bytes of one reply with all its nested values."""
     line = _read_line(stream)
     kind, length = line[:1], line[1:-2]
     if kind == b"$" and length != b"-1":

@@ -1,4 +1,4 @@
-"""The breaker opens after a streak, probes after a back-off and believes only verdicts of its present state."""
+"""The breaker opens after a streak of failures, probes after a back-off, and ignores outdated outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker, P
 
 
 class ManualClock:
-    """Time that passes when told to."""
+    """A clock that advances only when the test says so."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -78,7 +78,7 @@ def test_asking_for_the_state_does_not_change_it(breaker: CircuitBreaker, clock:
     assert breaker.acquire() is not None
 
 
-def test_a_good_probe_closes_and_forgets_the_streak(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_a_successful_probe_closes_and_resets_the_streak(breaker: CircuitBreaker, clock: ManualClock) -> None:
     fail(breaker, 3)
     clock.now_s += 0.5
     ask(breaker, succeeded=True)
@@ -97,7 +97,7 @@ def test_failed_probes_double_the_backoff_up_to_its_limit(breaker: CircuitBreake
         assert breaker.state is BreakerState.OPEN
 
 
-def test_the_backoff_starts_anew_after_a_recovery(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_the_backoff_is_reset_after_a_recovery(breaker: CircuitBreaker, clock: ManualClock) -> None:
     fail(breaker, 3)
     clock.now_s += 0.5
     fail(breaker, 1)
@@ -109,7 +109,7 @@ def test_the_backoff_starts_anew_after_a_recovery(breaker: CircuitBreaker, clock
 
 
 @pytest.mark.parametrize("late_verdict", [True, False])
-def test_a_verdict_from_before_the_last_change_is_ignored(
+def test_an_outcome_from_before_the_last_change_is_ignored(
     breaker: CircuitBreaker, clock: ManualClock, late_verdict: bool
 ) -> None:
     slow = breaker.acquire()
@@ -149,7 +149,7 @@ def test_refuses_settings_that_make_no_sense(threshold: int, backoff_s: float, m
 
 
 class BreakerModel(RuleBasedStateMachine):
-    """Any order of questions, verdicts and pauses."""
+    """Requests, outcomes and pauses in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class BreakerModel(RuleBasedStateMachine):
 
     @invariant()
     def recovers_whenever_the_server_does(self) -> None:
-        """Once every permit is reported, a back-off and one success bring any state back to closed."""
+        """Checks that a back-off and one success close the breaker from any state, once all permits are reported."""
         if self.permits:
             return
         assert self.breaker.state is not BreakerState.HALF_OPEN

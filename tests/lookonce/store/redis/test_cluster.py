@@ -1,4 +1,4 @@
-"""The shared cache on a cluster: each image at its node, slots followed where they go, a lost node loses its own."""
+"""The shared cache on a cluster: each image is on its node, moved slots are followed, a lost node costs its images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
 from tests.lookonce.server.certificates import Files
-from tests.lookonce.store.entries import LARGE, SMALL, data_key, fresh_key, make_rows, metadata_key, read, read_all
+from tests.lookonce.store.entries import (
+    LARGE,
+    SMALL,
+    data_key,
+    fresh_key,
+    make_rows,
+    metadata_key,
+    read,
+    read_all,
+    write,
+)
 from tests.lookonce.store.faults import FaultProxy
 from tests.lookonce.store.redis.redis_fleet import (
     NUM_SLOTS,
@@ -36,19 +46,19 @@ MakeStore = Callable[..., EmbeddingStore]
 Entries = dict[ContentKey, bytes]
 
 ROWS = make_rows(LARGE)
-# A hang is what these tests look for: redis-py's defaults are ten seconds and several attempts.
+# Limit that detects a hang. redis-py's defaults are ten seconds and several attempts.
 HANG_S = 4.0
 
 
 @pytest.fixture(scope="module")
 def shared_cluster() -> Iterator[ClusterFleet]:
-    """For tests that kill nobody and leave the slots as they were. Nobody is taken to be down."""
+    """A cluster for tests that kill no node and leave the slots as they were. No node counts as down."""
     yield from running(ClusterFleet(node_timeout_ms=60_000))
 
 
 @pytest.fixture
 def cluster() -> Iterator[ClusterFleet]:
-    """One that the test may break."""
+    """A cluster that the test may break."""
     yield from running(ClusterFleet())
 
 
@@ -61,7 +71,7 @@ def running(cluster: ClusterFleet) -> Iterator[ClusterFleet]:
 
 
 def key_at(cluster: ClusterFleet, index: int) -> ContentKey:
-    """A fresh one that this primary has."""
+    """Returns a new key in a slot of this primary."""
     while True:
         key = fresh_key()
         if cluster.primary_of(data_key(key)) == index:
@@ -77,21 +87,21 @@ def read_small(store: EmbeddingStore, key: ContentKey) -> bytes | MissReason:
 
 
 def write_at(cluster: ClusterFleet, store: EmbeddingStore, index: int, number: int = 5) -> Entries:
-    """Entries at this primary, no two alike."""
+    """Writes entries with different rows to this primary and returns them."""
     entries = {key_at(cluster, index): rows_of(100 * index + seed) for seed in range(number)}
-    assert all(store.write(key, SMALL, memoryview(rows)) for key, rows in entries.items())
+    assert all(write(store, key, SMALL, memoryview(rows)) for key, rows in entries.items())
     return entries
 
 
 def are_read(store: EmbeddingStore, entries: Entries) -> bool:
-    """Whether all are there. What is there is right in any case."""
+    """Returns whether all entries are read; checks that none is read wrongly."""
     found = {key: read_small(store, key) for key in entries}
     assert all(found[key] in (rows, *MissReason) for key, rows in entries.items())
     return found == entries
 
 
 def num_looks(cluster: ClusterFleet) -> int:
-    """How often the nodes were asked for the table."""
+    """Returns how often the nodes were asked for the table of slots."""
     calls = 0
     for node in (*cluster.primaries, cluster.replica):
         with node.admin() as client:
@@ -117,7 +127,7 @@ def test_images_lie_on_all_nodes_and_come_back_bit_equal(shared_cluster: Cluster
             assert read_small(store, key) == rows
             assert read(store, key, SMALL, 2, 5) == rows[2 * SMALL.row_bytes : 5 * SMALL.row_bytes]
         large = key_at(shared_cluster, index)
-        assert store.write(large, LARGE, memoryview(ROWS))
+        assert write(store, large, LARGE, memoryview(ROWS))
         assert read_all(store, large) == ROWS
         assert store.touch(large)
         assert store.delete(large)
@@ -126,7 +136,7 @@ def test_images_lie_on_all_nodes_and_come_back_bit_equal(shared_cluster: Cluster
     assert outcomes(store) == {"ok", "absent"}
 
 
-def test_leases_are_at_the_node_of_their_image(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
+def test_leases_are_on_the_node_of_their_image(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     mine, others = (EncodeLeases(make_store(shared_cluster.url), ttl_s=30.0) for _ in range(2))
     for index in range(3):
         key = key_at(shared_cluster, index)
@@ -139,13 +149,13 @@ def test_leases_are_at_the_node_of_their_image(shared_cluster: ClusterFleet, mak
         assert others.acquire(key).state is LeaseState.HELD
 
 
-def test_threads_find_the_nodes_together(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
+def test_concurrent_threads_find_the_nodes(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(shared_cluster.url)
     wrong: list[object] = []
 
     def work(seed: int) -> None:
         key, rows = fresh_key(), rows_of(seed)
-        found = read_small(store, key), store.write(key, SMALL, memoryview(rows)), read_small(store, key)
+        found = read_small(store, key), write(store, key, SMALL, memoryview(rows)), read_small(store, key)
         if found != (MissReason.ABSENT, True, rows):
             wrong.append(found)
 
@@ -158,7 +168,7 @@ def test_threads_find_the_nodes_together(shared_cluster: ClusterFleet, make_stor
 
 
 @pytest.mark.parametrize("number", range(3))
-async def test_the_end_of_an_encode_is_heard_on_whichever_node(
+async def test_the_end_of_an_encode_is_received_on_every_node(
     shared_cluster: ClusterFleet, make_store: MakeStore, number: int
 ) -> None:
     leases = EncodeLeases(make_store(shared_cluster.url), ttl_s=30.0)
@@ -183,7 +193,7 @@ def test_the_memory_limit_of_each_node_holds(shared_cluster: ClusterFleet, make_
     small_one.ask("CONFIG", "SET", "maxmemory", 4 * LARGE.size_bytes)
     try:
         store = make_store(shared_cluster.url)
-        stored = [store.write(key_at(shared_cluster, index), LARGE, memoryview(ROWS)) for index in (0, 1, 2, 1, 0)]
+        stored = [write(store, key_at(shared_cluster, index), LARGE, memoryview(ROWS)) for index in (0, 1, 2, 1, 0)]
         assert stored == [True, False, True, False, True]
         assert store.stats.snapshot()["write", "too_large"] == 2
     finally:
@@ -204,10 +214,10 @@ def test_the_documented_access_rules_are_enough(shared_cluster: ClusterFleet, ma
         node.ask("ACL", "SETUSER", "writer", "-cluster|slots")
     blind = make_store(shared_cluster.url.replace(f":{PASSWORD}@", "writer:pw@"))
     assert read_small(blind, fresh_key()) is MissReason.NOPERM
-    assert not blind.write(fresh_key(), SMALL, memoryview(rows_of(0)))
+    assert not write(blind, fresh_key(), SMALL, memoryview(rows_of(0)))
 
 
-def test_what_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
+def test_a_server_that_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
     server = RedisProcess(data_settings())
     try:
         for is_up, reason in ((False, MissReason.CONNECT_FAILED), (True, MissReason.SERVER_ERROR)):
@@ -215,7 +225,7 @@ def test_what_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
                 server.start()
             store = make_store(f"redis+cluster://:{PASSWORD}@{server.address}")
             assert read_small(store, fresh_key()) is reason
-            assert not store.write(fresh_key(), SMALL, memoryview(rows_of(0)))
+            assert not write(store, fresh_key(), SMALL, memoryview(rows_of(0)))
             assert not store.ping()
     finally:
         server.stop()
@@ -229,16 +239,16 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     source, target = shared_cluster.primaries[1:]
     key, rows = key_at(shared_cluster, 1), rows_of(1)
     slot = key_slot(data_key(key).encode())
-    assert store.write(key, SMALL, memoryview(rows))
+    assert write(store, key, SMALL, memoryview(rows))
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
     source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
     assert read_small(store, key) == rows
     move = ["MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "AUTH", PASSWORD, "KEYS"]
     source.ask(*move, data_key(key), metadata_key(key))
-    # Now the source says ASK, which nobody does, and which is no news of the table.
+    # Now the source replies ASK, which clients do not follow and which does not make the table outdated.
     looks = num_looks(shared_cluster)
     assert read_small(store, key) is MissReason.MOVED
-    assert not store.write(key, SMALL, memoryview(rows))
+    assert not write(store, key, SMALL, memoryview(rows))
     assert num_looks(shared_cluster) == looks
     for node in (target, source):
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
@@ -247,20 +257,18 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     assert target.ask("EXISTS", data_key(key)) == 1
     assert store.stats.snapshot()["read_rows", "moved"] == 1
     leases = EncodeLeases(store, ttl_s=30.0)
-    # Back again, without the rows: they are absent, and nothing else is different.
+    # The slot moves back without the rows: they are absent, and everything else is as before.
     target.ask("DEL", data_key(key), metadata_key(key))
     for node in (source, target):
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(source))
     assert leases.acquire(key).state is LeaseState.HELD
     assert read_small(store, key) is MissReason.ABSENT
-    assert store.write(key, SMALL, memoryview(rows))
+    assert write(store, key, SMALL, memoryview(rows))
     assert read_small(store, key) == rows
     assert store.stats.snapshot()["read_rows", "moved"] == 1
 
 
-def test_a_slot_that_nobody_has_is_a_miss_until_somebody_has_it(
-    shared_cluster: ClusterFleet, make_store: MakeStore
-) -> None:
+def test_an_unassigned_slot_is_a_miss_until_it_is_assigned(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     key, rows = key_at(shared_cluster, 2), rows_of(2)
     slot = key_slot(data_key(key).encode())
     owner = shared_cluster.primaries[2]
@@ -274,25 +282,25 @@ def test_a_slot_that_nobody_has_is_a_miss_until_somebody_has_it(
         assert are_read(store, others)
     finally:
         owner.ask("CLUSTER", "ADDSLOTS", slot)
-    until(lambda: store.write(key, SMALL, memoryview(rows)), "the slot is not found again")
+    until(lambda: write(store, key, SMALL, memoryview(rows)), "the slot is not found again")
     assert read_small(store, key) == rows
     assert store.state is BreakerState.CLOSED
 
 
-def test_a_replica_alone_sends_elsewhere(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
-    """A URL of one server is one server, also if that is a node of a cluster."""
+def test_a_replica_as_a_single_server_is_a_miss(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
+    """The URL of a single server stands for that server, even if it is a node of a cluster."""
     entries = write_at(shared_cluster, make_store(shared_cluster.url), 0)
     key = next(iter(entries))
     store = make_store(shared_cluster.replica.url)
     assert read_small(store, key) is MissReason.MOVED
-    assert store.write(key_at(shared_cluster, 0), SMALL, memoryview(rows_of(0))) is False
+    assert write(store, key_at(shared_cluster, 0), SMALL, memoryview(rows_of(0))) is False
     assert are_read(make_store(f"redis+cluster://:{PASSWORD}@{shared_cluster.replica.address}"), entries)
 
 
-# --- nodes that go --------------------------------------------------------------------------------------------------
+# --- nodes that fail ------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_node_takes_its_images_with_it_and_no_others(cluster: ClusterFleet, make_store: MakeStore) -> None:
+def test_a_killed_node_costs_its_images_and_no_others(cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(cluster.url, breaker=CircuitBreaker(failure_threshold=1))
     entries = [write_at(cluster, store, index) for index in range(3)]
     cluster.primaries[1].kill()
@@ -300,11 +308,11 @@ def test_a_killed_node_takes_its_images_with_it_and_no_others(cluster: ClusterFl
         assert {read_small(store, key) for key in entries[1]} <= {MissReason.CLUSTER_DOWN}
         assert are_read(store, entries[0])
         assert are_read(store, entries[2])
-        assert store.write(key_at(cluster, 0), SMALL, memoryview(rows_of(7)))
-        assert not store.write(key_at(cluster, 1), SMALL, memoryview(rows_of(8)))
+        assert write(store, key_at(cluster, 0), SMALL, memoryview(rows_of(7)))
+        assert not write(store, key_at(cluster, 1), SMALL, memoryview(rows_of(8)))
     assert store.state is BreakerState.CLOSED
     cluster.primaries[1].start()
-    until(lambda: store.write(next(iter(entries[1])), SMALL, memoryview(rows_of(100))), "the node is not used again")
+    until(lambda: write(store, next(iter(entries[1])), SMALL, memoryview(rows_of(100))), "the node is not used again")
     assert read_small(store, next(iter(entries[1]))) == rows_of(100)
 
 
@@ -317,7 +325,7 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     cluster.replica.ask("CONFIG", "SET", "masterauth", "wrong")
     cluster.primaries[0].ask("CLIENT", "KILL", "TYPE", "replica")
     lost = {key_at(cluster, 0): rows_of(50 + seed) for seed in range(5)}
-    assert all(store.write(key, SMALL, memoryview(rows)) for key, rows in lost.items())
+    assert all(write(store, key, SMALL, memoryview(rows)) for key, rows in lost.items())
     assert are_read(store, lost)
     late = key_at(cluster, 0)
     cluster.primaries[0].kill()
@@ -325,7 +333,7 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     def is_back() -> bool:
         are_read(store, {**kept, **lost})
         assert are_read(store, others)
-        return store.write(late, SMALL, memoryview(rows_of(9)))
+        return write(store, late, SMALL, memoryview(rows_of(9)))
 
     until(is_back, "no replica took over")
     assert are_read(store, {**kept, late: rows_of(9)})
@@ -333,9 +341,7 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     assert are_read(make_store(cluster.url), kept)
 
 
-def test_a_frozen_node_costs_its_images_the_budget_and_others_nothing(
-    shared_cluster: ClusterFleet, make_store: MakeStore
-) -> None:
+def test_a_frozen_node_delays_reads_of_its_images_only(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(shared_cluster.url, budget_s=0.25)
     entries = [write_at(shared_cluster, store, index) for index in range(3)]
     with shared_cluster.primaries[1].frozen():
@@ -345,9 +351,9 @@ def test_a_frozen_node_costs_its_images_the_budget_and_others_nothing(
                 assert isinstance(read_small(store, key), MissReason)
                 assert time.monotonic() - started_s < HANG_S
             assert are_read(store, entries[2])
-        # Its own breaker is open: it is not waited for any more.
+        # The node's own breaker is open, so that no operation waits for it any more.
         assert store.stats.snapshot()["read_rows", "cluster_down"] > 0
-        # One that does not know yet whom it cannot ask.
+        # A new store has not yet learnt which node does not reply.
         assert are_read(make_store(shared_cluster.url), entries[0])
     assert store.state is BreakerState.CLOSED
     until(lambda: are_read(store, entries[1]), "the node is not used again")
@@ -384,14 +390,14 @@ def test_rows_travel_over_tls(make_store: MakeStore, tmp_path: pathlib.Path) -> 
     proxy = FaultProxy(f"{tmp_path}/server.sock", context)
     try:
         server.start()
-        # The node sends its clients to the encrypted port.
+        # Makes the node announce its TLS port to clients.
         tls_port = proxy.url.rpartition(":")[2]
         server.ask("CONFIG", "SET", "cluster-announce-port", tls_port)
         server.ask("CLUSTER", "ADDSLOTS", *range(NUM_SLOTS))
         until(lambda: server.ask("CLUSTER INFO")["cluster_state"] == "ok", "the cluster does not come up")
         url = f"rediss+cluster://:{PASSWORD}@127.0.0.1:{tls_port}"
         store, key = make_store(f"{url}?ssl_ca_certs={files.authority}"), fresh_key()
-        assert store.write(key, LARGE, memoryview(ROWS))
+        assert write(store, key, LARGE, memoryview(ROWS))
         assert read_all(store, key) == ROWS
         assert make_store(url).stat(key) is None, "a certificate of an unknown issuer must not be trusted"
     finally:

@@ -1,4 +1,4 @@
-"""Whatever a Sentinel or a node of a cluster says of where the rows are, it is a place or a miss."""
+"""Whatever a Sentinel or a cluster node replies about the topology, the result is an address or a miss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.miss_reason import MissReason
-from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read
+from tests.lookonce.store.entries import SMALL, fresh_key, make_rows, read, write
 from tests.lookonce.store.faults import FaultProxy
 from tests.lookonce.store.redis.redis_fleet import SERVICE
 
@@ -35,11 +35,11 @@ NO_TOPOLOGY = [b"+OK", b":1", b"$-1", b"*0", b"*-1", b"*1\r\n:1"]
         b"nothing of the kind",
     ],
 )
-def test_a_table_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes) -> None:
+def test_a_malformed_table_of_slots_is_a_miss(fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes) -> None:
     fault_proxy.faults.forged_reply = reply + b"\r\n"
     store = make_store(fault_proxy.url.replace("redis://", "redis+cluster://"))
     assert isinstance(read(store, fresh_key(), SMALL, 0, 1), MissReason)
-    assert not store.write(fresh_key(), SMALL, memoryview(ROWS))
+    assert not write(store, fresh_key(), SMALL, memoryview(ROWS))
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,10 @@ def test_a_table_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_sto
         b"nothing of the kind",
     ],
 )
-def test_a_sentinel_that_makes_no_sense_is_a_miss(fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes) -> None:
+def test_a_malformed_reply_of_a_sentinel_is_a_miss(
+    fault_proxy: FaultProxy, make_store: MakeStore, reply: bytes
+) -> None:
     fault_proxy.faults.forged_reply = reply + b"\r\n"
     store = make_store(f"{fault_proxy.url.replace('redis://', 'redis+sentinel://')}/{SERVICE}")
     assert isinstance(read(store, fresh_key(), SMALL, 0, 1), MissReason)
-    assert not store.write(fresh_key(), SMALL, memoryview(ROWS))
+    assert not write(store, fresh_key(), SMALL, memoryview(ROWS))

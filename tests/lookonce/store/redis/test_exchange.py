@@ -1,4 +1,4 @@
-"""One deadline holds for a whole exchange on any system, and bytes count as they arrive."""
+"""One deadline bounds a whole exchange on any system, and bytes are counted as they arrive."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from lookonce.store.redis.exchange import Exchange
 from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
 
-# Longer than the deadline's length by far, and shorter than what trickles would take.
+# Much longer than the deadline, and shorter than the trickling bytes would take.
 HANG_S = 5.0
 
 
 @contextlib.contextmanager
 def trickle(data: bytes, *, num_drops: int = 0, pause_s: float = 0.05) -> Iterator[socket.socket]:
-    """The client's end of a connection on which `data` has come and single bytes follow, with pauses."""
+    """Yields the client's end of a connection on which `data` has arrived and single bytes follow with pauses."""
     ours, theirs = socket.socketpair()
     is_over = threading.Event()
 
@@ -58,7 +58,7 @@ def test_a_reply_that_trickles_ends_at_the_deadline(platform: str, monkeypatch: 
 
 
 class WatchedSocket(socket.socket):
-    """Remembers the flags of its last call."""
+    """A socket that remembers the flags of its last receive."""
 
     flags: int | None = None
 

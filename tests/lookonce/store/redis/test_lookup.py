@@ -1,4 +1,4 @@
-"""Looking for nodes: when it is due, once for all threads, never longer than allowed, from whoever answers."""
+"""Lookups of the topology happen when they are due, once for all threads, and end at their deadline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lookonce.store.redis.lookup import Informants, Lookup
+from lookonce.store.redis.lookup import Lookup, TopologySources
 from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
 from lookonce.store.redis.node import RedisNode
 from lookonce.store.redis.url import Address, parse_redis_url
@@ -19,13 +19,13 @@ A, B, C = (Address(host, 1) for host in "abc")
 
 
 class Truth:
-    """What a look finds out, and how often it was looked for."""
+    """A source for lookups that counts them, and fails or waits when the test says so."""
 
     def __init__(self) -> None:
         self.num_looks = 0
         self.trouble: RedisTroubleError | None = None
         self.has_begun = threading.Event()
-        # While cleared, a look does not end.
+        # While cleared, a lookup does not end.
         self.may_end = threading.Event()
         self.may_end.set()
 
@@ -51,7 +51,7 @@ def soon() -> float:
     return time.monotonic() + PATIENCE_S
 
 
-def test_it_is_looked_once_and_again_when_there_is_something_new(lookup: Lookup, truth: Truth) -> None:
+def test_a_lookup_runs_once_and_again_after_a_certain_change(lookup: Lookup, truth: Truth) -> None:
     lookup.run(soon())
     lookup.run(soon())
     assert truth.num_looks == 1
@@ -61,7 +61,7 @@ def test_it_is_looked_once_and_again_when_there_is_something_new(lookup: Lookup,
     assert truth.num_looks == 2
 
 
-def test_mere_doubt_waits_for_the_pause(lookup: Lookup, truth: Truth) -> None:
+def test_trouble_prompts_a_lookup_only_after_the_pause(lookup: Lookup, truth: Truth) -> None:
     lookup.run(soon())
     for _ in range(100):
         lookup.make_due()
@@ -74,7 +74,7 @@ def test_mere_doubt_waits_for_the_pause(lookup: Lookup, truth: Truth) -> None:
         lookup.run(soon())
 
 
-def test_as_long_as_nothing_is_known_every_failure_is_told_and_then_none(lookup: Lookup, truth: Truth) -> None:
+def test_failed_lookups_raise_only_until_the_first_success(lookup: Lookup, truth: Truth) -> None:
     truth.trouble = RedisTroubleError(MissReason.AUTH)
     for expected in (1, 2):
         with pytest.raises(RedisTroubleError) as caught:
@@ -88,7 +88,7 @@ def test_as_long_as_nothing_is_known_every_failure_is_told_and_then_none(lookup:
     assert truth.num_looks == 4
 
 
-def test_threads_that_come_together_look_once(lookup: Lookup, truth: Truth) -> None:
+def test_concurrent_threads_share_one_lookup(lookup: Lookup, truth: Truth) -> None:
     truth.may_end.clear()
     threads = [threading.Thread(target=lookup.run, args=(soon(),)) for _ in range(8)]
     for thread in threads:
@@ -100,7 +100,7 @@ def test_threads_that_come_together_look_once(lookup: Lookup, truth: Truth) -> N
     assert truth.num_looks == 1
 
 
-def test_nobody_waits_longer_than_allowed_for_another_thread(lookup: Lookup, truth: Truth) -> None:
+def test_a_thread_waits_for_another_until_its_deadline_only(lookup: Lookup, truth: Truth) -> None:
     for is_known in (False, True):
         truth.has_begun.clear()
         truth.may_end.clear()
@@ -118,7 +118,7 @@ def test_nobody_waits_longer_than_allowed_for_another_thread(lookup: Lookup, tru
         looking.join()
 
 
-def test_without_time_nobody_looks(lookup: Lookup, truth: Truth) -> None:
+def test_no_lookup_starts_after_the_deadline(lookup: Lookup, truth: Truth) -> None:
     with pytest.raises(RedisTroubleError) as caught:
         lookup.run(time.monotonic())
     assert (caught.value.reason, truth.num_looks) == (MissReason.SLOW, 0)
@@ -130,11 +130,11 @@ def test_without_time_nobody_looks(lookup: Lookup, truth: Truth) -> None:
     assert truth.num_looks == 2
 
 
-# --- whom to ask ----------------------------------------------------------------------------------------------------
+# --- the order of sources -------------------------------------------------------------------------------------------
 
 
 class Questions:
-    """Asks nobody, and remembers whom."""
+    """Questions that record the servers they are put to, without a connection."""
 
     def __init__(self, *silent: Address) -> None:
         self.asked: list[Address] = []
@@ -148,13 +148,13 @@ class Questions:
         return node.address
 
 
-def informants() -> Informants:
-    return Informants(parse_redis_url("redis+cluster://a:1,b:1,c:1"), PATIENCE_S)
+def sources() -> TopologySources:
+    return TopologySources(parse_redis_url("redis+cluster://a:1,b:1,c:1"), PATIENCE_S)
 
 
-def test_who_failed_is_asked_last_and_who_answered_first() -> None:
-    several, questions = informants(), Questions(B, C)
-    several.distrust(A)
+def test_a_source_that_failed_is_asked_last() -> None:
+    several, questions = sources(), Questions(B, C)
+    several.ask_last(A)
     assert several.ask(questions.ask, soon()) == A
     assert {*questions.asked[:2]} == {B, C}
     questions.asked.clear()
@@ -162,23 +162,23 @@ def test_who_failed_is_asked_last_and_who_answered_first() -> None:
     assert questions.asked == [A]
 
 
-def test_who_certainly_knows_is_asked_first_and_others_are_asked_too() -> None:
+def test_the_first_source_is_asked_first_and_others_when_the_seeds_fail() -> None:
     other = Address("other", 1)
     questions = Questions()
-    assert informants().ask(questions.ask, soon(), first=other) == other
+    assert sources().ask(questions.ask, soon(), first=other) == other
     assert questions.asked == [other]
     questions.silent = {A, B, C}
-    assert informants().ask(questions.ask, soon(), others=[other]) == other
+    assert sources().ask(questions.ask, soon(), others=[other]) == other
 
 
-def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
-    several, others = informants(), [Address(f"other{number}", 1) for number in range(200)]
+def test_sources_may_fail_in_one_thread_while_another_asks() -> None:
+    several, others = sources(), [Address(f"other{number}", 1) for number in range(200)]
     is_over = threading.Event()
 
     def doubt() -> None:
         while not is_over.is_set():
             for address in others:
-                several.distrust(address)
+                several.ask_last(address)
 
     switch_interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -196,16 +196,16 @@ def test_others_may_be_distrusted_while_somebody_is_asked() -> None:
         sys.setswitchinterval(switch_interval_s)
 
 
-def test_when_nobody_answers_the_last_trouble_is_told() -> None:
+def test_without_an_answer_the_last_failure_is_raised() -> None:
     questions = Questions(A, B, C)
     with pytest.raises(RedisTroubleError) as caught:
-        informants().ask(questions.ask, soon())
+        sources().ask(questions.ask, soon())
     assert caught.value.reason is MissReason.CLOSED
     assert sorted(questions.asked) == [A, B, C]
 
 
-def test_when_the_time_is_over_nobody_else_is_asked() -> None:
+def test_no_source_is_asked_after_the_deadline() -> None:
     questions = Questions()
     with pytest.raises(RedisTroubleError) as caught:
-        informants().ask(questions.ask, time.monotonic())
+        sources().ask(questions.ask, time.monotonic())
     assert (caught.value.reason, questions.asked) == (MissReason.TIMEOUT, [])

@@ -1,4 +1,4 @@
-"""Connections to one server are used again while they are in step, whatever the server does meanwhile."""
+"""Connections to one server are used again only while they are in step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+import redis.connection
 
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.redis.node import RedisNode
@@ -35,7 +36,7 @@ def operator(server: EmbeddedRedis) -> Iterator[redis.Redis]:
 
 
 def connection_id(node: RedisNode) -> int:
-    """The server's number of the connection that the node uses."""
+    """Returns the server's id of the connection that the node uses."""
     with node.exchange(time.monotonic() + 2) as exchange:
         exchange.send(b"CLIENT", b"ID")
         return exchange.read_integer()
@@ -45,15 +46,15 @@ def test_a_connection_is_used_again(node: RedisNode) -> None:
     assert len({connection_id(node) for _ in range(5)}) == 1
 
 
-def test_one_that_the_server_closed_meanwhile_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
+def test_a_connection_that_the_server_closed_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
     for _ in range(3):
         first = connection_id(node)
         operator.client_kill_filter(_id=str(first))
         assert connection_id(node) != first
 
 
-def test_one_on_which_something_came_unasked_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
-    """Whatever it is, it would be taken for the answer to the next question."""
+def test_a_connection_with_unexpected_bytes_is_not_used(node: RedisNode, operator: redis.Redis) -> None:
+    """Unexpected bytes would be taken for the reply to the next command."""
     with node.exchange(time.monotonic() + 2) as exchange:
         exchange.send(b"CLIENT", b"ID")
         first = exchange.read_integer()
@@ -63,14 +64,14 @@ def test_one_on_which_something_came_unasked_is_not_used(node: RedisNode, operat
     assert connection_id(node) != first
 
 
-def test_one_whose_block_failed_is_not_used(node: RedisNode) -> None:
+def test_a_connection_whose_block_failed_is_not_used(node: RedisNode) -> None:
     first = connection_id(node)
     with pytest.raises(KeyError), node.exchange(time.monotonic() + 2):
         raise KeyError
     assert connection_id(node) != first
 
 
-def test_each_of_many_threads_has_its_own(node: RedisNode) -> None:
+def test_each_concurrent_thread_has_its_own_connection(node: RedisNode) -> None:
     found: list[int] = []
     together = threading.Barrier(8)
 
@@ -90,7 +91,7 @@ def test_each_of_many_threads_has_its_own(node: RedisNode) -> None:
         assert len(set(found)) == 8
 
 
-def test_a_retired_node_keeps_none(server: EmbeddedRedis, operator: redis.Redis) -> None:
+def test_a_retired_node_closes_its_connections(server: EmbeddedRedis, operator: redis.Redis) -> None:
     node = RedisNode(server.url, None, 2.0)
     first = connection_id(node)
     with node.exchange(time.monotonic() + 2) as exchange:
@@ -122,10 +123,26 @@ print(connection_id(node), flush=True)
 """
 
 
-def test_a_forked_child_does_not_use_its_parents(server: EmbeddedRedis) -> None:
-    """In a process of its own: this one has threads, and a fork of it might never end."""
+def test_a_forked_child_does_not_use_its_parents_connections(server: EmbeddedRedis) -> None:
+    """Runs in a process of its own, since this one has threads and a fork of it might never end."""
     command = [sys.executable, "-c", _FORKING, server.url]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     before, of_child, after = finished.stdout.split()
     assert of_child != before
     assert after == before
+
+
+@pytest.mark.parametrize("name", ["Connection", "SSLConnection", "UnixDomainSocketConnection"])
+def test_this_version_of_redis_py_has_the_private_attributes_that_are_used(name: str) -> None:
+    connection = getattr(redis.connection, name)()
+    advice = (
+        f"redis-py {redis.__version__} has changed: adapt lookonce/store/redis/node.py or its range in pyproject.toml"
+    )
+    assert hasattr(connection, "_sock"), advice
+    assert callable(getattr(connection._parser, "on_connect", None)), advice
+
+
+def test_the_private_socket_of_a_connection_is_its_open_socket(server: EmbeddedRedis, node: RedisNode) -> None:
+    with node.exchange(time.monotonic() + 2) as exchange:
+        path = exchange.socket.getpeername()
+    assert path.endswith("server.sock"), f"redis-py {redis.__version__} keeps its socket elsewhere"

@@ -21,7 +21,7 @@ from lookonce.local.redis_server import EmbeddedRedis, find_server
 from lookonce.store.cache_names import pattern_of_fingerprint
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
-from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_rows, read
+from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_rows, read, write
 
 USERS = pathlib.Path(__file__).parents[4] / "deploy/redis/users.acl"
 ROLES = ("decoder", "encoder", "janitor")
@@ -39,7 +39,7 @@ def password(role: str) -> str:
 
 @pytest.fixture
 def server() -> Iterator[EmbeddedRedis]:
-    """A server whose default user stays, as the test's own."""
+    """A server with these users, whose default user stays enabled for the test itself."""
     rules = USERS.read_text()
     for role in ROLES:
         digest = hashlib.sha256(password(role).encode()).hexdigest()
@@ -62,17 +62,17 @@ def url_of(server: EmbeddedRedis, role: str) -> str:
 
 
 def refusals(operator: Any) -> list[tuple[str, str]]:
-    """(user, what) of everything that the rules have kept from being done."""
+    """Returns (user, command, key or channel) of everything that the rules refused."""
     return [(entry["username"], entry["object"]) for entry in operator.acl_log()]
 
 
 def written(store: EmbeddingStore) -> ContentKey:
     key = fresh_key()
-    assert store.write(key, SMALL, memoryview(make_rows(SMALL)))
+    assert write(store, key, SMALL, memoryview(make_rows(SMALL)))
     return key
 
 
-def test_nobody_comes_in_without_a_user_of_this_file() -> None:
+def test_the_default_user_is_off() -> None:
     (default,) = (line for line in USERS.read_text().splitlines() if line.startswith("user default"))
     assert default == "user default off resetpass resetkeys resetchannels -@all"
 
@@ -99,7 +99,7 @@ def test_encoders_write_read_and_take_leases(
     assert refusals(operator) == []
 
 
-def test_decoders_read_and_forget_what_is_damaged(server: EmbeddedRedis, operator: Any, make_store: MakeStore) -> None:
+def test_decoders_read_and_remove_damaged_entries(server: EmbeddedRedis, operator: Any, make_store: MakeStore) -> None:
     encoder, decoder = make_store(url_of(server, "encoder")), make_store(url_of(server, "decoder"))
     key = written(encoder)
     assert decoder.metadata(key) == SMALL
@@ -108,11 +108,11 @@ def test_decoders_read_and_forget_what_is_damaged(server: EmbeddedRedis, operato
     assert decoder.stat(key) is None
     assert not operator.exists(data_key(key))
     assert refusals(operator) == []
-    assert not decoder.write(fresh_key(), SMALL, memoryview(make_rows(SMALL))), "it cannot plant rows"
+    assert not write(decoder, fresh_key(), SMALL, memoryview(make_rows(SMALL))), "it cannot plant rows"
     assert refusals(operator) == [("lookonce-decoder", "set")]
 
 
-async def test_ends_of_encodes_and_what_is_to_be_forgotten_are_heard(
+async def test_messages_about_encodes_and_forgotten_images_arrive(
     server: EmbeddedRedis, operator: Any, make_store: MakeStore
 ) -> None:
     key, heard = fresh_key(), asyncio.Event()
@@ -184,7 +184,9 @@ def test_janitors_look_at_pin_and_remove_entries(server: EmbeddedRedis, operator
     ],
     ids="-".join,
 )
-def test_nobody_does_anything_else(server: EmbeddedRedis, operator: Any, role: str, command: tuple[str, ...]) -> None:
+def test_no_role_may_run_other_commands(
+    server: EmbeddedRedis, operator: Any, role: str, command: tuple[str, ...]
+) -> None:
     with (
         redis.Redis.from_url(url_of(server, role)) as client,
         pytest.raises(redis.exceptions.NoPermissionError),

@@ -1,4 +1,4 @@
-"""The shared cache behind Sentinels: the primary is found, lost and found again, and no row is ever a wrong one."""
+"""The shared cache under Sentinels: the primary is found, lost and found again, and rows are never wrong."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
-from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_rows, read_all
+from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_rows, read_all, write
 from tests.lookonce.store.redis.redis_fleet import PASSWORD, SERVICE, RedisProcess, SentinelFleet, until
 
 MakeStore = Callable[..., EmbeddingStore]
 
 ROWS = make_rows(LARGE)
-# A hang is what these tests look for: redis-py's defaults are ten seconds and several attempts.
+# Limit that detects a hang. redis-py's defaults are ten seconds and several attempts.
 HANG_S = 4.0
 SENTINEL_PASSWORD = "watched"
-# So long nobody is silent: the Sentinels take nobody to be down.
+# No server is silent for this long, so that the Sentinels never count one as down.
 NEVER_MS = 3_600_000
 
 
 @pytest.fixture(scope="module")
 def shared_fleet() -> Iterator[SentinelFleet]:
-    """For tests that neither kill nor demote anybody. Its Sentinels want a password."""
+    """A group for tests that neither kill nor demote a server. Its Sentinels require a password."""
     settings = [f"requirepass {SENTINEL_PASSWORD}"]
     yield from running(SentinelFleet(settings, SENTINEL_PASSWORD, down_after_ms=NEVER_MS))
 
 
 @pytest.fixture
 def fleet() -> Iterator[SentinelFleet]:
-    """One that the test may break."""
+    """A group that the test may break."""
     yield from running(SentinelFleet())
 
 
 @pytest.fixture
 def obedient_fleet() -> Iterator[SentinelFleet]:
-    """One whose primary changes when the test says so, and only then."""
+    """A group whose primary changes only when the test says so."""
     yield from running(SentinelFleet(down_after_ms=NEVER_MS))
 
 
@@ -57,12 +57,12 @@ def running(fleet: SentinelFleet) -> Iterator[SentinelFleet]:
 
 
 def url_of(fleet: SentinelFleet, *sentinels: RedisProcess) -> str:
-    """Of `shared_fleet`, by these Sentinels or by all."""
+    """Returns the URL of `shared_fleet` that names these Sentinels, or all of them."""
     return f"{fleet.url_by(sentinels or fleet.sentinels)}?sentinel_password={SENTINEL_PASSWORD}"
 
 
 def patient_breaker() -> CircuitBreaker:
-    """Never opens, for tests of single operations."""
+    """Returns a breaker that never opens, for tests of single operations."""
     return CircuitBreaker(failure_threshold=1_000_000)
 
 
@@ -72,12 +72,12 @@ def rows_of(seed: int) -> bytes:
 
 def write_some(store: EmbeddingStore, number: int) -> dict[ContentKey, bytes]:
     entries = {fresh_key(): rows_of(seed) for seed in range(number)}
-    assert all(store.write(key, LARGE, memoryview(rows)) for key, rows in entries.items())
+    assert all(write(store, key, LARGE, memoryview(rows)) for key, rows in entries.items())
     return entries
 
 
 def forget_on(replica: RedisProcess, keys: list[ContentKey]) -> None:
-    """As if these had never been replicated."""
+    """Removes entries from the replica, as if they had not been replicated."""
     replica.ask("CONFIG", "SET", "replica-read-only", "no")
     assert replica.ask("DEL", *map(data_key, keys)) == len(keys)
 
@@ -100,7 +100,7 @@ def test_everything_works_at_the_primary_that_sentinels_name(
     assert store.ping()
     assert store.stat(key) is None
     assert read_all(store, key) is MissReason.ABSENT
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     assert store.stat(key) == store.metadata(key) == LARGE
     assert read_all(store, key) == ROWS
     assert store.touch(key)
@@ -120,7 +120,7 @@ def test_the_memory_limit_of_the_primary_holds(shared_fleet: SentinelFleet, make
     shared_fleet.primary.ask("CONFIG", "SET", "maxmemory", limit_bytes)
     try:
         store = make_store(url_of(shared_fleet))
-        assert not store.write(fresh_key(), LARGE, memoryview(ROWS))
+        assert not write(store, fresh_key(), LARGE, memoryview(ROWS))
         assert store.stats.snapshot()["write", "too_large"] == 1
     finally:
         shared_fleet.primary.ask("CONFIG", "SET", "maxmemory", 256 << 20)
@@ -133,7 +133,7 @@ def test_the_documented_access_rules_are_enough(shared_fleet: SentinelFleet, mak
         )
     url = f"{shared_fleet.url}?sentinel_username=watcher&sentinel_password=pw"
     store, key = make_store(url), fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     assert read_all(store, key) == ROWS
     for sentinel in shared_fleet.sentinels:
         assert not sentinel.ask("ACL", "LOG")
@@ -148,12 +148,12 @@ def test_the_documented_access_rules_are_enough(shared_fleet: SentinelFleet, mak
     ],
     ids=["the Sentinels' password", "the primary's password", "the service"],
 )
-def test_what_is_wrong_is_a_miss(
+def test_a_wrong_password_or_service_is_a_miss(
     shared_fleet: SentinelFleet, make_store: MakeStore, change: tuple[str, str], reason: MissReason
 ) -> None:
     store = make_store(url_of(shared_fleet).replace(*change))
     assert read_all(store, fresh_key()) is reason
-    assert not store.write(fresh_key(), LARGE, memoryview(ROWS))
+    assert not write(store, fresh_key(), LARGE, memoryview(ROWS))
 
 
 def test_a_server_that_is_no_sentinel_is_a_miss(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
@@ -174,11 +174,11 @@ def test_a_closed_store_only_misses(shared_fleet: SentinelFleet, make_store: Mak
 
 def test_a_frozen_sentinel_is_passed_over(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
     with shared_fleet.sentinels[0].frozen():
-        # Whom a client asks first is up to chance.
+        # The Sentinel that a client asks first is random.
         for _ in range(6):
             store, key = make_store(url_of(shared_fleet, *shared_fleet.sentinels[:2]), budget_s=1.0), fresh_key()
             started_s = time.monotonic()
-            assert store.write(key, LARGE, memoryview(ROWS))
+            assert write(store, key, LARGE, memoryview(ROWS))
             assert time.monotonic() - started_s < HANG_S
             assert read_all(store, key) == ROWS
 
@@ -198,12 +198,10 @@ def test_without_sentinels_an_operation_costs_no_more_than_the_budget(
     nobody.stop()
 
 
-def test_without_sentinels_a_primary_that_is_known_is_used_on(
-    shared_fleet: SentinelFleet, make_store: MakeStore
-) -> None:
+def test_without_sentinels_the_known_primary_stays_in_use(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
     sentinel = shared_fleet.sentinels[0]
     store, key = make_store(url_of(shared_fleet, sentinel), budget_s=1.0), fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     with sentinel.frozen():
         with shared_fleet.primary.frozen():
             assert not store.ping()
@@ -211,7 +209,7 @@ def test_without_sentinels_a_primary_that_is_known_is_used_on(
             assert read_all(store, key) == ROWS
 
 
-# --- the primary goes -----------------------------------------------------------------------------------------------
+# --- failover -------------------------------------------------------------------------------------------------------
 
 
 def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
@@ -228,7 +226,7 @@ def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
     def is_back() -> bool:
         for key, rows in entries.items():
             assert read_all(store, key) in (rows, *MissReason)
-        return store.write(late, LARGE, memoryview(ROWS))
+        return write(store, late, LARGE, memoryview(ROWS))
 
     until(is_back, "no new primary was found")
     assert read_all(store, late) == ROWS
@@ -237,9 +235,9 @@ def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
     assert store.state is BreakerState.CLOSED
     assert EncodeLeases(store, ttl_s=30.0).acquire(late).state is LeaseState.HELD
     for key in lost:
-        assert store.write(key, LARGE, memoryview(entries[key]))
+        assert write(store, key, LARGE, memoryview(entries[key]))
         assert read_all(store, key) == entries[key]
-    # One that has never seen the old primary.
+    # A new store has never seen the old primary.
     assert read_all(make_store(fleet.url), late) == ROWS
 
 
@@ -254,7 +252,7 @@ def test_a_demoted_primary_refuses_writes_and_the_new_one_is_found_within_the_op
     until(lambda: is_primary(fleet.replica) and not is_primary(fleet.primary), "nobody was promoted")
     until(lambda: all(fleet.replica.port == named_port(one) for one in fleet.sentinels), "not all Sentinels know it")
     key = fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     assert {read_all(store, key): rows for key, rows in entries.items()} == {rows: rows for rows in entries.values()}
     assert fleet.replica.ask("EXISTS", data_key(key)) == 1
     assert store.stats.snapshot()["write", "ok"] == 4
@@ -266,7 +264,7 @@ def named_port(sentinel: RedisProcess) -> int:
         return int(client.sentinel_masters()[SERVICE]["port"])
 
 
-async def test_the_end_of_an_encode_is_heard_also_after_a_failover(fleet: SentinelFleet, make_store: MakeStore) -> None:
+async def test_the_end_of_an_encode_is_received_after_a_failover(fleet: SentinelFleet, make_store: MakeStore) -> None:
     store, key = make_store(fleet.url), fresh_key()
     leases = EncodeLeases(store, ttl_s=30.0)
     channel = DoneChannel(fleet.url, 0.5)
@@ -298,10 +296,10 @@ async def connected(channel: DoneChannel) -> None:
 
 def test_a_replica_serves_reads_and_refuses_writes(shared_fleet: SentinelFleet, make_store: MakeStore) -> None:
     key, other = fresh_key(), fresh_key()
-    assert make_store(url_of(shared_fleet)).write(key, LARGE, memoryview(ROWS))
+    assert write(make_store(url_of(shared_fleet)), key, LARGE, memoryview(ROWS))
     until(lambda: is_replicated(shared_fleet.replica, [key]), "the rows are not replicated")
     store = make_store(shared_fleet.replica.url)
-    assert store.write(other, LARGE, memoryview(ROWS)) is False
+    assert write(store, other, LARGE, memoryview(ROWS)) is False
     assert store.delete(key) is False
     assert store.touch(key) is False
     assert EncodeLeases(store, ttl_s=30.0).acquire(other).state is LeaseState.UNAVAILABLE
@@ -316,10 +314,10 @@ def test_a_replica_that_refuses_stale_reads_is_a_miss(
     own_redis: EmbeddedRedis, admin: Any, make_store: MakeStore
 ) -> None:
     store, key = make_store(own_redis.url), fresh_key()
-    assert store.write(key, LARGE, memoryview(ROWS))
+    assert write(store, key, LARGE, memoryview(ROWS))
     admin.config_set("replica-serve-stale-data", "no")
     admin.execute_command("REPLICAOF", "127.0.0.1", "1")
     assert read_all(store, key) is MissReason.CLUSTER_DOWN
-    assert store.write(fresh_key(), LARGE, memoryview(ROWS)) is False
+    assert write(store, fresh_key(), LARGE, memoryview(ROWS)) is False
     admin.execute_command("REPLICAOF", "NO", "ONE")
     assert read_all(store, key) == ROWS

@@ -1,4 +1,4 @@
-"""The subscription of a process that ends ends with it."""
+"""A subscription ends when its process does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUDGET_S = 5.0
 
 
 async def test_closing_ends_a_listener_whose_cancellation_becomes_another_error() -> None:
-    """As when redis-py, cancelled, takes too long to close its connection."""
+    """Covers a cancelled redis-py that takes too long to close its connection."""
     listening = asyncio.Event()
     num_lost = 0
 

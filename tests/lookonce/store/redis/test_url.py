@@ -1,4 +1,4 @@
-"""What Redis URLs say, and that none that cannot be used tells its password."""
+"""Redis URLs are parsed, and the error for an unusable one does not contain its password."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lookonce.store.redis.url import Address, DeploymentKind, parse_redis_url
 
 
 @pytest.mark.parametrize("url", ["redis://:pw@host:1/2", "rediss://host", "unix:///socket?db=3", "nonsense", ""])
-def test_one_server_is_left_to_redis_py(url: str) -> None:
+def test_the_url_of_a_single_server_is_left_to_redis_py(url: str) -> None:
     parsed = parse_redis_url(url)
     assert (parsed.kind, parsed.node_url, parsed.addresses) == (DeploymentKind.SINGLE, url, ())
 
@@ -72,14 +72,14 @@ def test_a_cluster_has_nodes_and_one_database(path: str) -> None:
         "redis+://:hunter2@a",
     ],
 )
-def test_an_unusable_url_is_refused_without_telling_its_password(url: str) -> None:
+def test_the_error_for_an_unusable_url_does_not_contain_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"redis\+cluster://host:port,…") as caught:
         EmbeddingStore(url, 1.0, 60, 1 << 20)
     assert "hunter2" not in str(caught.value)
     assert caught.value.__cause__ is None
 
 
-def test_a_url_that_was_read_shows_no_secrets() -> None:
+def test_the_repr_of_a_parsed_url_shows_no_secrets() -> None:
     shown = repr(parse_redis_url("redis+sentinel://:hunter2@a/cache?sentinel_password=swordfish"))
     assert "hunter2" not in shown
     assert "swordfish" not in shown
