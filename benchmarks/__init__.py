@@ -1,5 +1,5 @@
 """Scripts that measure; README.md has the list. What they compute themselves has the threads of the services."""
 
-from lookonce.model.openmp import limit_patience
+from lookonce.model.openmp import set_openmp_spin_count
 
-limit_patience()
+set_openmp_spin_count()

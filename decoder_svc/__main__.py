@@ -6,7 +6,7 @@ import sys
 
 from decoder_svc.settings import DecoderSettings
 from lookonce import tracing
-from lookonce.model.openmp import limit_patience
+from lookonce.model.openmp import set_openmp_spin_count
 from lookonce.server import serving
 from lookonce.server.garbage import long_lived_objects
 from lookonce.server.quotas import load_quotas
@@ -23,7 +23,7 @@ async def serve(arguments: list[str]) -> None:
     quotas = load_quotas(settings, telemetry.registry)
     # Metrics are served from the start, since loading may take minutes.
     telemetry.start_endpoint()
-    limit_patience()
+    set_openmp_spin_count()
     # Imported late because torch and transformers take seconds, and a wrong flag should be refused at once.
     with long_lived_objects():
         _quieten_loading(settings)

@@ -28,7 +28,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
 from lookonce.model.device import chosen_device
-from lookonce.model.openmp import in_passing_thread
+from lookonce.model.openmp import run_in_short_lived_thread
 from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def build_engine(
     """
     _check_mask(settings, family)
     speculation = _speculation(settings)
-    runner, limits = in_passing_thread(lambda: _loaded(settings, family))
+    runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, family))
     logger.info("engine limits: %s", limits)
     scheduler = Scheduler(
         SchedulerLimits(

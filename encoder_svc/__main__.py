@@ -6,7 +6,7 @@ import sys
 
 from encoder_svc.settings import EncoderSettings
 from lookonce import tracing
-from lookonce.model.openmp import limit_patience
+from lookonce.model.openmp import set_openmp_spin_count
 from lookonce.server import serving
 from lookonce.server.garbage import long_lived_objects
 from lookonce.server.quotas import load_quotas
@@ -25,7 +25,7 @@ async def serve(arguments: list[str]) -> None:
     quotas = load_quotas(settings, telemetry.registry)
     # Whoever watches the process sees that it lives while it loads, which may take minutes.
     telemetry.start_endpoint()
-    limit_patience()
+    set_openmp_spin_count()
     # Late, so that a wrong flag is refused at once: these take seconds to import.
     with long_lived_objects():
         import torch

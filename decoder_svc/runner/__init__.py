@@ -1,1 +1,1 @@
-"""Model runners: one thin base class over small parts, one subclass per kind of device."""
+"""Model runners: a base class over small parts, and one subclass per kind of device."""

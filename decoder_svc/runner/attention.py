@@ -1,7 +1,7 @@
 """Paged attention behind one call signature, and its registration with transformers' attention interface.
 
 A model loaded with `attn_implementation=PAGED_ATTENTION` calls `_paged_attention` in every layer with the flattened
-batch `[1, heads, num_tokens, head_dim]`; the step's metadata comes through `forward_context`.
+batch `[1, heads, num_tokens, head_dim]`. `forward_context` provides the step's metadata.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ PAGED_ATTENTION = "lookonce_paged"
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of the KV cache of a model."""
+    """Shape of a model's KV cache."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     block_size: int
-    # Layers of the sliding group; empty where all layers are in the full group.
+    # Layers of the sliding group; empty when all layers are in the full group.
     sliding_layers: frozenset[int] = frozenset()
-    # Tokens that those see, the token itself included; None where there are none.
+    # Tokens that a sliding layer sees, the token itself included; None without a sliding group.
     window: int | None = None
-    # Slots that a block takes in a pool; None: one for each token.
+    # Slots that one block takes in a pool; None: one per token.
     block_slots: int | None = None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over the layers of the full group, keys and values."""
+        """Bytes of one block in all layers of the full group, keys and values."""
         return (self.num_layers - len(self.sliding_layers)) * self._layer_block_bytes
 
     @property
     def sliding_block_bytes(self) -> int:
-        """The same of the sliding group."""
+        """Bytes of one block in all layers of the sliding group, keys and values."""
         return len(self.sliding_layers) * self._layer_block_bytes
 
     @property
@@ -57,65 +57,65 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockMetadata:
-    """Where the tokens of one step lie in the pools of one group."""
+    """Positions of a step's tokens in the pools of one group."""
 
     # Slot (block · block_size + offset) of every token's key and value, [num_tokens].
     slot_mapping: Tensor
-    # Blocks of each sequence in token order, [num_blocks of it]; none for a backend that reads tensors alone.
+    # Blocks of each sequence in token order, [num_blocks]; empty for a backend with `reads_tensors`.
     block_tables: tuple[Tensor, ...]
-    # The token in the first slot of each sequence's first block. Nobody looks at those before it.
+    # Index of the token in the first slot of each sequence's first block. Earlier tokens are never read.
     first_keys: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The sequences of one step, which follow each other in the flattened batch."""
+    """The sequences of one step, one after the other in the flattened batch."""
 
-    # For the layers that see everything, or all.
+    # Blocks of the full group.
     full: BlockMetadata
-    # For the layers of the sliding group, where there is one.
+    # Blocks of the sliding group; None for a model without one.
     sliding: BlockMetadata | None
     # New tokens per sequence.
     query_lens: tuple[int, ...]
     # Tokens per sequence including the new ones.
     kv_lens: tuple[int, ...]
-    # Per sequence: stretches of its tokens that all see each other, of those that reach into the new ones.
+    # Per sequence: spans of tokens that all see each other. Only spans that overlap the new tokens are listed.
     mutual_spans: tuple[tuple[Span, ...], ...]
-    # Whether they do in layers with a window, too, however far apart they are.
+    # Whether tokens of such a span see each other beyond the window of a layer, too.
     is_mutual_beyond_window: bool
-    # The same as tensors, for a backend that reads those alone.
+    # The same step as tensors; set for a backend with `reads_tensors`.
     paged: PagedStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """What a layer's attention is computed with."""
+    """Parameters of one layer's attention."""
 
-    # Of the products of queries and keys.
+    # Factor of the products of queries and keys.
     scale: float
-    # Keys that a token sees, itself included; None: all before it.
+    # Number of keys that a token sees, itself included; None: all before it.
     window: int | None = None
-    # Scores are bent to ±softcap: softcap · tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+    # Bound of the scores: softcap · tanh(score / softcap) (Gemma 2, arXiv:2408.00118, section 2). None: no bound.
     softcap: float | None = None
 
 
 class AttentionBackend(Protocol):
-    """What a device's attention must offer."""
+    """Paged attention of one device: owns the KV pools and attends over them."""
 
-    # Shown in the log and in metrics.
+    # Name in the log and in metrics.
     name: str
-    # Whether of a step's metadata only `paged` is read, and from layer to layer no number of it on the host: then a
-    # step of single tokens can be recorded as a graph.
+    # True: `forward` reads only `AttentionMetadata.paged` and no tensor value on the host, so a decode step can be
+    # recorded as a graph.
     reads_tensors: bool
 
     def block_slots(self, block_size: int) -> int:
-        """Slots that a block of so many tokens takes in a pool."""
+        """Returns the slots that a block of `block_size` tokens takes in a pool."""
         ...
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """Key and value pools, one pair per layer, with as many blocks as the layer's group."""
+        """Allocates and returns the key and value pools, one pair per layer, sized for the layer's group."""
         ...
 
     def forward(
@@ -129,20 +129,20 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Writes `key` and `value` `[num_tokens, kv_heads, head_dim]` to their slots, then attends.
 
-        `query` is `[num_tokens, heads, head_dim]`, and so is the result. A token sees itself, those before it (of these
-        the last ones, where the layer has a window), and all of a mutual span that it is in.
+        `query` and the result are `[num_tokens, heads, head_dim]`. A token sees itself, the tokens before it (only the
+        last ones if the layer has a window), and every token of a mutual span that it is in.
         """
         ...  # fmt: skip
 
 
 class SdpaBackend:
-    """The plain reference for any device: gather a sequence's keys and values, then PyTorch's SDPA."""
+    """The reference backend for any device: gathers a sequence's keys and values, then calls PyTorch's SDPA."""
 
     name = "sdpa"
     reads_tensors = False
 
     def block_slots(self, block_size: int) -> int:
-        """No more than tokens."""
+        """See AttentionBackend: one slot per token."""
         return block_size
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class SdpaBackend:
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pools of `[blocks, block_size, kv_heads, head_dim]`."""
+        """See AttentionBackend: pools are `[blocks, block_size, kv_heads, head_dim]`."""
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
 
         def pool(layer: int) -> Tensor:
@@ -166,7 +166,7 @@ class SdpaBackend:
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
-        """See AttentionBackend."""
+        """Implements AttentionBackend.forward: writes to the pools, then calls `attend`."""
         key_pool, value_pool = self._pools[layer]
         group = self._group(layer, metadata, options)
         key_pool.flatten(0, 1).index_copy_(0, group.slot_mapping, key)
@@ -176,7 +176,7 @@ class SdpaBackend:
     def attend(
         self, layer: int, query: Tensor, group: BlockMetadata, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
-        """The second half of `forward`: everything is in the pools, and `group` says where the layer's part is."""
+        """Attends after keys and values have been written to the pools; `group` is the layer's group."""
         output = torch.empty_like(query)
         self._attend_by_sdpa(layer, query, group, metadata, options, range(len(metadata.query_lens)), output)
         return output
@@ -191,7 +191,7 @@ class SdpaBackend:
         sequences: Collection[int],
         output: Tensor,
     ) -> None:
-        """Fills in the rows of these sequences."""
+        """Writes the attention of these sequences to their rows of `output`."""
         key_pool, value_pool = self._pools[layer]
         stop = 0
         for index, blocks in enumerate(group.block_tables):
@@ -201,21 +201,21 @@ class SdpaBackend:
             num_keys = metadata.kv_lens[index] - group.first_keys[index]
             keys = key_pool[blocks].flatten(0, 1)[:num_keys]
             values = value_pool[blocks].flatten(0, 1)[:num_keys]
-            mask = _mask(group.first_keys[index], options.window, metadata, index, query.device)
+            mask = _visible_keys(group.first_keys[index], options.window, metadata, index, query.device)
             output[start:stop] = _attend(query[start:stop], keys, values, mask, options)
 
     def _group(self, layer: int, metadata: AttentionMetadata, options: LayerOptions) -> BlockMetadata:
         if layer not in self._sliding_layers:
             return metadata.full
-        assert metadata.sliding is not None, "layers with a window have blocks of their own"
-        assert options.window == self._window, "a layer sees further than its blocks are kept"
+        assert metadata.sliding is not None, "the step has no blocks of the sliding group"
+        assert options.window == self._window, "the layer's window differs from the sliding group's"
         return metadata.sliding
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, options: LayerOptions) -> Tensor:
-    """Attention of the last `len(query)` tokens of one sequence over all its keys.
+    """Returns the attention of the last `len(query)` tokens of one sequence over all its keys.
 
-    `mask` None: causal, which for one token means everything.
+    `mask` None means causal; a single query then sees every key.
     """
     if options.softcap is not None:
         return _attend_softcapped(query, keys, values, mask, options.scale, options.softcap)
@@ -234,9 +234,9 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, op
 def _attend_softcapped(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """The same with bent scores, which PyTorch's SDPA does not know; softmax in fp32."""
+    """Does the same with soft-capped scores, which PyTorch's SDPA does not support; softmax in float32."""
     if mask is None:
-        mask = _causal(len(query), len(keys), query.device)
+        mask = _causal_mask(len(query), len(keys), query.device)
     num_groups, head_dim = query.shape[1] // keys.shape[1], query.shape[2]
     # [kv_heads, groups * query_len, head_dim]
     grouped = query.unflatten(1, (-1, num_groups)).permute(1, 2, 0, 3).reshape(keys.shape[1], -1, head_dim)
@@ -248,12 +248,12 @@ def _attend_softcapped(
     return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _mask(
+def _visible_keys(
     first_key: int, window: int | None, metadata: AttentionMetadata, index: int, device: torch.device
 ) -> Tensor | None:
-    """What the new tokens of sequence `index` see of its keys from token `first_key` on, true where they look.
+    """Returns a mask `[query_len, num_keys]` for sequence `index`, true where a new token sees a key.
 
-    None: everything before them.
+    Keys start at token `first_key`. None means that the causal mask is enough.
     """
     spans, query_len = metadata.mutual_spans[index], metadata.query_lens[index]
     num_keys = metadata.kv_lens[index] - first_key
@@ -261,35 +261,35 @@ def _mask(
     if not spans and not has_window and query_len in (1, num_keys):
         return None
     first_query = metadata.kv_lens[index] - query_len
-    visible = _causal(query_len, num_keys, device)
+    visible = _causal_mask(query_len, num_keys, device)
     if has_window and metadata.is_mutual_beyond_window:
-        visible &= _within(query_len, num_keys, window, device)
+        visible &= _window_mask(query_len, num_keys, window, device)
     for span in spans:
         queries = slice(max(0, span.offset - first_query), span.stop - first_query)
         visible[queries, max(0, span.offset - first_key) : span.stop - first_key] = True
     if has_window and not metadata.is_mutual_beyond_window:
-        visible &= _within(query_len, num_keys, window, device)
+        visible &= _window_mask(query_len, num_keys, window, device)
     return visible
 
 
-def _causal(query_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """`[query_len, kv_len]`; the queries are the sequence's last tokens."""
+def _causal_mask(query_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """Returns the causal mask `[query_len, kv_len]`; the queries are the sequence's last tokens."""
     return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).tril_(kv_len - query_len)
 
 
-def _within(query_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor:
-    """The same shape: at most `window` - 1 tokens back."""
-    assert window is not None, "asked for layers with a window"
+def _window_mask(query_len: int, kv_len: int, window: int | None, device: torch.device) -> Tensor:
+    """Returns a mask `[query_len, kv_len]` that is true from `window` - 1 tokens back onwards."""
+    assert window is not None, "called for a layer without a window"
     return torch.ones(query_len, kv_len, dtype=torch.bool, device=device).triu_(kv_len - query_len - window + 1)
 
 
-# Each engine thread has its own step in hand.
+# Per thread: each engine runs its steps on its own thread.
 _context = threading.local()
 
 
 @contextmanager
 def forward_context(backend: AttentionBackend, metadata: AttentionMetadata) -> Iterator[None]:
-    """Makes backend and metadata known to the attention layers called inside, on this thread."""
+    """Sets the backend and metadata that attention layers called inside use, on this thread."""
     _context.step = (backend, metadata)
     try:
         yield
@@ -298,7 +298,7 @@ def forward_context(backend: AttentionBackend, metadata: AttentionMetadata) -> I
 
 
 def current_step() -> tuple[AttentionBackend, AttentionMetadata]:
-    """Of the forward pass that this thread is in."""
+    """Returns backend and metadata of the forward pass that this thread runs."""
     step: tuple[AttentionBackend, AttentionMetadata] = _context.step
     return step
 
@@ -307,7 +307,7 @@ def _paged_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
     sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The function that transformers calls: `[1, heads, T, D]` in, `[1, T, heads, D]` out."""
+    """The function that transformers calls: takes `[1, heads, T, D]`, returns `[1, T, heads, D]`."""
     if s_aux is not None:
         raise NotImplementedError("attention sinks are not served")
     backend, metadata = current_step()
@@ -322,4 +322,6 @@ def _paged_attention(
     return output[None], None
 
 
-AttentionInterface.register(PAGED_ATTENTION, _paged_attention)
+def register_paged_attention() -> None:
+    """Makes PAGED_ATTENTION known to transformers. Call it before loading a model with it; repeating it is harmless."""
+    AttentionInterface.register(PAGED_ATTENTION, _paged_attention)

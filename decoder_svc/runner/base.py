@@ -1,8 +1,8 @@
-"""ModelRunnerBase: everything about running a step that does not depend on the device.
+"""ModelRunnerBase: the part of running a step that does not depend on the device.
 
-A device overrides `_cache_device_properties`, `load_model`, `profile_run` and `capture_model`; the rest is shared, as
-the ModelRunnerBase proposal for vLLM has it, but as a thin class over parts with one job each: input batch, attention
-backend, row cache, graph table, sampler.
+A device overrides `_cache_device_properties`, `load_model`, `profile_run` and `capture_model`; everything else is
+shared. The design follows the ModelRunnerBase proposal for vLLM, but the class is thin: input batch, attention backend,
+row cache, graph table and sampler are separate parts with one job each.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from decoder_svc.runner.attention import (
     AttentionMetadata,
     KVCacheSpec,
     forward_context,
+    register_paged_attention,
 )
 from decoder_svc.runner.graph_table import DecodeInputs, GraphTable, PoolShape, Record, StepShape
 from decoder_svc.runner.host_transfer import HostTransfer
@@ -42,45 +43,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What a runner is told."""
+    """Settings of a runner, fixed at start-up."""
 
     # Folder of the Hugging Face model.
     folder: pathlib.Path
-    # None: what the checkpoint says.
+    # None: the checkpoint's element type.
     dtype: torch.dtype | None
     # Tokens per KV block.
     block_size: int
-    # Threads for tensor work; None: the CPUs of this process.
+    # Threads for tensor work; None: one per CPU that this process may use.
     num_threads: int | None
-    # No token's numbers depend on who else is in the batch: one chunk per forward pass where they would.
+    # True: a token's numbers never depend on the rest of the batch. A model whose numbers would depend on it gets one
+    # chunk per forward pass.
     deterministic: bool = False
-    # Requests in the running batch: graphs are recorded for so many, on devices that have graphs.
+    # Largest number of running requests. Devices with graphs record them up to this batch size.
     max_num_seqs: int = 64
-    # Whether they are.
+    # False: no graphs are recorded.
     use_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedInputs:
-    """A step's numbers on the device."""
+    """The inputs of a step, on the device where it runs."""
 
     flat: FlatInputs
     # Rotary positions, [num_axes, num_tokens].
     positions: Tensor
     metadata: AttentionMetadata
-    # Tokens whose logits are wanted, [num_sampled].
+    # Indexes of the tokens whose logits are computed, [num_sampled].
     sampled_indexes: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A step's input embeddings."""
+    """The input embeddings of a step, rows of images included."""
 
     # [num_tokens, hidden_size].
     tokens: Tensor
-    # Of each further feature level, the same shape; only the rows of images count.
+    # One tensor per further feature level, same shape; only tokens of images have values there.
     levels: tuple[Tensor, ...]
-    # Tokens that an image's row stands for.
+    # Indexes of the tokens that are replaced by an image's row.
     row_indexes: list[int]
 
 
@@ -90,14 +92,12 @@ class ModelRunnerBase(ABC):
     device: torch.device
     model: Any
     backend: AttentionBackend
-    # How numbers and rows get to the device; plain copies where the device says nothing else.
+    # Copies numbers and rows to the device; a plain HostTransfer unless the device sets its own.
     transfer: HostTransfer
-    # Tokens of the steps that are recorded as graphs, ascending; a step is padded to the next of them.
+    # Batch sizes that are recorded as graphs, ascending; a step is padded to the next of them.
     tokenwise_graph_batch_sizes: tuple[int, ...] = ()
-    # Whether no bit of a token's logits depends on who else is in a step, as the model was loaded.
+    # Whether the loaded model gives a token the same logits, bit for bit, in any batch.
     is_batch_invariant: bool = False
-    # False: a graph is a whole forward pass of single tokens, attention included.
-    use_piecewise_graph: bool = False
 
     def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
         self.config = config
@@ -105,45 +105,46 @@ class ModelRunnerBase(ABC):
         self._cache_device_properties()
         if not hasattr(self, "transfer"):
             self.transfer = HostTransfer(self.device)
+        register_paged_attention()
         self.load_model()
-        # What `capture_model` recorded over the present KV cache.
+        # Graphs that `capture_model` recorded over the current KV cache.
         self.graphs: GraphTable | None = None
         has_sliding_group = self.get_kv_cache_spec().window is not None
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
 
-    # What a device decides.
+    # Overridden by each device.
 
     @abstractmethod
     def _cache_device_properties(self) -> None:
-        """Sets `device` and whatever the device wants to remember; `transfer` and graph sizes, where it has its own."""
+        """Sets `device`, and the device's own `transfer` and graph sizes if it has any."""
 
     @abstractmethod
     def load_model(self) -> None:
-        """Sets `model` (language half only) and `backend`."""
+        """Sets `model`, the language half, and `backend`."""
 
     @abstractmethod
     def profile_run(self, worst: WorstCase) -> int:
-        """Runs the heaviest step once; returns the bytes that are free beside it, for the KV pool among others."""
+        """Runs the heaviest step once; returns the bytes that stay free during it, which the KV pool may use."""
 
     @abstractmethod
     def capture_model(self) -> None:
-        """Calls `_capture_graphs` where the device has graphs; the KV cache is there."""
+        """Calls `_capture_graphs` on devices that have graphs. Called after `initialize_kv_cache`."""
 
-    # What all share.
+    # Shared by all devices.
 
     def get_model(self) -> Any:
-        """The language half."""
+        """Returns the language half of the model."""
         return self.model
 
     @property
     def head_dim(self) -> int:
-        """Elements of one attention head."""
+        """Number of elements in one attention head."""
         text = self.model.config.get_text_config()
         return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
     def get_kv_cache_spec(self) -> KVCacheSpec:
-        """The KV cache that this model needs."""
+        """Returns the shape of the KV cache that this model needs."""
         text = self.model.config.get_text_config()
         sliding_layers = _sliding_layers(text)
         return KVCacheSpec(
@@ -158,12 +159,12 @@ class ModelRunnerBase(ABC):
         )
 
     def initialize_kv_cache(self, num_blocks: int, num_sliding_blocks: int = 0) -> None:
-        """Allocates the pools of all layers: of the full group and, where the model has one, of the sliding group."""
+        """Allocates the KV pools of all layers: the full group and, if the model has one, the sliding group."""
         spec = self.get_kv_cache_spec()
-        # One block more, which nobody reads: what must not be written to a shared block is written there.
+        # One extra block per pool that nobody reads: writes that must not touch a shared block go there.
         self.backend.allocate(spec, num_blocks + 1, num_sliding_blocks + 1, self.device)
         self.batch.set_num_blocks(num_blocks, num_sliding_blocks)
-        # They hold the addresses of the pools before.
+        # Recorded graphs hold the addresses of the old pools.
         self.graphs = None
         num_bytes = num_blocks * spec.block_bytes + num_sliding_blocks * spec.sliding_block_bytes
         logger.info(
@@ -172,7 +173,7 @@ class ModelRunnerBase(ABC):
         )  # fmt: skip
 
     def _dummy_run(self, worst: WorstCase) -> None:
-        """Runs the heaviest step with a pool of its own and forgets it; the KV cache must be initialised afterwards."""
+        """Runs the heaviest step in a small temporary KV cache. `initialize_kv_cache` must be called afterwards."""
         self.initialize_kv_cache(NUM_BLOCKS, NUM_BLOCKS)
         rows = worst_case_rows(worst)
         for fetched in rows:
@@ -184,20 +185,18 @@ class ModelRunnerBase(ABC):
         self.execute_model(SchedulerOutput((), (), released, evicted, ()))
 
     def _capture_graphs(self, record: Record) -> None:
-        """Records the forward pass of single tokens at each of `tokenwise_graph_batch_sizes`, the largest first."""
-        if self.use_piecewise_graph:
-            raise NotImplementedError("forward passes are recorded whole, not in pieces between attentions")
+        """Records the decode pass at each of `tokenwise_graph_batch_sizes`, largest first."""
         if not self.config.use_graphs or not self.tokenwise_graph_batch_sizes:
             return
         if not self.backend.reads_tensors:
-            logger.warning("no graphs: attention backend %s reads numbers on the host", self.backend.name)
+            logger.warning("no graphs: attention backend %s reads step metadata on the host", self.backend.name)
             return
         try:
             with torch.inference_mode():
                 graphs = GraphTable(self.tokenwise_graph_batch_sizes, self._step_shape(), self.device)
                 graphs.capture(self._decode, record)
         except RuntimeError as error:
-            # A model that decides on the host while it runs, as some mixtures of experts do.
+            # Some models read tensor values on the host during a pass, for example mixtures of experts.
             logger.warning("no graphs: this model's steps cannot be recorded: %s", error)
             return
         self.graphs = graphs
@@ -218,13 +217,13 @@ class ModelRunnerBase(ABC):
         )
 
     def put_rows(self, fetched: FetchedRows) -> None:
-        """Takes rows that arrived for a key that the scheduler has room for."""
+        """Stores fetched rows on the device. The scheduler has reserved room for them."""
         self.row_cache.put(fetched)
 
     def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
         """Runs one step; returns the next token of every request whose chunk reached its last known token.
 
-        Of a chunk with drafts it returns as many tokens as were guessed rightly, and the one after.
+        A chunk with drafts returns the drafts that were accepted and one more token.
         """
         self._update_states(output)
         is_alone = self.config.deterministic and not self.is_batch_invariant
@@ -238,7 +237,7 @@ class ModelRunnerBase(ABC):
             return self._sample(inputs.flat.sampled_ids, logits)
 
     def _update_states(self, output: SchedulerOutput) -> None:
-        """Forgets what left, learns what came, brings block tables up to date."""
+        """Removes released requests and evicted rows, adds admitted requests, updates block tables and drafts."""
         for request_id in output.released:
             self.batch.remove(request_id)
         for key, rows in output.evicted_rows:
@@ -251,7 +250,7 @@ class ModelRunnerBase(ABC):
             row.set_drafts(chunk.draft_ids)
 
     def _prepare_inputs(self, chunks: tuple[ScheduledChunk, ...]) -> PreparedInputs:
-        """Chunks of prompts and single new tokens alike, flattened into one batch."""
+        """Flattens all chunks, prompts and single new tokens alike, into one batch on the device."""
         flat = self.batch.flatten(chunks)
         return PreparedInputs(
             flat=flat,
@@ -266,24 +265,24 @@ class ModelRunnerBase(ABC):
         )
 
     def _calc_mrope_positions(self, positions: Tensor) -> Tensor:
-        """`[num_axes, num_tokens]` as the model wants it: `[1, T]` for plain positions, `[axes, 1, T]` for M-RoPE."""
+        """Reshapes `[num_axes, num_tokens]` for the model: `[1, T]` for plain positions, `[axes, 1, T]` for M-RoPE."""
         return positions if self.family.num_position_axes == 1 else positions[:, None]
 
     def _embed(self, inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Embedded:
-        """Token table lookup with the images' rows over their placeholders."""
+        """Looks tokens up in the embedding table and replaces placeholders with the rows of images."""
         table = self.model.get_input_embeddings()
         ids = self.transfer.move(torch.from_numpy(inputs.token_ids))
-        # Placeholder ids may lie outside the table; their rows are overwritten anyway.
+        # Placeholder ids may lie outside the table; their embeddings are overwritten anyway.
         looked_up: Tensor = table(ids.clamp_(max=table.num_embeddings - 1))
         hidden_size = looked_up.shape[1]
-        # Text has nothing on the further levels, and no row is read from there.
+        # Zeros for the further levels: text tokens have none, and they are never read.
         embeddings = F.pad(looked_up, (0, self.family.num_levels * hidden_size))
         placed = self._gather_encoder_outputs(embeddings, chunks)
         tokens, *levels = embeddings.split(hidden_size, dim=1)
         return Embedded(tokens, tuple(levels), placed)
 
     def _gather_encoder_outputs(self, embeddings: Tensor, chunks: tuple[ScheduledChunk, ...]) -> list[int]:
-        """Writes the rows that the chunks reach, and no others, to `[num_tokens, row_elements]`; returns where."""
+        """Writes the rows inside the chunks to `[num_tokens, row_elements]`; returns the indexes of their tokens."""
         placed: list[int] = []
         first = 0
         for chunk in chunks:
@@ -295,7 +294,7 @@ class ModelRunnerBase(ABC):
         return placed
 
     def _forward(self, inputs: PreparedInputs, embedded: Embedded) -> Tensor:
-        """Logits of the sampled positions, `[num_sampled, vocab]`."""
+        """Returns the logits of the sampled positions, `[num_sampled, vocab]`."""
         has_levels = bool(embedded.levels and embedded.row_indexes)
         step = inputs.metadata.paged
         if self.graphs is not None and step is not None and not has_levels and _is_decode(step):
@@ -307,12 +306,12 @@ class ModelRunnerBase(ABC):
         with forward_context(self.backend, inputs.metadata):
             if has_levels:
                 return self._forward_with_levels(arguments, embedded, inputs.sampled_indexes)
-            # The wrapper applies what its head has besides weights: scales, soft caps.
+            # Call the whole wrapper, not `lm_head`: some models scale or soft-cap their logits in it.
             logits: Tensor = self.model(**arguments, logits_to_keep=inputs.sampled_indexes).logits[0]
         return logits
 
     def _decode(self, inputs: DecodeInputs) -> Tensor:
-        """What is recorded: logits of single tokens, `[num_tokens, vocab]`, by tensors alone."""
+        """Returns the logits of one new token per request, `[num_tokens, vocab]`. This pass is recorded as a graph."""
         metadata = decode_metadata(inputs.step, len(inputs.embeddings))
         with forward_context(self.backend, metadata):
             logits: Tensor = self.model(**self._model_arguments(inputs.embeddings, inputs.positions)).logits[0]
@@ -327,7 +326,7 @@ class ModelRunnerBase(ABC):
         }
 
     def _forward_with_levels(self, arguments: dict[str, Any], embedded: Embedded, sampled: Tensor) -> Tensor:
-        """The same where features of earlier tower layers join the first layers' hidden states (deepstack)."""
+        """Runs a model that adds features of earlier tower layers to its first layers' hidden states (deepstack)."""
         has_row = torch.zeros(1, len(embedded.tokens), dtype=torch.bool, device=self.device)
         rows = sorted(embedded.row_indexes)
         has_row[0, rows] = True
@@ -340,7 +339,7 @@ class ModelRunnerBase(ABC):
         return logits
 
     def _prepare_sampling(self, request_ids: tuple[RequestId, ...]) -> list[SampleRow]:
-        """How each row of logits becomes a token, and by what came before it."""
+        """Returns the sampling parameters and preceding tokens for each row of logits."""
         rows = [self.batch[request_id] for request_id in request_ids]
         return [SampleRow(row.params, ids, row.num_prompt_tokens) for row in rows for ids in row.contexts()]
 
@@ -361,14 +360,15 @@ class ModelRunnerBase(ABC):
 
 
 def _is_decode(step: PagedStep) -> bool:
-    """Whether the step is a new token each of some sequences, none of which sees one behind it."""
+    """Whether every sequence has exactly one new token and no token sees a later one."""
     return step.max_query_len == 1 and step.mutual is None
 
 
 def _sliding_layers(text: Any) -> frozenset[int]:
-    """Layers that the text configuration gives a window while others see everything.
+    """Returns the layers of the sliding group: those with a window, in a model that also has layers without one.
 
-    Where all have one, or none, all are in the full group: an all-window model keeps every token, and masks.
+    The set is empty when all layers have a window or none has: then all are in the full group, which keeps every token
+    and applies the window as a mask.
     """
     types = getattr(text, "layer_types", None) or []
     sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")

@@ -1,8 +1,8 @@
-"""Forward passes of single tokens at fixed batch sizes: recorded once into graphs, replayed with other numbers.
+"""Decode passes at fixed batch sizes, recorded once into graphs and replayed with other numbers.
 
-A graph reads and writes the memory that it was recorded with. So there is one set of input tensors, of which each
-graph has the first rows; a step's numbers are copied there, and rows that are left over are padding: they write to the
-block that nobody reads, see themselves alone, and what comes out for them is dropped.
+A graph reads and writes the memory that it was recorded with. All graphs therefore share one set of input tensors, and
+each uses the first rows of it. A step's numbers are copied there. Left-over rows are padding: they write to the block
+that nobody reads, see only themselves, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
-# Records the work of a function that reads and writes tensors in place, and gives what repeats it. The result is
-# overwritten by the next repetition.
+# Records a function that reads and writes tensors in place; returns a function that replays it. The next replay
+# overwrites the result of the last one.
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 _SMALL_SIZES = (1, 2, 4)
@@ -26,7 +26,10 @@ _STEP = 8
 
 
 def graph_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, then every 8th, up to the first that holds `max_num_seqs`: a step is padded by less than 8 tokens."""
+    """Returns 1, 2, 4 and then multiples of 8, up to the first that holds `max_num_seqs`.
+
+    A step is padded by less than 8 tokens.
+    """
     sizes: list[int] = []
     for size in itertools.chain(_SMALL_SIZES, itertools.count(_STEP, _STEP)):
         sizes.append(size)
@@ -37,7 +40,7 @@ def graph_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a forward pass of single tokens reads: one token of each of `num_tokens` sequences."""
+    """Inputs of a decode pass: one token of each of `num_tokens` sequences."""
 
     # [num_tokens, hidden_size].
     embeddings: Tensor
@@ -48,29 +51,29 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Of one group's pool: how wide a block table may become, and where padding is written."""
+    """Limits of one group's pool that graphs are recorded with."""
 
-    # Blocks of the longest sequence.
+    # Blocks of the longest possible sequence: the width of a block table.
     max_blocks: int
-    # The block that nobody reads.
+    # The block that nobody reads; padding is written there.
     unread_block: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the tensors of a step look like, whatever the step."""
+    """Shapes that the tensors of every step share."""
 
     hidden_size: int
     dtype: torch.dtype
     num_position_axes: int
     block_size: int
     full: PoolShape
-    # Where the model has layers of the sliding group.
+    # None for a model without a sliding group.
     sliding: PoolShape | None
 
 
 class GraphTable:
-    """Graphs by batch size, and the tensors that they read."""
+    """Recorded graphs by batch size, and the input tensors that they share."""
 
     def __init__(self, sizes: Iterable[int], shape: StepShape, device: torch.device) -> None:
         self.sizes = tuple(sorted(sizes))
@@ -80,19 +83,19 @@ class GraphTable:
         self._replays: dict[int, Callable[[], Tensor]] = {}
 
     def capture(self, forward: Callable[[DecodeInputs], Tensor], record: Record) -> None:
-        """Records `forward` at every size, the largest first: smaller ones find room in the memory that it left."""
+        """Records `forward` at every size, largest first, so that smaller graphs reuse the largest one's memory."""
         for size in reversed(self.sizes):
             self._replays[size] = record(functools.partial(forward, _first(self._static, size)))
 
     def size_for(self, num_tokens: int) -> int | None:
-        """The smallest recorded size that holds so many tokens; None where there is none."""
+        """Returns the smallest recorded size that holds `num_tokens`; None if all are smaller."""
         return next((size for size in self.sizes if size >= num_tokens), None)
 
     def fill(self, inputs: DecodeInputs, size: int) -> DecodeInputs:
-        """Copies a step's numbers to where the graph of this size reads; returns what it will read."""
+        """Copies a step's numbers into the input tensors of the graph of this size; returns those tensors."""
         num_tokens = len(inputs.embeddings)
         for target, source in zip(_tensors(self._static), _tensors(inputs), strict=True):
-            # A step's block table is as wide as its longest sequence needs.
+            # A step's block table is only as wide as its longest sequence needs.
             target[: source.shape[0], : source.shape[1]].copy_(source)
         if num_tokens < size:
             for target, source in zip(_tensors(self._static), _tensors(self._padding), strict=True):
@@ -100,13 +103,13 @@ class GraphTable:
         return _first(self._static, size)
 
     def replay(self, inputs: DecodeInputs, size: int) -> Tensor:
-        """The result for a step's tokens, `[num_tokens, …]`; good until the next replay."""
+        """Returns the result for a step's tokens, `[num_tokens, …]`. The next replay overwrites it."""
         self.fill(inputs, size)
         return self._replays[size]()[: len(inputs.embeddings)]
 
 
 def _padding(size: int, shape: StepShape, device: torch.device) -> DecodeInputs:
-    """Tensors of the largest step, with nothing but padding."""
+    """Returns the tensors of the largest step, filled with padding."""
 
     def blocks(pool: PoolShape) -> PagedBlocks:
         unread_slot = pool.unread_block * shape.block_size
@@ -131,7 +134,7 @@ def _padding(size: int, shape: StepShape, device: torch.device) -> DecodeInputs:
 
 
 def _first(inputs: DecodeInputs, size: int) -> DecodeInputs:
-    """The same memory as a step of `size` tokens."""
+    """Returns a view of the first `size` tokens, in the same memory."""
 
     def blocks(group: PagedBlocks) -> PagedBlocks:
         return PagedBlocks(group.slot_mapping[:size], group.block_table[:size], group.first_keys[:size])
@@ -153,7 +156,7 @@ def _first(inputs: DecodeInputs, size: int) -> DecodeInputs:
 
 
 def _tensors(inputs: DecodeInputs) -> list[Tensor]:
-    """All that differs from step to step, `[num_tokens, …]` in two dimensions, in one order."""
+    """Returns all tensors that differ between steps, each `[num_tokens, …]` in two dimensions, in a fixed order."""
     step = inputs.step
     groups = [step.full] if step.sliding is None else [step.full, step.sliding]
     return [

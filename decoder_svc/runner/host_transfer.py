@@ -1,4 +1,4 @@
-"""How a device gets what lies in host memory: numbers of a step at once, embedding rows beside the steps."""
+"""Copies from host memory to the device: a step's numbers in order, embedding rows concurrently with steps."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from torch import Tensor
 
 
 class HostTransfer:
-    """The plain way: copies at once, or no copy at all where the device reads host memory."""
+    """Plain synchronous copies; no copy at all if the device reads host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def move(self, host: Tensor) -> Tensor:
-        """The same numbers on the device; work that is given to the device afterwards sees them."""
+        """Returns the same numbers on the device. Work submitted to the device afterwards sees them."""
         return host.to(self.device)
 
     @contextmanager
-    def beside_steps(self) -> Iterator[None]:
-        """What is moved and computed inside may happen while steps run, and is complete after `settle`."""
+    def overlapping_steps(self) -> Iterator[None]:
+        """Lets the copies and computations inside run concurrently with steps.
+
+        They are complete for work submitted after `wait_for_overlapping`.
+        """
         yield
 
-    def keep_for_steps(self, values: Tensor) -> None:
-        """Steps read what was computed inside `beside_steps`: its memory is not used again before they have.
+    def mark_used_by_steps(self, values: Tensor) -> None:
+        """Keeps the memory of values computed inside `overlapping_steps` until steps that read them are done.
 
-        To be called behind that block, among the steps' own work.
+        Call it after that block, not inside.
         """
 
-    def settle(self) -> None:
-        """Work that is given to the device from now on sees all that was moved beside the steps."""
+    def wait_for_overlapping(self) -> None:
+        """Makes work submitted from now on see everything computed inside `overlapping_steps`."""
 
 
 class PinnedTransfer(HostTransfer):
-    """CUDA: through page-locked memory, which the device reads by itself; rows on a stream of their own.
+    """CUDA: asynchronous copies through page-locked memory, embedding rows on a separate stream.
 
-    PyTorch keeps page-locked memory until the copies out of it are done, and uses it again afterwards (CUDA semantics,
-    "Use pinned memory buffers").
+    PyTorch reuses page-locked memory only after the copies out of it are done (CUDA semantics, "Use pinned memory
+    buffers").
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,19 +49,19 @@ class PinnedTransfer(HostTransfer):
         self._rows_stream = torch.cuda.Stream(device)
 
     def move(self, host: Tensor) -> Tensor:
-        """See HostTransfer; returns before the copy is done."""
+        """See HostTransfer. Returns before the copy is done."""
         return host.pin_memory().to(self.device, non_blocking=True)
 
     @contextmanager
-    def beside_steps(self) -> Iterator[None]:
-        """See HostTransfer."""
+    def overlapping_steps(self) -> Iterator[None]:
+        """Runs the block on the rows' own CUDA stream."""
         with torch.cuda.stream(self._rows_stream):
             yield
 
-    def keep_for_steps(self, values: Tensor) -> None:
-        """See HostTransfer: the allocator would only ask the rows' own stream."""
+    def mark_used_by_steps(self, values: Tensor) -> None:
+        """See HostTransfer. Without this the allocator would wait for the rows' stream only."""
         values.record_stream(torch.cuda.current_stream(self.device))
 
-    def settle(self) -> None:
-        """Steps given to the device from now on wait for the rows; the host does not."""
+    def wait_for_overlapping(self) -> None:
+        """See HostTransfer. The device waits for the rows, the host does not."""
         torch.cuda.current_stream(self.device).wait_stream(self._rows_stream)

@@ -1,4 +1,4 @@
-"""What the runner remembers of each request between steps, and how a step's chunks become flat arrays."""
+"""The runner's state of each request between steps, and the flattening of a step's chunks into arrays."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledCh
 IntArray = npt.NDArray[np.int64]
 
 
-class BlockTable:
-    """A request's blocks of one group, on the host."""
+class RequestBlocks:
+    """The block ids of one request in one group, on the host."""
 
     def __init__(self, num_tokens: int, block_size: int) -> None:
-        """`num_tokens` is the longest that the request can become."""
-        # Blocks before this index are let go; what stands there is never read.
+        """`num_tokens` is the largest length that the request can reach."""
+        # Blocks before this index have been released; their entries are never read.
         self.first = 0
         self._block_ids: IntArray = np.zeros(-(-num_tokens // block_size), dtype=np.int64)
         self._block_size = block_size
 
     @property
     def first_token(self) -> int:
-        """The token in the first slot of the first block."""
+        """Index of the token in the first slot of the first block that is kept."""
         return self.first * self._block_size
 
     def set(self, start: int, block_ids: Sequence[int]) -> None:
-        """Writes blocks from index `start` on."""
+        """Stores block ids from index `start` on."""
         self._block_ids[start : start + len(block_ids)] = block_ids
 
     def blocks(self, num_tokens: int) -> IntArray:
-        """Of the first `num_tokens` tokens, those from `first` on."""
+        """Returns the blocks of the first `num_tokens` tokens, without the released ones."""
         return self._block_ids[self.first : -(-num_tokens // self._block_size)]
 
     def slots(self, start: int, stop: int, write_start: int, unread_slot: int) -> IntArray:
-        """Slots of tokens [start, stop); those before `write_start` are written where nobody reads."""
+        """Returns the slots of tokens [start, stop); tokens before `write_start` get `unread_slot`."""
         tokens = np.arange(start, stop)
         slots: IntArray = self._block_ids[tokens // self._block_size] * self._block_size + tokens % self._block_size
         slots[: max(0, write_start - start)] = unread_slot
@@ -48,7 +48,7 @@ class BlockTable:
 
 
 class RequestRow:
-    """One request in the runner."""
+    """One request in the batch: its tokens, blocks, positions and sampling parameters."""
 
     def __init__(self, admitted: AdmittedRequest, block_size: int, *, has_sliding_group: bool) -> None:
         num_tokens = len(admitted.token_ids)
@@ -58,39 +58,39 @@ class RequestRow:
         self.mutual_spans: tuple[Span, ...] = admitted.mutual_spans
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self.num_tokens = num_tokens
-        # What is guessed to follow, in the step in hand.
+        # Draft tokens of the current step, after the known tokens.
         self.draft_ids: tuple[int, ...] = ()
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
         self._token_ids[:num_tokens] = admitted.token_ids
-        self.full = BlockTable(capacity, block_size)
-        # Where the model has layers of the sliding group.
-        self.sliding = BlockTable(capacity, block_size) if has_sliding_group else None
+        self.full = RequestBlocks(capacity, block_size)
+        # None for a model without a sliding group.
+        self.sliding = RequestBlocks(capacity, block_size) if has_sliding_group else None
         positions = admitted.positions
         self._prompt_positions = None if positions is None else np.asarray(positions.axes, dtype=np.int64)
         self._position_delta = 0 if positions is None else positions.delta
 
     @property
     def token_ids(self) -> IntArray:
-        """Prompt and generated ids, `[num_tokens]`."""
+        """Ids of the prompt and of the generated tokens, `[num_tokens]`."""
         return self._token_ids[: self.num_tokens]
 
     def set_drafts(self, draft_ids: tuple[int, ...]) -> None:
-        """Puts guesses behind the known tokens, in the place of earlier ones."""
+        """Appends draft tokens to the known tokens; replaces earlier drafts."""
         self.draft_ids = draft_ids
         self._token_ids[self.num_tokens : self.num_tokens + len(draft_ids)] = draft_ids
 
     def ids_between(self, start: int, stop: int) -> IntArray:
-        """Ids of tokens [start, stop), guesses included."""
+        """Returns the ids of tokens [start, stop), drafts included."""
         return self._token_ids[start:stop]
 
     def contexts(self) -> list[IntArray]:
-        """What comes before each token to be sampled: the known tokens, then each time a guess more."""
+        """Returns the preceding tokens of each token to be sampled: the known tokens, then one draft more each time."""
         return [self._token_ids[: self.num_tokens + index] for index in range(len(self.draft_ids) + 1)]
 
     def accept(self, sampled: Sequence[int]) -> int:
-        """Takes over one sampled token per context, up to and with the first that is not what was guessed.
+        """Appends sampled tokens, one per context, up to and including the first that differs from its draft.
 
-        What follows that one was sampled behind a wrong token. Returns how many are taken, at least one.
+        Later ones were sampled after a wrong token and are dropped. Returns the number of tokens taken, at least one.
         """
         wrong = (
             index
@@ -104,21 +104,21 @@ class RequestRow:
         return num_taken
 
     def set_blocks(self, chunk: ScheduledChunk) -> None:
-        """Brings the block tables up to date with a chunk of this request."""
+        """Updates the block tables from a chunk of this request."""
         self.full.set(chunk.block_start, chunk.block_ids)
         if self.sliding is not None:
-            assert chunk.sliding is not None, "the scheduler does not know that the model has layers with a window"
+            assert chunk.sliding is not None, "the scheduler gave no blocks of the sliding group"
             self.sliding.first = chunk.sliding.first
             self.sliding.set(chunk.sliding.start, chunk.sliding.block_ids)
 
     def mutual_spans_between(self, start: int, stop: int) -> tuple[Span, ...]:
-        """Those that reach into tokens [start, stop)."""
+        """Returns the mutual spans that overlap tokens [start, stop)."""
         if not self.mutual_spans or start >= self.num_prompt_tokens:
             return ()
         return tuple(span for span in self.mutual_spans if span.stop > start and span.offset < stop)
 
     def positions(self, start: int, stop: int, num_axes: int) -> IntArray:
-        """Rotary positions of tokens [start, stop), `[num_axes, stop - start]`."""
+        """Returns the rotary positions of tokens [start, stop), `[num_axes, stop - start]`."""
         positions = np.broadcast_to(np.arange(start, stop) + self._position_delta, (num_axes, stop - start))
         if self._prompt_positions is None or start >= self.num_prompt_tokens:
             return positions
@@ -128,43 +128,42 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class BlockInputs:
-    """Where a step's tokens lie in the pools of one group."""
+    """Positions of a step's tokens in the pools of one group."""
 
     # [num_tokens]
     slot_mapping: IntArray
-    # Per request: blocks in token order, and the token in the first slot of the first of them.
+    # Per request: blocks in token order, and the index of the token in the first slot of the first block.
     block_tables: tuple[IntArray, ...]
     first_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatInputs:
-    """A step's tokens, request after request."""
+    """The tokens of a step, one request after the other."""
 
     # [num_tokens]
     token_ids: IntArray
     # [num_axes, num_tokens]
     positions: IntArray
     full: BlockInputs
-    # Where the model has layers of the sliding group.
+    # None for a model without a sliding group.
     sliding: BlockInputs | None
-    # Per request: new tokens, and tokens including them.
+    # Per request: number of new tokens, and of all tokens including them.
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    # Per request: the stretches of its tokens that see each other and reach into the new ones.
+    # Per request: spans of tokens that all see each other and overlap the new tokens.
     mutual_spans: tuple[tuple[Span, ...], ...]
-    # Requests whose next token is sampled, and the flat index of the token that predicts it; where tokens are guessed,
-    # of the last known one and of each guess.
+    # Requests whose next token is sampled, and the flat indexes of the tokens that predict it: the last known token and
+    # each draft.
     sampled_ids: tuple[RequestId, ...]
     sampled_indexes: IntArray
 
 
 class InputBatch:
-    """The requests that the runner knows."""
+    """The admitted requests, and the flattening of their chunks into one step."""
 
     def __init__(self, block_size: int, num_position_axes: int, *, has_sliding_group: bool) -> None:
-        # Blocks that requests may have of each group, and slots of the block after each pool's last; set when the
-        # pools' sizes are known.
+        # Blocks per group, and the first slot of the extra block behind them; set when the pools are allocated.
         self.num_blocks = self.num_sliding_blocks = 0
         self._unread_slot = 0
         self._sliding_unread_slot = 0
@@ -180,22 +179,22 @@ class InputBatch:
         return len(self._rows)
 
     def set_num_blocks(self, num_blocks: int, num_sliding_blocks: int) -> None:
-        """How many blocks requests may have of each group; each pool has one more, which nobody reads."""
+        """Sets the number of blocks per group. Each pool has one extra block behind them that nobody reads."""
         self.num_blocks, self.num_sliding_blocks = num_blocks, num_sliding_blocks
         self._unread_slot = num_blocks * self._block_size
         self._sliding_unread_slot = num_sliding_blocks * self._block_size
 
     def remove(self, request_id: RequestId) -> None:
-        """Forgets a request; unknown ones are fine."""
+        """Removes a request; unknown ids are ignored."""
         self._rows.pop(request_id, None)
 
     def add(self, admitted: AdmittedRequest) -> None:
-        """Learns about a request."""
+        """Adds an admitted request to the batch."""
         row = RequestRow(admitted, self._block_size, has_sliding_group=self._has_sliding_group)
         self._rows[admitted.request_id] = row
 
     def flatten(self, chunks: Iterable[ScheduledChunk]) -> FlatInputs:
-        """Arrays of one step; block tables must have been extended before."""
+        """Returns the arrays of one step. Block tables must be up to date."""
         parts = [(chunk, self._rows[chunk.request_id], chunk.start + chunk.num_tokens) for chunk in chunks]
         ends = np.cumsum([chunk.num_tokens for chunk, _, _ in parts])
         sampled = [(chunk, int(end)) for (chunk, _, _), end in zip(parts, ends, strict=True) if chunk.samples]
@@ -218,7 +217,7 @@ class InputBatch:
         )
 
 
-def _block_inputs(parts: Sequence[tuple[ScheduledChunk, BlockTable]], unread_slot: int) -> BlockInputs:
+def _block_inputs(parts: Sequence[tuple[ScheduledChunk, RequestBlocks]], unread_slot: int) -> BlockInputs:
     stops = [chunk.start + chunk.num_tokens for chunk, _ in parts]
     slots = [
         table.slots(chunk.start, stop, chunk.write_start, unread_slot)

@@ -1,7 +1,7 @@
-"""A step as tensors alone, for attention that runs on a device: what a recorded graph may read, and nothing else.
+"""A step as tensors, for attention that never reads a number on the host.
 
-A graph keeps the addresses of what it was recorded with and forgets every Python number, so that all that differs from
-step to step stands in these tensors. Sequences follow each other in the flattened batch.
+A recorded graph keeps tensor addresses and freezes every Python number. Everything that differs between steps must
+therefore be in these tensors. Sequences follow each other in the flattened batch.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from torch import Tensor
 
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 
-# From host memory to the device.
+# Copies a tensor from host memory to the device.
 Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBlocks:
-    """Where the tokens of a step lie in the pools of one group."""
+    """Positions of a step's tokens in the pools of one group."""
 
     # Slot (block · block_size + offset) of every token's key and value, int64 [num_tokens].
     slot_mapping: Tensor
-    # Blocks of each sequence in token order, int32 [num_sequences, most blocks of one]; what stands behind the last
-    # block of a sequence is never followed.
+    # Blocks of each sequence in token order, int32 [num_sequences, largest number of blocks]; entries behind a
+    # sequence's last block are never read.
     block_table: Tensor
-    # The token in the first slot of each sequence's first block, int32 [num_sequences].
+    # Index of the token in the first slot of each sequence's first block, int32 [num_sequences].
     first_keys: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class MutualRanges:
-    """Of every token: the stretch of tokens that all see each other and that it is in, int32 [num_tokens] each.
+    """The mutual span [start, stop) of every token, int32 [num_tokens] each: all tokens of a span see each other.
 
-    A token that is in none has a stretch of its own, itself.
+    A token outside of any span has a span of one token, itself.
     """
 
     starts: Tensor
     stops: Tensor
-    # Whether they see each other where the layer's window ends, too.
+    # Whether tokens of a span see each other beyond the layer's window, too.
     is_beyond_window: bool
 
 
@@ -50,23 +50,23 @@ class MutualRanges:
 class PagedStep:
     """The sequences of one step."""
 
-    # For the layers that see everything, or all.
+    # Blocks of the full group.
     full: PagedBlocks
-    # For the layers of the sliding group, where there is one.
+    # Blocks of the sliding group; None for a model without one.
     sliding: PagedBlocks | None
     # Index of each sequence's first new token, and the number of tokens at the end; int32 [num_sequences + 1].
     query_starts: Tensor
     # Tokens of each sequence including the new ones, int32 [num_sequences].
     kv_lens: Tensor
-    # None where no token of the step sees one behind it.
+    # None if no token of the step sees a later one.
     mutual: MutualRanges | None
-    # Upper bounds that hold whenever these tensors are read: New tokens of a sequence, and all tokens of it.
+    # Upper bounds for every step that uses these tensors: new tokens, and all tokens, of one sequence.
     max_query_len: int
     max_kv_len: int
 
 
 def paged_step(inputs: FlatInputs, move: Move, *, is_mutual_beyond_window: bool) -> PagedStep:
-    """The step of flattened inputs, its tensors on the device."""
+    """Returns flattened inputs as a step whose tensors are on the device."""
     query_starts = np.cumsum((0, *inputs.query_lens))
     return PagedStep(
         full=_paged_blocks(inputs.full, move),

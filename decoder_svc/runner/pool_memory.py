@@ -1,8 +1,8 @@
-"""Memory of KV pools on the host: zeros whose pages come when they are first written, not when a decoder starts.
+"""Host memory of KV pools, zeroed page by page on first write instead of at start-up.
 
-A pool takes a large share of a machine, and most of it is not used for a long time after a start. Zeroing it there took
-0.3 to 1.8 s per GB (2 × AMD EPYC, a virtual machine, 2026-11-22): twenty seconds for half of a machine of 24 GB.
-Huge pages, which would be fewer to fetch, took longer to zero and made no step faster.
+A pool takes a large share of a machine's memory, and most of it stays unused for a long time. Zeroing it at start-up
+took 0.3 to 1.8 s per GB (2 × AMD EPYC, a virtual machine, 2026-11-22): twenty seconds for half of a machine of 24 GB.
+Huge pages took longer to zero and made no step faster.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def pool_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of that shape; on the host they begin on a page.
+    """Returns zeros of that shape; on the host they start at a page boundary.
 
-    Raises OSError, or PyTorch's error elsewhere, where the system does not give so much even as a promise.
+    Raises OSError on the host, or PyTorch's error on another device, if the system refuses to reserve the memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:

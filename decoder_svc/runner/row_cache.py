@@ -1,4 +1,4 @@
-"""The embedding rows that are on the device."""
+"""Embedding rows on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 from lookonce.store.int8_rows import dequantise
 
-# Of rows that are plain floats.
+# Element types of rows that are plain floats.
 TORCH_DTYPES = {
     RowDtype.FLOAT32: torch.float32,
     RowDtype.FLOAT16: torch.float16,
@@ -23,38 +23,38 @@ ROW_DTYPES = {torch_dtype: row_dtype for row_dtype, torch_dtype in TORCH_DTYPES.
 
 
 class RowCache:
-    """Row ranges by content key. What may stay and what must go is the EncoderCacheManager's decision."""
+    """Row ranges by content key. The scheduler's EncoderCacheManager decides what is evicted."""
 
     def __init__(self, transfer: HostTransfer, dtype: torch.dtype) -> None:
         self._transfer = transfer
         self._dtype = dtype
-        # Disjoint ranges of each image, as they came.
+        # Disjoint row ranges of each image, in order of arrival.
         self._parts: dict[ContentKey, dict[RowRange, Tensor]] = {}
 
     def __len__(self) -> int:
-        """Rows that are here."""
+        """Number of rows on the device."""
         return sum(len(rows) for parts in self._parts.values() for rows in parts)
 
     def put(self, fetched: FetchedRows) -> None:
-        """Takes rows from host memory; `[len(rows), row_elements]` in the model's dtype."""
+        """Copies fetched rows to the device as `[len(rows), row_elements]` in the model's dtype."""
         is_int8 = fetched.dtype is RowDtype.INT8_SCALED
         host_dtype = torch.uint8 if is_int8 else TORCH_DTYPES[fetched.dtype]
         host = torch.frombuffer(fetched.data, dtype=host_dtype).view(len(fetched.rows), -1)
-        with self._transfer.beside_steps():
+        with self._transfer.overlapping_steps():
             moved = self._transfer.move(host)
             values = dequantise(moved, fetched.num_levels, self._dtype) if is_int8 else moved.to(self._dtype)
-        self._transfer.keep_for_steps(values)
+        self._transfer.mark_used_by_steps(values)
         self._parts.setdefault(fetched.key, {})[fetched.rows] = values
 
     def drop(self, key: ContentKey, dropped: RowRange) -> None:
         """Frees rows of a key."""
-        self._transfer.settle()
+        self._transfer.wait_for_overlapping()
         kept: dict[RowRange, Tensor] = {}
         for rows, values in self._parts.pop(key, {}).items():
             outside = RowRangeSet([rows])
             outside.remove(dropped)
             for part in outside:
-                # A view would keep the memory of all rows.
+                # Clone: a view would keep the memory of the dropped rows.
                 kept[part] = (
                     values if part == rows else values[part.start - rows.start : part.stop - rows.start].clone()
                 )
@@ -62,16 +62,16 @@ class RowCache:
             self._parts[key] = kept
 
     def place(self, embeddings: Tensor, first: int, item: ImageItem, start: int, stop: int) -> list[int]:
-        """Writes the rows of an image over its placeholders among the prompt's tokens [start, stop); returns where.
+        """Writes an image's rows over its placeholders among the prompt's tokens [start, stop).
 
-        `embeddings` is the step's `[num_tokens, row_elements]`, in which token `start` has index `first`. Raises
-        KeyError when a row is not here: a step must never be computed without it.
+        `embeddings` is the step's `[num_tokens, row_elements]`, in which token `start` has index `first`. Returns the
+        indexes that were written. Raises KeyError if a row is missing: a step must never be computed without it.
         """
         row_start, row_stop = item.rows_between(start, stop)
         if row_start == row_stop:
             return []
         tokens = [first + token - start for token in item.tokens_with_row(start, stop)]
-        self._transfer.settle()
+        self._transfer.wait_for_overlapping()
         num_placed = 0
         for rows, values in self._parts[item.key].items():
             begin, end = max(rows.start, row_start), min(rows.stop, row_stop)

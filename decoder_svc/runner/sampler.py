@@ -1,7 +1,7 @@
-"""Logits → next tokens, each row by its own request's parameters.
+"""Samples next tokens from logits, each row by its own request's parameters.
 
-Greedy rows cost one argmax. A sampled row uses one uniform number that is a function of the request's seed and the
-token's index alone: the same request gives the same tokens in any batch, and again after a preemption.
+Greedy rows cost one argmax. A sampled row uses one uniform number that depends only on the request's seed and the
+token's index: the same request gives the same tokens in any batch, and again after a preemption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIMITS = torch.finfo(torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one row of logits belongs to."""
+    """Sampling parameters and preceding tokens of one row of logits."""
 
     params: SamplingParams
     # Prompt and generated ids, [num_tokens].
@@ -31,14 +31,15 @@ class SampleRow:
 
     @property
     def num_output_tokens(self) -> int:
-        """Index of the token to be sampled in the answer."""
+        """Number of tokens already generated: the index of the next one in the answer."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """One token per row of `logits` `[num_rows, vocab]`, with log probabilities of the raw logits where asked.
+    """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
 
-    All is computed where the logits are, and the host waits once for the ids of all rows.
+    Log probabilities are those of the raw logits. Everything is computed on the logits' device; the host waits once,
+    for the ids of all rows.
     """
     logits = logits.float()
     adjusted = _adjusted(logits, rows)
@@ -52,7 +53,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[T
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Penalties, biases and the stop ids that may not come yet; copies only if there is anything to change."""
+    """Applies penalties, biases and `min_tokens`. Copies the logits only if a row changes them."""
     changed = [index for index, row in enumerate(rows) if _changes_logits(row)]
     if not changed:
         return logits
@@ -69,11 +70,14 @@ def _changes_logits(row: SampleRow) -> bool:
 
 
 def _adjust(logits: Tensor, row: SampleRow) -> None:
-    """In place on one row `[vocab]`. Repetition penalty as in CTRL (arXiv:1909.05858), over prompt and output."""
+    """Changes one row `[vocab]` in place.
+
+    The repetition penalty is that of CTRL (arXiv:1909.05858), over prompt and output.
+    """
     params = row.params
     if params.repetition_penalty != 1:
         seen = np.unique(row.token_ids)
-        # Placeholders of images may have ids that no logit belongs to.
+        # Image placeholders may have ids beyond the vocabulary of the logits.
         seen = torch.from_numpy(seen[seen < len(logits)]).to(logits.device)
         scores = logits[seen]
         scores = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
@@ -89,21 +93,21 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
 
 
 def _draw(logits: Tensor, row: SampleRow) -> Tensor:
-    """Temperature, then top-k, top-p and min-p, in this order, then one draw by the inverse distribution function.
+    """Applies temperature, top-k, top-p and min-p, in this order, and draws by the inverse distribution function.
 
-    A single id, left on the device.
+    Returns a single id, left on the device.
     """
     params = row.params
     values, ids = logits.sort(descending=True)
-    # The largest is 0 at any temperature: none is too low for the exponentials, and dividing leaves the order as it is.
+    # Subtract the maximum before dividing: it becomes 0, so the smallest temperature cannot overflow the exponentials.
     values = (values.double() - values[0]) / params.temperature
     if params.top_k is not None:
         values, ids = values[: params.top_k], ids[: params.top_k]
     probabilities = values.softmax(dim=-1)
-    # None where the model's numbers ran over: such a row gets the first of its ids, and fails no step.
+    # All false if the model's numbers overflowed: such a row gets the first id instead of failing the step.
     keep = ~probabilities.isnan()
     if params.top_p < 1:
-        # A token stays while the mass before it is below top_p.
+        # A token is kept while the probability mass before it is below top_p.
         keep &= probabilities.cumsum(dim=-1) - probabilities < params.top_p
     if params.min_p > 0:
         keep &= probabilities >= params.min_p * probabilities[0]
@@ -111,17 +115,17 @@ def _draw(logits: Tensor, row: SampleRow) -> Tensor:
     mass = torch.where(keep, probabilities, 0.0).cumsum(dim=-1)
     point = _uniform(params.seed or 0, row.num_output_tokens) * mass[-1]
     index = torch.minimum(torch.searchsorted(mass, point, right=True), keep.sum() - 1)
-    # A tensor without dimensions as an index would be brought to the host.
+    # `gather`: indexing with a zero-dimensional tensor would copy it to the host.
     return ids.gather(0, index[None])[0]
 
 
 def _uniform(seed: int, index: int) -> float:
-    """A number of [0, 1) from a counter-based generator (Philox), so that no state must survive a preemption."""
+    """Returns a number in [0, 1) from a counter-based generator (Philox), which keeps no state across a preemption."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
 
 
 def _logprobs(logits: Tensor, chosen: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprobs | None]:
-    """Per row the chosen token and as many of the likeliest as were asked for; None where nothing was."""
+    """Returns per row the chosen token and the requested number of most likely ones; None if not requested."""
     wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
     if not wanted:
         return [None] * len(rows)

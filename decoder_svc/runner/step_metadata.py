@@ -1,4 +1,4 @@
-"""What attention is told of a step: from flattened inputs, or from the tensors of a graph."""
+"""Builds the attention metadata of a step, from flattened inputs or from the tensors of a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decoder_svc.runner.paged_step import Move, PagedStep, paged_step
 def step_metadata(
     flat: FlatInputs, move: Move, *, reads_tensors: bool, is_mutual_beyond_window: bool
 ) -> AttentionMetadata:
-    """Of any step; `reads_tensors` as the backend has it."""
+    """Returns the metadata of any step. `reads_tensors` is the backend's."""
     return AttentionMetadata(
         full=_block_metadata(flat.full, move, reads_tensors=reads_tensors),
         sliding=None if flat.sliding is None else _block_metadata(flat.sliding, move, reads_tensors=reads_tensors),
@@ -25,14 +25,17 @@ def step_metadata(
 
 
 def decode_metadata(step: PagedStep, num_tokens: int) -> AttentionMetadata:
-    """Of a step of single tokens that is known by its tensors alone: what it was recorded with says nothing of it."""
+    """Returns the metadata of a decode step inside a graph.
+
+    Only tensors may be read: a graph is replayed for other steps, to which the recorded Python numbers do not apply.
+    """
     sliding = None if step.sliding is None else BlockMetadata(step.sliding.slot_mapping, (), ())
     return AttentionMetadata(
         full=BlockMetadata(step.full.slot_mapping, (), ()),
         sliding=sliding,
         query_lens=(1,) * num_tokens,
         kv_lens=(1,) * num_tokens,
-        # A step with spans is never recorded.
+        # Steps with mutual spans are never recorded.
         mutual_spans=((),) * num_tokens,
         is_mutual_beyond_window=False,
         paged=step,

@@ -1,4 +1,4 @@
-"""The heaviest step that the limits allow, made up: what start-up runs once to see what it takes (vLLM PR #11895)."""
+"""Builds the heaviest step that the limits allow. Start-up runs it once to measure memory (vLLM PR #11895)."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledCh
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
 
-# All tokens share these: the KV pool is not there yet when the step runs.
+# Blocks that all tokens share: the step runs before the KV pool is sized.
 NUM_BLOCKS = 1
 
-# The dearest way to choose a token.
+# The most expensive sampling parameters.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, max_tokens=1, seed=0, logprobs=20)
 
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Limits of a step, each at least 1 where nothing else is said."""
+    """Limits of a step; each is at least 1 unless stated."""
 
-    # Computed in the step.
+    # Tokens computed in the step.
     num_tokens: int
-    # With a token in the step.
+    # Requests that have a token in the step.
     num_requests: int
-    # Of the longest request, which ends with the step.
+    # Tokens of the longest request; its last token is in the step.
     context_tokens: int
-    # The largest images that are held at the same time; may be 0.
+    # Largest images held at the same time; may be 0.
     num_images: int
     rows_per_image: int
     row_elements: int
     row_dtype: RowDtype
-    # Guessed beside each request's token, as far as the step's tokens allow; may be 0.
+    # Draft tokens per request, as far as `num_tokens` allows; may be 0.
     num_draft_tokens: int = 0
 
 
 def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
-    """The largest images' rows, as they would come from the fetcher: zeros."""
-    # Written, not only promised: memory that nobody has touched is not taken yet.
+    """Returns rows of the largest images as the fetcher would deliver them, all zeros."""
+    # A repeated zero byte writes the memory: untouched pages would not count as taken.
     num_bytes = worst.rows_per_image * worst.row_elements * worst.row_dtype.item_bytes
     rows = RowRange(0, worst.rows_per_image)
     return [
@@ -51,9 +51,9 @@ def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
 
 
 def worst_case_step(worst: WorstCase, block_size: int, window: int | None = None) -> SchedulerOutput:
-    """One request that computes the last tokens of the longest context over the images; the others decode beside it.
+    """Returns a step in which one request computes the end of the longest context, with images, and the others decode.
 
-    `window` is that of the model's sliding group, None where it has none.
+    `window` is the window of the model's sliding group, None without one.
     """
     num_others = min(worst.num_requests, worst.num_tokens) - 1
     num_drafts = min(worst.num_draft_tokens, (worst.num_tokens - 1) // num_others - 1) if num_others else 0
@@ -67,7 +67,7 @@ def worst_case_step(worst: WorstCase, block_size: int, window: int | None = None
 
 
 def _images(worst: WorstCase, start: int) -> tuple[ImageItem, ...]:
-    """Side by side from token `start` on, as many as there are tokens for in the step, if need be beyond it."""
+    """Returns the images, one after the other from token `start` on. They may extend beyond the step."""
     items = []
     for index in range(worst.num_images):
         digest = image_digest(f"worst case {index}".encode())

@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from encoder_svc.vision.dense_attention import use_dense_attention
-from lookonce.model.half_model import leave_file
+from lookonce.model.half_model import detach_from_file
 from lookonce.model.packed_linear import Activation, pack_linears, packed, unpackable_reason
 
 # Activations and blocks are told by what they do: their values here, or on so many random rows.
@@ -35,7 +35,7 @@ def make_fast(model: Any) -> None:
         num_fused = sum(fuse_activation(block) for block in list(model.modules()))
     _log.info("vision half is made fast", num_fused_activations=num_fused, num_skipped_layers=num_skipped)
     if pack_linears(model):
-        leave_file(model)
+        detach_from_file(model)
     use_dense_attention(model)
 
 

@@ -18,7 +18,7 @@ from lookonce.errors import ModelFolderError
 from lookonce.model.device import chosen_device
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.openmp import in_passing_thread
+from lookonce.model.openmp import run_in_short_lived_thread
 from lookonce.model.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
 from lookonce.store.int8_rows import quantise
 
@@ -84,7 +84,7 @@ class VisionModel:
             model.warm_up()
             return model
 
-        return in_passing_thread(loaded)
+        return run_in_short_lived_thread(loaded)
 
     @property
     def device(self) -> torch.device:

@@ -1,1 +1,1 @@
-"""What differs between vision-language families: one data file each, read by both services."""
+"""The differences between vision-language families: one data file each, read by both services."""

@@ -1,7 +1,7 @@
-"""The shape of a family's data file. No torch, no transformers, no pixels.
+"""The types of a family's data file. No torch, no transformers, no pixels.
 
-A family is told by what one image becomes in a prompt (`ImageShape`, from its size alone), where its tokens stand on
-the rotary axes, who may look at whom (`Mask`), and what the vision half is called with. All else is one path for all.
+A family defines the expansion of an image's placeholder (`ImageShape`, from the image's size alone), the positions on
+the rotary axes, the attention mask (`Mask`) and the arguments of the vision half. Everything else is shared code.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from lookonce.content_key import ProcessorOptions
 
 
 class Mask(enum.Enum):
-    """Which tokens of a prompt see which."""
+    """The attention mask among the tokens of a prompt."""
 
     # Every token sees itself and those before it.
     CAUSAL = "causal"
-    # Besides, the rows of one image see each other, in layers with a window as far back as that.
+    # Causal, and the rows of one image see each other; in layers with a window only within it.
     IMAGE = "image"
-    # All tokens of the prompt see each other, also in layers with a window; generated ones are causal.
+    # All tokens of the prompt see each other, even beyond a layer's window; generated tokens are causal.
     PROMPT = "prompt"
 
 
 class PositionAxes(enum.Enum):
-    """How rotary positions are counted."""
+    """The numbering of rotary positions."""
 
-    # 0, 1, 2, …, from `Family.first_position` on.
+    # One axis, counted up from `Family.first_position`.
     SEQUENCE = "sequence"
     # Time, height and width: text advances all three, an image spans its grid (M-RoPE, arXiv:2409.12191, section 2.1).
     MROPE = "mrope"
@@ -36,55 +36,55 @@ class PositionAxes(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FramePlace:
-    """Where a pair of frames stands among those of its video, in families that give a video one clock."""
+    """The place of a pair of frames within its video, in families whose pairs share one time axis."""
 
-    # 0 begins the video.
+    # Number of the pair; 0 starts the video.
     index: int
-    # Position on the time axis, counted from the first pair's.
+    # Position on the time axis, relative to the first pair.
     time: int
 
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
-    """What the placeholder of one image becomes in a prompt."""
+    """The expansion of one image's placeholder in a prompt."""
 
-    # In order: texts whose tokens take no row, and numbers of tokens that take the next rows.
+    # In order: texts, whose tokens take no rows, and numbers of tokens that take the next rows.
     parts: tuple[str | int, ...]
-    # Merged patches (frames, height, width) where positions depend on them.
+    # Merged patches (frames, height, width); None if positions do not depend on them.
     grid: tuple[int, int, int] | None = None
-    # Of a pair of frames that shares a clock with others; None: positions are an image's.
+    # Set for a pair of frames that shares a time axis with others; None: positions are an image's.
     place: FramePlace | None = None
 
     @property
     def num_rows(self) -> int:
-        """Rows of the embedding."""
+        """Number of rows of the embedding."""
         return sum(part for part in self.parts if isinstance(part, int))
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSizing:
-    """The arithmetic of one model's image processor."""
+    """The mapping from image size to expansion, as one model's image processor computes it."""
 
-    # (width, height, options) of an upright image in pixels → what it becomes. Raises ValueError for a size that the
-    # processor refuses.
+    # Maps (width, height, options) of an upright image in pixels to its expansion. Raises ValueError for a size that
+    # the processor refuses.
     shape: Callable[[int, int, ProcessorOptions], ImageShape]
-    # What the image with the most rows becomes.
+    # Expansion of the image with the most rows.
     largest: ImageShape
 
 
 @dataclass(frozen=True, slots=True)
 class FamilySource:
-    """What a family's rules are read from."""
+    """The files of a model folder from which a family's rules are read."""
 
     # config.json as transformers reads it, with defaults.
     config: Any
-    # The folder's image processor, of the kind that needs no torchvision.
+    # The folder's image processor, in the variant that needs no torchvision.
     processor: Any
     # processor_config.json without its nested processors; empty when there is none.
     settings: Mapping[str, Any]
-    # Names of special tokens that the tokenizer has of its own (boi_token, …); empty where there are none.
+    # Special tokens of the tokenizer by name (boi_token, …), as text.
     tokens: Mapping[str, str]
-    # The folder's video processor; empty when it says nothing of one.
+    # Settings of the folder's video processor; empty if there are none.
     video: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -102,21 +102,20 @@ def _no_tick(_config: Any, _seconds: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class VideoRule:
-    """How a family takes videos, as pairs of frames (video.py)."""
+    """A family's rules for videos, which are handled as pairs of frames (video.py)."""
 
-    # Of its video processor in transformers, where a folder does not say.
+    # Settings of the video processor in transformers, used if a folder does not set them.
     defaults: Mapping[str, Any]
-    # (settings, width, height, number of frames, most pixels of a frame) → (height, width) after resizing. Raises
-    # ValueError for a size that the processor refuses.
+    # Maps (settings, width, height, number of frames, largest number of pixels per frame) to (height, width) after
+    # resizing. Raises ValueError for a size that the processor refuses.
     frame_size: Callable[[Any, int, int, int, int | None], tuple[int, int]]
-    # Of so many frames, how many share the processor's bounds.
+    # Maps a video's number of frames to the number of frames that share the processor's pixel bounds.
     bounded_frames: Callable[[int], int]
-    # The video token as the chat template writes it → what the pairs take the place of.
+    # Maps the video token that the chat template writes to the text that the pairs replace.
     placeholder: Callable[[str], str] = _the_token
-    # Text before and after the rows of the pair that is shown at this time, seconds.
+    # Maps a pair's time in seconds to the text before and after its rows.
     around: Callable[[float], tuple[str, str]] = _nothing_around
-    # (configuration, seconds from pair to pair of one video) → steps on the time axis; None: each pair is placed as an
-    # image is.
+    # Maps (configuration, seconds between pairs) to steps on the time axis; None: a pair is positioned like an image.
     tick: Callable[[Any, float], float | None] = _no_tick
 
 
@@ -150,43 +149,44 @@ def _nothing_wrong(_source: FamilySource) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One vision-language family."""
+    """One vision-language family: everything in which it differs from the others."""
 
-    # As its authors write it.
+    # Name, in its authors' spelling.
     title: str
-    # Hugging Face model type, and the class that serves it.
+    # Hugging Face model type, and class name in transformers.
     model_type: str
     architecture: str
-    # The rule from size to rows.
+    # Returns the mapping from image size to rows.
     sizing: Callable[[FamilySource], ImageSizing]
-    # What of the image processor's output goes to `get_image_features`, batches joined along the first axis.
+    # Outputs of the image processor that are passed to `get_image_features`, concatenated along the first axis.
     inputs: tuple[str, ...] = ("pixel_values",)
-    # Text that stands for one image in a rendered prompt; None: the token that takes the rows.
+    # Text of one image's placeholder in a rendered prompt; None: the token that takes the rows.
     placeholder: Callable[[FamilySource], str | None] = _no_placeholder
     mask: Mask = Mask.CAUSAL
     axes: PositionAxes = PositionAxes.SEQUENCE
     first_position: int = 0
-    # Feature levels that travel beside each row (deepstack), from the configuration.
+    # Maps the configuration to the number of feature levels that accompany each row (deepstack).
     num_levels: Callable[[Any], int] = _no_levels
-    # None: it takes no videos.
+    # None: the family takes no videos.
     video: VideoRule | None = None
-    # Whether requests may bound an image's pixels, and how options reach the image processor.
+    # Whether requests may limit an image's pixels.
     has_max_pixels: bool = False
-    # What a still image counts as where the processor's bounds are on pixels times frames.
+    # Number of frames that a still image counts as, if the processor bounds pixels times frames.
     frames_per_image: Callable[[FamilySource], int] = _one_frame
+    # Maps a request's options to arguments of the image processor.
     processor_arguments: Callable[[FamilySource, ProcessorOptions], Mapping[str, Any]] = _no_arguments
-    # Whether an image is processed differently beside others in its prompt.
+    # Whether an image is processed differently if its prompt has several images.
     depends_on_image_count: bool = False
-    # What of the language model's configuration decides rows, too, from the whole configuration.
+    # Maps the whole configuration to those settings of the language model that also influence rows.
     text_settings: Callable[[Any], Mapping[str, Any]] = _nothing_of_text
-    # How often an image stands in its own pass; only the first one's rows count.
+    # Number of copies of an image in its forward pass; only the first copy's rows are used.
     num_copies: Callable[[ImageShape, ProcessorOptions], int] = _one_copy
-    # A rendered text as the model wants it, from the text and the tokenizer's BOS; None: as it is.
+    # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
-    # Says why a folder of this type cannot be served; None where it can.
+    # Returns why a folder of this type cannot be served, or None if it can.
     refusal: Callable[[FamilySource], str | None] = _nothing_wrong
 
     @property
     def has_levels(self) -> bool:
-        """Whether feature levels travel beside the rows."""
+        """Whether feature levels accompany the rows."""
         return self.num_levels is not _no_levels

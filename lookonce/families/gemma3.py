@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786): 256 rows per image that see each other, between markers; most layers have a window."""
+"""Gemma 3 (arXiv:2503.19786): 256 rows per image that see each other, between markers. Most layers have a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.1V (arXiv:2507.01006): a row per merged patch, M-RoPE; bounds count a still image as two frames."""
+"""GLM-4.1V (arXiv:2507.01006): one row per merged patch, M-RoPE; pixel bounds count a still image as two frames."""
 
 from __future__ import annotations
 

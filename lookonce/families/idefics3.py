@@ -9,10 +9,10 @@ _MARKER, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 def split_sizing(source: FamilySource) -> ImageSizing:
-    """Of the processors that Idefics3 and SmolVLM have."""
+    """Returns the sizing of the image processors of Idefics3 and SmolVLM."""
     config, processor = source.config, source.processor
     side = config.vision_config.image_size // config.vision_config.patch_size
-    # Patches are shuffled into channels, factor × factor of them.
+    # Pixel shuffle merges factor × factor patches into one row.
     num_rows = side**2 // config.scale_factor**2
     whole = (f"{_MARKER}{_WHOLE}", num_rows, _MARKER)
 

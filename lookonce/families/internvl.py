@@ -24,7 +24,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
 
 
 def tile_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[str, Any]:
-    """These models tile although their image processor's file may leave it open: their own processors say so."""
+    """Switches tiling on, as the models' own processors do; the image processor's file may leave it open."""
     return {"crop_to_patches": True}
 
 

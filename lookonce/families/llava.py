@@ -1,4 +1,4 @@
-"""LLaVA 1.5 (arXiv:2310.03744): one square of a fixed size; with Pixtral's tower any size, a row per patch."""
+"""LLaVA 1.5 (arXiv:2310.03744): one square of a fixed size; with Pixtral's tower any size and one row per patch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAMILY = Family(
     model_type="llava",
     architecture="LlavaForConditionalGeneration",
     sizing=_sizing,
-    # CLIP's and SigLIP's processors give no sizes; Pixtral's tower needs them.
+    # Pixtral's tower needs the sizes; the processors of CLIP and SigLIP give none.
     inputs=("pixel_values", "image_sizes"),
     processor_arguments=_arguments,
     refusal=_refusal,

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: the whole image, then its tiles on the best fitting canvas, a newline row after each line of patches.
+"""LLaVA-NeXT: the whole image, then its tiles on the best-fitting canvas, with a newline row after each line.
 
 https://llava-vl.github.io/blog/2024-01-30-llava-next ("AnyRes").
 """

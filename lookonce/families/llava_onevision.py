@@ -1,4 +1,4 @@
-"""LLaVA-OneVision (arXiv:2408.03326): tiles as in LLaVA-NeXT up to a limit; beside other images the whole one only."""
+"""LLaVA-OneVision (arXiv:2408.03326): LLaVA-NeXT's tiles up to a limit; no tiles if the prompt has several images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lookonce.content_key import ProcessorOptions
 from lookonce.families import sizing
 from lookonce.families.base import Family, FamilySource, ImageShape, ImageSizing
 
-# Grids larger than the limit by up to this much are left alone, as the model was trained.
+# Grids that exceed the limit by up to this factor are not scaled down, as in the model's training.
 _TOLERANCE = 1.1
 _ASPECT_PREFIX = "anyres_max_"
 
@@ -33,7 +33,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
         canvas_height, canvas_width = sizing.best_resolution(width, height, resolutions)
         return shape_of(*sizing.unpadded_grid(width, height, canvas_height // tile * side, canvas_width // tile * side))
 
-    # A grid that loses lines or columns to unpadding may keep more rows than a full one, which is scaled down.
+    # An unpadded grid may have more rows than a full grid, because the full one is scaled down.
     grids = ((h // tile * side, w // tile * side) for h, w in resolutions)
     unpadded = {
         cut for h, w in grids for cut in (*((n, w) for n in range(1, h + 1)), *((h, n) for n in range(1, w + 1)))
@@ -57,7 +57,7 @@ FAMILY = Family(
     sizing=_sizing,
     inputs=("pixel_values", "image_sizes", "batch_num_images"),
     depends_on_image_count=True,
-    # Beside others an image stands beside itself, so that its rows depend on nobody else.
+    # An image of a multi-image prompt is encoded next to a copy of itself, so its rows depend on no other image.
     num_copies=lambda _shape, options: 2 if options.beside_others else 1,
     refusal=_refusal,
 )

@@ -18,9 +18,9 @@ FAMILY = Family(
     sizing=broken_rows,
     inputs=("pixel_values", "image_sizes"),
     processor_arguments=row_arguments,
-    # The norm in front of the merged patches has the language model's.
+    # The norm before the patch merger uses the language model's epsilon.
     text_settings=lambda config: {"rms_norm_eps": config.text_config.rms_norm_eps},
-    # A pass of one row in all loses an axis in transformers 5.23, and fails.
+    # In transformers 5.23 a pass with a single row loses an axis and fails, so encode two copies.
     num_copies=lambda shape, _options: 2 if shape.num_rows == 1 else 1,
     refusal=_refusal,
 )

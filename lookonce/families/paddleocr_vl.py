@@ -1,4 +1,4 @@
-"""PaddleOCR-VL (arXiv:2510.14528): Qwen2-VL's layout; images thinner than a row are enlarged before anything else."""
+"""PaddleOCR-VL (arXiv:2510.14528): Qwen2-VL's layout; images thinner than a row are enlarged first."""
 
 from __future__ import annotations
 

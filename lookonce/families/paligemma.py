@@ -13,7 +13,7 @@ def _sizing(source: FamilySource) -> ImageSizing:
 
 
 def _finish_text(text: str, bos_token: str) -> str:
-    """BOS stands behind the last image, and a line break ends the prompt."""
+    """Inserts BOS after the last image and ends the prompt with a line break."""
     images, found, rest = text.rpartition(_PLACEHOLDER)
     return f"{images}{found}{bos_token}{rest}\n"
 

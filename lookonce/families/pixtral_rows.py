@@ -1,4 +1,4 @@
-"""Images as rows of patches with break tokens between them: Pixtral's tower (arXiv:2410.07073, section 2.2)."""
+"""Images as lines of patches with break tokens between them, for Pixtral's tower (arXiv:2410.07073, section 2.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 
 
 def broken_rows(source: FamilySource) -> ImageSizing:
-    """One token per square of merged patches; each line of them ends with a break, the last with the image's end."""
+    """Returns a sizing with one token per square of merged patches.
+
+    Each line ends with a break token, the last line with the image's end token.
+    """
     side = row_pixels(source)
     longest = source.processor.size.longest_edge
     line_break = source.settings.get("image_break_token", _BREAK)
@@ -27,28 +30,28 @@ def broken_rows(source: FamilySource) -> ImageSizing:
     def shape(width: int, height: int, options: ProcessorOptions) -> ImageShape:
         resized_height, resized_width = _resized(width, height, longest, side)
         if not resized_height or not resized_width:
-            raise ValueError("nothing is left of the shorter side")
+            raise ValueError("the shorter side is less than one patch after resizing")
         return shape_of(resized_height // side, resized_width // side)
 
     return ImageSizing(shape, shape_of(-(-longest // side), -(-longest // side)))
 
 
 def row_pixels(source: FamilySource) -> int:
-    """Side in pixels of the square that a row stands for."""
+    """Returns the side in pixels of the square that one row covers."""
     return int(source.config.vision_config.patch_size * getattr(source.config, "spatial_merge_size", 1))
 
 
 def row_arguments(source: FamilySource, _options: ProcessorOptions) -> Mapping[str, Any]:
-    """Images are resized to whole squares of merged patches."""
+    """Makes the processor resize images to whole squares of merged patches."""
     return {"patch_size": row_pixels(source)}
 
 
 def _resized(width: int, height: int, longest: int, side: int) -> tuple[int, int]:
-    """(height, width) that the processor resizes to."""
+    """Returns (height, width) to which the processor resizes."""
     import numpy as np
     from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 
-    # The function asks an image for its size and nothing else; this one takes no memory.
+    # The function reads only the size of its image; this broadcast array takes no memory.
     stand_in = np.broadcast_to(np.zeros((), np.uint8), (3, height, width))
     height, width = get_resize_output_image_size(
         stand_in, size=(longest, longest), patch_size=(side, side), input_data_format="channels_first"

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (arXiv:2502.13923): Qwen2-VL's layout over another tower; videos are placed by their real time."""
+"""Qwen2.5-VL (arXiv:2502.13923): Qwen2-VL's layout with another tower; frames are positioned by their real time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lookonce.families import qwen2_vl
 
 
 def _real_time(config: Any, seconds: float) -> float:
-    """Section 2.1.2: steps of the time axis are a fixed part of a second."""
+    """Returns the time steps of an interval: a step is a fixed fraction of a second (section 2.1.2)."""
     return float(config.vision_config.tokens_per_second * seconds)
 
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL (arXiv:2409.12191): a row per merged patch of an image of any size, and M-RoPE."""
+"""Qwen2-VL (arXiv:2409.12191): images of any size, one row per merged patch, and M-RoPE."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lookonce.image_file import FRAMES_PER_PAIR
 
 
 def qwen_sizing(source: FamilySource) -> ImageSizing:
-    """Of the processor that all Qwen-VL models share."""
+    """Returns the sizing of the image processor that all Qwen-VL models share."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     return sizing.patch_grid(source.processor, smart_resize)
@@ -20,7 +20,7 @@ def qwen_sizing(source: FamilySource) -> ImageSizing:
 def _frame_size(
     settings: VideoSettings, width: int, height: int, num_frames: int, max_pixels: int | None
 ) -> tuple[int, int]:
-    """Bounds are on each frame's pixels."""
+    """Resizes a frame; the bounds apply to the pixels of each frame."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     most = settings.most_pixels

@@ -1,7 +1,7 @@
-"""Qwen3-VL: Qwen2-VL's layout, and features of earlier tower layers that join the first layers' hidden states.
+"""Qwen3-VL: Qwen2-VL's layout, with features of earlier tower layers added to the first layers' hidden states.
 
-Those levels (deepstack, arXiv:2406.04334) are stored beside each row in the same entry. The pairs of a video's frames
-stand apart, each behind its time in words.
+Those levels (deepstack, arXiv:2406.04334) are stored with each row in the same entry. Each pair of a video's frames is
+preceded by its time as text.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def _num_levels(config: Any) -> int:
 def _frame_size(
     settings: VideoSettings, width: int, height: int, num_frames: int, max_pixels: int | None
 ) -> tuple[int, int]:
-    """Bounds are on the pixels of all frames together."""
+    """Resizes a frame; the bounds apply to the pixels of all frames together."""
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
     most = settings.most_pixels
     if settings.has_frame_cap:
         cap = settings.max_video_tokens * settings.factor**2
         most = num_frames * even_share(settings, min(cap, most // num_frames))
-    # The processor compares whole pairs with its bound, rounded to even: 5 frames as 4.
+    # The processor compares whole pairs with its bound and rounds half to even: 5 frames count as 4.
     counted = min(num_frames, round(num_frames / FRAMES_PER_PAIR) * FRAMES_PER_PAIR)
     most = most if max_pixels is None else min(most, max_pixels * counted)
     resized_height, resized_width = smart_resize(

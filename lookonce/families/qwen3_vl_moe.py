@@ -1,4 +1,4 @@
-"""Qwen3-VL with a mixture of experts in the language model; the vision half is Qwen3-VL's."""
+"""Qwen3-VL MoE: Qwen3-VL with a mixture of experts in the language model and the same vision half."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model type → family. A new family is one more module in the list."""
+"""The registry of families by model type. A new family is one more module in the list."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ _MODULES = (
 )
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-"""By Hugging Face model type, in the order of the documentation."""
+"""Families by Hugging Face model type, in the order of the documentation."""

@@ -1,4 +1,4 @@
-"""Arithmetic from image size to rows that several families share. transformers' own functions do what they offer."""
+"""Arithmetic from image size to rows that several families share. Uses transformers' own functions where they exist."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import FamilySource, ImageShape, ImageSizing
 
-# What the patch processors refuse is more elongated than this.
+# Largest ratio of sides that the patch processors accept.
 MAX_ASPECT = 200
 ELONGATED_PIXELS = 1000
 
 
 def constant(shape: ImageShape) -> ImageSizing:
-    """Every image becomes the same."""
+    """Returns a sizing in which every image has the same expansion."""
     return ImageSizing(lambda width, height, options: shape, shape)
 
 
 def patch_grid(processor: Any, smart_resize: Callable[..., tuple[int, int]], frames: int = 1) -> ImageSizing:
-    """One row per merged patch of an image resized to between so many pixels.
+    """Returns a sizing with one row per merged patch, for processors that resize an image into pixel bounds.
 
-    `smart_resize` is the processor's, (height, width, factor, least, most pixels) → (height, width). `frames` is what
-    one still image counts as where the bounds are on pixels times frames.
+    `smart_resize` is the processor's: (height, width, factor, least pixels, most pixels) → (height, width). `frames` is
+    the number of frames that a still image counts as, if the bounds are on pixels times frames.
     """
     factor = processor.patch_size * processor.merge_size
 
@@ -34,16 +34,16 @@ def patch_grid(processor: Any, smart_resize: Callable[..., tuple[int, int]], fra
 
     least, most = (edge // frames for edge in (processor.size.shortest_edge, processor.size.longest_edge))
     most_rows = most_grid_rows(least, most, factor)
-    # The most elongated images are at least one patch high, which may make them larger than the bound.
+    # The most elongated images are at least one patch high, so they may exceed the pixel bound.
     elongated = [shape(ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, ProcessorOptions())]
     return ImageSizing(shape, max([grid_shape(1, most_rows), *elongated], key=lambda one: one.num_rows))
 
 
 def most_grid_rows(least: int, most: int, factor: int) -> int:
-    """Rows of the largest grid with so many pixels at least and at most, of which `factor` squared make a row.
+    """Returns the rows of the largest grid between `least` and `most` pixels, with `factor` squared pixels per row.
 
-    An image below the least is enlarged with both sides rounded up, which may be more than the most where those are
-    near each other. The most elongated images, of which a side is one row at least, are not looked at.
+    An image below `least` is enlarged with both sides rounded up, which may exceed `most` if the bounds are close. The
+    most elongated images, whose shorter side is at least one row, are not considered here.
     """
     rows = -(-least // factor**2)
     longer = math.isqrt(rows * MAX_ASPECT) + 1
@@ -52,21 +52,21 @@ def most_grid_rows(least: int, most: int, factor: int) -> int:
 
 
 def pixel_bounds(processor: Any, options: ProcessorOptions, frames: int = 1) -> tuple[int, int]:
-    """Fewest and most pixels, times frames, of a resized image."""
+    """Returns the fewest and most pixels of a resized image, times frames."""
     most = processor.size.longest_edge if options.max_pixels is None else options.max_pixels * frames
     return processor.size.shortest_edge, most
 
 
 def pixel_size(source: FamilySource, options: ProcessorOptions, frames: int = 1) -> dict[str, Any]:
-    """The `size` argument that bounds an image's pixels."""
+    """Returns the `size` argument that bounds an image's pixels."""
     least, most = pixel_bounds(source.processor, options, frames)
     return {"size": {"shortest_edge": least, "longest_edge": most}}
 
 
 def unpadded_grid(width: int, height: int, rows: int, columns: int) -> tuple[int, int]:
-    """What is left of a grid of features when the bars that pad an image to the grid's proportions are cut off.
+    """Returns the rows and columns of a feature grid without the bars that pad an image to the grid's proportions.
 
-    Widths and heights round as the models' own unpadding does (LLaVA-NeXT): to seven digits, then down.
+    Rounds like the models' own unpadding (LLaVA-NeXT): to seven digits, then down.
     """
     if width / height > columns / rows:
         kept = int(round(height * (columns / width), 7))
@@ -76,7 +76,7 @@ def unpadded_grid(width: int, height: int, rows: int, columns: int) -> tuple[int
 
 
 def best_resolution(width: int, height: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(height, width) of the canvas that an image is tiled on."""
+    """Returns (height, width) of the canvas on which an image is tiled."""
     from transformers.image_processing_utils import select_best_resolution
 
     best_height, best_width = select_best_resolution((height, width), resolutions)
@@ -84,23 +84,15 @@ def best_resolution(width: int, height: int, resolutions: Sequence[Sequence[int]
 
 
 def square_patches(vision: Any) -> int:
-    """Patches along one side of a tower's square input."""
+    """Returns the number of patches along one side of a tower's square input."""
     return int(vision.image_size // vision.patch_size)
 
 
 def has_class_row(vision: Any) -> bool:
-    """Whether the tower puts a class row in front of the patches."""
+    """Whether the tower's output starts with a class row."""
     return bool(vision.model_type == "clip_vision_model")
 
 
-def side_of(num_rows: int) -> int:
-    """Side of a square of so many rows. Raises ValueError when it is none."""
-    side = math.isqrt(num_rows)
-    if side * side != num_rows:
-        raise ValueError(f"{num_rows} rows are no square")
-    return side
-
-
 def grid_shape(height: int, width: int) -> ImageShape:
-    """A row per cell."""
+    """Returns the expansion of a grid with one row per cell."""
     return ImageShape((height * width,), (1, height, width))

@@ -1,4 +1,4 @@
-"""SmolVLM (arXiv:2504.05299): Idefics3's layout over smaller parts."""
+"""SmolVLM (arXiv:2504.05299): Idefics3's layout with smaller models."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Videos as pairs of frames, for families whose vision halves look at two frames at a time (Qwen-VL).
+"""Videos as pairs of frames, for families whose vision towers process two frames at a time (Qwen-VL).
 
-Attention of those towers stays inside a pair, so a pair is encoded, cached and fetched as an image is, whatever stands
-before and behind it. What a family's data file says is a `VideoRule`; the folder's video processor gives the numbers.
-transformers' own video processors need torchvision, so their settings are read here, and their arithmetic is theirs.
+Attention in those towers stays inside a pair, so a pair is encoded, cached and fetched like an image, independently of
+its neighbours. A family's data file has a `VideoRule`; the folder's video processor gives the numbers. transformers'
+video processors need torchvision, so this module reads their settings itself and repeats their arithmetic.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lookonce.families.base import FamilySource, FramePlace, ImageShape, VideoRu
 from lookonce.families.sizing import ELONGATED_PIXELS, MAX_ASPECT, grid_shape, most_grid_rows
 from lookonce.image_file import FRAMES_PER_PAIR
 
-# Where the request does not say: what Qwen's own tools sample at.
+# Sampling rate if the request gives none: the default of Qwen's own tools.
 DEFAULT_FPS = 2.0
-# A frame every quarter of an hour, and more than anybody films: times stay small integers.
+# Accepted range: from a frame every quarter of an hour to far above any camera, so that times stay small integers.
 MIN_FPS, MAX_FPS = 0.001, 1000.0
-# Arguments of the image processor that frames may want otherwise than images.
+# Arguments of the image processor that may differ between frames and images.
 _PIXEL_SETTINGS = ("image_mean", "image_std", "rescale_factor", "resample")
-# What is always done.
+# Steps of the processor that must not be switched off.
 _STEPS = ("do_resize", "do_rescale", "do_normalize")
-# Positions beyond are no model's.
+# Bound of time steps; no model has positions beyond it.
 _MAX_TICK = 1 << 20
 
 
@@ -32,25 +32,26 @@ _MAX_TICK = 1 << 20
 class VideoSettings:
     """The numbers of a folder's video processor."""
 
-    # Fewest and most pixels: of a frame, or of all frames together, as the family counts.
+    # Fewest and most pixels: of one frame or of all frames together, depending on the family.
     least_pixels: int
     most_pixels: int
-    # Pixels along one side of what becomes a row.
+    # Pixels along one side of the square that becomes a row.
     factor: int
-    # Whether the most depends on the number of frames, and on how many tokens.
+    # Whether the upper bound also depends on the number of frames.
     has_frame_cap: bool
+    # Token budget of a video, from which that bound follows.
     max_video_tokens: int
-    # Arguments of the image processor that make it treat frames as the video processor does.
+    # Arguments with which the image processor treats frames as the video processor would.
     pixels: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class VideoModel:
-    """One folder's videos. Thread-safe."""
+    """The video rules of one model folder. Thread-safe."""
 
     rule: VideoRule
     settings: VideoSettings
-    # The token that takes rows, as config.json numbers it.
+    # Id of the token that takes rows, from config.json.
     token_id: int
     # Rows of the largest pair.
     most_rows: int
@@ -58,9 +59,9 @@ class VideoModel:
 
     @classmethod
     def load(cls, source: FamilySource, rule: VideoRule) -> VideoModel | None:
-        """None for a folder that knows no videos.
+        """Returns the folder's video rules, or None if config.json has no video token.
 
-        Raises ValueError, TypeError, KeyError or AttributeError for one whose video processor does not fit.
+        Raises ValueError, TypeError, KeyError or AttributeError if the folder's video processor does not fit.
         """
         token_id = getattr(source.config, "video_token_id", None)
         if token_id is None:
@@ -68,7 +69,7 @@ class VideoModel:
         settings = _settings(source, rule)
         tick = rule.tick(source.config, FRAMES_PER_PAIR / MIN_FPS)
         if tick is not None and not 0 < tick < _MAX_TICK:
-            raise ValueError(f"{tick:g} steps of time from pair to pair at {MIN_FPS} frames per second")
+            raise ValueError(f"{tick:g} time steps between pairs at {MIN_FPS} frames per second are out of range")
         elongated = rule.frame_size(settings, ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, FRAMES_PER_PAIR, None)
         least, most = (
             pixels // rule.bounded_frames(FRAMES_PER_PAIR) for pixels in (settings.least_pixels, settings.most_pixels)
@@ -77,12 +78,12 @@ class VideoModel:
         return cls(rule, settings, int(token_id), max(rows), source.config)
 
     def least_pixels(self, num_frames: int) -> int:
-        """What a frame among so many has at least after resizing, and so the least that `max_pixels` may be."""
+        """Returns the fewest pixels of a resized frame of such a video, which is the lower bound of `max_pixels`."""
         share = -(-self.settings.least_pixels // self.rule.bounded_frames(num_frames))
         return max(share, self.settings.factor**2)
 
     def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
-        """Width and height that the frames of a video of this size are resized to.
+        """Returns width and height to which the frames of a video of this size are resized.
 
         Raises ValueError for a size that the processor refuses.
         """
@@ -90,18 +91,18 @@ class VideoModel:
         return resized_width, resized_height
 
     def is_frame_size(self, width: int, height: int) -> bool:
-        """Whether frames may be resized to this: whole rows, and no more than the largest pair has."""
+        """Whether this is a valid frame size: whole rows, and no more of them than the largest pair has."""
         columns, odd_columns = divmod(width, self.settings.factor)
         rows, odd_rows = divmod(height, self.settings.factor)
         return odd_columns == odd_rows == 0 < rows * columns <= self.most_rows
 
     def pair_shape(self, frame_size: tuple[int, int]) -> ImageShape:
-        """A pair alone."""
+        """Returns the expansion of a single pair."""
         width, height = frame_size
         return grid_shape(height // self.settings.factor, width // self.settings.factor)
 
     def shapes(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageShape]:
-        """What each pair of a video becomes in its prompt; together they take the place of the video's placeholder."""
+        """Returns the expansion of each pair of a video; together they replace the video's placeholder."""
         alone = self.pair_shape(frame_size)
         tick = self.rule.tick(self._config, _single(FRAMES_PER_PAIR / fps))
         tick = None if tick is None else _single(tick)
@@ -117,12 +118,12 @@ class VideoModel:
 
 
 def _single(value: float) -> float:
-    """Rounded to single precision, in which transformers counts time: 1.9999999 must be 1 here, too."""
+    """Rounds to single precision, in which transformers computes times: truncation must give the same integer."""
     return array("f", [value])[0]
 
 
 def even_share(settings: VideoSettings, most_pixels: int) -> int:
-    """The most pixels where each frame gets its share of a number of tokens; not below what a video has at least."""
+    """Returns the pixel bound of a frame with its share of a token budget, at least 1.05 times the lower bound."""
     return max(most_pixels, int(settings.least_pixels * 1.05))
 
 
@@ -131,10 +132,10 @@ def _settings(source: FamilySource, rule: VideoRule) -> VideoSettings:
     processor = source.processor
     for name in _STEPS:
         if not given.get(name, True):
-            raise ValueError(f"{name} of videos is off")
+            raise ValueError(f"{name} is switched off for videos")
     for name in ("patch_size", "merge_size", "temporal_patch_size"):
         if given.get(name, getattr(processor, name)) != getattr(processor, name):
-            raise ValueError(f"{name} of videos is {given[name]}, of images {getattr(processor, name)}")
+            raise ValueError(f"{name} is {given[name]} for videos, but {getattr(processor, name)} for images")
     if processor.temporal_patch_size != FRAMES_PER_PAIR:
         raise ValueError(f"temporal_patch_size is {processor.temporal_patch_size}, not {FRAMES_PER_PAIR}")
     size = given["size"]
@@ -143,7 +144,7 @@ def _settings(source: FamilySource, rule: VideoRule) -> VideoSettings:
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
     )
     if not 0 < least <= most:
-        raise ValueError(f"videos have {least} to {most} pixels")
+        raise ValueError(f"the pixel bounds of videos, {least} to {most}, are not valid")
     return VideoSettings(
         least_pixels=least,
         most_pixels=most,

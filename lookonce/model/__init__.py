@@ -1,1 +1,1 @@
-"""Model folders: loads one half of a model, and computes the vision half's fingerprint."""
+"""Model folders: checks them, loads one half of a model, computes the vision half's fingerprint, compiles kernels."""

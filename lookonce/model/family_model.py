@@ -1,6 +1,7 @@
-"""A model folder's family at work: which rows and tokens an image of a given size takes. Loads no weights.
+"""Applies a family's rules to one model folder: the rows and tokens of an image of a given size. Loads no weights.
 
-Needs transformers (the folder's configuration and image processor), so services and `lookonce doctor` import it only.
+Needs transformers for the folder's configuration and image processor, so only the services and `lookonce doctor` import
+this module.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from lookonce.families.video import VideoModel
 from lookonce.model.model_folder import ModelFolder, read_json_object
 from lookonce.model.text_support import text_refusal
 
-# Keys of tokenizer_config.json that name special tokens, besides those of its extra_special_tokens.
+# Suffix of the keys of tokenizer_config.json that name special tokens.
 _TOKEN_SUFFIX = "_token"
 _NESTED = frozenset({"image_processor", "video_processor", "feature_extractor"})
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyModel:
-    """One folder as its family sees it. Thread-safe."""
+    """One model folder with its family's rules. Thread-safe."""
 
     data: Family
     source: FamilySource
     sizing: ImageSizing
-    # None: it takes no videos, for this reason.
+    # None if the folder takes no videos; `no_video_reason` says why.
     video: VideoModel | None
     no_video_reason: str
 
     @classmethod
     def load(cls, folder: ModelFolder) -> FamilyModel:
-        """Reads configuration and image processor. Raises ModelFolderError for a folder that cannot be served."""
+        """Reads configuration and image processor. Raises ModelFolderError if the folder cannot be served."""
         data = FAMILIES[folder.model_type]
         source = FamilySource(
             config=_config(folder),
@@ -52,7 +53,7 @@ class FamilyModel:
             sizing = None if refusal else data.sizing(source)
         except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ModelFolderError(
-                f"{folder.path} does not have what {data.title} needs: {type(error).__name__} {error}"
+                f"{folder.path} lacks something that {data.title} needs: {type(error).__name__} {error}"
             ) from error
         if sizing is None:
             raise ModelFolderError(f"{folder.path} cannot be served: {refusal}")
@@ -60,19 +61,19 @@ class FamilyModel:
 
     @property
     def num_levels(self) -> int:
-        """Feature levels beside each row."""
+        """Number of feature levels that accompany each row."""
         return self.data.num_levels(self.source.config)
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest image, or pair of video frames."""
+        """Rows of the largest image or pair of video frames."""
         return max(self.sizing.largest.num_rows, 0 if self.video is None else self.video.most_rows)
 
     def check_options(self, options: ProcessorOptions) -> None:
-        """Raises InvalidParameterError for options that the model does not have, or values out of its range."""
+        """Raises InvalidParameterError for options that the model does not have and for values out of range."""
         if options.beside_others and not self.data.depends_on_image_count:
             raise InvalidParameterError(
-                "beside_others", f"{self.data.title} processes every image alike; leave it unset"
+                "beside_others", f"{self.data.title} processes each image independently of others; leave it unset"
             )
         if options.frame_size is not None:
             self._check_frames(options)
@@ -80,31 +81,32 @@ class FamilyModel:
             return
         if not self.data.has_max_pixels:
             raise InvalidParameterError(
-                "max_pixels", f"{self.data.title} has no such option: it resizes to sizes of its own; leave it unset"
+                "max_pixels",
+                f"{self.data.title} does not support this option, because it resizes to fixed sizes; leave it unset",
             )
         size, frames = self.source.processor.size, self.data.frames_per_image(self.source)
         least, most = -(-size.shortest_edge // frames), size.longest_edge // frames
         if not least <= options.max_pixels <= most:
-            raise InvalidParameterError("max_pixels", f"must be {least} … {most}, not {options.max_pixels}")
+            raise InvalidParameterError("max_pixels", f"must be between {least} and {most}, not {options.max_pixels}")
 
     def frame_size(self, width: int, height: int, num_frames: int, max_pixels: int | None) -> tuple[int, int]:
-        """Width and height that the frames of a video of this size in pixels are resized to; see `VideoModel`.
+        """Returns (width, height) in pixels to which the frames of such a video are resized; see `VideoModel`.
 
-        Raises UnsupportedError, InvalidParameterError for `max_pixels`, and ImageTooLargeError for a size that the
-        processor refuses.
+        Raises UnsupportedError if the model takes no videos, InvalidParameterError if `max_pixels` is too small, and
+        ImageTooLargeError for a size that the processor refuses.
         """
         if self.video is None:
             raise UnsupportedError(f"{self.no_video_reason}; send single images")
         least = self.video.least_pixels(num_frames)
         if max_pixels is not None and max_pixels < least:
-            raise InvalidParameterError("max_pixels", f"must be at least {least} for such a video, not {max_pixels}")
+            raise InvalidParameterError("max_pixels", f"must be at least {least} for this video, not {max_pixels}")
         try:
             return self.video.frame_size(width, height, num_frames, max_pixels)
         except ValueError:
             raise ImageTooLargeError(f"frames of {width}×{height} pixels are too elongated for this model") from None
 
     def image_shape(self, width: int, height: int, options: ProcessorOptions) -> ImageShape:
-        """What the placeholder of an upright image of this size in pixels becomes.
+        """Returns the expansion of the placeholder of an upright image of this size in pixels.
 
         Raises ImageTooLargeError for a size that the processor refuses and InvalidParameterError for wrong options.
         """
@@ -121,17 +123,19 @@ class FamilyModel:
         if self.video is None:
             raise InvalidParameterError("frame_size", f"{self.no_video_reason}; leave it unset")
         if options.max_pixels is not None:
-            raise InvalidParameterError("max_pixels", "says nothing for frames, which have their frame_size")
+            raise InvalidParameterError(
+                "max_pixels", "does not apply to video frames, whose size is frame_size; leave it unset"
+            )
         if not self.video.is_frame_size(width, height):
             raise InvalidParameterError(
                 "frame_size",
-                f"must be multiples of {self.video.settings.factor} that make at most {self.video.most_rows} rows, "
+                f"must be multiples of {self.video.settings.factor} with at most {self.video.most_rows} rows, "
                 f"not {width} × {height}",
             )
 
 
 def _video(source: FamilySource, data: Family) -> tuple[VideoModel | None, str]:
-    """A folder's videos, or None and why: its images are served all the same."""
+    """Returns the folder's video rules, or None and the reason. Images are served in either case."""
     if data.video is None:
         return None, f"{data.title} takes no videos"
     try:
@@ -145,7 +149,7 @@ def _config(folder: ModelFolder) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ModelFolderError(f"{folder.path}/config.json is not one of transformers': {error}") from error
+        raise ModelFolderError(f"transformers cannot read {folder.path}/config.json: {error}") from error
 
 
 def _image_processor(folder: ModelFolder) -> Any:
@@ -167,7 +171,10 @@ def _settings(folder: ModelFolder) -> Mapping[str, Any]:
 
 
 def _video_settings(folder: ModelFolder) -> Mapping[str, Any]:
-    """Of the file that transformers would read them from; an old folder has one for images and videos."""
+    """Returns the video processor's settings from the file that transformers would read.
+
+    Old folders have one file for images and videos.
+    """
     for name, entry in (
         ("processor_config.json", "video_processor"),
         ("video_preprocessor_config.json", None),
@@ -198,7 +205,7 @@ def _tokens(folder: ModelFolder) -> Mapping[str, str]:
 
 
 def _content(token: Any) -> str | None:
-    """A token is its text, or an object with its text."""
+    """Returns the text of a token, which is stored as a string or as an object with a `content` string."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,8 +1,8 @@
 """Loads one half of a Hugging Face vision-language checkpoint: vision tower and projector, or the language model.
 
-The architecture's own class is subclassed so that the unwanted half is built as empty modules (transformers builds on
-the meta device), and its keys are declared ignorable: `from_pretrained` then reads only the wanted tensors, with its
-own renaming of legacy keys, sharding and weight tying. Only the services import this module; it needs torch.
+A subclass of the architecture's class replaces the unwanted half with empty modules and declares its keys ignorable.
+`from_pretrained` then reads only the wanted tensors and still handles legacy keys, sharding and weight tying. Needs
+torch, so only the services import this module.
 """
 
 from __future__ import annotations
@@ -22,41 +22,42 @@ _TEXT_CHILDREN = ("language_model", "text_model")
 
 
 class Half(enum.Enum):
-    """Which half of the checkpoint."""
+    """The two halves of a checkpoint."""
 
     VISION = "vision"
     TEXT = "text"
 
 
 def load_vision_half(folder: pathlib.Path, dtype: torch.dtype | None) -> Any:
-    """The model with vision tower and projector only; `get_image_features` works, attention is SDPA.
+    """Loads the model with vision tower and projector only; `get_image_features` works, attention is SDPA.
 
-    `dtype` None takes the checkpoint's. Raises ModelFolderError when a wanted tensor is missing or has another shape.
+    `dtype` None means the checkpoint's. Raises ModelFolderError if a wanted tensor is missing or has another shape.
     """
     return _load(folder, Half.VISION, dtype, {"vision_config": "sdpa"})
 
 
 def load_text_half(folder: pathlib.Path, dtype: torch.dtype | None, attention: str) -> Any:
-    """The model with language model and head only; `attention` is a name registered with transformers' interface.
+    """Loads the model with language model and head only; `attention` is a name registered with transformers.
 
-    `dtype` None takes the checkpoint's. Raises ModelFolderError when a wanted tensor is missing or has another shape.
+    `dtype` None means the checkpoint's. Raises ModelFolderError if a wanted tensor is missing or has another shape.
     """
     return _load(folder, Half.TEXT, dtype, {"text_config": attention, "vision_config": "eager"})
 
 
-def leave_file(model: Any) -> None:
-    """Copies what a model still holds of its file of weights, once its large weights have been copied elsewhere.
+def detach_from_file(model: Any) -> None:
+    """Copies the tensors that a model still holds in its mapped weight file, so that the file can be unmapped.
 
-    One tensor that lies in the file keeps all of it mapped, and with it in memory what was read of it.
+    Call it after the large weights have been copied elsewhere. A single tensor in the file keeps all of it mapped, and
+    the pages that were read stay in memory.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
 
 
 def half_class(base: Any, half: Half) -> Any:
-    """A subclass of an architecture's `…ForConditionalGeneration` that holds one half.
+    """Returns a subclass of an architecture's `…ForConditionalGeneration` that holds one half.
 
-    It keeps the base class's name: transformers' renaming of legacy keys goes by class name and model type.
+    It keeps the base class's name, because transformers renames legacy keys by class name and model type.
     """
     ignored: set[str] = set(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())
 
@@ -75,11 +76,11 @@ def half_class(base: Any, half: Half) -> Any:
 
 
 def text_child(model: Any) -> str:
-    """Name of the language model inside `model.model`."""
+    """Returns the attribute name of the language model inside `model.model`."""
     for name in _TEXT_CHILDREN:
         if hasattr(model.model, name):
             return name
-    raise ModelFolderError(f"{type(model).__name__} has no separate language model; it cannot be split")
+    raise ModelFolderError(f"{type(model).__name__} has no separate language model, so it cannot be split into halves")
 
 
 def _dropped_modules(model: Any, half: Half) -> list[tuple[Any, str]]:
@@ -93,7 +94,7 @@ def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     base = getattr(transformers, config.architectures[0], None)
     if base is None:
-        raise ModelFolderError(f"architecture {config.architectures[0]} is not known to transformers")
+        raise ModelFolderError(f"transformers does not know the architecture {config.architectures[0]}")
     model, report = half_class(base, half).from_pretrained(
         folder,
         config=config,
@@ -102,7 +103,7 @@ def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
-        # Reported and refused below, with names.
+        # Mismatches are reported with their names below.
         ignore_mismatched_sizes=True,
     )
     problems = {name: sorted(str(key) for key in report[f"{name}_keys"]) for name in _PROBLEMS}

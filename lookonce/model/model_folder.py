@@ -1,7 +1,7 @@
 """Checks and describes the folder of a Hugging Face vision-language model before anything is loaded from it.
 
-Pure Python, reads JSON and the headers of weight files only. A folder that passes has a supported architecture, needs
-no code of its own, and holds complete safetensors; whether the tensors fit the configuration shows at loading.
+Pure Python; reads JSON and the headers of weight files only. A folder that passes has a supported architecture, needs
+no custom code and holds complete safetensors files. Loading checks whether the tensors fit the configuration.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ _CONFIG_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.js
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-# A safetensors file starts with the length of its JSON header; the format's own limit is 100 MB.
+# A safetensors file starts with the length of its JSON header; the format limits the header to 100 MB.
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What a checked folder holds."""
+    """A model folder that has passed the checks."""
 
     path: pathlib.Path
-    # The whole of config.json.
+    # Content of config.json.
     config: Mapping[str, Any] = field(repr=False)
     # A key of FAMILIES.
     model_type: str
     # Class name in transformers.
     architecture: str
-    # Complete, in order of name.
+    # Complete files, sorted by name.
     weight_files: tuple[pathlib.Path, ...]
-    # Width of the language model; None where the file leaves it to the architecture's default.
+    # Width of the language model; None if config.json leaves it to the architecture's default.
     text_hidden_size: int | None
 
     @classmethod
     def open(cls, path: pathlib.Path) -> ModelFolder:
-        """Checks the folder. Raises ModelFolderError that says what is wrong and what to do."""
+        """Checks the folder. Raises ModelFolderError with the problem and its remedy."""
         if not path.is_dir():
             raise ModelFolderError(f"{path} is not a folder; give the folder of a Hugging Face model")
         config = read_json_object(path / "config.json")
@@ -63,7 +63,7 @@ class ModelFolder:
 
 
 def read_json_object(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelFolderError when it is missing or something else."""
+    """Reads a file's JSON object. Raises ModelFolderError if the file is missing or holds something else."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -92,8 +92,8 @@ def _refuse_own_code(path: pathlib.Path) -> None:
     for name in _CONFIG_FILES:
         if (path / name).exists() and "auto_map" in read_json_object(path / name):
             raise ModelFolderError(
-                f"{path / name} asks for Python code of its own (auto_map), which is never run; "
-                "remove the entry if the model's authors say that transformers serves it without"
+                f"{path / name} refers to custom Python code (auto_map), which is never run; "
+                "remove the entry if the model's authors say that transformers works without it"
             )
 
 
@@ -122,14 +122,16 @@ def _shards(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if pathlib.PurePath(name).name != name or not name.endswith(".safetensors"):
-            raise ModelFolderError(f"{path / _INDEX_FILE} names {name!r}, which is no safetensors file of this folder")
+            raise ModelFolderError(
+                f"{path / _INDEX_FILE} names {name!r}, which is not a safetensors file of this folder"
+            )
         if not (path / name).is_file():
             raise ModelFolderError(f"{path / name} is missing, although the index names it; the download is incomplete")
     return tuple(path / name for name in names)
 
 
 def _check_safetensors(file: pathlib.Path) -> None:
-    """Compares the file's length with its header: catches partial downloads and Git LFS pointers."""
+    """Compares the file's length with its header, which catches partial downloads and Git LFS pointers."""
     broken = ModelFolderError(f"{file} is not a complete safetensors file; download it again")
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -146,7 +148,7 @@ def _check_safetensors(file: pathlib.Path) -> None:
 
 
 def _text_hidden_size(path: pathlib.Path, config: Mapping[str, Any]) -> int | None:
-    """Width from `text_config`, or from the top level where older configurations keep the text model's fields."""
+    """Returns the width from `text_config`, or from the top level, where older configurations keep these fields."""
     nested = config.get("text_config")
     size = nested.get("hidden_size") if isinstance(nested, dict) else config.get("hidden_size")
     if size is None:
@@ -159,9 +161,10 @@ def _text_hidden_size(path: pathlib.Path, config: Mapping[str, Any]) -> int | No
 
 
 def chat_template_source(folder: pathlib.Path, of_tokenizer: Any) -> str | None:
-    """The folder's chat template as Jinja text, None without one; a file of its own beats one inside a configuration.
+    """Returns the folder's chat template as Jinja text, or None. A separate file takes precedence over a configuration.
 
-    `of_tokenizer` is what transformers found: text, or a mapping from name to text, or None. Raises ModelFolderError.
+    `of_tokenizer` is the template that transformers found: text, a mapping from name to text, or None. Raises
+    ModelFolderError if chat_template.json cannot be read.
     """
     legacy = folder / "chat_template.json"
     source = of_tokenizer

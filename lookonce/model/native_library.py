@@ -1,7 +1,7 @@
-"""Compiles a service's C++ parts on first use, for this machine, and keeps the result in a folder.
+"""Compiles a service's C++ code for this machine on first use, and caches the library in a folder.
 
-A compiler is not required: without one a service does the same work through PyTorch. Headers that both services share
-lie in `lookonce/native`. Only the services import this module; it needs torch.
+A compiler is optional: without one a service does the same work through PyTorch. Headers that both services share are
+in `lookonce/model/native`. Needs torch, so only the services import this module.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 
-# Before any library of ours: both then use the one OpenMP runtime, and its threads, that came first.
+# Import torch before loading our libraries: all of them then use the OpenMP runtime, and the threads, that it loads.
 import torch
 
 _HEADERS = pathlib.Path(__file__).with_name("native")
-# Hidden: libraries that share headers, in one process, must not take each other's tables.
+# Hidden visibility: two libraries built from the same headers must not share symbols in one process.
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden")
-# By what PyTorch says of the processor; levels of the x86-64 psABI.
+# Flags by the processor level that PyTorch reports; levels of the x86-64 psABI.
 _LEVELS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
-_PRODUCTS_OF_PAIRS = ("-mavx512bf16",)
+_BF16_FLAGS = ("-mavx512bf16",)
 _COMPILE_TIMEOUT_S = 120
 
 
 class NativeLibraryError(Exception):
-    """There is no library; the text says why."""
+    """The library cannot be compiled or loaded; the message gives the reason."""
 
 
 class NativeLibrary:
-    """The functions of the C++ parts. They take pointers and integers as ctypes has them, and give nothing back."""
+    """The functions of a compiled library. They take ctypes pointers and integers and return nothing."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def function(self, name: str) -> Callable[..., None]:
-        """By its name in the library. What calls it holds no lock of the interpreter meanwhile."""
+        """Returns a function by its name in the library. Calls release the interpreter lock."""
         function = getattr(self._library, name)
         function.restype = None
         called: Callable[..., None] = function
@@ -50,13 +50,13 @@ class NativeLibrary:
 
 @functools.cache
 def load_library(sources: pathlib.Path) -> NativeLibrary:
-    """The library made of all C++ files of a folder. Takes some seconds the first time on a machine.
+    """Returns the library built from all C++ files of a folder. Takes some seconds the first time on a machine.
 
     Raises NativeLibraryError.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
-        raise NativeLibraryError("there is no C++ compiler (g++, or what CXX names)")
+        raise NativeLibraryError("there is no C++ compiler (g++, c++ or the one that CXX names)")
     flags = _flags()
     try:
         path = cache_folder() / f"lookonce-{_fingerprint(compiler, flags, sources)}.so"
@@ -65,8 +65,8 @@ def load_library(sources: pathlib.Path) -> NativeLibrary:
         if not path.exists() or not _can_be_loaded(path):
             _compile(compiler, flags, sources, path)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        # RuntimeError: a user without a home.
-        raise NativeLibraryError(f"it could not be compiled: {error}") from error
+        # RuntimeError: a user without a home folder.
+        raise NativeLibraryError(f"the native library could not be compiled: {error}") from error
     try:
         return NativeLibrary(ctypes.CDLL(str(path)))
     except OSError as error:
@@ -74,7 +74,7 @@ def load_library(sources: pathlib.Path) -> NativeLibrary:
 
 
 def _can_be_loaded(path: pathlib.Path) -> bool:
-    """A file that lost its contents with the machine's power would be in the way for ever."""
+    """Whether the cached file is intact: a power loss may have truncated it, and it must then be rebuilt."""
     try:
         ctypes.CDLL(str(path))
     except OSError:
@@ -83,7 +83,7 @@ def _can_be_loaded(path: pathlib.Path) -> bool:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where compiled libraries are kept: of the user's own, since what lies there is run."""
+    """Returns the folder of compiled libraries. It belongs to the user, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME")
     return pathlib.Path(base) / "lookonce" if base else pathlib.Path.home() / ".cache/lookonce"
 
@@ -92,12 +92,12 @@ def _flags() -> tuple[str, ...]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return _FLAGS
     level = _LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())
-    has_products_of_pairs = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return (*_FLAGS, *level, *(_PRODUCTS_OF_PAIRS if level and has_products_of_pairs else ()))
+    has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return (*_FLAGS, *level, *(_BF16_FLAGS if level and has_bf16 else ()))
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], sources: pathlib.Path) -> str:
-    """Of everything that decides what comes out."""
+    """Returns a hash of everything that determines the compiled library."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=10).stdout
     parts = [compiler.encode(), version, " ".join(flags).encode(), platform.machine().encode()]
     parts += [path.read_bytes() for path in [*sorted(_HEADERS.iterdir()), *sorted(sources.iterdir())]]
@@ -105,7 +105,7 @@ def _fingerprint(compiler: str, flags: tuple[str, ...], sources: pathlib.Path) -
 
 
 def _compile(compiler: str, flags: tuple[str, ...], folder: pathlib.Path, path: pathlib.Path) -> None:
-    """Beside its place first, so that processes that start together never load half a library."""
+    """Builds the library in a temporary folder and moves it to `path`, so no process loads a partial file."""
     with tempfile.TemporaryDirectory(dir=path.parent) as workplace:
         sources = sorted(folder.glob("*.cpp"))
         if not sources:
@@ -122,12 +122,12 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: pathlib.Path, path: 
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """At the same time. Raises NativeLibraryError with the first line of what a compiler says that fails."""
+    """Runs compilers concurrently. Raises NativeLibraryError with the first line of a failed compiler's output."""
     with contextlib.ExitStack() as running:
         processes = []
         for command in commands:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            running.callback(_end, process)
+            running.callback(_kill, process)
             processes.append(process)
         for command, process in zip(commands, processes, strict=True):
             said = process.communicate(timeout=_COMPILE_TIMEOUT_S)[1].decode("utf-8", "replace").strip().splitlines()
@@ -135,14 +135,14 @@ def _run_all(commands: Sequence[Sequence[str]]) -> None:
                 raise NativeLibraryError(f"{command[0]} failed: {said[0] if said else process.returncode}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
         process.wait()
 
 
 def _check_owner(folder: pathlib.Path) -> None:
-    """Raises NativeLibraryError where somebody else could put a library."""
+    """Raises NativeLibraryError if another user could place a library in the folder."""
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise NativeLibraryError(f"{folder} must belong to this user, and nobody else may write to it")
+        raise NativeLibraryError(f"{folder} must belong to this user and must not be writable for others")

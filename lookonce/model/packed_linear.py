@@ -1,8 +1,8 @@
-"""Linear layers whose weights lie in oneDNN's own order, for CPUs: PyTorch's would be reordered on every call.
+"""Linear layers for CPUs with weights in oneDNN's own layout; plain PyTorch weights are reordered on every call.
 
-Any model's `torch.nn.Linear` modules can be replaced, and an activation behind one can join it. Only the services
-import this module; it needs torch. The operators are not part of PyTorch's stable interface, so whether they are there
-and whether a layer gives what it gave before is asked when a model is loaded, and the plain layer is kept otherwise.
+Any model's `torch.nn.Linear` modules can be replaced, and a following activation can be fused. The operators are not
+part of PyTorch's stable interface, so each layer is compared with the plain one when a model is loaded; the plain layer
+is kept if the operators are missing or the results differ. Needs torch, so only the services import this module.
 
 Time of plain ÷ packed on 2 × AMD EPYC (AVX512-BF16), layers of 576 … 3072, median of 15: bfloat16 1.7 … 2.4 with 1 row,
 1.5 … 1.7 with 64, 1.06 … 1.2 with 576 and more; float32 1.6 … 2, 1.3 … 1.7 and 1.1 … 1.26. 2026-11-22.
@@ -17,12 +17,13 @@ import structlog
 import torch
 from torch.nn import functional
 
-# How many rows the order of a weight is chosen for. One serves all: 32 was as fast as the true number from 1 to 4608.
+# Number of rows for which oneDNN chooses the layout. 32 was as fast as the true number from 1 to 4608 rows.
 _ROWS_HINT = 32
 _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
-# What a processor must have, any of it, for packed weights of an element type to pay.
+# Processor features per element type; packing pays if the processor has any of them.
 _CAPABILITIES = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float32: ("avx512_f",)}
-# Largest distance from the plain layer on random rows, relative to the size of its output. Both sum in float32.
+# Largest accepted difference from the plain layer on random rows, relative to the norm of its output. Both sum in
+# float32.
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 _NUM_CHECKED_ROWS = 4
 
@@ -30,7 +31,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 class Activation(enum.Enum):
-    """What a layer's outputs go through, computed before they are rounded and written."""
+    """A fused activation, computed before outputs are rounded and written."""
 
     NONE = ("none", "")
     RELU = ("relu", "")
@@ -40,7 +41,7 @@ class Activation(enum.Enum):
 
     @property
     def function(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The same in PyTorch's operators."""
+        """The same activation in PyTorch's operators."""
         return _FUNCTIONS[self]
 
 
@@ -54,32 +55,32 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """`activation(inputs @ weight.T + bias)` for inputs [..., in_features] of the weight's element type, on the CPU.
+    """Computes `activation(inputs @ weight.T + bias)` for inputs [..., in_features] of the weight's element type.
 
-    No gradients, no state dict: what is packed is a copy of its own, and the plain weight need not be kept.
+    Runs on the CPU, without gradients or state dict. The packed weight is a copy; the plain weight may be released.
     """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = Activation.NONE
     ) -> None:
-        """`weight` [out_features, in_features], dense; see `unpackable_reason` for what can be packed."""
+        """`weight` is dense, [out_features, in_features]; `unpackable_reason` says which weights can be packed."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.activation = activation
-        # Opaque: it has a shape and an element type, but no values that PyTorch could read.
+        # Opaque tensor: it has a shape and an element type, but no values that PyTorch can read.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         self.bias = None if bias is None else bias.detach().clone()
         self._attribute, self._algorithm = activation.value
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., out_features], contiguous."""
+        """Returns contiguous outputs [..., out_features]."""
         outputs: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             inputs, self.weight, self.bias, self._attribute, [], self._algorithm
         )
         return outputs
 
     def agrees_with(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Whether random rows give what PyTorch's own operators make of them."""
+        """Whether the results for random rows agree with those of PyTorch's plain operators."""
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(_NUM_CHECKED_ROWS, self.in_features, generator=generator).to(weight.dtype)
         expected = self.activation.function(functional.linear(rows, weight, bias)).float()
@@ -87,13 +88,13 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         return bool(distance <= _TOLERANCE[weight.dtype] * expected.norm())
 
     def extra_repr(self) -> str:
-        """As torch.nn.Linear shows itself."""
+        """Returns the text of `repr`, in the form of torch.nn.Linear."""
         has_bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, {self.activation}"
 
 
 def unpackable_reason(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why linear layers stay as they are; None where packing them is possible and pays."""
+    """Returns why linear layers are not packed, or None if packing is possible and pays."""
     if device.type != "cpu":
         return f"the model is on {device.type}"
     if dtype not in _CAPABILITIES:
@@ -111,7 +112,7 @@ def unpackable_reason(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def packed(linear: torch.nn.Linear, activation: Activation = Activation.NONE) -> PackedLinear | None:
-    """A layer that stands for this one, with `activation` behind it; None where it cannot be packed or differs."""
+    """Returns a packed layer with fused `activation`, or None if packing is impossible or changes the results."""
     if unpackable_reason(linear.weight.dtype, linear.weight.device) is not None:
         return None
     with torch.inference_mode():
@@ -120,10 +121,10 @@ def packed(linear: torch.nn.Linear, activation: Activation = Activation.NONE) ->
 
 
 def pack_linears(model: torch.nn.Module, *, skip: Collection[str] = ()) -> int:
-    """Replaces the model's linear layers in place and returns how many; logs that, or why it left them.
+    """Replaces the model's linear layers in place; returns and logs their number, or logs why none was replaced.
 
-    Subclasses of torch.nn.Linear are left alone, and so are modules whose full names are in `skip`. The plain weights
-    are freed one by one, where nobody else holds them.
+    Subclasses of torch.nn.Linear and modules whose full names are in `skip` stay. Plain weights are freed one by one,
+    unless something else holds them.
     """
     found = [
         (parent, name, child)
@@ -138,7 +139,7 @@ def pack_linears(model: torch.nn.Module, *, skip: Collection[str] = ()) -> int:
     if reason is not None:
         _log.info("linear layers are not packed", num_layers=len(found), reason=reason)
         return 0
-    # By identity: a key must not keep a plain layer alive. Those that still wait here live, so no identity comes twice.
+    # Keyed by id, so that the dict keeps no plain layer alive. Layers still in `found` are alive, so no id is reused.
     layers: dict[int, PackedLinear | None] = {}
     while found:
         parent, name, linear = found.pop()
@@ -149,6 +150,6 @@ def pack_linears(model: torch.nn.Module, *, skip: Collection[str] = ()) -> int:
     num_packed = sum(layer is not None for layer in layers.values())
     _log.info("linear layers packed", num_layers=num_packed, dtype=str(dtype).removeprefix("torch."))
     if num_packed < len(layers):
-        reason = "they cannot be packed, or gave other values than plain ones"
+        reason = "they cannot be packed, or their results differ from plain ones"
         _log.warning("linear layers stay as they are", num_layers=len(layers) - num_packed, reason=reason)
     return num_packed

@@ -1,4 +1,4 @@
-"""What running a model's chat template may raise. Needs Jinja."""
+"""The exceptions that rendering a model's chat template may raise. Needs Jinja."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ TEMPLATE_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-"""A template is a program, and its operators are Python's."""
+"""Includes Python's own errors, because a template's expressions are evaluated by Python."""

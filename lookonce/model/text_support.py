@@ -1,8 +1,8 @@
-"""Which text models are served exactly: said from their configuration, before any weight is read.
+"""Decides from the configuration, before any weight is read, whether a text model can be served exactly.
 
-The decoder calls a model's layers with many requests flattened into one row and attention of its own. A layer that
-keeps more than keys and values of tokens, or that computes with what else is in the batch, would give other tokens than
-`generate` does, so a model with one is refused.
+The decoder flattens many requests into one row and replaces attention. A layer that keeps state other than keys and
+values, or whose results depend on the rest of the batch, would give other tokens than `generate`. A model with such a
+layer is refused.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from lookonce.families.base import Mask
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Rotary frequencies that are the same whatever is in the batch.
+# Rope types whose rotary frequencies do not depend on the batch.
 _ROPE_TYPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 _BATCH_ROPE_TYPES = frozenset({"dynamic", "longrope"})
-# Models with a learned sink beside the keys; most configurations do not say so.
+# Models with learned attention sinks. Listed by name, because most configurations do not mention them.
 SINK_MODEL_TYPES = frozenset({
     "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash",
     "openai_privacy_filter",
 })  # fmt: skip
-_ADVICE = "use a model whose text model has none of that"
+_ADVICE = "use a model whose text model does not need this"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
-# Fields that stand for something which the decoder does not have; what it is.
+# Configuration fields of features that the decoder does not support, with their description.
 _UNSERVED_FIELDS = {
     "cross_attention_layers": "layers that attend to the image apart from the text (cross-attention)",
     "add_cross_attention": "cross-attention",
@@ -34,14 +34,17 @@ _UNSERVED_FIELDS = {
 
 
 def text_refusal(config: Any, mask: Mask) -> str | None:
-    """Why the text model of a folder cannot be served exactly, and what to do; None where it can.
+    """Returns why a folder's text model cannot be served exactly and what to do, or None if it can.
 
-    `config` is the folder's configuration as transformers reads it, `mask` its family's. Raises ValueError where the
+    `config` is the folder's configuration as transformers reads it, `mask` its family's. Raises ValueError if the
     configuration has no text model.
     """
     text = config.get_text_config()
     if mask is not Mask.PROMPT and getattr(text, "use_bidirectional_attention", False):
-        return f"the text model ({text.model_type}) has tokens that see what follows them; {_ADVICE}"
+        return (
+            f"the text model ({text.model_type}) lets tokens see later tokens (bidirectional attention), "
+            f"which is not served; {_ADVICE}"
+        )
     for check in (_composition, _unserved_field, _layers, _rope, _heads, _window):
         reason: str | None = check(config, text)
         if reason is not None:
@@ -56,7 +59,7 @@ def _composition(config: Any, text: Any) -> str | None:
     if text.model_type in SINK_MODEL_TYPES:
         return f"attention sinks, which are not served; {_ADVICE}"
     if getattr(text, "is_heterogeneous", False):
-        return f"layers of different shapes, but one KV cache is for all layers; {_ADVICE}"
+        return f"layers of different shapes, but all layers share one KV cache shape; {_ADVICE}"
     return None
 
 
@@ -83,7 +86,7 @@ def _rope(_config: Any, text: Any) -> str | None:
         if rope_type in _BATCH_ROPE_TYPES:
             return (
                 f"the rope type {rope_type!r}{where}, with which the longest request of a batch changes the answers of "
-                f"the others; {_ADVICE}"
+                f"other requests; {_ADVICE}"
             )
         if rope_type not in _ROPE_TYPES:
             served = ", ".join(sorted(_ROPE_TYPES))
@@ -92,7 +95,7 @@ def _rope(_config: Any, text: Any) -> str | None:
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(in which layers, rope type) of parameters for all layers, or by layer type; layers without rope have none."""
+    """Returns (text naming the layers, rope type) for each group of layers; layers without rope are not listed."""
     by_layer_type = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
     if by_layer_type:
         return [(f" in {name} layers", value.get("rope_type", "default")) for name, value in by_layer_type.items()]
@@ -103,7 +106,7 @@ def _heads(_config: Any, text: Any) -> str | None:
     for name in _HEAD_FIELDS:
         value = getattr(text, name, None)
         if not isinstance(value, int) or value < 1:
-            return f"no number of heads that a KV cache can be made for ({name} is {value!r}); {_ADVICE}"
+            return f"no valid number of attention heads for a KV cache ({name} is {value!r}); {_ADVICE}"
     return None
 
 
@@ -115,5 +118,8 @@ def _window(_config: Any, text: Any) -> str | None:
     if window is None and not is_declared:
         return None
     if not isinstance(window, int) or window < 1:
-        return f"layers with a window of no size; sliding_window in config.json must be a number ≥ 1, not {window!r}"
+        return (
+            "sliding-window layers without a valid window; "
+            f"sliding_window in config.json must be a number ≥ 1, not {window!r}"
+        )
     return None

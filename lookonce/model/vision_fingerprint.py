@@ -1,4 +1,4 @@
-"""The fingerprint of an encoder: a hash of everything that decides what rows an image gets. Needs torch."""
+"""Computes an encoder's fingerprint: a hash of everything that determines an image's rows. Needs torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
-# Parts of a configuration that have no influence on rows.
+# Configuration keys that do not influence rows.
 _UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
 
 def vision_fingerprint(
     folder: ModelFolder, model: Any, family: FamilyModel, row_dtype: RowDtype | None = None
 ) -> EncoderFingerprint:
-    """Covers weights, the configuration apart from the language model's, the image processor and both dtypes.
+    """Hashes the weights, the configuration without the language model's part, the image processor and both dtypes.
 
-    What the family calls processor and model with is part of it, so that a change there makes other keys. `model` is
-    the vision half. `row_dtype` None: rows are stored as the model gives them. Reads every weight once.
+    The family's arguments for processor and model are included, so that changing them changes the cache keys. `model`
+    is the vision half. `row_dtype` None means that rows are stored in the model's dtype. Reads every weight once.
     """
     processor = family.source.processor
     dtype = dtype_name(model)
@@ -35,7 +35,7 @@ def vision_fingerprint(
         "arguments": dict(family.data.processor_arguments(family.source, ProcessorOptions())),
         "inputs": family.data.inputs,
     }
-    # A further entry only where there is one: what a family has no need of leaves its keys as they are.
+    # Add entries only if the family needs them, so that the keys of other families stay as they are.
     if text_settings := dict(family.data.text_settings(model.config)):
         settings["text"] = text_settings
     if family.video is not None:
@@ -49,23 +49,23 @@ def vision_fingerprint(
 
 
 def iter_vision_tensors(model: Any) -> Iterator[tuple[str, memoryview]]:
-    """(name, raw bytes) of every stored parameter and buffer of the vision half, in order of name."""
+    """Yields (name, raw bytes) of every stored parameter and buffer of the vision half, sorted by name."""
     for name, tensor in sorted(model.state_dict().items()):
         yield name, raw_bytes(tensor.contiguous())
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The little-endian bytes of a contiguous tensor on the CPU, without a copy."""
+    """Returns the bytes of a contiguous CPU tensor (little-endian), without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def dtype_name(model: Any) -> str:
-    """Element type of a model's weights, as in `bfloat16`."""
+    """Returns the element type of a model's weights, for example `bfloat16`."""
     return str(model.dtype).removeprefix("torch.")
 
 
 def _related(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what cannot change rows, at every depth."""
+    """Returns the configuration without the keys that cannot change rows, at every depth."""
     return {
         key: _related(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

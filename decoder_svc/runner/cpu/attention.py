@@ -1,6 +1,6 @@
-"""Attention on the CPU: our own kernel, which reads keys and values where they lie (native/attention.h), or PyTorch's.
+"""Attention on the CPU: our native kernel, which reads keys and values in place (native/attention.h), or PyTorch's.
 
-PyTorch's SDPA wants a sequence's keys gathered and, in bfloat16, leaves most of the memory's speed unused.
+PyTorch's SDPA needs a sequence's keys gathered and uses little of the memory bandwidth in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,46 +21,48 @@ from lookonce.model.native_library import NativeLibrary, NativeLibraryError, loa
 logger = logging.getLogger(__name__)
 
 SOURCES = pathlib.Path(__file__).with_name("native")
-# Of the functions in the library.
+# Suffixes of the library's function names.
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LANES = 16
 _MAX_HEAD_DIM = 512
 
 
 def cpu_attention(dtype: torch.dtype, head_dim: int, block_size: int, num_threads: int) -> AttentionBackend:
-    """The fastest that this machine has for such a model."""
-    reason = unsupported(dtype, head_dim, block_size)
+    """Returns the fastest backend that this machine offers for such a model."""
+    reason = unsupported_reason(dtype, head_dim, block_size)
     if reason is None:
         try:
             return NativeBackend(load_library(SOURCES), num_threads)
         except NativeLibraryError as error:
             reason = str(error)
-    logger.warning("attention backend sdpa, which is slower: %s", reason)
+    logger.warning("attention backend sdpa, slower than the native kernel: %s", reason)
     return SdpaBackend()
 
 
-def unsupported(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why the kernel cannot serve such a model; None when it can."""
+def unsupported_reason(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Returns why the kernel cannot serve such a model, or None if it can."""
     if dtype not in DTYPE_NAMES:
-        return f"the kernel knows float32 and bfloat16, not {dtype}"
+        return f"the native kernel computes in float32 and bfloat16, not in {dtype}"
     if head_dim % _LANES or head_dim > _MAX_HEAD_DIM:
-        return f"the kernel wants heads of a multiple of {_LANES} elements up to {_MAX_HEAD_DIM}, not {head_dim}"
+        return (
+            f"the native kernel needs a head size that is a multiple of {_LANES} up to {_MAX_HEAD_DIM}, not {head_dim}"
+        )
     if block_size % 2:
-        return f"the kernel wants an even number of tokens in a block, not {block_size}"
+        return f"the native kernel needs an even block size, not {block_size}"
     return None
 
 
 class NativeBackend:
-    """The kernel, for float32 and bfloat16. Its pools are not laid out as SDPA's: see native/step.h."""
+    """The native kernel, for float32 and bfloat16. Its pools have another layout than SDPA's: see native/step.h."""
 
     name = "native"
     reads_tensors = False
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
-        """Raises nothing: `unsupported` has been asked."""
+        """Call only if `unsupported_reason` returned None."""
         self.library = library
         self.num_threads = num_threads
-        # Replaced whenever the pools are.
+        # A new list for each allocation.
         self.pools: list[Pools] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._sliding_layers: frozenset[int] = frozenset()
@@ -70,13 +72,13 @@ class NativeBackend:
         self._step: NativeStep | None = None
 
     def block_slots(self, block_size: int) -> int:
-        """Whole vectors of 16 keys."""
+        """See AttentionBackend: rounded up to whole vectors of 16 keys."""
         return -(-block_size // _LANES) * _LANES
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pools of `[blocks, kv_heads, block_slots, head_dim]` elements, in the order of native/step.h."""
+        """See AttentionBackend: pools are `[blocks, kv_heads, block_slots, head_dim]`, laid out as in native/step.h."""
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
         self._sizes = PoolSizes(spec.block_size, num_blocks, num_sliding_blocks)
         slots = self.block_slots(spec.block_size)
@@ -97,7 +99,7 @@ class NativeBackend:
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
-        """See AttentionBackend."""
+        """Implements AttentionBackend.forward with one call of the kernel."""
         output = torch.empty(query.shape, dtype=query.dtype)
         tensors = (query.contiguous(), key.contiguous(), value.contiguous(), output)
         function = self.library.function(f"lookonce_attend_{DTYPE_NAMES[query.dtype]}")
@@ -111,18 +113,18 @@ class NativeBackend:
         return output
 
     def step(self, metadata: AttentionMetadata) -> NativeStep:
-        """Made for the first layer of a step. Raises IndexError for what lies outside of the pools."""
+        """Returns the step's C++ structure, built once per step. Raises IndexError for blocks outside of the pools."""
         if self._step is None or self._step.metadata is not metadata:
             self._step = native_step(metadata, self._sizes, self.num_threads)
         return self._step
 
     def heads(self, num_heads: int) -> Heads:
-        """The pools' shapes, and as many heads of queries."""
+        """Returns the shapes of the pools with this number of query heads."""
         self._heads.num_heads = num_heads
         return self._heads
 
     def options(self, layer: int, options: LayerOptions) -> Options:
-        """With the group that the layer's blocks are in."""
+        """Returns the layer's options, with the group of its blocks."""
         is_sliding = layer in self._sliding_layers
-        assert not is_sliding or options.window == self._window, "a layer sees further than its blocks are kept"
+        assert not is_sliding or options.window == self._window, "the layer's window differs from the sliding group's"
         return Options(int(is_sliding), options.window or 0, options.scale, options.softcap or 0.0)

@@ -1,7 +1,7 @@
-"""The layers of a Llama-like language model by our own kernels, in one call a step (native/stack.cpp).
+"""All layers of a Llama-like language model in one native call per step (native/stack.cpp).
 
-Filled from the modules that transformers loaded, and put in their place. What is like Llama is told by what the modules
-are made of; that the numbers are the same is checked when a model is loaded (stack_check.py).
+A stack copies the weights of transformers' modules and replaces them. Class names and modules decide whether a model
+is Llama-like; stack_check.py compares the results when a model is loaded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
 from decoder_svc.runner.cpu.native_structures import Linear, Stack, StackLayer, StackStep
 from decoder_svc.runner.cpu.packed_weights import PackedWeights, packable, packed
 
-# Outputs of the MLP's first layer that lie side by side: gates, then what they gate.
+# Outputs of the MLP's first layer are interleaved in groups of this size: gates, then the values that they gate.
 _LANES = 16
-# Classes of transformers whose layers are RMS norm, attention, RMS norm and gated MLP, and nothing else.
+# Classes of transformers whose layers consist of RMS norm, attention, RMS norm and gated MLP only.
 _MODELS = {
     "LlamaModel",
     "MistralModel",
@@ -38,7 +38,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class StackOutput(NamedTuple):
-    """What wrappers of transformers read of a language model's output, and nothing that takes time to make."""
+    """The fields of a language model's output that transformers' wrappers read. Unused ones are None."""
 
     # [1, T, hidden]
     last_hidden_state: Tensor
@@ -49,7 +49,7 @@ class StackOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's weights."""
+    """Weights of one layer, copied."""
 
     input_norm: Tensor
     attended_norm: Tensor
@@ -61,29 +61,29 @@ class _Layer:
     down: PackedWeights
 
 
-def unlike_llama(text_model: Any) -> str | None:
-    """Why a language model's layers cannot be a stack; None when they can."""
+def unstackable_reason(text_model: Any) -> str | None:
+    """Returns why a language model's layers cannot become a stack, or None if they can."""
     config = text_model.config
     if type(text_model).__name__ not in _MODELS:
-        return f"{type(text_model).__name__} has layers of its own kind"
+        return f"layers of {type(text_model).__name__} are not supported"
     if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}"
+        return f"the activation is {config.hidden_act}, not silu"
     if config.hidden_size % _LANES:
-        return f"its hidden size is {config.hidden_size}, no multiple of {_LANES}"
+        return f"the hidden size is {config.hidden_size}, not a multiple of {_LANES}"
     for layer in text_model.layers:
         linears = [getattr(layer.self_attn, name) for name in _PROJECTIONS] + [
             getattr(layer.mlp, name) for name in _MLP
         ]
         if not all(type(linear) is torch.nn.Linear and packable(linear.weight) for linear in linears):
-            return "a layer has other weights than plain matrices of numbers"
+            return "a layer has weights other than plain matrices"
     return None
 
 
 class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Stands where transformers' language model stood, and takes and gives the same."""
+    """Replaces transformers' language model; takes and returns the same."""
 
     def __init__(self, text_model: Any, backend: NativeBackend, options: Sequence[LayerOptions]) -> None:
-        """Copies the weights; `options` are each layer's. The modules that they come from may go afterwards."""
+        """Copies the weights of `text_model`, which may be released afterwards. `options` has one entry per layer."""
         super().__init__()
         self.config = text_model.config
         self.embed_tokens = text_model.embed_tokens
@@ -103,26 +103,29 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             norm_epsilon=text_model.norm.variance_epsilon,
         )
         self._function = backend.library.function(f"lookonce_stack_{DTYPE_NAMES[self._dtype]}")
-        # The pools that the layers know.
+        # The pools whose addresses are in the layers' structures.
         self._pools: object = None
-        # Runs the last one of its layers only.
+        # True: `forward` runs the last layer only.
         self._is_abridged = False
-        # `[len(PHASES)]` of int64, in whose order each step then adds its nanoseconds: for profiles.
+        # Profiling: int64 `[len(PHASES)]` to which each step adds nanoseconds per phase; None: no profiling.
         self.phase_ns: Tensor | None = None
 
     def weights(self) -> list[PackedWeights]:
-        """Of all linear layers, in the order in which a step reads them."""
+        """Returns the weights of all linear layers, in the order in which a step reads them."""
         parts = ((layer.query_key_value, layer.attended, layer.gate_up, layer.down) for layer in self._layers)
         return [weights for layer in parts for weights in layer]
 
     @property
     def nbytes(self) -> int:
-        """Of the weights that every step reads."""
+        """Bytes of the weights that every step reads."""
         return sum(weights.panels.nbytes for weights in self.weights())
 
     @contextmanager
     def last_layer_only(self) -> Iterator[None]:
-        """For profiles of memory: layers use the same, one after the other, and all of them take seconds."""
+        """Makes `forward` run the last layer only, to measure memory.
+
+        Layers reuse the same memory one after the other, and running all of them takes seconds.
+        """
         self._is_abridged = True
         try:
             yield
@@ -130,7 +133,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             self._is_abridged = False
 
     def get_input_embeddings(self) -> Any:
-        """The token table."""
+        """Returns the token embedding table."""
         return self.embed_tokens
 
     def forward(
@@ -141,14 +144,17 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         deepstack_visual_embeds: Sequence[Tensor] | None = None,
         **_: Any,
     ) -> StackOutput:
-        """As transformers': embeddings `[1, T, hidden]`, positions `[1, T]` or `[axes, 1, T]`; it knows the step."""
+        """Takes transformers' arguments: embeddings `[1, T, hidden]`, positions `[1, T]` or `[axes, 1, T]`.
+
+        The step comes from `forward_context`.
+        """
         hidden = inputs_embeds[0].to(torch.float32, copy=True).contiguous()
         cosines, sines = (part[0].contiguous() for part in self.rotary_emb(hidden[None], position_ids))
         output = torch.empty(hidden.shape, dtype=self._dtype)
         levels = deepstack_visual_embeds or ()
         for index, level in enumerate(levels):
             self._run(hidden, cosines, sines, None, index, index + 1)
-            assert visual_pos_masks is not None, "levels come with the tokens that they belong to"
+            assert visual_pos_masks is not None, "levels need visual_pos_masks"
             hidden[visual_pos_masks[0]] += level.float()
         first = len(self._layers) - 1 if self._is_abridged else len(levels)
         self._run(hidden, cosines, sines, output, first, len(self._layers))
@@ -158,9 +164,9 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self, hidden: Tensor, cosines: Tensor, sines: Tensor, output: Tensor | None, first: int, stop: int
     ) -> None:
         backend, metadata = current_step()
-        assert backend is self._backend, "a stack is bound to the backend that it was made for"
+        assert backend is self._backend, "a stack runs only with the backend that it was created with"
         if self._pools is not self._backend.pools:
-            self._learn_pools()
+            self._bind_pools()
         step = self._backend.step(metadata)
         io = StackStep(
             hidden=hidden.data_ptr(),
@@ -174,7 +180,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         )
         self._function(ctypes.byref(self._stack), ctypes.byref(step.struct), ctypes.byref(io))
 
-    def _learn_pools(self) -> None:
+    def _bind_pools(self) -> None:
         for index, (struct, options) in enumerate(zip(self._structs, self._options, strict=True)):
             struct.pools = self._backend.pools[index]
             struct.options = self._backend.options(index, options)
@@ -185,7 +191,7 @@ class NativeStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    # To whole vectors: what is added is zero on both sides.
+    # Pad to whole vectors with zero weights, which change no result.
     missing = -mlp.gate_proj.weight.shape[0] % _LANES
     gate_up = _interleaved([_with_rows(linear.weight, missing) for linear in (mlp.gate_proj, mlp.up_proj)])
     biases = [linear.bias for linear in (mlp.gate_proj, mlp.up_proj)]
@@ -205,7 +211,7 @@ def _layer(layer: Any) -> _Layer:
 
 
 def _norm(module: Any) -> Tensor:
-    # A copy in any case: what is float32 already would lie in the file of weights.
+    # Always a copy: a float32 tensor would otherwise stay in the mapped weight file.
     return module.weight.to(torch.float32, copy=True).contiguous()
 
 
@@ -214,7 +220,7 @@ def _with_rows(weight: Tensor, missing: int) -> Tensor:
 
 
 def _interleaved(parts: Sequence[Tensor]) -> Tensor:
-    """Rows of two matrices, or elements of two vectors, in turns of 16."""
+    """Interleaves the rows of two matrices, or the elements of two vectors, in groups of 16."""
     return torch.stack([part.unflatten(0, (-1, _LANES)) for part in parts], dim=1).flatten(0, 2)
 
 

@@ -1,4 +1,4 @@
-"""A step's attention metadata as the C++ parts read it: pointers into arrays that live as long as the step."""
+"""A step's attention metadata as the C++ code reads it: pointers into arrays that live as long as the step."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """What indexes into the pools are checked against."""
+    """Sizes of the pools, against which indexes are checked."""
 
     block_size: int
-    # Blocks of the full group, and of the sliding one.
+    # Blocks of the full group and of the sliding group.
     num_blocks: int
     num_sliding_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """The same for all layers of a step."""
+    """The C++ structure of a step, shared by all its layers."""
 
     metadata: AttentionMetadata
     struct: Step
-    # What `struct` points into.
+    # Arrays that `struct` points into; they must stay alive with it.
     arrays: tuple[IntArray, ...]
 
 
 def native_step(metadata: AttentionMetadata, sizes: PoolSizes, num_threads: int) -> NativeStep:
-    """Raises IndexError for what lies outside of the pools: the C++ parts look at no bounds."""
+    """Builds the C++ structure of a step.
+
+    Raises IndexError if a slot or block is outside of the pools: the C++ code checks no bounds.
+    """
     first_tokens = _integers(np.cumsum((0, *metadata.query_lens)))
     num_keys = _integers(metadata.kv_lens)
     if not (np.diff(first_tokens) > 0).all() or (num_keys < np.diff(first_tokens)).any():
-        raise IndexError("a sequence has no new token, or fewer tokens than new ones")
+        raise IndexError("a sequence has no new token, or fewer tokens than new tokens")
     arrays = [first_tokens, num_keys]
     struct = Step(
         first_tokens=first_tokens.ctypes.data,
@@ -77,9 +80,11 @@ def _block_group(
     if len(slots) != first_tokens[-1]:
         raise IndexError(f"{len(slots)} slots for {first_tokens[-1]} tokens")
     if not 0 <= slots.min() <= slots.max() < num_blocks * block_size:
-        raise IndexError(f"slots {slots.min()} … {slots.max()} of {num_blocks * block_size}")
+        raise IndexError(
+            f"slots {slots.min()} … {slots.max()} are outside of a pool of {num_blocks * block_size} slots"
+        )
     if len(blocks) and not 0 <= blocks.min() <= blocks.max() < num_blocks:
-        raise IndexError(f"blocks {blocks.min()} … {blocks.max()} of {num_blocks}")
+        raise IndexError(f"blocks {blocks.min()} … {blocks.max()} are outside of a pool of {num_blocks} blocks")
     num_kept = num_keys - first_keys
     if (first_keys < 0).any() or (num_kept <= 0).any() or (num_kept > lengths * block_size).any():
         raise IndexError("a sequence has more keys than its blocks hold, or none")
@@ -88,14 +93,14 @@ def _block_group(
 
 
 def _mutual_spans(metadata: AttentionMetadata, first_tokens: IntArray, num_keys: IntArray) -> tuple[IntArray, IntArray]:
-    """Of each new token the stretch that it is in, as tokens of its sequence; equal where it is in none."""
+    """Returns the span [start, stop) of each new token, as token indexes in its sequence; empty if it has none."""
     starts, stops = np.zeros((2, int(first_tokens[-1])), dtype=np.int64)
     for index, spans in enumerate(metadata.mutual_spans):
         begin, end = int(first_tokens[index]), int(first_tokens[index + 1])
         first = int(num_keys[index]) - (end - begin)
         for span in spans:
             if span.stop > num_keys[index]:
-                raise IndexError("a span ends behind its sequence's last token")
+                raise IndexError("a span ends after its sequence's last token")
             inside = slice(begin + max(0, span.offset - first), begin + max(0, min(end - begin, span.stop - first)))
             starts[inside], stops[inside] = span.offset, span.stop
     return starts, stops

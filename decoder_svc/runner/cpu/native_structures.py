@@ -1,17 +1,17 @@
-"""The structures that the C++ parts take, field by field as in native/step.h, native/linear.h and native/stack.cpp."""
+"""The C++ structures as ctypes: the same fields as in native/step.h, native/linear.h and native/stack.cpp."""
 
 from __future__ import annotations
 
 import ctypes
 
-# What a stack's time is told apart by (native/stack.cpp).
+# Phases of a stack whose time is measured separately (enum Phase in native/stack.cpp).
 PHASES = ("norms", "query_key_value", "rotation", "attention", "attended", "gate_up", "down")
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class BlockGroup(ctypes.Structure):
-    """Of one group of layers: where the tokens of a step lie in its pools."""
+    """Positions of a step's tokens in the pools of one group of layers."""
 
     _fields_ = (
         ("slots", _POINTER),
@@ -22,7 +22,7 @@ class BlockGroup(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The sequences of one step."""
+    """The tokens and sequences of one step."""
 
     _fields_ = (
         ("first_tokens", _POINTER),
@@ -38,7 +38,7 @@ class Step(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """What the attention of all layers has in common."""
+    """Attention shapes that all layers share."""
 
     _fields_ = (
         ("num_heads", _INTEGER),
@@ -50,13 +50,13 @@ class Heads(ctypes.Structure):
 
 
 class Pools(ctypes.Structure):
-    """A layer's keys and values."""
+    """Addresses of one layer's key and value pools."""
 
     _fields_ = (("keys", _POINTER), ("values", _POINTER))
 
 
 class Options(ctypes.Structure):
-    """What a layer's attention is computed with."""
+    """Parameters of one layer's attention; LayerOptions in C++."""
 
     _fields_ = (("group", _INTEGER), ("window", _INTEGER), ("scale", _FLOAT), ("softcap", _FLOAT))
 
@@ -68,7 +68,7 @@ class Linear(ctypes.Structure):
 
 
 class StackLayer(ctypes.Structure):
-    """One layer of a stack."""
+    """One layer of a stack: norms, linear layers, pools and attention options."""
 
     _fields_ = (
         ("input_norm", _POINTER),
@@ -85,7 +85,7 @@ class StackLayer(ctypes.Structure):
 
 
 class Stack(ctypes.Structure):
-    """All layers, and what they have in common."""
+    """All layers of a model, and the shapes that they share."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(StackLayer)),
@@ -98,7 +98,7 @@ class Stack(ctypes.Structure):
 
 
 class StackStep(ctypes.Structure):
-    """What one call of the stack reads and writes."""
+    """Inputs and outputs of one call of the stack."""
 
     _fields_ = (
         ("hidden", _POINTER),

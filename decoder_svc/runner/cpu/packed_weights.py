@@ -1,7 +1,7 @@
-"""Linear layers by our own kernel: weights in panels of 32 outputs, as native/linear.h reads them.
+"""Linear layers by our kernel: weights in panels of 32 outputs, as native/linear.h reads them.
 
-One order serves every number of tokens, so there is one copy of a weight; each output is one sum in one order, so a
-token's numbers do not depend on the batch. Time of oneDNN's packed layers ÷ ours over all layers of small-llava on
+One layout serves every number of tokens, so one copy of a weight is enough. Each output is one sum in a fixed order, so
+a token's numbers do not depend on the batch. Time of oneDNN's packed layers ÷ ours over all layers of small-llava on
 2 × AMD EPYC (AVX512-BF16), 2026-11-22: bfloat16 1.6 / 1.7 / 1.3 / 1.2 / 1.1 with 1 / 8 / 32 / 64 / 512 tokens, float32
 1.9 / 1.5 / 1.2 / 1.0 / 1.1.
 """
@@ -24,7 +24,7 @@ PANEL_OUTPUTS = 32
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """A layer's weights for the kernel."""
+    """The weights of one linear layer in the kernel's layout."""
 
     num_inputs: int
     num_outputs: int
@@ -35,18 +35,18 @@ class PackedWeights:
     bias: Tensor | None
 
     def struct(self) -> Linear:
-        """What the kernel is given; good while these weights live."""
+        """Returns the kernel's argument. It points into these weights, which must stay alive."""
         bias = None if self.bias is None else self.bias.data_ptr()
         return Linear(self.panels.data_ptr(), bias, self.num_inputs, self.num_outputs)
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether the kernel takes such a weight `[outputs, inputs]`."""
+    """Whether the kernel supports such a weight `[outputs, inputs]`."""
     return weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] * weight.itemsize % 4 == 0
 
 
 def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeights:
-    """Of a weight `[outputs, inputs]`, a copy."""
+    """Copies a weight `[outputs, inputs]` into the kernel's layout."""
     num_outputs, num_inputs = weight.shape
     missing = -num_outputs % PANEL_OUTPUTS
     whole = F.pad(weight, (0, 0, 0, missing)).contiguous()
@@ -56,12 +56,12 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeights:
 
 
 class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """`inputs @ weight.T + bias` for inputs `[..., inputs]` of the weights' type."""
+    """Computes `inputs @ weight.T + bias` for inputs `[..., inputs]` of the weights' type."""
 
     def __init__(
         self, library: NativeLibrary, weights: PackedWeights, num_threads: int, output_dtype: torch.dtype | None = None
     ) -> None:
-        """`output_dtype` None: the weights'; float32 is possible beside it."""
+        """`output_dtype` is the weights' type (None) or float32."""
         super().__init__()
         self.in_features, self.out_features = weights.num_inputs, weights.num_outputs
         self._weights, self._struct, self._num_threads = weights, weights.struct(), num_threads
@@ -70,8 +70,8 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         self._function = library.function("lookonce_linear_" + "_".join(types))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`[..., outputs]`."""
-        assert inputs.dtype == self._weights.dtype, f"{inputs.dtype} for weights in {self._weights.dtype}"
+        """Returns the layer's outputs, `[..., outputs]`, contiguous."""
+        assert inputs.dtype == self._weights.dtype, f"inputs are {inputs.dtype}, weights {self._weights.dtype}"
         inputs = inputs.contiguous()
         output = torch.empty((*inputs.shape[:-1], self.out_features), dtype=self._output_dtype)
         self._function(
@@ -85,12 +85,12 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """Bytes that the packed weights take."""
         return int(self._weights.panels.nbytes)
 
 
 def replace_linears(library: NativeLibrary, model: Any, num_threads: int) -> int:
-    """Puts the kernel in the place of every `torch.nn.Linear` that it can serve; returns how many."""
+    """Replaces every `torch.nn.Linear` that the kernel supports; returns the number of replaced layers."""
     num_replaced = 0
     for module in model.modules():
         for name, child in module.named_children():

@@ -1,6 +1,6 @@
-"""Whether a stack of our own gives what transformers' modules give: a few tokens through both when a model is loaded.
+"""Compares a native stack with transformers' modules on a few tokens when a model is loaded.
 
-The modules' own calls also say what each layer's attention is computed with: scale, window, soft cap.
+The reference run also records the attention options of each layer: scale, window, soft cap.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from decoder_svc.runner.attention import (
 )
 
 _NUM_TOKENS = 21
-# The first step's tokens; the others follow one by one.
+# Tokens of the first step; the others follow in steps of one token.
 _NUM_PROMPT_TOKENS = 18
 _SEED = 7
-# Largest distance of a hidden state, relative to the largest of all. Stacks sum in another order, and round less.
+# Largest accepted difference of a hidden state, relative to the largest hidden state. A stack sums in another order and
+# rounds less often.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 
 class RecordingBackend(SdpaBackend):
-    """The reference, which notes what it is asked."""
+    """The reference backend; records the options of each layer's calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +41,14 @@ class RecordingBackend(SdpaBackend):
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
-        """See AttentionBackend."""
+        """Implements AttentionBackend.forward, and notes the options of the call."""
         self.options[layer] = options
         return super().forward(layer, query, key, value, metadata, options)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A prompt and some tokens behind it, the same for all who are compared."""
+    """A fixed prompt and a few following tokens, run through each model that is compared."""
 
     # [_NUM_TOKENS, hidden_size]
     embeddings: Tensor
@@ -55,9 +56,9 @@ class Trial:
     spec: KVCacheSpec
 
     def run(self, model: Any, backend: AttentionBackend) -> Tensor:
-        """Last hidden states `[_NUM_TOKENS, hidden_size]` as float32; the backend's pools are replaced."""
+        """Returns the last hidden states `[_NUM_TOKENS, hidden_size]` as float32. Reallocates the backend's pools."""
         num_blocks = -(-_NUM_TOKENS // self.spec.block_size)
-        # One more, as the runner has it.
+        # One extra block, as in the runner.
         backend.allocate(self.spec, num_blocks + 1, num_blocks + 1, torch.device("cpu"))
         stops = (_NUM_PROMPT_TOKENS, *range(_NUM_PROMPT_TOKENS + 1, _NUM_TOKENS + 1))
         starts = (0, *stops[:-1])
@@ -70,7 +71,7 @@ class Trial:
         metadata = AttentionMetadata(
             blocks, blocks if has_sliding_group else None, (stop - start,), (stop,), ((),), False
         )
-        # Each axis has positions of its own: whoever mixes them up is found out.
+        # Different positions on each axis, so that mixed-up axes show.
         positions = tokens * torch.arange(1, self.num_position_axes + 1)[:, None]
         with torch.inference_mode(), forward_context(backend, metadata):
             output = model(
@@ -83,18 +84,18 @@ class Trial:
         return states
 
 
-def trial(hidden_size: int, num_position_axes: int, spec: KVCacheSpec) -> Trial:
-    """With random embeddings, always the same."""
+def random_trial(hidden_size: int, num_position_axes: int, spec: KVCacheSpec) -> Trial:
+    """Returns a trial with random embeddings from a fixed seed."""
     generator = torch.Generator().manual_seed(_SEED)
     embeddings = torch.randn(_NUM_TOKENS, hidden_size, generator=generator)
     return Trial(embeddings.to(spec.dtype), num_position_axes, spec)
 
 
-def distance(outputs: Tensor, wanted: Tensor) -> float:
-    """Largest difference over the largest number that was wanted; nan where anything is not a number."""
+def relative_difference(outputs: Tensor, wanted: Tensor) -> float:
+    """Returns the largest difference divided by the largest wanted value; NaN if any number is NaN."""
     return float((outputs - wanted).abs().max() / wanted.abs().max())
 
 
 def recorded_options(backend: RecordingBackend) -> Sequence[LayerOptions]:
-    """Of each layer, in order."""
+    """Returns the recorded options of each layer, in order."""
     return [backend.options[layer] for layer in sorted(backend.options)]

@@ -1,1 +1,1 @@
-"""The CUDA runner: attention backends for paged KV blocks."""
+"""The CUDA runner, and its attention backends for paged KV blocks."""

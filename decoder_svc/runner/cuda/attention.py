@@ -1,7 +1,7 @@
-"""Which attention backend a CUDA device gets: flash-attn, else our Triton kernel, else PyTorch; and why.
+"""Chooses the attention backend of a CUDA device: flash-attn, else our Triton kernel, else PyTorch.
 
-A backend is tried on a small step before it is taken. What does not compile here, or gives something else than PyTorch,
-is not used.
+Each candidate computes a small step first. A backend that does not compile here, or whose results differ from
+PyTorch's, is not used.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from decoder_svc.runner.cuda.paged_backend import PagedBackend
 
 logger = logging.getLogger(__name__)
 
-# Of rounding in the element type, for values around 1.
+# Accepted differences through rounding in the element type, for values around 1.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# Cached and new tokens of the sequences that a backend is tried on: a chunk, then single tokens.
+# (cached tokens, new tokens) per sequence in the trial steps: one step with a chunk, one with single tokens only.
 _TRIAL_CHUNKS = ((5, 20), (40, 1), (0, 1))
 _TRIAL_DECODES = ((37, 1), (40, 1), (0, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What the model wants and the device is."""
+    """Properties of model and device that decide about the backend."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,37 +38,38 @@ class AttentionNeeds:
     dtype: torch.dtype
     # Tokens of a KV block.
     block_size: int
-    # Whether tokens of an image, or of a prompt, see those behind them.
+    # Whether tokens of an image or a prompt see later tokens.
     has_mutual_spans: bool
     device: torch.device
-    # As PyTorch has it: (major, minor), and streaming multiprocessors.
+    # Compute capability, (major, minor).
     capability: tuple[int, int]
+    # Number of streaming multiprocessors.
     num_processors: int
 
 
 class _UnfitError(Exception):
-    """A backend cannot be used; the text says why."""
+    """A backend cannot be used; the message gives the reason."""
 
 
 def cuda_attention(needs: AttentionNeeds) -> AttentionBackend:
-    """The fastest that works here; logs why not a faster one."""
+    """Returns the fastest backend that works here; logs why faster ones were rejected."""
     reasons = []
     candidates: tuple[Callable[[AttentionNeeds], PagedBackend], ...] = (_flash, _triton)
     for candidate in candidates:
         try:
             backend = candidate(needs)
-            _try_out(backend, needs)
+            _check_on_trial(backend, needs)
         except _UnfitError as error:
             reasons.append(str(error))
             continue
-        logger.info("attention backend %s%s", backend.name, _because(reasons))
+        logger.info("attention backend %s%s", backend.name, _reason_text(reasons))
         return backend
     plain = SdpaBackend()
-    logger.warning("attention backend %s, slower and without graphs%s", plain.name, _because(reasons))
+    logger.warning("attention backend %s, slower and without graphs%s", plain.name, _reason_text(reasons))
     return plain
 
 
-def _because(reasons: list[str]) -> str:
+def _reason_text(reasons: list[str]) -> str:
     return f": {'; '.join(reasons)}" if reasons else ""
 
 
@@ -79,11 +80,11 @@ def _flash(needs: AttentionNeeds) -> PagedBackend:
         raise _UnfitError(f"flash-attn cannot be imported ({error})") from error
     if needs.block_size % flash_attention.PAGE_MULTIPLE:
         multiple = flash_attention.PAGE_MULTIPLE
-        raise _UnfitError(f"flash-attn wants a block_size that is a multiple of {multiple}, it is {needs.block_size}")
+        raise _UnfitError(f"flash-attn needs a block_size that is a multiple of {multiple}, not {needs.block_size}")
     if needs.dtype not in flash_attention.DTYPES:
         raise _UnfitError(f"flash-attn does not compute in {needs.dtype}")
     if needs.head_dim > flash_attention.MAX_HEAD_DIM or needs.head_dim % 8:
-        raise _UnfitError(f"flash-attn does not take heads of {needs.head_dim}")
+        raise _UnfitError(f"flash-attn does not support a head size of {needs.head_dim}")
     if needs.capability < flash_attention.MIN_CAPABILITY:
         raise _UnfitError(f"flash-attn does not run on compute capability {needs.capability}")
     return FlashBackend(functions, _triton(needs) if needs.has_mutual_spans else None)
@@ -98,21 +99,21 @@ def _triton(needs: AttentionNeeds) -> PagedBackend:
     return backend
 
 
-def _try_out(backend: PagedBackend, needs: AttentionNeeds) -> None:
-    """Raises _UnfitError when the backend fails on a small step, or gives something else than PyTorch."""
+def _check_on_trial(backend: PagedBackend, needs: AttentionNeeds) -> None:
+    """Raises _UnfitError if the backend fails on a small step or its results differ from PyTorch's."""
     for chunks in (_TRIAL_CHUNKS, _TRIAL_DECODES):
         try:
             difference = _difference(backend, needs, chunks)
-        except Exception as error:  # whatever compilers and drivers raise
+        except Exception as error:  # compilers and drivers raise many types
             logger.debug("attention backend %s failed its trial", backend.name, exc_info=True)
-            raise _UnfitError(f"{backend.name} fails here ({type(error).__name__})") from error
-        # Not a number is not less either.
+            raise _UnfitError(f"{backend.name} fails on this device ({type(error).__name__})") from error
+        # Written with `not` so that NaN fails.
         if not difference < _TOLERANCES[needs.dtype]:
-            raise _UnfitError(f"{backend.name} is off by {difference:.2g} here")
+            raise _UnfitError(f"{backend.name} differs from PyTorch by {difference:.2g} on this device")
 
 
 def _difference(backend: PagedBackend, needs: AttentionNeeds, chunks: tuple[tuple[int, int], ...]) -> float:
-    """Largest distance between its results and PyTorch's, in one layer that sees everything."""
+    """Returns the largest difference between the backend's results and PyTorch's, in one layer without a window."""
     spec = KVCacheSpec(
         num_layers=1,
         num_kv_heads=needs.num_kv_heads,

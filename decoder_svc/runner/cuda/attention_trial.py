@@ -1,4 +1,4 @@
-"""A made-up step of one layer that sees everything, which any backend can compute: to try one out, or to time it."""
+"""A synthetic step of one attention layer without a window, to check or time any backend."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledCh
 
 
 class AttentionTrial:
-    """Random queries, keys and values; the same for every backend."""
+    """A step with random queries, keys and values, the same for every backend."""
 
     def __init__(
         self, spec: KVCacheSpec, num_heads: int, chunks: Sequence[tuple[int, int]], device: torch.device
     ) -> None:
-        """`spec` has one layer and no window. `chunks`: tokens of each sequence that are cached, and new ones."""
+        """`spec` has one layer and no window. `chunks` lists (cached tokens, new tokens) of each sequence."""
         self._spec = spec
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ class AttentionTrial:
         return torch.randn(*shape, generator=self._generator).to(self._device, self._spec.dtype)
 
     def prepared(self, backend: AttentionBackend) -> Callable[[], Tensor]:
-        """A function that computes the step on pools of the backend's own, `[num_tokens, heads, head_dim]`."""
+        """Allocates the backend's pools; returns a function that computes the step, `[num_tokens, heads, head_dim]`."""
         pools = backend.allocate(self._spec, self._num_blocks + 1, 1, self._device)[0]
         for pool, content in zip(pools, self._contents, strict=True):
             pool.copy_(content)

@@ -1,6 +1,6 @@
-"""Attention by the flash-attn package (FlashAttention-2, arXiv:2307.08691), where it is installed and can be used.
+"""Attention by the flash-attn package (FlashAttention-2, arXiv:2307.08691), an optional dependency.
 
-It has no word for spans that see each other: steps with such go to the backend beside it.
+The package has no masks for mutual spans: steps with such spans go to a fallback backend.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ MIN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True)
 class FlashFunctions:
-    """What is called of the package."""
+    """The functions of the package that are used."""
 
     varlen: Callable[..., Tensor]
     with_kvcache: Callable[..., Tensor]
 
 
 def load_flash_functions() -> FlashFunctions:
-    """Raises ImportError where the package is not installed, or was built for another PyTorch."""
+    """Imports the package. Raises ImportError if it is not installed or was built for another PyTorch."""
     package = importlib.import_module("flash_attn")
     return FlashFunctions(package.flash_attn_varlen_func, package.flash_attn_with_kvcache)
 
 
 class FlashBackend(PagedBackend):
-    """Single tokens by the function for decoding, which divides long contexts; chunks by the one for many lengths."""
+    """Attention by flash-attn: its decode function for single tokens, its variable-length function for chunks."""
 
     name = "flash-attn"
 
-    def __init__(self, functions: FlashFunctions, beside: PagedBackend | None) -> None:
-        """`beside`: for steps with spans; None for a model that has none."""
+    def __init__(self, functions: FlashFunctions, fallback: PagedBackend | None) -> None:
+        """`fallback` serves steps with mutual spans; None for a model without such spans."""
         super().__init__()
         self._functions = functions
-        self._beside = beside
+        self._fallback = fallback
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """See AttentionBackend."""
+        """Implements AttentionBackend.allocate, and shares the pools with the fallback."""
         pools = super().allocate(spec, num_blocks, num_sliding_blocks, device)
-        if self._beside is not None:
-            self._beside.share_pools(self)
+        if self._fallback is not None:
+            self._fallback.share_pools(self)
         return pools
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
-        """See PagedBackend."""
+        """Implements PagedBackend.attend_paged with the package's functions."""
         if step.mutual is not None:
-            assert self._beside is not None, "a model with spans has another backend beside this one"
-            return self._beside.attend_paged(layer, query, group, step, options)
+            assert self._fallback is not None, "a step with mutual spans needs a fallback backend"
+            return self._fallback.attend_paged(layer, query, group, step, options)
         keys, values = self._pools[layer]
-        # Tables begin with the first block that is kept: so do positions here. Only distances count.
+        # Block tables start at the first block that is kept, so count keys from there. Only distances matter.
         kept_lens = step.kv_lens - group.first_keys
         shared = {
             "block_table": group.block_table,
             "softmax_scale": options.scale,
-            # Of the last tokens, which the new ones are: the mask ends in the lower right corner.
+            # The queries are the last tokens: the package aligns the mask to the lower right corner.
             "causal": True,
             "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
             "softcap": options.softcap or 0.0,

@@ -1,4 +1,4 @@
-"""The CUDA runner."""
+"""The model runner for CUDA devices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lookonce.model.half_model import load_text_half
 
 logger = logging.getLogger(__name__)
 
-# Before a function is recorded it runs so often, on a stream of its own: libraries set themselves up when they are
-# first called, and that must not be recorded (CUDA semantics, "CUDA Graphs").
+# Warm-up runs on a side stream before a function is recorded: libraries initialise themselves in their first call, and
+# that must not be recorded (CUDA semantics, "CUDA Graphs").
 _NUM_WARM_UPS = 2
 
 
 class GPUModelRunner(ModelRunnerBase):
-    """Runs on the first CUDA device that this process sees."""
+    """Runs steps on the first CUDA device that this process sees."""
 
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -37,7 +37,7 @@ class GPUModelRunner(ModelRunnerBase):
         logger.info("tensor work on %s", self.properties.name)
 
     def load_model(self) -> None:
-        """Loads the language half into the device's memory."""
+        """Loads the language half into device memory and chooses the attention backend."""
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION).to(self.device)
         text = self.model.config.get_text_config()
         needs = AttentionNeeds(
@@ -54,7 +54,7 @@ class GPUModelRunner(ModelRunnerBase):
         self.backend = cuda_attention(needs)
 
     def profile_run(self, worst: WorstCase) -> int:
-        """Measures by PyTorch's allocator what the step takes at its peak, and by the driver what graphs take."""
+        """See ModelRunnerBase. PyTorch's allocator gives the step's peak, the driver gives the memory of graphs."""
         self._dummy_run(worst)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -67,12 +67,15 @@ class GPUModelRunner(ModelRunnerBase):
         graphs = self._graph_bytes()
         free, _ = torch.cuda.mem_get_info(self.device)
         logger.info(
-            "the heaviest step takes %d MiB and graphs %d of %d that are free", peak >> 20, graphs >> 20, free >> 20
+            "the heaviest step takes %d MiB and graphs %d MiB of %d MiB that are free",
+            peak >> 20,
+            graphs >> 20,
+            free >> 20,
         )
         return max(0, int(free) - int(peak) - graphs)
 
     def capture_model(self) -> None:
-        """Records CUDA graphs in one pool of memory."""
+        """Records CUDA graphs that share one memory pool."""
         pool = torch.cuda.graph_pool_handle()
 
         def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -95,7 +98,7 @@ class GPUModelRunner(ModelRunnerBase):
         self._capture_graphs(record)
 
     def _graph_bytes(self) -> int:
-        """Of the largest graph, recorded once to see: smaller ones take their memory from it."""
+        """Returns the bytes of the largest graph, recorded once; smaller graphs reuse its memory."""
         sizes = self.tokenwise_graph_batch_sizes
         free_before, _ = torch.cuda.mem_get_info(self.device)
         self.tokenwise_graph_batch_sizes = sizes[-1:]

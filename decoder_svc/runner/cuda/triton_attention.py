@@ -1,15 +1,14 @@
-"""Paged attention in Triton: single tokens and chunks alike, windows, bent scores, spans that see each other.
+"""Paged attention in Triton: single tokens and chunks, windows, soft caps and mutual spans.
 
-One program has the new tokens of one tile of one sequence and the query heads of one key head, side by side as rows of
-one matrix; it walks over the keys that any of them sees, where they lie, with a running maximum and sum
-(FlashAttention-2, arXiv:2307.08691). Where a step has too few sequences to fill the device, a sequence's keys are
-divided among several programs and their results joined (Flash-Decoding). Nothing is read on the host, so that a step
-can be recorded as a graph.
+One program takes a tile of one sequence's new tokens and the query heads of one key head, as rows of one matrix. It
+walks over the keys that any row sees, in place, with a running maximum and sum (FlashAttention-2, arXiv:2307.08691). If
+a step has too few sequences to fill the device, several programs share a sequence's keys and their results are joined
+(Flash-Decoding). Nothing is read on the host, so a step can be recorded as a graph.
 
-Importing this module needs Triton. It runs on CUDA, and in Triton's interpreter anywhere (TRITON_INTERPRET=1).
+Importing this module needs Triton. It runs on CUDA, and anywhere in Triton's interpreter (TRITON_INTERPRET=1).
 """
 
-# What a kernel is given has no types of Python's.
+# Arguments of kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
-# The least that a matrix unit takes.
+# Smallest side of a matrix that the matrix units multiply.
 _MIN_TILE = 16
-# Rows of a program where a sequence has more than one new token.
+# Rows of a program if a sequence has more than one new token.
 _CHUNK_ROWS = 64
-# Programs for each of the device's processors before keys are divided no further.
+# Keys are split until there are this many programs per multiprocessor.
 _PROGRAMS_EACH = 2
 _MAX_SPLITS = 16
 
@@ -37,7 +36,7 @@ def _seen_keys(
     position, flat_token, is_row, first_key, mutual_starts, mutual_stops, window,
     HAS_WINDOW: tl.constexpr, HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Each row sees the keys [start, stop)."""
+    """Returns the keys [start, stop) that each row sees."""
     start = position * 0
     if HAS_WINDOW:
         start = position - window + 1
@@ -51,7 +50,7 @@ def _seen_keys(
 
 @triton.jit
 def _part(begin, end, split, NUM_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """Of the keys [begin, end): those of one split, whole tiles but for the last one."""
+    """Returns the part of the keys [begin, end) that belongs to one split: whole tiles, except at the end."""
     num_tiles = (end - begin + NUM_KEYS - 1) // NUM_KEYS
     split_len = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * NUM_KEYS
     begin = begin + split * split_len
@@ -64,7 +63,10 @@ def _walk(
     NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Over the keys [begin, end): weighted sums of values, sums of weights, and the scores they are relative to."""
+    """Walks over the keys [begin, end).
+
+    Returns per row the weighted sum of values, the sum of weights and the maximum score, to which both are relative.
+    """
     dims = tl.arange(0, PADDED_DIM)
     largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
     total = tl.full([NUM_ROWS], 0.0, tl.float32)
@@ -79,7 +81,7 @@ def _walk(
         tile = tl.load(keys + place, mask=is_value, other=0.0)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee") * scale
         if HAS_SOFTCAP:
-            # softcap · tanh(score / softcap), by a power that cannot overflow.
+            # softcap · tanh(score / softcap), written with exp(-2|x|), which cannot overflow.
             power = tl.exp(-2 * tl.abs(scores) / softcap)
             scores = softcap * tl.where(scores < 0, power - 1, 1 - power) / (1 + power)
         is_seen = is_key[None, :] & (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
@@ -108,7 +110,7 @@ def _attend(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of the longest chunk, sequences, key heads · splits."""
+    """Computes one tile. Grid: tiles of the longest chunk, sequences, key heads · splits."""
     tokens_each: tl.constexpr = NUM_ROWS // NUM_GROUPS
     sequence = tl.program_id(1)
     kv_head = tl.program_id(2) // NUM_SPLITS
@@ -145,11 +147,11 @@ def _attend(
     )  # fmt: skip
     if NUM_SPLITS == 1:
         target = output + flat_token * output_token_stride + head * output_head_stride
-        # Rows that are nobody's have seen nothing.
+        # Padding rows have a total of 0.
         result = (sums / tl.where(is_row, total, 1.0)[:, None]).to(output.dtype.element_ty)
         tl.store(target[:, None] + dims[None, :], result, mask=is_stored)
     else:
-        # [num_tokens, heads, splits, …]
+        # Partial results are [num_tokens, heads, splits, …].
         num_heads = tl.num_programs(2) // NUM_SPLITS * NUM_GROUPS
         part = (flat_token * num_heads + head) * NUM_SPLITS + split
         tl.store(partial_sums + part[:, None] * PADDED_DIM + dims[None, :], sums, mask=is_row[:, None])
@@ -162,7 +164,10 @@ def _join(
     partial_sums, partial_stats, output, output_token_stride, output_head_stride,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tokens, heads. A split without keys has the sum 0 and no maximum."""
+    """Joins the splits of one token and head. Grid: tokens, heads.
+
+    A split without keys has the sum 0 and the maximum -inf.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     parts = (token * tl.num_programs(1) + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
@@ -177,19 +182,19 @@ def _join(
 
 
 class TritonBackend(PagedBackend):
-    """Any layer of any step."""
+    """Attention by our Triton kernels; serves every layer of every step."""
 
     name = "triton"
 
     def __init__(self, num_processors: int) -> None:
-        """`num_processors`: streaming multiprocessors of the device, which are to have something to do."""
+        """`num_processors`: the device's streaming multiprocessors, which decide the number of key splits."""
         super().__init__()
         self._num_processors = num_processors
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
-        """See PagedBackend."""
+        """Implements PagedBackend.attend_paged: one kernel, and a second one to join splits."""
         keys, values = self._pools[layer]
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[2]
@@ -230,9 +235,9 @@ class TritonBackend(PagedBackend):
 
 
 def tile_sizes(key_bytes: int, num_groups: int, max_query_len: int) -> tuple[int, int]:
-    """Rows and keys of a program, powers of two: so many that queries, keys and values fit into shared memory.
+    """Returns the rows and keys of a program, powers of two for which queries, keys and values fit into shared memory.
 
-    `key_bytes` is one key of one head. Two stages of keys and values and the queries take at most 80 KiB.
+    `key_bytes` is the size of one key of one head. Queries and two stages of keys and values take at most 80 KiB.
     """
     least = max(_MIN_TILE, triton.next_power_of_2(num_groups))
     rows = least if max_query_len == 1 else max(least, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
@@ -241,10 +246,10 @@ def tile_sizes(key_bytes: int, num_groups: int, max_query_len: int) -> tuple[int
 
 
 def num_key_splits(num_programs: int, max_query_len: int, num_processors: int) -> int:
-    """Into how many parts each sequence's keys are divided, a power of two.
+    """Returns the number of parts into which each sequence's keys are divided, a power of two.
 
-    It depends on nothing that changes while a batch goes on, so that a graph and the same step without one add up in
-    the same order.
+    The number does not depend on context lengths, which change between steps. A graph and the same step without one
+    therefore add in the same order.
     """
     if max_query_len > 1:
         return 1

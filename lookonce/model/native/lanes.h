@@ -1,7 +1,7 @@
-// Sixteen numbers at a time, and the two types of elements that the CPU runner computes with.
+// Vectors of sixteen numbers, and the two element types that the CPU kernels compute with.
 //
-// Vectors are GCC's (and Clang's) own, so that one text serves every processor; where one has AVX-512 or its products of
-// bfloat16 pairs, those instructions are named. All sums are in float32.
+// Uses the vector extensions of GCC and Clang, so the same source serves every processor. AVX-512 and its bfloat16
+// products are used through intrinsics where available. All sums are in float32.
 
 #pragma once
 
@@ -62,16 +62,17 @@ inline float largest_lane(Floats value) {
 #endif
 }
 
-// 2^x for x <= 0; exactly 1 at 0 and 0 below -126. `kIsRough`: to 7e-6, which is enough for what is rounded to bfloat16
-// afterwards; else to two units of the last place. The polynomials are fitted to (2^f - 1) / f for |f| <= 1/2.
+// Returns 2^x for x <= 0: exactly 1 at 0, and 0 below -126. With `kIsRough` the error is up to 7e-6, which is enough
+// for results that are rounded to bfloat16; else two units in the last place. The polynomials are fitted to
+// (2^f - 1) / f for |f| <= 1/2.
 template <bool kIsRough = false>
 inline Floats exp2_of_negative(Floats x) {
-  // What is not a number stays that.
+  // NaN stays NaN.
   const Floats clipped = larger(all_lanes(-126.0f), x);
 #if defined(__AVX512F__)
   const Floats n = _mm512_roundscale_ps(clipped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  // Towards zero, and so to the nearest.
+  // The conversion truncates towards zero, so subtracting 0.5 first rounds to the nearest.
   const Integers nearest = __builtin_convertvector(clipped - 0.5f, Integers);
   const Floats n = __builtin_convertvector(nearest, Floats);
 #endif
@@ -99,7 +100,7 @@ inline Floats exp2_of_negative(Floats x) {
 
 inline float exp2_of_negative(float x) { return exp2_of_negative(all_lanes(x))[0]; }
 
-// An element type: how many lie in a 32-bit word, and how words are multiplied.
+// An element type: the number of elements in a 32-bit word, and the product of words.
 struct Float32 {
   using Element = float;
   static constexpr int64_t kPerWord = 1;
@@ -129,7 +130,7 @@ struct BFloat16 {
     return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
   }
 
-  // Rounds to the nearest, ties to even.
+  // Rounds to nearest, ties to even.
   static void store(Element* to, Floats value) {
     const Words bits = reinterpret_cast<Words>(value);
     Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;

@@ -1,8 +1,9 @@
-// The one product that everything is made of: a few rows times 32 columns (or 16), sums in registers.
+// The matrix product that all kernels use: a few rows times 32 (or 16) columns, with sums in registers.
 //
-// The left side is read as rows of 32-bit words, each spread over all lanes; a word of the right side's vectors holds what
-// meets it in one column (one float32, or two bfloat16 that follow each other along the sum). Each element of the result
-// is one sum in one order, whatever the number of rows: a token's numbers do not depend on who else is in the batch.
+// The left side is read as rows of 32-bit words, and each word is broadcast to all lanes. A word in a vector of the right
+// side holds the matching factors of one column: one float32, or two bfloat16 that follow each other along the sum. Each
+// element of the result is one sum in a fixed order for any number of rows, so a token's numbers do not depend on the
+// batch.
 
 #pragma once
 
@@ -14,7 +15,7 @@
 namespace lookonce {
 
 #if defined(__AVX512F__)
-// 24 sums, two vectors of the right side and one spread word in 32 registers.
+// 24 sums, two vectors of the right side and one broadcast word fit into 32 registers.
 constexpr int kTileRows = 12;
 #else
 constexpr int kTileRows = 4;
@@ -22,25 +23,25 @@ constexpr int kTileRows = 4;
 constexpr int kTileVectors = 2;
 constexpr int64_t kTileColumns = kTileVectors * kLanes;
 
-// A part of the right side: of each vector of 16 columns [num_steps, 16] words.
+// A part of the right side: words [num_steps, 16] for each vector of 16 columns.
 struct Segment {
   const uint32_t* right[kTileVectors];
   int64_t num_steps;
 };
 
 struct Operands {
-  // [rows, steps of all segments] words.
+  // Words [rows, steps of all segments].
   const uint32_t* left;
   int64_t left_stride;
   const Segment* segments;
   int64_t num_segments;
   int64_t right_stride;
-  // What is read next, if known: at each step a line of each is asked for, so many words behind the one before.
+  // Addresses to prefetch; null: nothing. Each step requests one cache line at each and advances by `next_stride` words.
   const uint32_t* next[2] = {nullptr, nullptr};
   int64_t next_stride = 0;
 };
 
-// sums [kRows, kVectors · 16] (+)= left × right.
+// Computes sums [kRows, kVectors · 16] = left × right; `adds`: added to the present sums.
 template <typename Type, int kRows, int kVectors>
 void multiply(float* sums, int64_t sums_stride, const Operands& of, bool adds) {
   Floats total[kRows][kVectors];
@@ -49,7 +50,7 @@ void multiply(float* sums, int64_t sums_stride, const Operands& of, bool adds) {
       total[r][v] = adds ? load_floats(sums + r * sums_stride + v * kLanes) : Floats{};
     }
   }
-  // One pointer for three rows: more than a processor has registers for otherwise.
+  // One pointer for three rows, because one per row would need more registers than there are.
   const int64_t stride = of.left_stride;
   const uint32_t* left[(kRows + 2) / 3];
   for (int i = 0; i < (kRows + 2) / 3; ++i) left[i] = of.left + 3 * i * stride;
@@ -89,7 +90,7 @@ constexpr std::array<Multiply, sizeof...(kRows)> multiplies(std::integer_sequenc
   return {&multiply<Type, kRows + 1, kVectors>...};
 }
 
-// `num_rows` 1 … kTileRows, `num_vectors` 1 … kTileVectors.
+// Calls the `multiply` above for `num_rows` in 1 … kTileRows and `num_vectors` in 1 … kTileVectors.
 template <typename Type>
 inline void multiply(int64_t num_rows, int64_t num_vectors, float* sums, int64_t sums_stride, const Operands& of,
                      bool adds) {
@@ -98,7 +99,7 @@ inline void multiply(int64_t num_rows, int64_t num_vectors, float* sums, int64_t
   (num_vectors == 1 ? kOne : kTwo)[num_rows - 1](sums, sums_stride, of, adds);
 }
 
-// Calls body(first_row, num_rows, tile, num_tiles) for parts of at most kTileRows rows, as equal as they can be.
+// Calls body(first_row, num_rows, tile, num_tiles) for parts of at most kTileRows rows, as equal in size as possible.
 template <typename Body>
 inline void for_row_tiles(int64_t num_rows, Body body) {
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;

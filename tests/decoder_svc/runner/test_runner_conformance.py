@@ -259,7 +259,7 @@ def test_a_backend_that_reads_numbers_on_the_host_is_not_recorded(
     recording.runner.initialize_kv_cache(10)
     recording.runner.capture_model()
     assert recording.runner.graphs is None
-    assert "reads numbers on the host" in caplog.text
+    assert "reads step metadata on the host" in caplog.text
 
 
 def test_a_model_that_asks_for_a_number_while_it_runs_is_not_recorded(
@@ -274,9 +274,3 @@ def test_a_model_that_asks_for_a_number_while_it_runs_is_not_recorded(
     assert recording.runner.graphs is None
     assert "cannot be recorded" in caplog.text
     assert session.ask(recording.prompts[:2]).token_ids == recording.expected[:2]
-
-
-def test_pieces_of_passes_are_not_recorded(recording: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(recording.runner), "use_piecewise_graph", True)
-    with pytest.raises(NotImplementedError, match="pieces"):
-        recording.runner.capture_model()

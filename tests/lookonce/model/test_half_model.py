@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decoder_svc.runner.attention import PAGED_ATTENTION
+from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attention
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import Half, load_text_half, load_vision_half, text_child
 from tests import tiny_models
@@ -61,6 +61,7 @@ def loaded(request: pytest.FixtureRequest, build: Callable[[str], pathlib.Path])
 
 
 def load_half(half: Half, folder: pathlib.Path, dtype: torch.dtype | None = None) -> Any:
+    register_paged_attention()
     return load_text_half(folder, dtype, PAGED_ATTENTION) if half is Half.TEXT else load_vision_half(folder, dtype)
 
 

@@ -80,7 +80,7 @@ def test_sharded_weights_are_listed_in_order(folder: pathlib.Path) -> None:
     (folder / names[1]).unlink()
     assert "incomplete" in refusal(folder)
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
-    assert "no safetensors file of this folder" in refusal(folder)
+    assert "not a safetensors file of this folder" in refusal(folder)
     index.write_text(json.dumps({}))
     assert "weight_map" in refusal(folder)
 

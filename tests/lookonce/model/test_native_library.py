@@ -113,7 +113,7 @@ def test_a_library_that_somebody_else_could_have_put_there_is_not_loaded(
 ) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    with pytest.raises(NativeLibraryError, match="nobody else may write"):
+    with pytest.raises(NativeLibraryError, match="must not be writable for others"):
         load_library(sources(tmp_path / "sources", "1.0f"))
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from lookonce.model.openmp import in_passing_thread, limit_patience
+from lookonce.model.openmp import run_in_short_lived_thread, set_openmp_spin_count
 
 _TIMEOUT_S = 10.0
 
@@ -33,7 +33,7 @@ def test_the_team_of_a_passing_thread_ends_with_it() -> None:
         torch.set_num_threads(3)
         before = num_threads()
         # The thread, and two more.
-        assert in_passing_thread(compute) == before + 3
+        assert run_in_short_lived_thread(compute) == before + 3
         deadline_s = time.monotonic() + _TIMEOUT_S
         while num_threads() > before and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -44,7 +44,7 @@ def test_the_team_of_a_passing_thread_ends_with_it() -> None:
 
 def test_an_error_of_the_work_is_the_caller_s() -> None:
     with pytest.raises(ZeroDivisionError):
-        in_passing_thread(lambda: 1 // 0)
+        run_in_short_lived_thread(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize(
@@ -60,5 +60,5 @@ def test_patience_is_limited_unless_the_environment_says_something(
         monkeypatch.delenv(name)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    limit_patience()
+    set_openmp_spin_count()
     assert os.environ.get("GOMP_SPINCOUNT") == expected

@@ -1,4 +1,4 @@
-// Attention by itself, for models whose other layers are PyTorch's.
+// Attention as a single call, for models whose other layers run in PyTorch.
 
 #include "attention.h"
 
@@ -27,7 +27,7 @@ void attend(const Step& step, const Heads& heads, const Pools& pools, const Laye
   const Attention<Type> attention(step, heads, plan, pools, options, static_cast<const Element*>(queries),
                                   static_cast<Element*>(output), partials.data());
   const std::vector<char> is_last = last_tokens(step);
-  // Waking other threads takes longer than a short sequence.
+  // For a short sequence, waking other threads would take longer than the work.
 #pragma omp parallel num_threads(step.num_threads) if (plan.items.size() > static_cast<size_t>(heads.num_kv_heads))
   {
     write<Type>(step, heads, pools, step.groups[options.group].slots, is_last.data(),
@@ -42,7 +42,7 @@ void attend(const Step& step, const Heads& heads, const Pools& pools, const Laye
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Writes `keys` and `values` [num_tokens, num_kv_heads, head_dim] to their slots, then attends: `queries` and `output`
+// Writes `keys` and `values` [num_tokens, num_kv_heads, head_dim] to their slots, then attends. `queries` and `output`
 // are [num_tokens, num_heads, head_dim].
 void lookonce_attend_float32(const lookonce::Step* step, const lookonce::Heads* heads, const lookonce::Pools* pools,
                              const lookonce::LayerOptions* options, const void* queries, const void* keys,

@@ -1,9 +1,9 @@
-// Attention of a step's new tokens over keys and values that lie in blocks of a pool, read where they lie.
+// Attention of a step's new tokens over keys and values in the blocks of a pool, read in place.
 //
-// Each key and value is read once for all query heads that share it, and for a few tokens of a prompt at once. Softmax is
-// computed online (arXiv:1805.02867) over pieces of 256 keys, whose results are put together in their order whether one
-// thread takes them or several: a token's numbers depend neither on the batch, nor on how a prompt is cut into chunks,
-// nor on the number of threads. Scores, sums and softmax are float32; weights have the elements' type.
+// Each key and value is read once for all query heads that share it, and for several tokens of a prompt at once. Softmax
+// is computed online (arXiv:1805.02867) over pieces of 256 keys. The results of pieces are always combined in the same
+// order, by one thread or several. A token's numbers therefore depend neither on the batch, nor on how a prompt is cut
+// into chunks, nor on the number of threads. Scores, sums and softmax are float32; weights have the elements' type.
 
 #pragma once
 
@@ -21,21 +21,21 @@ constexpr int64_t kPieceKeys = 256;
 // Keys whose scores are computed before their values are read.
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kTileGroups = kTileKeys / kLanes;
-// Rows (tokens × the query heads that share a key head) that pass over the keys together.
+// Largest number of rows (tokens × the query heads that share a key head) that pass over the keys together.
 constexpr int64_t kMaxRows = 36;
 
-// A part of a sequence's attention for one key head.
+// One work item: a part of a sequence's attention for one key head.
 struct AttentionItem {
   int64_t sequence;
   int64_t head;
-  int64_t first_token;  // Of the step.
+  int64_t first_token;  // Index in the step.
   int64_t num_tokens;
   int64_t first_key;
   int64_t stop_key;
-  int64_t partial;  // Index of the results, to be put together with others; -1: everything is in this item.
+  int64_t partial;  // Index of the partial result; -1: the item covers all keys.
 };
 
-// What several items give together.
+// Partial results of several items that are combined into one.
 struct AttentionSum {
   int64_t first_token;
   int64_t head;
@@ -43,7 +43,7 @@ struct AttentionSum {
   int64_t num_partials;
 };
 
-// Keys [first, stop) that a token of the step sees.
+// The keys [first, stop) that a token of the step sees.
 struct Sight {
   int64_t first;
   int64_t stop;
@@ -60,7 +60,7 @@ inline Sight sight(const Step& step, const LayerOptions& options, int64_t sequen
   return seen;
 }
 
-// How a step's attention is divided; the same for all layers with the same group and window.
+// The division of a step's attention into items. Layers with the same group and window share a plan.
 struct AttentionPlan {
   int64_t group;
   int64_t window;
@@ -72,11 +72,11 @@ struct AttentionPlan {
       : group(options.group), window(options.window) {
     const int64_t rows_per_token = heads.num_heads / heads.num_kv_heads;
     const int64_t tokens_each = std::max<int64_t>(1, kMaxRows / rows_per_token);
-    // With fewer items than this, threads wait for the longest sequence.
+    // With fewer items, threads would wait for the longest sequence: divide its keys.
     const bool is_short = step.num_sequences * heads.num_kv_heads < 8 * step.num_threads;
     for (int64_t s = 0; s < step.num_sequences; ++s) {
       const int64_t begin = step.first_tokens[s], end = step.first_tokens[s + 1];
-      // The last tokens see most keys: first, so that the end is made of small items.
+      // Start with the last tokens, which see most keys, so that the last items are small.
       for (int64_t stop = end; stop > begin; stop -= std::min(tokens_each, stop - begin)) {
         const int64_t first = std::max(begin, stop - tokens_each);
         Sight all = sight(step, options, s, first);
@@ -107,14 +107,14 @@ struct AttentionPlan {
   }
 };
 
-// Weighted values of some rows, not yet divided by the weights' sums.
+// Weighted sums of values of some rows, not yet divided by the sums of weights.
 struct Sums {
   float* values;   // [rows, head_dim]
-  float* largest;  // [rows] Largest score, as a power of 2 has it.
-  float* weights;  // [rows]
+  float* largest;  // [rows] Largest score, as an exponent of 2.
+  float* weights;  // [rows] Sums of weights.
 };
 
-// Adds what a later piece gave.
+// Adds the result of a later piece to one row of the total.
 inline void fold(const Sums& total, const Sums& piece, int64_t row, int64_t dim, bool is_first) {
   float* to = total.values + row * dim;
   const float* from = piece.values + row * dim;
@@ -125,7 +125,7 @@ inline void fold(const Sums& total, const Sums& piece, int64_t row, int64_t dim,
     return;
   }
   const float top = std::max(total.largest[row], piece.largest[row]);
-  // A row that has seen nothing yet counts nothing.
+  // A row without any visible key has the factor 0.
   const float kept = total.largest[row] == -INFINITY ? 0.0f : exp2_of_negative(total.largest[row] - top);
   const float added = piece.largest[row] == -INFINITY ? 0.0f : exp2_of_negative(piece.largest[row] - top);
   for (int64_t d = 0; d < dim; d += kLanes) {
@@ -140,19 +140,19 @@ class Attention {
  public:
   using Element = typename Type::Element;
 
-  // `queries` and `output` [num_tokens, num_heads, head_dim].
+  // `queries` and `output` are [num_tokens, num_heads, head_dim].
   Attention(const Step& step, const Heads& heads, const AttentionPlan& plan, const Pools& pools,
             const LayerOptions& options, const Element* queries, Element* output, float* partials)
       : step_(step), heads_(heads), plan_(plan), pools_(pools), options_(options), queries_(queries), output_(output),
         partials_(partials), group_(step.groups[options.group]), dim_(heads.head_dim),
         rows_per_token_(heads.num_heads / heads.num_kv_heads), scale_(options.scale * kLog2OfE) {}
 
-  // Floats that a plan's partial results take.
+  // Returns the number of floats that a plan's partial results take.
   static int64_t partial_floats(const AttentionPlan& plan, const Heads& heads) {
     return plan.num_partials * heads.num_heads / heads.num_kv_heads * (heads.head_dim + 2);
   }
 
-  // From all threads of a parallel region; ends with a barrier.
+  // Call from all threads of a parallel region; ends with a barrier.
   void run() const {
     const int64_t num_items = static_cast<int64_t>(plan_.items.size());
 #pragma omp for schedule(dynamic, 1)
@@ -164,12 +164,12 @@ class Attention {
   }
 
  private:
-  // What a thread works in; sized once per step's largest item.
+  // Buffers of one thread; they grow to the largest item.
   struct Workspace {
     std::vector<Element> queries;  // [rows, head_dim]
     std::vector<float> scores;     // [rows, kTileKeys]
     std::vector<Element> weights;  // [rows, kTileKeys]
-    std::vector<float> total;      // As Sums, of everything and of the piece in hand.
+    std::vector<float> total;      // Memory of Sums: of all pieces so far, and of the current piece.
     std::vector<float> piece;
     std::vector<Sight> sights;  // [tokens]
   };
@@ -229,7 +229,8 @@ class Attention {
     for (int64_t d = 0; d < dim_; d += kLanes) Type::store(to + d, load_floats(total.values + row * dim_ + d) / weight);
   }
 
-  // Keys [first_key, stop_key) of one piece. Tiles begin at multiples of their size, whatever is seen of them.
+  // Attends over the keys [first_key, stop_key) of one piece. Tiles start at multiples of their size even if the keys do
+  // not.
   void attend_piece(const AttentionItem& item, int64_t num_rows, int64_t first_key, int64_t stop_key, Workspace& space,
                     const Sums& piece) const {
     std::fill(piece.values, piece.values + num_rows * dim_, 0.0f);
@@ -248,7 +249,8 @@ class Attention {
 
   struct KeyTile;
 
-  // What this thread probably reads next: of this item, else of the one that it takes next if all are as long.
+  // Returns the tile that this thread probably reads next, for prefetching: of this item, else of the item that it gets
+  // next if all items take equally long.
   KeyTile following(const AttentionItem& item, int64_t tile) const {
     const AttentionItem* next = &item;
     int64_t first = tile + kTileKeys;
@@ -262,15 +264,15 @@ class Attention {
                    std::min(next->stop_key, (first / kTileKeys + 1) * kTileKeys));
   }
 
-  // 64 keys that follow each other, in groups of at most 16 that lie in one block.
+  // 64 consecutive keys, in groups of at most 16 that are in one block.
   struct KeyTile {
-    // None.
+    // An empty tile.
     explicit KeyTile(const Attention& of) : group_words(of.dim_ * kLanes / Type::kPerWord) {}
 
     KeyTile(const Attention& of, const AttentionItem& item, int64_t tile, int64_t first, int64_t stop)
         : group_words(of.dim_ * kLanes / Type::kPerWord) {
       const int64_t block_size = of.heads_.block_size;
-      // A word's neighbour comes along, unseen.
+      // Start at a whole word; the neighbour in it is read but masked.
       int64_t key = first / Type::kPerWord * Type::kPerWord;
       const int64_t slot = key - of.group_.first_keys[item.sequence];
       const int64_t* block = of.group_.blocks + of.group_.first_blocks[item.sequence] + slot / block_size;
@@ -289,14 +291,14 @@ class Attention {
       }
     }
 
-    // Where the keys, or values, go on after so many lines of memory; null behind their end.
+    // Returns the address of a cache line of keys or values by its number; null behind the end.
     const uint32_t* line(const uint32_t* const* groups, int64_t number) const {
       const int64_t in_group = group_words / kLanes, group = number / in_group;
       return group < num_groups ? groups[group] + number % in_group * kLanes : nullptr;
     }
 
     const int64_t group_words;
-    // Whether the scores of these groups are a row's part without gaps.
+    // Whether the scores of these groups form a contiguous part of a row.
     bool is_full(int64_t first, int64_t count) const {
       return counts[first] == kLanes && counts[first + count - 1] == kLanes &&
              column[first + count - 1] == column[first] + (count - 1) * kLanes;
@@ -305,14 +307,14 @@ class Attention {
     int64_t num_groups = 0;
     const uint32_t* keys[kTileKeys];
     const uint32_t* values[kTileKeys];
-    // Of each group: its first key's lane there, that key's column in the tile, and how many keys.
+    // Per group: lane of its first key, that key's column in the tile, and the number of keys.
     int64_t lane[kTileKeys];
     int64_t column[kTileKeys];
     int64_t counts[kTileKeys];
   };
 
-  // Asks meanwhile for the next tile's keys, a few lines at each step: blocks lie anywhere, so that no processor guesses
-  // the next one, and one that is asked for all at once computes nothing until most have come.
+  // Computes scores, and prefetches the next tile's keys, a few cache lines per step. Blocks are scattered, so the
+  // hardware prefetcher cannot guess the next one; requesting all lines at once would stall the computation.
   void score(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space) const {
     const int64_t num_words = dim_ / Type::kPerWord;
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(space.queries.data());
@@ -343,7 +345,7 @@ class Attention {
     }
   }
 
-  // Scores to weights, and what was summed up before to the same scale.
+  // Turns scores into weights and rescales the earlier sums to the new maximum.
   void weigh(Sight seen, int64_t tile, int64_t row, Workspace& space, const Sums& piece) const {
     float* scores = space.scores.data() + row * kTileKeys;
     Floats scaled[kTileGroups];
@@ -386,14 +388,14 @@ class Attention {
     }
   }
 
-  // Bent to ±softcap, in powers of 2 on both sides.
+  // Applies the soft cap; scores before and after are exponents of 2.
   Floats capped(Floats scores) const {
     const float cap = options_.softcap * kLog2OfE;
     for (int64_t i = 0; i < kLanes; ++i) scores[i] = cap * std::tanh(scores[i] / cap);
     return scores;
   }
 
-  // Asks for the next tile's values, as `score` does.
+  // Adds weighted values, and prefetches the next tile's values like `score`.
   void add_values(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space,
                   const Sums& piece) const {
     const uint32_t* weights = reinterpret_cast<const uint32_t*>(space.weights.data());
@@ -429,7 +431,7 @@ class Attention {
   const BlockGroup& group_;
   int64_t dim_;
   int64_t rows_per_token_;
-  // Weights are powers of 2.
+  // Includes log2(e), because weights are computed as powers of 2.
   float scale_;
 };
 

@@ -1,4 +1,4 @@
-// One linear layer by itself, for what is not part of a stack: heads, and the layers of models that have no stack here.
+// One linear layer as a single call, for layers outside of a stack: output heads, and models without a stack.
 
 #include "linear.h"
 
@@ -7,7 +7,7 @@
 namespace lookonce {
 namespace {
 
-// Full vectors, and what is left of them element by element.
+// Stores full vectors directly; the last ones of a row go through a buffer and are copied in part.
 template <typename Out>
 void store_row(typename Out::Element* to, const float* sums, int64_t count) {
   if (count >= kTileColumns) {
@@ -22,7 +22,7 @@ void store_row(typename Out::Element* to, const float* sums, int64_t count) {
 template <typename Type, typename Out>
 void run(const Linear& layer, const typename Type::Element* input, int64_t num_rows, typename Out::Element* output,
          int64_t num_threads) {
-  // Waking other threads takes longer than a small layer.
+  // For a small layer, waking other threads would take longer than the work.
   const bool is_large = num_rows * layer.num_inputs * layer.num_outputs > (1 << 16);
 #pragma omp parallel num_threads(num_threads) if (is_large)
   linear<Type>(layer, input, num_rows, [&](int64_t row, int64_t column, const float* sums) {
@@ -36,7 +36,8 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `input` [num_rows, inputs], `output` [num_rows, outputs], both without gaps. The last letters: output's type.
+// `input` is [num_rows, inputs] and `output` [num_rows, outputs], both contiguous. Function names end with the type of
+// input and weights and, if it differs, the type of the output.
 void lookonce_linear_float32(const lookonce::Linear* layer, const float* input, int64_t num_rows, float* output,
                              int64_t num_threads) {
   lookonce::run<lookonce::Float32, lookonce::Float32>(*layer, input, num_rows, output, num_threads);

@@ -1,8 +1,8 @@
-// Linear layers over packed weights: y = x Wᵀ + b, with what follows done while the sums are at hand.
+// Linear layers over packed weights: y = x Wᵀ + b, followed by a function that consumes the sums.
 //
-// Weights lie in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (packed_weights.py), so that a token reads
-// each panel from front to back: at small batches memory decides the speed. Call `linear` from all threads of a parallel
-// region; it ends with a barrier.
+// Weights are stored in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (packed_weights.py), so that a
+// token reads each panel sequentially: at small batches memory bandwidth limits the speed. All threads of a parallel
+// region must call `linear`; it ends with a barrier.
 
 #pragma once
 
@@ -16,15 +16,15 @@ namespace lookonce {
 
 struct Linear {
   const uint32_t* panels;
-  const float* bias;  // [outputs rounded up to 32], or null.
+  const float* bias;  // [outputs rounded up to 32]; null: no bias.
   int64_t num_inputs;
   int64_t num_outputs;
 };
 
-// Inputs that one thread takes through a panel at once: they stay in its second cache.
+// Words of input that one thread multiplies with a panel at once; they fit into its L2 cache.
 constexpr int64_t kChunkWords = 1 << 16;
 
-// `input` [num_rows, num_inputs]. finish(row, first column, sums [32]) takes each row of each panel, bias added.
+// Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
 template <typename Type, typename Finish>
 void linear(const Linear& layer, const typename Type::Element* input, int64_t num_rows, Finish finish) {
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
@@ -32,7 +32,7 @@ void linear(const Linear& layer, const typename Type::Element* input, int64_t nu
   const int64_t chunk_rows = std::max<int64_t>(1, kChunkWords / num_words / kTileRows) * kTileRows;
   const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
   const uint32_t* words = reinterpret_cast<const uint32_t*>(input);
-  // Panels beside each other where there are enough for all threads to end at about the same time.
+  // A thread takes several neighbouring panels at a time if there are enough for all threads to end together.
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, side_by_side)
   for (int64_t item = 0; item < num_chunks * num_panels; ++item) {
@@ -43,7 +43,7 @@ void linear(const Linear& layer, const typename Type::Element* input, int64_t nu
       const Segment all{{right, right + kLanes}, num_words};
       Operands of{words + (chunk + first) * num_words, num_words, &all, 1, kTileColumns};
       if (num_tiles > 1 && panel + 1 < num_panels) {
-        // Each tile asks for its part of the next panel.
+        // Each tile prefetches its part of the next panel.
         of.next_stride = (kTileColumns + num_tiles - 1) / num_tiles;
         of.next[0] = right + num_words * kTileColumns + tile * num_words * of.next_stride;
       }

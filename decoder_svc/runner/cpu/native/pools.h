@@ -1,4 +1,4 @@
-// Keys and values in the blocks of a pool: where they lie, and how a token's are written.
+// The layout of keys and values in the blocks of a pool, and writing a token's key and value.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace lookonce {
 
-// A block's part of one head: 16 keys' worth at a time.
+// The part of a block that belongs to one head; keys are stored in groups of 16.
 template <typename Type>
 struct HeadBlock {
   using Element = typename Type::Element;
@@ -18,12 +18,12 @@ struct HeadBlock {
     values = static_cast<Element*>(pools.values) + first;
   }
 
-  // [head_dim in words, 16] words.
+  // Words [head_dim in words, 16] of the group of 16 keys that contains `slot`.
   const uint32_t* keys_at(int64_t slot) const {
     return reinterpret_cast<const uint32_t*>(keys) + slot / kLanes * kLanes * dim / Type::kPerWord;
   }
 
-  // [16 keys in words, head_dim] words.
+  // Words [16 keys in words, head_dim] of the values of that group.
   const uint32_t* values_at(int64_t slot) const {
     return reinterpret_cast<const uint32_t*>(values) + slot / kLanes * kLanes * dim / Type::kPerWord;
   }
@@ -43,8 +43,8 @@ struct HeadBlock {
   int64_t dim;
 };
 
-// `key`, `value` [head_dim]. `is_last`: no later token of this sequence is in the step. What shares a word with the last
-// value is multiplied by a weight of 0, and must be a number for that.
+// Writes one head's `key` and `value` [head_dim]. `is_last`: no later token of this sequence is in the step. The element
+// that shares a word with the last value is multiplied by a weight of 0, so it must not be NaN and is set to 0.
 template <typename Type>
 void write_token(const Heads& heads, const Pools& pools, int64_t slot, int64_t head, const typename Type::Element* key,
                  const typename Type::Element* value, bool is_last) {

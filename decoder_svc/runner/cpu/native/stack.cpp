@@ -1,7 +1,7 @@
-// The layers of a Llama-like language model in one call: RMS norm, attention with rotary positions, gated MLP.
+// All layers of a Llama-like language model in one call: RMS norm, attention with rotary positions, gated MLP.
 //
-// One parallel region for all layers, so that threads are woken once a step; the caller's lock of the Python interpreter is
-// free all the while. Hidden states stay in float32 between layers, what is multiplied has the weights' type.
+// One parallel region covers all layers, so threads are woken once per step. The Python interpreter's lock is released
+// during the call. Hidden states stay in float32 between layers; inputs of products have the weights' type.
 
 #include <chrono>
 #include <memory>
@@ -11,15 +11,15 @@
 
 namespace lookonce {
 
-// Mirrored in native_structures.py.
+// The structures below have the same fields in native_structures.py.
 struct StackLayer {
-  const float* input_norm;      // [hidden_size] Weights of the norm before attention,
-  const float* attended_norm;   // and of that before the MLP.
-  const float* query_norm;      // [head_dim] Of each head's queries and keys before rotation; null: none.
+  const float* input_norm;      // [hidden_size] Weights of the norm before attention.
+  const float* attended_norm;   // [hidden_size] Weights of the norm before the MLP.
+  const float* query_norm;      // [head_dim] Norm of each head's queries before rotation; null: none. Keys alike.
   const float* key_norm;
-  Linear query_key_value;       // Outputs: heads of queries, then of keys, then of values.
+  Linear query_key_value;       // Outputs: query heads, then key heads, then value heads.
   Linear attended;
-  Linear gate_up;               // In turns of 16: gates, and what they gate.
+  Linear gate_up;               // Outputs in alternating groups of 16: gates, then the values that they gate.
   Linear down;
   Pools pools;
   LayerOptions options;
@@ -38,19 +38,20 @@ struct StackStep {
   float* hidden;        // [num_tokens, hidden_size], changed in place.
   const float* cosines;  // [num_tokens, rotary_dim]
   const float* sines;
-  void* output;  // [num_tokens, hidden_size] The last layer's after the last norm, in the weights' type; null: not wanted.
+  void* output;  // [num_tokens, hidden_size] Result of the last norm, in the weights' type; null: skip that norm.
   int64_t rotary_dim;
   int64_t first_layer;
   int64_t stop_layer;
-  int64_t* phase_ns;  // [kNumPhases] What this call takes is added to it; null: nobody asks.
+  int64_t* phase_ns;  // [kNumPhases] Nanoseconds of this call are added; null: no profiling.
 };
 
 namespace {
 
-// In PHASES of native_structures.py, too.
+// PHASES in native_structures.py has the same order.
 enum Phase { kNorms, kQueryKeyValue, kRotation, kAttention, kAttended, kGateUp, kDown, kNumPhases };
 
-// One thread's; it reads the time after the barrier that ends a phase, so waiting for the last thread is part of it.
+// The clock of one thread. It is read after the barrier that ends a phase, so a phase includes waiting for the slowest
+// thread.
 class PhaseClock {
  public:
   explicit PhaseClock(int64_t* phase_ns) : phase_ns_(phase_ns) {
@@ -128,7 +129,7 @@ class StackRun {
     return plans_[i];
   }
 
-  // From all threads, as everything below.
+  // Called by all threads, like all functions below.
   void layer(const StackLayer& layer, PhaseClock& clock) const {
     const int64_t size = stack_.hidden_size, tokens = step_.num_tokens;
     float* hidden = io_.hidden;
@@ -158,7 +159,7 @@ class StackRun {
     clock.ends(kNorms);
     linear<Type>(layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const Floats gate = load_floats(sums);
-      // Of the smaller of e^x and e^-x, so that nothing overflows.
+      // Uses the smaller of e^x and e^-x, which cannot overflow.
       const Floats e = exp2_of_negative<Type::kIsRough>((gate < 0.0f ? gate : -gate) * kLog2OfE);
       const Floats sigmoid = (gate < 0.0f ? e : all_lanes(1.0f)) / (e + 1.0f);
       Type::store(gated_.get() + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
@@ -180,7 +181,7 @@ class StackRun {
     }
   }
 
-  // Queries to their buffer, keys and values to the pools.
+  // Rotates and stores queries in their buffer, and keys and values in the pools.
   void rotate_and_write(const StackLayer& layer) const {
     const Heads& heads = stack_.heads;
     const int64_t dim = heads.head_dim, width = layer.query_key_value.num_outputs;
@@ -201,7 +202,7 @@ class StackRun {
     }
   }
 
-  // The first `rotary_dim` elements of a head, as two halves (arXiv:2104.09864 in the order of Llama's checkpoints).
+  // Rotates the first `rotary_dim` elements of a head as two halves (arXiv:2104.09864, in the order of Llama).
   void rotate(const float* head, const float* norm, int64_t token, Element* to) const {
     const int64_t dim = stack_.heads.head_dim, half = io_.rotary_dim / 2;
     const float* cosines = io_.cosines + token * io_.rotary_dim;
@@ -223,7 +224,7 @@ class StackRun {
   const StackStep& io_;
   const std::vector<char> is_last_;
   std::vector<AttentionPlan> plans_;
-  // Of each token; nothing is in them at first.
+  // Buffers for all tokens, uninitialised.
   std::unique_ptr<Element[]> normed_, queries_, attended_, gated_;
   std::unique_ptr<float[]> projected_, partials_;
 };

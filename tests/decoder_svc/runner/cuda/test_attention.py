@@ -82,16 +82,16 @@ def test_flash_attn_is_taken_where_it_fits(install: Callable[..., None], caplog:
     assert chosen(NEEDS, caplog)[0] == "flash-attn"
     with_spans = cuda_attention.cuda_attention(replace(NEEDS, has_mutual_spans=True))
     assert isinstance(with_spans, FlashBackend)
-    assert isinstance(with_spans._beside, FakeTriton)
+    assert isinstance(with_spans._fallback, FakeTriton)
 
 
 @pytest.mark.parametrize(
     ("needs", "reason"),
     [
-        (replace(NEEDS, block_size=16), "flash-attn wants a block_size that is a multiple of 256, it is 16"),
+        (replace(NEEDS, block_size=16), "flash-attn needs a block_size that is a multiple of 256, not 16"),
         (replace(NEEDS, dtype=torch.float32), "flash-attn does not compute in torch.float32"),
-        (replace(NEEDS, head_dim=272), "flash-attn does not take heads of 272"),
-        (replace(NEEDS, head_dim=20), "flash-attn does not take heads of 20"),
+        (replace(NEEDS, head_dim=272), "flash-attn does not support a head size of 272"),
+        (replace(NEEDS, head_dim=20), "flash-attn does not support a head size of 20"),
         (replace(NEEDS, capability=(7, 5)), "flash-attn does not run on compute capability (7, 5)"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_kernel_that_does_not_compile_here_is_not_used(
     install(flash=False, triton=BrokenTriton)
     name, text = chosen(NEEDS, caplog)
     assert name == "sdpa"
-    assert "triton fails here (RuntimeError)" in text
+    assert "triton fails on this device (RuntimeError)" in text
 
 
 def test_a_kernel_that_gives_something_else_is_not_used(
@@ -146,7 +146,7 @@ def test_a_kernel_that_gives_something_else_is_not_used(
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         name, text = chosen(replace(NEEDS, dtype=dtype), caplog)
         assert name == "sdpa"
-        assert "triton is off by" in text
+        assert "triton differs from PyTorch by" in text
 
 
 def test_the_package_is_looked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,14 @@ def test_single_tokens_go_to_the_function_for_decoding_and_spans_to_another_back
         assert wanted == CALLS
 
 
-def test_the_backend_beside_attends_over_the_same_pools() -> None:
-    beside = TensorBackend()
-    backend = FlashBackend(FUNCTIONS, beside)
+def test_the_fallback_backend_attends_over_the_same_pools() -> None:
+    fallback = TensorBackend()
+    backend = FlashBackend(FUNCTIONS, fallback)
     pools = backend.allocate(KVCacheSpec(2, 2, 4, torch.float32, 4), 3, 3, torch.device("cpu"))
-    assert beside._pools[LAYER][0].data_ptr() == pools[LAYER][0].data_ptr()
+    assert fallback._pools[LAYER][0].data_ptr() == pools[LAYER][0].data_ptr()
 
 
-def test_without_a_backend_beside_spans_are_an_error() -> None:
+def test_spans_without_a_fallback_backend_are_an_error() -> None:
     step = Step(
         [Chunk(9, 4, 4, 9, (Span(5, 3),))], Sizes(), 0, torch.float32, backend=lambda: FlashBackend(FUNCTIONS, None)
     )

@@ -97,7 +97,7 @@ def test_steps_wait_for_rows_before_they_read_them(
     """And only then: the copy of a row for a later step goes on beside this one."""
     settled: list[int] = []
     session = offline.Session(model)
-    monkeypatch.setattr(model.runner.transfer, "settle", lambda: settled.append(len(session.steps)))
+    monkeypatch.setattr(model.runner.transfer, "wait_for_overlapping", lambda: settled.append(len(session.steps)))
     with_images = next(question for question in model.questions if question.prompt.images)
     text_only = next(question for question in model.questions if not question.prompt.images)
     assert session.ask([text_only.prompt]).token_ids == [text_only.expected]

@@ -1,0 +1,43 @@
+"""Copies to the device: in order for a step's numbers, on a stream of their own for embedding rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decoder_svc.runner.host_transfer import HostTransfer, PinnedTransfer
+from tests.decoder_svc.runner.cuda import fake_cuda
+from tests.decoder_svc.runner.cuda.fake_cuda import FakeStream
+
+CPU = torch.device("cpu")
+
+
+def test_the_plain_transfer_copies_nothing_where_the_device_reads_host_memory() -> None:
+    transfer, host = HostTransfer(CPU), torch.arange(3)
+    with transfer.overlapping_steps():
+        moved = transfer.move(host)
+    transfer.mark_used_by_steps(moved)
+    transfer.wait_for_overlapping()
+    assert moved.data_ptr() == host.data_ptr()
+
+
+def test_rows_are_moved_on_their_own_stream_for_which_steps_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda.install(monkeypatch)
+    transfer = PinnedTransfer(CPU)
+    with transfer.overlapping_steps():
+        assert FakeStream.current is not FakeStream.steps
+        moved = transfer.move(torch.arange(3))
+    assert FakeStream.current is FakeStream.steps
+    assert moved.tolist() == [0, 1, 2]
+    assert FakeStream.steps.num_waits == 0, "nothing waits before a step needs the rows"
+    transfer.wait_for_overlapping()
+    assert FakeStream.steps.num_waits == 1
+
+
+def test_memory_of_rows_is_kept_until_the_steps_stream_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda.install(monkeypatch)
+    transfer = PinnedTransfer(CPU)
+    with transfer.overlapping_steps():
+        moved = transfer.move(torch.arange(3))
+    transfer.mark_used_by_steps(moved)
+    assert FakeStream.steps.recorded == {moved.data_ptr()}
