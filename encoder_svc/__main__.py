@@ -38,7 +38,7 @@ async def serve(arguments: list[str]) -> None:
         torch.set_num_threads(settings.num_threads)
     if settings.log_format == "json":
         transformers.utils.logging.disable_progress_bar()
-    model = VisionModel.load_warm(settings)
+    model = VisionModel.load_warm(settings.vision)
     async with (
         open_pipeline(settings, model, telemetry.registry) as pipeline,
         open_control(settings, pipeline) as control,

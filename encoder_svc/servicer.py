@@ -12,10 +12,11 @@ import structlog
 
 import lookonce
 from encoder_svc import wire
-from encoder_svc.cache.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput
+from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput
+from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.concurrent_map import map_concurrently
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision.forward_queue import CallerId
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
@@ -58,13 +59,13 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
     ) -> pb.EncodeResponse:
         """All items or one error: an invalid item's, else NOT_FOUND with the indexes of all missing ones."""
         self._pipeline.check_fingerprint(request.expected_encoder_fingerprint)
-        cache_use = wire.parse_cache_policy(request.cache_policy)
+        cache_policy = wire.parse_cache_policy(request.cache_policy)
         if not 1 <= len(request.items) <= self._settings.max_batch_items:
             raise InvalidParameterError(
                 "items", f"must hold 1 … {self._settings.max_batch_items} images, not {len(request.items)}"
             )
         images = [self._image(item.image, f"items[{index}].image") for index, item in enumerate(request.items)]
-        outcomes = await self._encode_all(images, cache_use)
+        outcomes = await self._encode_all(images, cache_policy)
         results = [wire.encode_result(outcome) for outcome in outcomes]
         room_bytes = self._settings.max_message_bytes // 2
         for item, outcome, result in zip(request.items, outcomes, results, strict=True):
@@ -157,9 +158,9 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self._pipeline.check_fingerprint(key.encoder_fingerprint)
         return self._pipeline.key_of(digest, options, self._tenant())
 
-    async def _encode_all(self, images: Sequence[ImageInput], cache_use: CacheUse) -> list[EncodeOutcome]:
+    async def _encode_all(self, images: Sequence[ImageInput], cache_policy: CachePolicy) -> list[EncodeOutcome]:
         results = await asyncio.gather(
-            *(self._encode_one(image, cache_use) for image in images),
+            *(self._encode_one(image, cache_policy) for image in images),
             return_exceptions=True,
         )
         outcomes: list[EncodeOutcome] = []
@@ -179,9 +180,9 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             )
         return outcomes
 
-    async def _encode_one(self, image: ImageInput, cache_use: CacheUse) -> EncodeOutcome:
+    async def _encode_one(self, image: ImageInput, cache_policy: CachePolicy) -> EncodeOutcome:
         try:
-            return await self._pipeline.encode(image, cache_use, self._tenant(), _caller())
+            return await self._pipeline.encode(image, cache_policy, self._tenant(), _caller())
         except LookonceError as error:
             self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
             raise
@@ -191,7 +192,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         try:
             self._quotas.check(current_identity(), Resource.IMAGE_BYTES)
             image = self._image(request.item.image, "item.image")
-            outcome = await self._encode_one(image, CacheUse.READ_AND_WRITE)
+            outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE)
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
         except Exception as fault:

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.server.settings import MIB, ServiceSettings
 
 
@@ -28,13 +29,6 @@ class EncoderSettings(ServiceSettings):
     max_forward_s: float = Field(
         300.0, gt=0, description="A forward pass that takes longer makes health say NOT_SERVING, seconds."
     )
-    max_batch_delay_s: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="How long a forward pass that is not full waits for images that are being decoded, seconds since "
-        "its oldest image was ready. 0: it begins as soon as the model is free.",
-    )
     max_queued_images: int = Field(256, ge=1, description="Images waiting for preprocessing or a forward pass.")
     max_prepared_bytes: int = Field(
         1024 * MIB,
@@ -48,13 +42,6 @@ class EncoderSettings(ServiceSettings):
     decode_timeout_s: float = Field(
         10.0, gt=0, description="Longest time one image may take to decode, seconds; then its process is killed."
     )
-    quarantine_s: float = Field(
-        3600.0,
-        gt=0,
-        description="How long an image that failed fatally twice, in decoding or in the model, is refused untried, "
-        "seconds.",
-    )
-    store_workers: int = Field(4, ge=1, description="Threads that talk to the shared cache.")
     max_image_aspect: float = Field(200.0, ge=1, le=200, description="Largest ratio of longer to shorter side.")
     encode_lease_s: float = Field(
         5.0,
@@ -69,6 +56,11 @@ class EncoderSettings(ServiceSettings):
     max_entry_bytes: int = Field(
         128 * MIB, ge=4096, description="Largest embedding that is written to the shared cache."
     )
+
+    @property
+    def vision(self) -> VisionConfig:
+        """The part of the settings that the vision model is loaded with."""
+        return VisionConfig(self.model, self.device, self.dtype, self.row_format)
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:

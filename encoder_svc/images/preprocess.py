@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +15,7 @@ from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
 from lookonce.errors import ImagePoisonousError
 from lookonce.image_file import FramePair, ImageFile, files_of
 from lookonce.media.image_header import ImageHeader, ImageLimits, probe_file
+from lookonce.threads import run_in_thread
 
 
 class Preprocessor:
@@ -51,9 +50,7 @@ class Preprocessor:
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
         InvalidParameterError for frames of different sizes.
         """
-        run = contextvars.copy_context().run
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, run, self._prepare, data, digest, options)
+        return await run_in_thread(self._workers, self._prepare, data, digest, options)
 
     def close(self) -> None:
         """Waits for the images in work, drops the others and ends the decoding processes."""

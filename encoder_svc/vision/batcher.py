@@ -1,16 +1,17 @@
-"""Images of all requests → forward passes: one thread, one bounded queue, one future per image.
+"""Runs forward passes over the images of all requests: one thread, one bounded queue, one future per image.
 
-Which images share a pass says forward_queue.py. When a pass begins: at once, as soon as the model is free and an image
-waits; or, with `max_delay_s`, when the pass is full, when no other image is on its way, or when its oldest image has
-waited that long.
+A pass begins as soon as the model is free and an image waits; forward_queue.py chooses the images that share it.
+Waiting for more images did not pay (docs/log.md).
 
-When a pass of several images fails, each of them runs again alone, so that only the image at fault fails. Whether it
-*is* at fault shows a control, a pass over a picture known to be good: when that succeeds, the image is poisonous, when
-that fails, too, it is the model, and the image gets the error as it is. Lack of memory is never held against an image:
-it depends on what else was there, and after it the model may fail on every new shape although the control succeeds.
+When a pass of several images fails, each of them runs again alone, so that only the image at fault fails. An image that
+fails alone is followed by a control, a pass over a picture known to be good. When the control succeeds, the image is
+poisonous. When it fails, too, the model is at fault, and the image gets its own error unchanged. Lack of memory is
+never held against an image: it depends on everything else in memory, and after it the model may fail on every new shape
+although the control succeeds.
 
-A model that fails one control after another is unhealthy. Images are still taken, for those who have no other encoder;
-while none comes, the control runs again now and then, and the first pass that succeeds makes the model healthy.
+A model that fails several controls in a row is unhealthy. Images are still accepted, for clients that have no other
+encoder. While none comes, the control is repeated from time to time. The first pass that succeeds makes the model
+healthy again.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
-from encoder_svc.vision.forward_queue import CallerId, EncodedRows, ForwardJob, ForwardQueue
+from encoder_svc.vision.forward_queue import EncodedRows, ForwardJob, ForwardQueue
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
 
 Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
@@ -56,8 +58,6 @@ class BatchLimits:
     max_bytes: int
     # Images that wait.
     max_queued: int
-    # How long a pass that is not full waits for images on their way, seconds since its oldest image arrived.
-    max_delay_s: float = 0.0
     # A pass that runs longer makes the batcher unhealthy, seconds.
     max_pass_s: float = math.inf
 
@@ -82,8 +82,6 @@ class ForwardBatcher:
         self._clock = clock
         self._queue = ForwardQueue(limits.max_images, limits.max_bytes)
         self._last_number = -1
-        # Images that somebody prepares.
-        self._num_expected = 0
         self._changed = threading.Condition()
         self._closed = False
         self._has_died = False
@@ -116,18 +114,6 @@ class ForwardBatcher:
     def is_answering(self) -> bool:
         """Whether the thread lives and its pass in work is not overdue. A pass that hangs cannot be ended from here."""
         return self._thread.is_alive() and not self._has_died and self.running_s <= self._limits.max_pass_s
-
-    @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """While the block runs an image is on its way, for which a pass that is not full may wait. Submit inside."""
-        with self._changed:
-            self._num_expected += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_expected -= 1
-                self._changed.notify()
 
     def submit(self, inputs: PixelInputs, caller: CallerId, number: int | None = None) -> Future[EncodedRows]:
         """Queues one image, the one asked for as the `number`-th, else behind all others.
@@ -200,24 +186,16 @@ class ForwardBatcher:
         """Blocks until a pass may begin. Empty: nothing waits, and it is time for a control. None after `close`."""
         with self._changed:
             while not self._closed:
-                plan = self._queue.plan()
-                left_s = self._delay_left_s(plan) if plan else self._control_pause_s()
-                if left_s is not None and left_s <= 0:
+                if plan := self._queue.plan():
                     self._queue.take(plan)
                     return plan
-                if not self._changed.wait(left_s) and not plan:
+                if not self._changed.wait(self._control_pause_s()):
                     return []
             return None
 
     def _control_pause_s(self) -> float | None:
         """After how long without images the control runs again; None: it need not."""
         return None if self._num_failed_controls < _MAX_FAILED_CONTROLS else _RECOVERY_PAUSE_S
-
-    def _delay_left_s(self, plan: Sequence[ForwardJob]) -> float:
-        """How long this pass may still wait for further images, seconds."""
-        if not self._limits.max_delay_s or not self._num_expected or self._queue.is_full(plan):
-            return 0.0
-        return min(job.arrived_s for job in plan) + self._limits.max_delay_s - self._clock()
 
     def _encode(self, jobs: Sequence[ForwardJob]) -> None:
         now_s = self._clock()

@@ -10,8 +10,8 @@ import structlog
 import torch
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
-from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.cpu_tower import make_fast
+from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
@@ -50,16 +50,16 @@ class VisionModel:
         self._is_warm = False
 
     @classmethod
-    def load(cls, settings: EncoderSettings) -> VisionModel:
+    def load(cls, config: VisionConfig) -> VisionModel:
         """Checks the folder and loads its vision half onto its device.
 
         Raises ModelFolderError for a folder that cannot be served, ConfigurationError for a device that is not there.
         """
-        device = chosen_device(settings.device)
-        folder = ModelFolder.open(settings.model)
+        device = chosen_device(config.device)
+        folder = ModelFolder.open(config.model)
         adapter = VisionAdapter.load(folder)
-        model = load_vision_half(folder.path, _DTYPES[settings.dtype])
-        loaded = cls(folder, model, adapter, _ROW_DTYPES[settings.row_format])
+        model = load_vision_half(folder.path, _DTYPES[config.dtype])
+        loaded = cls(folder, model, adapter, _ROW_DTYPES[config.row_format])
         # Not before: the fingerprint is made of the weights as they were read.
         if device.type == "cpu":
             make_fast(model)
@@ -76,11 +76,11 @@ class VisionModel:
         return loaded
 
     @classmethod
-    def load_warm(cls, settings: EncoderSettings) -> VisionModel:
+    def load_warm(cls, config: VisionConfig) -> VisionModel:
         """Loaded and tried, by a thread that has ended: passes belong to another one. Raises as both do."""
 
         def loaded() -> VisionModel:
-            model = cls.load(settings)
+            model = cls.load(config)
             model.warm_up()
             return model
 

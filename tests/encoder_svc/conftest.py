@@ -60,7 +60,7 @@ def vision_model(tiny_folder: Callable[[str], pathlib.Path]) -> Callable[[str], 
 
     def model(name: str) -> VisionModel:
         if name not in loaded:
-            loaded[name] = VisionModel.load(encoder_settings(tiny_folder(name)))
+            loaded[name] = VisionModel.load(encoder_settings(tiny_folder(name)).vision)
         return loaded[name]
 
     return model
@@ -109,7 +109,7 @@ def start_encoder(
     async def start(name: str, *, channel_options: Any = (), **settings: Any) -> AsyncIterator[RunningEncoder]:
         parsed = encoder_settings(tiny_folder(name), drain_timeout_s=1.0, **settings)
         telemetry = Telemetry()
-        model = vision_model(name) if parsed.row_format == "native" else VisionModel.load(parsed)
+        model = vision_model(name) if parsed.row_format == "native" else VisionModel.load(parsed.vision)
         async with open_pipeline(parsed, model, telemetry.registry) as pipeline:
             service = GrpcService(
                 parsed, telemetry, [service_entry(pipeline, Tenants(None), Quotas(None, telemetry.registry), parsed)]

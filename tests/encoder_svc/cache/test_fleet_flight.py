@@ -61,9 +61,10 @@ class Replica:
         self.metrics = EncoderMetrics(CollectorRegistry())
         self.done = DoneChannel(url, 0.3)
         self.is_answering = True
-        self.flight: FleetFlight[Outcome] = FleetFlight(
+        self.flight = FleetFlight(
             EncodeLeases(self.store, ttl_s),
             self.done,
+            self.find,
             self.metrics,
             num_threads=2,
             is_answering=lambda: self.is_answering,
@@ -75,23 +76,27 @@ class Replica:
         self.can_store = True
 
     async def ask(self, one: ContentKey) -> tuple[Outcome, bool]:
-        """As the pipeline does after a miss."""
+        """(outcome, whether it was waited for) of what the pipeline does after a miss."""
+        async with asyncio.timeout(TIMEOUT_S), self.flight.claimed(one) as claim:
+            if claim.found is not None:
+                return Outcome("cache"), claim.has_waited
+            outcome = await self.encode(one)
+            claim.stored = outcome.stored
+            return outcome, False
 
-        async def find() -> Outcome | None:
-            meta = await asyncio.to_thread(self.store.stat, one)
-            return None if meta is None else Outcome("cache")
+    async def find(self, one: ContentKey) -> EmbeddingMeta | None:
+        """Looks into the shared cache."""
+        return await asyncio.to_thread(self.store.stat, one)
 
-        async def encode() -> Outcome:
-            self.num_encodes += 1
-            await self.gate.wait()
-            if self.error is not None:
-                raise self.error
-            rows = memoryview(bytes(META.size_bytes))
-            stored = self.can_store and await asyncio.to_thread(self.store.write, one, META, rows)
-            return Outcome(self.name, stored)
-
-        async with asyncio.timeout(TIMEOUT_S):
-            return await self.flight.run(one, find, encode)
+    async def encode(self, one: ContentKey) -> Outcome:
+        """Waits for the gate, then stores rows."""
+        self.num_encodes += 1
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        rows = memoryview(bytes(META.size_bytes))
+        stored = self.can_store and await asyncio.to_thread(self.store.write, one, META, rows)
+        return Outcome(self.name, stored)
 
     async def close(self) -> None:
         self.gate.set()

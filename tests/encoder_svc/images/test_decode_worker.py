@@ -185,7 +185,7 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
 
     monkeypatch.setattr(DecodeWorker, "decode", decode)
     registry = CollectorRegistry()
-    quarantine = Quarantine(Stage.DECODE, 60.0, EncoderMetrics(registry))
+    quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
     preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 2, 10.0, quarantine)
     other = image_files.encoded(image_files.noise(9, 90, 40))
     for _ in range(4):

@@ -27,7 +27,7 @@ LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0
 
 def quarantine() -> Quarantine:
     """An empty one."""
-    return Quarantine(Stage.DECODE, 60.0, EncoderMetrics(CollectorRegistry()))
+    return Quarantine(Stage.DECODE, EncoderMetrics(CollectorRegistry()))
 
 
 def pixels(data: bytes) -> np.ndarray:

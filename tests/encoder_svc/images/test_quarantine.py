@@ -28,7 +28,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def quarantine(clock: Clock, registry: CollectorRegistry) -> Quarantine:
-    return Quarantine(Stage.FORWARD, DURATION_S, EncoderMetrics(registry), clock=clock)
+    return Quarantine(Stage.FORWARD, EncoderMetrics(registry), duration_s=DURATION_S, clock=clock)
 
 
 @pytest.fixture

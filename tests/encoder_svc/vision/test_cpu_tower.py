@@ -225,11 +225,11 @@ def test_a_loaded_model_is_fast_and_its_fingerprint_is_that_of_the_weights_as_re
     tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = encoder_settings(tiny_folder("llava_clip"), device="cpu")
-    fast = VisionModel.load(settings)
+    fast = VisionModel.load(settings.vision)
     assert num_packed(fast._model) > 0
     monkeypatch.setattr(packed_linear, "_OPERATORS", ("_no_such_operator",))
     with capture_logs() as logs:
-        plain = VisionModel.load(settings)
+        plain = VisionModel.load(settings.vision)
     assert num_packed(plain._model) == 0
     assert fast.fingerprint == plain.fingerprint
     assert [line["reason"] for line in logs if line["event"] == "linear layers are not packed"]

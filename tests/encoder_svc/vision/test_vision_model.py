@@ -35,7 +35,7 @@ Models = Callable[[str], VisionModel]
 
 def load(folder: pathlib.Path, **settings: Any) -> VisionModel:
     """The vision half of a folder."""
-    return VisionModel.load(EncoderSettings(model=folder, **settings))
+    return VisionModel.load(EncoderSettings(model=folder, **settings).vision)
 
 
 def reference_rows(folder: pathlib.Path, images: list[Any], **kwargs: Any) -> list[torch.Tensor]:
