@@ -32,7 +32,7 @@ _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA2
 
 
 def parse_cache_policy(policy: int) -> CachePolicy:
-    """Raises InvalidParameterError for a number that the contract does not name."""
+    """The policy of an enum number. Raises InvalidParameterError for a number that the contract does not name."""
     if policy not in _CACHE_POLICIES:
         raise InvalidParameterError("cache_policy", f"{policy} is not a cache policy")
     return _CACHE_POLICIES[policy]
@@ -45,7 +45,7 @@ def parse_options(
     | pb.EvictEmbeddingsRequest
     | common_pb2.ImageSource,
 ) -> ProcessorOptions:
-    """What of a message about images or keys is part of their keys."""
+    """The fields of a message about images or keys that are part of the cache key."""
     frame_size = (message.frame_size.width, message.frame_size.height) if message.HasField("frame_size") else None
     return ProcessorOptions(
         message.max_pixels if message.HasField("max_pixels") else None, message.beside_others, frame_size
@@ -84,14 +84,14 @@ def _file(image: common_pb2.ImageSource) -> ImageFile:
 
 
 def key_message(key: ContentKey) -> common_pb2.ContentKey:
-    """What a client may know of a key."""
+    """The part of a key that clients may know: digest and fingerprint, without tenant and options."""
     return common_pb2.ContentKey(
         digest=key.digest, algorithm=common_pb2.HASH_ALGORITHM_SHA256, encoder_fingerprint=key.fingerprint
     )
 
 
 def embedding_info(key: ContentKey, meta: EmbeddingMeta) -> common_pb2.EmbeddingInfo:
-    """Shape and key of an embedding."""
+    """The shape and key of an embedding as a message."""
     return common_pb2.EmbeddingInfo(
         key=key_message(key),
         num_rows=meta.num_rows,

@@ -1,4 +1,4 @@
-"""Image files → pixel tensors: decoding in processes of their own, then the model's image processor in threads."""
+"""Turns image files into pixel tensors: decodes in separate processes, then runs the image processor in threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lookonce.threads import run_in_thread
 
 
 class Preprocessor:
-    """A pool of threads, each with a decoding process; image processors run in the threads and release the GIL."""
+    """A pool of threads, each with a decoding process. Image processors run in the threads and release the GIL."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class Preprocessor:
         decode_timeout_s: float,
         quarantine: Quarantine,
     ) -> None:
-        """`decode_timeout_s`: longest time one image may take to decode, seconds.
+        """`decode_timeout_s`: maximum time to decode one image, seconds.
 
-        `quarantine` holds the digests of images that kill decoding processes, whatever the options.
+        `quarantine` holds the digests of files that kill decoding processes; options make no difference to decoding.
         """
         self._adapter = adapter
         self._limits = limits
@@ -45,7 +45,8 @@ class Preprocessor:
     async def prepare(
         self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
     ) -> tuple[PixelInputs, ImageHeader]:
-        """Pixels of one image file, or pair of frames, that has this digest; `options` have been checked.
+        """Returns pixels and header of an image file, or pair of frames, with this digest; `options` have been
+        checked.
 
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
         InvalidParameterError for frames of different sizes.
@@ -53,7 +54,7 @@ class Preprocessor:
         return await run_in_thread(self._workers, self._prepare, data, digest, options)
 
     def close(self) -> None:
-        """Waits for the images in work, drops the others and ends the decoding processes."""
+        """Waits for the images in progress, drops the others and ends the decoding processes."""
         self._workers.shutdown(cancel_futures=True)
         for decoder in self._decoders:
             decoder.close()
@@ -61,20 +62,20 @@ class Preprocessor:
     def _prepare(
         self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
     ) -> tuple[PixelInputs, ImageHeader]:
-        # What the header tells costs nothing here, and no process there.
+        # Limits are checked on the header first: that is cheap and needs no decoding process.
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
         if not isinstance(data, FramePair):
             image = self._decoded(data, digest)
             with _span(header):
                 return self._adapter.pixel_inputs(image, options), header
-        # One after the other, each made small before the next one.
+        # A generator, so that each frame is scaled down before the next one is decoded.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
         with _span(header):
             return self._adapter.pair_inputs(frames, options), header
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
-        """Upright RGB pixels of a file that is not in quarantine."""
+        """Upright RGB pixels of a file. Raises ImagePoisonousError for a file in quarantine."""
         self._quarantine.check(digest)
         try:
             with tracing.span("encode.decode_image", num_bytes=len(data)):
@@ -86,7 +87,7 @@ class Preprocessor:
         return image
 
     def _decoder(self) -> DecodeWorker:
-        """This thread's."""
+        """The decoding process of the current thread, started on first use."""
         decoder: DecodeWorker | None = getattr(self._own, "decoder", None)
         if decoder is None:
             decoder = self._own.decoder = DecodeWorker(self._limits, self._decode_timeout_s)

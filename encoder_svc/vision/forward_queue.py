@@ -105,7 +105,7 @@ class ForwardQueue:
         self._jobs.discard(caller, number)
 
     def clear(self) -> list[ForwardJob]:
-        """Removes and returns everything."""
+        """Removes and returns all waiting images."""
         return self._jobs.clear()
 
     def _callers_in_turn(self) -> list[CallerId]:

@@ -60,7 +60,7 @@ def test_a_caller_that_always_has_one_more_keeps_none_of_those_that_are_gone() -
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine, nobody stops waiting."""
-    monkeypatch.setattr(caller_order, "_LONGEST_WAIT_S", HANG_S)
+    monkeypatch.setattr(caller_order, "_MAX_WAIT_S", HANG_S)
 
 
 @pytest.mark.usefixtures("patient")

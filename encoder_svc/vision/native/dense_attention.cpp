@@ -1,8 +1,9 @@
-// Attention of all tokens of an image to all others, as vision towers compute it: no mask, no cache.
+// Attention of all tokens of an image to all others, as vision towers compute it: no mask, no KV cache.
 //
-// Keys and values of a head are first laid out for tile.h's product; then a few rows of queries at a time pass over all
-// keys, so that their scores stay in the nearest cache and each row's largest score is known before its weights are made.
-// Scores, sums and softmax are float32; weights have the elements' type. A row's numbers depend on its own image alone.
+// Keys and values of a head are first packed for the product in tile.h. Then a few query rows at a time are multiplied
+// with all keys. So their scores stay in the L1 cache, and each row's largest score is known before the softmax.
+// Scores, sums and softmax are float32; softmax weights have the elements' type. A row's output depends on its own image
+// only.
 
 #include <omp.h>
 
@@ -14,7 +15,7 @@
 namespace lookonce {
 namespace {
 
-// Distances are in elements; elements of one head lie beside each other.
+// Strides are in elements; the elements of one head are contiguous.
 struct Strides {
   int64_t image;
   int64_t head;
@@ -49,13 +50,13 @@ class DenseAttention {
         num_columns_(columns(shape)), num_key_words_(shape.head_dim / Type::kPerWord),
         num_value_vectors_(rounded_up(shape.head_dim, kLanes) / kLanes) {}
 
-  // Tokens and some that are not there, so that every product is a whole one.
+  // Number of tokens, padded to whole tiles.
   static int64_t columns(const Shape& shape) { return rounded_up(shape.num_tokens, kTileColumns); }
 
-  // What one image takes, which is all that is in work at a time.
+  // Size of the packed keys and values of one image in words; images are computed one after the other.
   static int64_t packed_words(const Shape& shape) { return shape.num_heads * words_per_head(shape); }
 
-  // From all threads of a parallel region.
+  // Computes everything. Call it from all threads of a parallel region.
   void run() const {
     const int64_t num_tiles = (shape_.num_tokens + kTileRows - 1) / kTileRows;
     for (int64_t image = 0; image < shape_.num_images; ++image) {
@@ -75,7 +76,7 @@ class DenseAttention {
     return columns(shape) * (key_words + rounded_up(shape.head_dim, kLanes) / Type::kPerWord);
   }
 
-  // Of one head: [columns / 16, key words, 16], then [value vectors, columns / elements per word, 16].
+  // Packed layout of one head: [columns / 16, key words, 16], then [value vectors, columns / elements per word, 16].
   uint32_t* packed_keys(int64_t head) const { return packed_ + head * words_per_head(shape_); }
   uint32_t* packed_values(int64_t head) const { return packed_keys(head) + num_columns_ * num_key_words_; }
 
@@ -133,7 +134,7 @@ class DenseAttention {
     }
   }
 
-  // A row's scores to weights; returns their sum.
+  // Turns a row's scores into softmax weights that are not yet normalised; returns their sum.
   float weigh(float* scores, Element* weights) const {
     const int64_t num_tokens = shape_.num_tokens;
     std::fill(scores + num_tokens, scores + num_columns_, -INFINITY);
@@ -154,7 +155,7 @@ class DenseAttention {
     return output_ + ((image * shape_.num_tokens + token) * shape_.num_heads + head) * shape_.head_dim;
   }
 
-  // Elements [d, d + 16) of a row, as far as it goes.
+  // Stores elements [d, d + 16) of an output row, cut off at its end.
   void store(const float* results, float sum, Element* row, int64_t d) const {
     const Floats value = load_floats(results) / sum;
     if (d + kLanes <= shape_.head_dim) {
@@ -196,8 +197,8 @@ void attend(const Shape& shape, int64_t num_threads, const void* queries, const 
 #pragma GCC visibility push(default)
 extern "C" {
 
-// `output` [num_images, num_tokens, num_heads, head_dim], without gaps. Tokens of queries, keys and values begin at
-// multiples of a word.
+// `output` is [num_images, num_tokens, num_heads, head_dim] and contiguous. Each token's elements in queries, keys and
+// values must begin at a multiple of a word.
 void lookonce_attend_densely_float32(const lookonce::Shape* shape, int64_t num_threads, const void* queries,
                                      const void* keys, const void* values, void* output) {
   lookonce::attend<lookonce::Float32>(*shape, num_threads, queries, keys, values, output);

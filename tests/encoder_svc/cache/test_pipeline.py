@@ -417,7 +417,7 @@ async def test_a_caller_s_images_reach_the_model_in_the_order_of_asking(
     open_harness: Callable[..., Any], own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However slow the machine is.
-    monkeypatch.setattr(caller_order, "_LONGEST_WAIT_S", float(TIMEOUT_S))
+    monkeypatch.setattr(caller_order, "_MAX_WAIT_S", float(TIMEOUT_S))
     queued: list[int] = []
     put = ForwardQueue.put
 
