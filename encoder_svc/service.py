@@ -45,7 +45,7 @@ from lookonce.tenants import Tenants
 # Pixel bytes beyond which larger passes are not faster. On 2 × AMD EPYC an image of 576 patches (1.7 MiB) took as long
 # alone as in a pass of 8, in both element types, 2026-11-22.
 _FORWARD_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}
-# A hiccup of Redis is waited out once: a look-up or write that fails here costs a forward pass.
+# A failed operation is tried once more, since a failed look-up or write costs a forward pass.
 _STORE_ATTEMPTS = 2
 # Threads that talk to Redis, for rows and for leases each. They mostly wait for the network; four keep a link busy.
 _STORE_THREADS = 4
@@ -55,7 +55,10 @@ _STORE_THREADS = 4
 async def open_pipeline(
     settings: EncoderSettings, model: VisionModel, registry: CollectorRegistry
 ) -> AsyncIterator[EncodePipeline]:
-    """A running pipeline for one process. Raises ConfigurationError for an unusable Redis URL."""
+    """Opens the pipeline of a process and closes it after the block.
+
+    Raises ConfigurationError for an unusable Redis URL.
+    """
     metrics = EncoderMetrics(registry)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
     async with AsyncExitStack() as stack:
@@ -81,9 +84,9 @@ async def open_pipeline(
 
 @asynccontextmanager
 async def open_control(settings: EncoderSettings, pipeline: EncodePipeline) -> AsyncIterator[CacheControl]:
-    """The operators' control over the caches of a running pipeline."""
+    """Opens the operators' control over the caches of a running pipeline, and closes it after the block."""
     admin = None if settings.redis_url is None else CacheAdmin(_redis_url(settings))
-    # A copy is put back by a touch and a write.
+    # A replica writes a copy back by two operations, a touch and a write.
     restore_s = 2 * _STORE_ATTEMPTS * settings.redis_budget_s
     control = CacheControl(pipeline.tiers, admin, pipeline.model.fingerprint, ttl_s=settings.ttl_s, restore_s=restore_s)
     try:

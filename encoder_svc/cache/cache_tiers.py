@@ -33,7 +33,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 class ForgetWatch(Protocol):
-    """Hears of images that operators remove from all caches; see lookonce/store/forget_channel.py."""
+    """A subscription to operators' removals of images; see lookonce/store/forget_channel.py."""
 
     @property
     def heard(self) -> bytes | None:
@@ -54,7 +54,7 @@ class CachedRows:
 
 @dataclass(frozen=True, slots=True)
 class _ForgetState:
-    """The removals this process knew of when it decided to write a copy back. The write is void if they change."""
+    """Removals known to this process when it decided to write a copy back. The write is dropped if they change."""
 
     # Removals in this process.
     num_forgets: int
@@ -74,9 +74,9 @@ class CacheTiers:
         num_threads: int,
         forget_watch: ForgetWatch | None = None,
     ) -> None:
-        """`store` None: there is no shared cache. `forget_watch` None: nobody removes images from other processes.
+        """`store` None: there is no shared cache. `num_threads`: threads that talk to it.
 
-        `num_threads` talk to the shared cache.
+        `forget_watch` None: no operator can remove images, so local copies may always be written back.
         """
         self.local = local
         self.store = store
@@ -90,13 +90,13 @@ class CacheTiers:
         metrics.local_cache_entries.set_function(lambda: len(local))
 
     def find_local(self, key: ContentKey) -> LocalEmbedding | None:
-        """The rows that this process holds."""
+        """Rows in this process, or None; counted as a query."""
         entry = self.local.get(key.value)
         self._count_query(_LOCAL, is_hit=entry is not None)
         return entry
 
     async def find_shared(self, key: ContentKey) -> EmbeddingMeta | None:
-        """The description of rows in the shared cache; a hit starts their time to live anew."""
+        """Description of the rows in the shared cache, or None; a hit restarts their time to live."""
         store = self.store
         if store is None:
             return None

@@ -43,7 +43,7 @@ def encoder_settings(folder: pathlib.Path, **values: Any) -> EncoderSettings:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    """`tiny_folder("llava_clip")`: a model folder, built once. Never change it; change a copy."""
+    """Builds a model folder once, as in `tiny_folder("llava_clip")`. Never change it; change a copy."""
     base = tmp_path_factory.mktemp("tiny")
 
     def folder(name: str) -> pathlib.Path:
@@ -55,7 +55,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
 
 @pytest.fixture(scope="session")
 def vision_model(tiny_folder: Callable[[str], pathlib.Path]) -> Callable[[str], VisionModel]:
-    """`vision_model("llava_clip")`: the loaded vision half, loaded once."""
+    """Loads a vision half once, as in `vision_model("llava_clip")`."""
     loaded: dict[str, VisionModel] = {}
 
     def model(name: str) -> VisionModel:
@@ -68,7 +68,7 @@ def vision_model(tiny_folder: Callable[[str], pathlib.Path]) -> Callable[[str], 
 
 @pytest.fixture(scope="session")
 def shared_redis() -> Iterator[EmbeddedRedis]:
-    """A server that no test stops. Not emptied in between: use an image of your own where a miss matters."""
+    """A server that no test stops. It is not emptied between tests: use a new image where a miss matters."""
     with EmbeddedRedis(256 << 20) as server:
         yield server
 
@@ -82,7 +82,7 @@ def own_redis() -> Iterator[EmbeddedRedis]:
 
 @dataclass(frozen=True, slots=True)
 class RunningEncoder:
-    """A real server on loopback."""
+    """A running encoder on loopback, and its parts."""
 
     stub: EncoderServiceAsyncStub
     pipeline: EncodePipeline
@@ -94,7 +94,7 @@ class RunningEncoder:
 
 
 class StartEncoder(Protocol):
-    """`async with start_encoder("llava_clip", redis_url=…) as encoder`."""
+    """Starts an encoder, as in `async with start_encoder("llava_clip", redis_url=…) as encoder`."""
 
     def __call__(self, name: str, *, channel_options: Any = (), **settings: Any) -> Any: ...
 
@@ -139,7 +139,7 @@ class SickModel:
         self.passes: list[tuple[int, int]] = []
 
     def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
-        """Stands in for the family's."""
+        """Replaces the adapter's method of this name."""
         assert self.gate.wait(_GATE_TIMEOUT_S)
         # Normalised, black is about −1.8 and grey 0.
         num_black = sum(bool((inputs.pixel_values < -1).all()) for inputs in batch)
@@ -150,13 +150,13 @@ class SickModel:
 
     @property
     def num_black(self) -> int:
-        """Passes with black images."""
+        """Number of passes that had black images."""
         return sum(num_black > 0 for _, num_black in self.passes)
 
 
 @pytest.fixture
 def sick_model(vision_model: Callable[[str], VisionModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[SickModel]:
-    """What `vision_model("llava_clip")` is during the test."""
+    """Makes `vision_model("llava_clip")` sick during the test."""
     adapter = vision_model("llava_clip").adapter
     sick = SickModel(adapter.image_rows)
     monkeypatch.setattr(adapter, "image_rows", sick.image_rows)

@@ -1,4 +1,4 @@
-"""What the encoder's gauges and times stand for."""
+"""The encoder's gauges and times measure what their descriptions say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused with the fields that do."""
+"""Settings that contradict each other are refused, and the error names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lookonce.server.settings import parse_settings
 
 
 def parsed(*arguments: str) -> EncoderSettings:
-    """Settings from flags."""
+    """Settings parsed from command-line flags."""
     return parse_settings(EncoderSettings, ["--model", "somewhere", *arguments], "encoder_svc")
 
 

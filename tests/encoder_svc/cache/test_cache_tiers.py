@@ -1,4 +1,4 @@
-"""A copy goes back into the shared cache only while nobody has said that it is to be forgotten."""
+"""A local copy is written back to the shared cache only while no operator has removed its image."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def tiers(shared_redis: EmbeddedRedis, watch: Watch) -> AsyncIterator[Cach
 
 
 def heard_of(tiers: CacheTiers) -> bytes:
-    """What a subscription that misses nothing would have heard."""
+    """The token that a working subscription would have heard last."""
     assert tiers.store is not None
     token = token_in(tiers.store)
     assert token is not None
@@ -82,7 +82,7 @@ async def test_not_while_a_word_may_have_been_missed(tiers: CacheTiers, watch: W
 async def test_not_where_a_word_was_missed_without_anybody_knowing(
     tiers: CacheTiers, watch: Watch, admin: CacheAdmin
 ) -> None:
-    """The subscription is dead and does not say so: what it heard last is not the last that was said."""
+    """The subscription is dead without a sign: the last token it heard is not the last that was published."""
     key = fresh_key()
     assert await tiers.put(key, ENTRY, refresh=False)
     watch.heard = heard_of(tiers)

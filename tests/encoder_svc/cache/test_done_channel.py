@@ -24,7 +24,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def done(shared_redis: EmbeddedRedis) -> AsyncIterator[DoneChannel]:
-    """A connected channel."""
+    """A channel whose subscription is connected."""
     channel = DoneChannel(shared_redis.url, 1.0)
     channel.start()
     await until(lambda: channel.is_connected)
@@ -34,7 +34,7 @@ async def done(shared_redis: EmbeddedRedis) -> AsyncIterator[DoneChannel]:
 
 @pytest.fixture
 def client(shared_redis: EmbeddedRedis) -> redis.Redis:
-    """Another replica's connection."""
+    """The connection of another replica, which publishes."""
     return redis.Redis.from_url(shared_redis.url)
 
 

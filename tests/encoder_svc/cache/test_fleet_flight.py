@@ -1,4 +1,4 @@
-"""Replicas that agree on who encodes, over a real server; each has connections of its own, as processes have."""
+"""Replicas agree on who encodes, over a real server; each has its own connections, as separate processes have."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def key(name: str) -> ContentKey:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an encode, and where."""
+    """The result of an encode, and the replica or cache that it came from."""
 
     where: str
     stored: bool = True
 
 
 class Replica:
-    """One encoder process as far as the lease goes: encoding takes as long as `gate` is closed."""
+    """The lease's part of an encoder process. Encoding takes as long as `gate` is closed."""
 
     def __init__(self, name: str, url: str, ttl_s: float) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class Replica:
         self.can_store = True
 
     async def ask(self, one: ContentKey) -> tuple[Outcome, bool]:
-        """(outcome, whether it was waited for) of what the pipeline does after a miss."""
+        """Does what the pipeline does after a miss. Returns the outcome, and whether another replica was waited for."""
         async with asyncio.timeout(TIMEOUT_S), self.flight.claimed(one) as claim:
             if claim.found is not None:
                 return Outcome("cache"), claim.has_waited
@@ -85,7 +85,7 @@ class Replica:
             return outcome, False
 
     async def find(self, one: ContentKey) -> EmbeddingMeta | None:
-        """Looks into the shared cache."""
+        """Looks up a key in the shared cache."""
         return await asyncio.to_thread(self.store.stat, one)
 
     async def encode(self, one: ContentKey) -> Outcome:
@@ -106,7 +106,7 @@ class Replica:
 
 @pytest.fixture
 async def fleet(own_redis: EmbeddedRedis) -> AsyncIterator[Callable[..., Any]]:
-    """`await fleet(4)`: replicas whose channels are connected."""
+    """Starts replicas, as in `await fleet(4)`, and waits until their channels are connected."""
     async with AsyncExitStack() as stack:
 
         async def start(size: int, ttl_s: float = 20.0) -> list[Replica]:
@@ -195,7 +195,7 @@ async def test_a_holder_whose_model_hangs_lets_its_lease_go(fleet: Callable[...,
     holder.is_answering = False
     outcome, was_elsewhere = await waiter.ask(key("a"))
     assert (outcome.where, was_elsewhere, leading.done()) == (waiter.name, False, False)
-    # By the lease, not because its patience was at an end.
+    # It got the lease; it did not give up waiting.
     assert waiter.metrics.lease_takeovers._value.get() == 1
     holder.gate.set()
     await leading
@@ -330,7 +330,7 @@ async def test_a_hiccup_of_redis_costs_no_second_encode(start_encoder: StartEnco
         await asyncio.gather(*(encoder.stub.Encode(request_of(9050)) for encoder in encoders))
         os.kill(own_redis.pid, signal.SIGSTOP)
         asking = asyncio.gather(*(encoder.stub.Encode(request_of(9051)) for encoder in encoders for _ in range(50)))
-        # Longer than a look and the attempt to get the lease may take.
+        # Longer than one look-up and one attempt to get the lease may take.
         await asyncio.sleep(0.65)
         os.kill(own_redis.pid, signal.SIGCONT)
         answers = await asking
@@ -343,8 +343,8 @@ async def test_a_thousand_requests_over_fifty_images_encode_each_once(
 ) -> None:
     requests = [request_of(9100 + seed) for seed in range(50)]
     rng = random.Random(3)
-    # Four encoders and a thousand callers share this process: what is late here must not count as a Redis that is away,
-    # behind which each encoder rightly encodes for itself.
+    # Four encoders and a thousand callers share this process. A late answer must not count as an unreachable Redis, in
+    # which case each encoder rightly encodes for itself.
     patient = {"redis_url": own_redis.url, "redis_budget_s": 10.0, "encode_lease_s": 60.0}
     async with AsyncExitStack() as stack:
         encoders = [await stack.enter_async_context(start_encoder("llava_clip", **patient)) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""One encode per image however many ask, whatever the cache does, and every refusal leaves the pipeline as it was."""
+"""Each image is encoded once however many ask, whatever the cache does, and a refusal leaves the pipeline unchanged."""
 
 from __future__ import annotations
 
@@ -57,25 +57,25 @@ class Harness:
 
     pipeline: EncodePipeline
     store: EmbeddingStore | None
-    # Set: forward passes may run.
+    # While it is set, forward passes may run.
     gate: threading.Event
     # Size of each forward pass.
     passes: list[int]
 
     @property
     def num_encoded(self) -> int:
-        """Images that went through the model."""
+        """Number of images that went through the model."""
         return sum(self.passes)
 
     async def encode(
         self, data: bytes, cache_policy: CachePolicy = CachePolicy.READ_AND_WRITE, **fields: Any
     ) -> EncodeOutcome:
-        """Encodes bytes for the default tenant."""
+        """Encodes an image file, for the default tenant unless told otherwise."""
         image = ImageInput(data, fields.get("digest"), fields.get("options", ProcessorOptions()))
         return await self.pipeline.encode(image, cache_policy, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
 
     async def find(self, data: bytes, **fields: Any) -> EncodeOutcome:
-        """Asks by digest alone."""
+        """Asks for an image by its digest."""
         image = ImageInput(None, image_digest(data), fields.get("options", ProcessorOptions()))
         use = fields.get("cache_policy", CachePolicy.READ_AND_WRITE)
         return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
@@ -87,7 +87,7 @@ class Harness:
 
 @pytest.fixture
 def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., Any]:
-    """`async with open_harness(redis_url=…) as harness`; the gate is open."""
+    """Opens a pipeline, as in `async with open_harness(redis_url=…) as harness`; its gate is open."""
 
     @asynccontextmanager
     async def open_one(
@@ -130,7 +130,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
 
 
 def png(seed: int, width: int = 80, height: int = 60) -> bytes:
-    """An image file of its own."""
+    """An image file that differs between seeds."""
     return image_files.encoded(image_files.noise(seed, width, height))
 
 
@@ -333,7 +333,7 @@ async def test_pixels_that_wait_for_the_model_are_bounded_by_their_bytes(
         leaving.cancel()
         harness.gate.set()
         assert {outcome.origin for outcome in await asyncio.gather(*waiting)} == {Origin.COMPUTED}
-        # A flight outlives who began it.
+        # The cancelled caller's flight went on.
         assert len(prepared) == harness.num_encoded == 6
         with pytest.raises(ImageUndecodableError):
             await harness.encode(b"no image")
@@ -416,7 +416,7 @@ async def test_closing_ends_work_in_flight(open_harness: Callable[..., Any], tmp
 async def test_a_caller_s_images_reach_the_model_in_the_order_of_asking(
     open_harness: Callable[..., Any], own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However slow the machine is.
+    # Makes the order independent of the machine's speed.
     monkeypatch.setattr(caller_order, "_MAX_WAIT_S", float(TIMEOUT_S))
     queued: list[int] = []
     put = ForwardQueue.put

@@ -1,4 +1,4 @@
-"""One task per key, owned by nobody who waits for it."""
+"""A key has one task, and none of its callers owns it."""
 
 from __future__ import annotations
 

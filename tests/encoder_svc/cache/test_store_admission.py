@@ -1,4 +1,4 @@
-"""What is stored: everything that is read sooner than made again, by what was measured."""
+"""Rows are stored when, by the measured times, reading them is faster than encoding them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two strikes put an image into quarantine, for a while, in a table that does not grow."""
+"""Two strikes put an image into quarantine for a while; the table is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward passes take what waits, inside their limits, begin when they should, and one bad image fails alone."""
+"""Forward passes take the waiting images inside their limits, begin at once, and one bad image fails alone."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Clock:
 
 @pytest.fixture
 def model() -> StepwiseModel:
-    """The model under the batcher."""
+    """The model that the batchers run."""
     return StepwiseModel()
 
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """Metrics of the batchers."""
+    """The registry of the batchers' metrics."""
     return CollectorRegistry()
 
 
@@ -110,7 +110,7 @@ def submit_behind_first(
 
 
 def values(futures: list[Future[EncodedRows]]) -> list[float]:
-    """What each image became."""
+    """The value that each image's rows have."""
     return [float(future.result(TIMEOUT_S).rows[0, 0]) for future in futures]
 
 

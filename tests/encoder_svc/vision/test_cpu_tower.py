@@ -1,4 +1,4 @@
-"""A vision half that was made fast gives the rows that it gave before, in every family."""
+"""A vision half gives the same rows after it was made fast, in every family."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ packs = pytest.mark.skipif(
 
 
 def rows_of(folder: pathlib.Path, model: Any) -> list[torch.Tensor]:
-    """Of two images, one pass each."""
+    """Rows of two images, encoded in one pass each."""
     adapter = VisionAdapter.load(ModelFolder.open(folder))
     images = [image_files.noise(seed, *size) for seed, size in enumerate(SIZES)]
     with torch.inference_mode():
@@ -124,7 +124,7 @@ def test_how_many_layers_are_unused_follows_from_the_features(
 
 
 class Block(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """linear → activation → linear, in the order that `forward` says."""
+    """A block linear → activation → linear; `forward` fixes the order."""
 
     def __init__(self, activation: torch.nn.Module, forward: Callable[[Block, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

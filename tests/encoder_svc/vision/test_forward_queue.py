@@ -37,7 +37,7 @@ def filled(images: str, *, max_images: int = 4, max_bytes: int = 1 << 20) -> For
 
 
 def passes(queue: ForwardQueue) -> list[str]:
-    """Takes everything; callers of each pass in order."""
+    """Takes all passes. Returns the callers of each pass in order."""
     taken = []
     while plan := queue.plan():
         queue.take(plan)
@@ -53,7 +53,7 @@ def passes(queue: ForwardQueue) -> list[str]:
         ("aaaaaabc", 4, ["abca", "aaaa"]),
         ("aaaabbbb", 4, ["abab", "abab"]),
         ("abcdefgh", 4, ["abcd", "efgh"]),
-        # One place is the oldest image's, the other goes round: c and d do not wait until a and b are done.
+        # One place goes to the oldest image, the other to each caller in turn: c and d do not wait for a and b to end.
         ("aaaabbbbccccdddd", 2, ["ab", "ac", "ad", "ab", "bc", "bd", "cd", "cd"]),
         ("aaaab", 1, ["a", "b", "a", "a", "a"]),
         ("aaabbc", 1, ["a", "b", "a", "c", "a", "b"]),
@@ -128,7 +128,7 @@ class AnyTraffic(RuleBasedStateMachine):
         self.queue = ForwardQueue(self.max_images, self.max_bytes)
         self.waiting: list[ForwardJob] = []
         self.numbers = itertools.count()
-        # Of each image: passes since it came, and how many it may wait at the most.
+        # By image: the passes since it came, and the most passes that it may wait.
         self.waited: dict[int, int] = {}
         self.allowed: dict[int, int] = {}
         self.last_callers: set[CallerId] = set()
@@ -181,7 +181,7 @@ class AnyTraffic(RuleBasedStateMachine):
             assert mine == line[: len(mine)]
 
     def check_turns(self, plan: list[ForwardJob]) -> None:
-        """Whoever has an image left that would fit got at most one place less than anybody else."""
+        """Asserts that a caller with a waiting image that would fit got at most one place less than any other."""
         places = {caller: sum(job.caller == caller for job in plan) for caller in CALLERS}
         num_bytes = sum(job.inputs.size_bytes for job in plan)
         for job in self.waiting:

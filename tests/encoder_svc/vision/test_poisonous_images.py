@@ -1,4 +1,4 @@
-"""An image on which the model fails ends alone, is refused after two attempts, and takes nobody with it."""
+"""An image on which the model fails is refused alone, and untried after two attempts; other images succeed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_after_two_failures_of_its_own_the_model_is_not_asked_again(
             assert sick_model.num_black == num_passes
         assert encoder.metric("lookonce_encoder_poisonous_total", **FORWARD) == 2
         assert encoder.metric("lookonce_encoder_quarantine_refused_total", **FORWARD) == 2
-        # Neither another image nor another tenant is concerned.
+        # Other images and other tenants are not affected.
         assert (await encode_one(encoder, png(1))).source == pb.RESULT_SOURCE_COMPUTED
         stranger = Tenant("stranger", b"another secret")
         image = ImageInput(black(64), None, ProcessorOptions())

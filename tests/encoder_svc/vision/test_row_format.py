@@ -1,4 +1,4 @@
-"""Int8 rows: the same bytes on every path, under a key of their own, with their drift told; and native ones as ever."""
+"""Int8 rows are the same bytes on every path, have their own keys, and their error is logged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def int8_model(tiny_folder: Folders) -> VisionModel:
 
 
 def native_rows(model: VisionModel) -> torch.Tensor:
-    """What the model itself gives for IMAGE."""
+    """The model's own rows for IMAGE, before rounding."""
     return model.forward([model.adapter.pixel_inputs(IMAGE, ProcessorOptions())])[0]
 
 
@@ -55,7 +55,7 @@ async def read(encoder: RunningEncoder, result: pb.EncodeResult, **fields: Any) 
 
 @contextlib.contextmanager
 def captured_drift() -> Iterator[list[float]]:
-    """The relative errors that are logged in the block."""
+    """Collects the relative errors that are logged in the block."""
     errors: list[float] = []
     with structlog.testing.capture_logs() as entries:
         yield errors

@@ -1,4 +1,4 @@
-"""Rows equal Hugging Face's, one half of the weights is held, and the fingerprint covers what decides the rows."""
+"""Rows equal Hugging Face's, only half of the weights is loaded, and the fingerprint covers all that decides rows."""
 
 from __future__ import annotations
 
