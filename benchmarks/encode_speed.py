@@ -28,11 +28,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from benchmarks import models, peer, report
-from encoder_svc.cache.pipeline import CacheUse, ImageInput
+from encoder_svc.cache.encode_job import CachePolicy, ImageInput
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.service import open_pipeline
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision.forward_queue import CallerId
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions
 from lookonce.local.redis_server import EmbeddedRedis
@@ -124,7 +124,7 @@ def measure(
 ) -> Figures:
     """Measures all sides in turns. The first round warms the caches and is not counted."""
     settings = _settings(model=folder, dtype=dtype, device="cpu")
-    model = VisionModel.load(settings)
+    model = VisionModel.load(settings.vision)
     model.warm_up()
     files = _image_files(num_images)
     inputs = [
@@ -172,7 +172,7 @@ async def _through_pipeline(
 
             async def encode(file: bytes) -> None:
                 image = ImageInput(file, None, ProcessorOptions())
-                outcome = await pipeline.encode(image, CacheUse.READ_AND_WRITE, DEFAULT_TENANT, CallerId(_NAME))
+                outcome = await pipeline.encode(image, CachePolicy.READ_AND_WRITE, DEFAULT_TENANT, CallerId(_NAME))
                 assert outcome.stored, "the cache is there"
 
             # The first round starts the decoding processes.

@@ -260,9 +260,8 @@ class DecodeBench:
 
 def encoder_rates(folder: pathlib.Path, batches: Sequence[int], device: str = "cuda") -> dict[str, float]:
     """Returns images per second of the vision half by batch size, from prepared pixels to rows in main memory."""
-    model = VisionModel.load(
-        parse_settings(EncoderSettings, ["--model", str(folder), "--device", device], "encoder_svc")
-    )
+    settings = parse_settings(EncoderSettings, ["--model", str(folder), "--device", device], "encoder_svc")
+    model = VisionModel.load(settings.vision)
     pixels = model.adapter.pixel_inputs(PIL.Image.new("RGB", (640, 480), (90, 120, 30)), ProcessorOptions())
     found = {}
     for batch in batches:

@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient, EncoderInfo
 from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
-from encoder_svc.cache.pipeline import CacheUse, EncodePipeline, ImageInput, Origin
+from encoder_svc.cache.encode_job import CachePolicy, ImageInput, Origin
+from encoder_svc.cache.pipeline import EncodePipeline
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.service import open_pipeline
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision.forward_queue import CallerId
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
@@ -66,7 +67,7 @@ class InProcessEncoder(EncoderClient):
         refresh: bool = False,
     ) -> EncodedImage:
         """All rows come with the answer."""
-        use = CacheUse.REFRESH if refresh else CacheUse.READ_AND_WRITE
+        use = CachePolicy.REFRESH if refresh else CachePolicy.READ_AND_WRITE
         outcome = await self._pipeline.encode(ImageInput(data, key.digest, options), use, self._tenant, _CALLER)
         found = await self._pipeline.read(outcome.key, 0, 0)
         was_computed = outcome.origin in (Origin.COMPUTED, Origin.COALESCED)
@@ -96,7 +97,7 @@ async def serve(arguments: Sequence[str]) -> None:
     if settings.num_threads is not None:
         shared += ["--num-threads", str(settings.num_threads)]
     encoder_settings = parse_settings(EncoderSettings, shared, "single_process")
-    model = VisionModel.load_warm(encoder_settings)
+    model = VisionModel.load_warm(encoder_settings.vision)
     # A registry of its own: both halves have metrics of the cache, which would be named twice.
     async with (
         open_pipeline(encoder_settings, model, CollectorRegistry()) as pipeline,

@@ -23,10 +23,10 @@ async def serve(arguments: list[str]) -> None:
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-encoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
-    # Whoever watches the process sees that it lives while it loads, which may take minutes.
+    # Before the model is loaded, which may take minutes: probes see that the process is alive.
     telemetry.start_endpoint()
     set_openmp_spin_count()
-    # Late, so that a wrong flag is refused at once: these take seconds to import.
+    # Imported here, so that a wrong flag is refused at once: these take seconds.
     with long_lived_objects():
         import torch
         import transformers
@@ -38,7 +38,7 @@ async def serve(arguments: list[str]) -> None:
         torch.set_num_threads(settings.num_threads)
     if settings.log_format == "json":
         transformers.utils.logging.disable_progress_bar()
-    model = VisionModel.load_warm(settings)
+    model = VisionModel.load_warm(settings.vision)
     async with (
         open_pipeline(settings, model, telemetry.registry) as pipeline,
         open_control(settings, pipeline) as control,
@@ -58,7 +58,7 @@ async def serve(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Runs the service until it is stopped, and ends the process with its exit code."""
     serving.run(serve(sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""EncoderAdminService: what operators do to the caches. Every change leaves an audit line in the log."""
+"""EncoderAdminService: the operators' RPCs on the caches. Every change leaves audit lines in the log."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         self._pipeline = pipeline
         self._tenants = tenants
         self._control = control
-        # Whether an image has another entry for prompts that show others, too.
-        self._tells_apart = pipeline.model.adapter.family.depends_on_image_count
+        # Whether an image has a second entry, for prompts that show other images beside it.
+        self._depends_on_image_count = pipeline.model.adapter.family.depends_on_image_count
 
     async def GetCacheStats(
         self,
         request: pb.GetCacheStatsRequest,
         context: grpc.aio.ServicerContext[pb.GetCacheStatsRequest, pb.GetCacheStatsResponse],
     ) -> pb.GetCacheStatsResponse:
-        """Of this process' life; the shared tier's entries are this encoder's."""
+        """Answers with figures since the start of this process; shared entries are those of this encoder."""
         shared = await self._control.shared_statistics()
         return pb.GetCacheStatsResponse(local=_tier(self._control.local_statistics()), shared=_tier(shared))
 
@@ -52,7 +52,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         request: pb.DescribeEmbeddingsRequest,
         context: grpc.aio.ServicerContext[pb.DescribeEmbeddingsRequest, pb.DescribeEmbeddingsResponse],
     ) -> pb.DescribeEmbeddingsResponse:
-        """One result per key."""
+        """Answers with one result per key, in the order of the keys."""
         keys = self._selected(request.selection)
         found = await self._control.describe(keys)
         results = [
@@ -65,7 +65,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         request: pb.PinEmbeddingsRequest,
         context: grpc.aio.ServicerContext[pb.PinEmbeddingsRequest, pb.PinEmbeddingsResponse],
     ) -> pb.PinEmbeddingsResponse:
-        """Pins, or unpins."""
+        """Pins the selected images, or unpins them."""
         keys = self._selected(request.selection)
         with _audited("unpin" if request.unpin else "pin", request.selection.tenant) as outcome:
             found = await self._control.pin(keys, unpin=request.unpin)
@@ -77,7 +77,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         request: pb.PrewarmEmbeddingsRequest,
         context: grpc.aio.ServicerContext[pb.PrewarmEmbeddingsRequest, pb.PrewarmEmbeddingsResponse],
     ) -> pb.PrewarmEmbeddingsResponse:
-        """Reads each from the shared cache."""
+        """Reads the selected images from the shared cache into this process."""
         keys = self._selected(request.selection)
         with _audited("prewarm", request.selection.tenant) as outcome:
             found = [await self._control.prewarm(key) for key in keys]
@@ -89,7 +89,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         request: pb.EvictEmbeddingsRequest,
         context: grpc.aio.ServicerContext[pb.EvictEmbeddingsRequest, pb.EvictEmbeddingsResponse],
     ) -> pb.EvictEmbeddingsResponse:
-        """Idempotent: what is gone already counts as done."""
+        """Removes images everywhere. Idempotent: an image that is gone already is no error."""
         if bool(request.keys) + request.all + request.all_of_tenant != 1:
             raise InvalidParameterError("keys", "exactly one of keys, all and all_of_tenant must be set")
         what = "keys" if request.keys else "all" if request.all else "tenant"
@@ -101,8 +101,8 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         tenant = self._tenants.named(request.tenant)
         if request.keys:
             options = wire.parse_options(request)
-            # An image that was also shown beside others has an entry of its own for that.
-            variants = {options, replace(options, beside_others=True)} if self._tells_apart else {options}
+            # Both entries of each image are removed, the one for prompts with other images too.
+            variants = {options, replace(options, beside_others=True)} if self._depends_on_image_count else {options}
             return await self._control.evict([key for one in variants for key in self._keys(request.keys, one, tenant)])
         if request.all:
             return await self._control.evict_all()
@@ -124,7 +124,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
 
 @contextlib.contextmanager
 def _audited(action: str, tenant: str, **facts: object) -> Iterator[dict[str, object]]:
-    """One line before and one after, also when it fails."""
+    """Logs one line before the block and one after it, also when the block raises."""
     log = _audit.bind(action=action, identity=current_identity().name, tenant=tenant or "default", **facts)
     log.info("cache administration begins")
     outcome: dict[str, object] = {"succeeded": False}

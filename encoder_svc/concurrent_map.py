@@ -15,7 +15,7 @@ async def map_concurrently(
 ) -> AsyncGenerator[ResultT, None]:
     """Yields one result per item in order of completion. Reads the next item only while fewer than `limit` run.
 
-    Raises what `work` or the stream raises. However it ends, no task is left behind.
+    Raises the exceptions of `work` and of the stream. Leaves no task running, however it ends.
     """
     running: set[asyncio.Task[ResultT]] = set()
     reading: asyncio.Task[ItemT | None] | None = None

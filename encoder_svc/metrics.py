@@ -13,17 +13,17 @@ _RELATIVE_ERROR_BUCKETS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.012, 0.015, 0.02,
 
 
 class CacheMetrics:
-    """The tiers of the cache, and what is written to them."""
+    """Metrics of the cache's tiers and of writes to them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.cache_queries = Counter(
             "lookonce_encoder_cache_queries_total",
-            "Questions to a tier of the cache: local, of this process, or shared.",
+            "Look-ups in a tier of the cache: local (this process) or shared.",
             ["tier"],
             registry=registry,
         )
         self.cache_hits = Counter(
-            "lookonce_encoder_cache_hits_total", "Of these, questions that found rows.", ["tier"], registry=registry
+            "lookonce_encoder_cache_hits_total", "Look-ups that found rows.", ["tier"], registry=registry
         )
         self.store_seconds = Histogram(
             "lookonce_encoder_store_seconds",
@@ -47,14 +47,14 @@ class CacheMetrics:
         )
         self.int8_relative_error = Histogram(
             "lookonce_encoder_int8_relative_error",
-            "With row_format int8: norm of what an image's rows lose over their norm.",
+            "With row_format int8: norm of the rounding error of an image's rows, divided by the norm of the rows.",
             buckets=_RELATIVE_ERROR_BUCKETS,
             registry=registry,
         )
 
 
 class ForwardMetrics:
-    """The forward thread and its passes."""
+    """Metrics of the forward thread and its passes."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.encodes = Counter(
@@ -71,43 +71,43 @@ class ForwardMetrics:
         )
         self.forward_running_seconds = Gauge(
             "lookonce_encoder_forward_running_seconds",
-            "Age of the forward pass in work, 0 when there is none.",
+            "Age of the running forward pass; 0 when there is none.",
             registry=registry,
         )
         self.batch_wait_seconds = Histogram(
             "lookonce_encoder_batch_wait_seconds",
-            "Time from an image's pixels being ready to the start of its forward pass.",
+            "Time from the end of an image's preprocessing to the start of its forward pass.",
             buckets=_FORWARD_BUCKETS_S,
             registry=registry,
         )
         self.model_faults = Counter(
             "lookonce_encoder_model_faults_total",
-            "Passes that failed by lack of memory, or after which the model failed on a good picture, too; "
+            "Passes that failed for lack of memory, or after which the model also failed on a known good picture; "
             "no image is held responsible.",
             registry=registry,
         )
 
 
 class EncoderMetrics(CacheMetrics, ForwardMetrics):
-    """All of them. One instance per process and registry."""
+    """All metrics of the encoder. One instance per process and registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         CacheMetrics.__init__(self, registry)
         ForwardMetrics.__init__(self, registry)
         self.coalesced = Counter(
             "lookonce_encoder_coalesced_total",
-            "Requests that joined an encode in flight (process), or that waited for another replica's (fleet).",
+            "Requests that joined an encode in this process (process) or waited for another replica's (fleet).",
             ["scope"],
             registry=registry,
         )
         self.lease_takeovers = Counter(
             "lookonce_encoder_lease_takeovers_total",
-            "Encodes that were begun here after another replica's lease had ended without rows.",
+            "Encodes begun here after another replica's lease had ended without rows.",
             registry=registry,
         )
         self.rejected = Counter(
             "lookonce_encoder_rejected_total",
-            "Images for which a caller was told an error, by its reason: OVERLOADED where the queue was full.",
+            "Images answered with an error, by its reason; OVERLOADED means that the queue was full.",
             ["reason"],
             registry=registry,
         )
@@ -121,7 +121,7 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         )
         self.quarantine_refused = Counter(
             "lookonce_encoder_quarantine_refused_total",
-            "Images that were refused untried since they had failed so twice.",
+            "Images refused without an attempt because they had failed fatally twice.",
             ["stage"],
             registry=registry,
         )
@@ -130,7 +130,7 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         )
         self.queue_seconds = Histogram(
             "lookonce_encoder_queue_seconds",
-            "Time from an image's admission to its rows, less its forward pass: preprocessing and waiting.",
+            "Time from an image's admission to its rows without the forward pass: preprocessing and waiting.",
             buckets=_FORWARD_BUCKETS_S,
             registry=registry,
         )

@@ -16,9 +16,10 @@ from encoder_svc.cache.cache_tiers import CacheTiers
 from encoder_svc.cache.done_channel import DoneChannel
 from encoder_svc.cache.encode_lease import EncodeLeases
 from encoder_svc.cache.fleet_flight import FleetFlight
+from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache
-from encoder_svc.cache.pipeline import EncodeOutcome, EncodePipeline
-from encoder_svc.images.prepared_room import PreparedRoom
+from encoder_svc.cache.pipeline import EncodePipeline
+from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine, Stage
 from encoder_svc.metrics import EncoderMetrics
@@ -41,72 +42,61 @@ from lookonce.store.metrics import StoreCollector
 from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants
 
-# Pixel bytes of a pass that are enough to be fast. On 2 × AMD EPYC an image of 576 patches (1.7 MiB) took as long alone
-# as in a pass of 8, in both element types, 2026-11-22.
+# Pixel bytes beyond which larger passes are not faster. On 2 × AMD EPYC an image of 576 patches (1.7 MiB) took as long
+# alone as in a pass of 8, in both element types, 2026-11-22.
 _FORWARD_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}
-# A hiccup of Redis is waited out once: what it is asked here, and not told, costs a forward pass.
+# A failed operation is tried once more, since a failed look-up or write costs a forward pass.
 _STORE_ATTEMPTS = 2
+# Threads that talk to Redis, for rows and for leases each. They mostly wait for the network; four keep a link busy.
+_STORE_THREADS = 4
 
 
 @asynccontextmanager
 async def open_pipeline(
     settings: EncoderSettings, model: VisionModel, registry: CollectorRegistry
 ) -> AsyncIterator[EncodePipeline]:
-    """A running pipeline for one process. Raises ConfigurationError for an unusable Redis URL."""
+    """Opens the pipeline of a process and closes it after the block.
+
+    Raises ConfigurationError for an unusable Redis URL.
+    """
     metrics = EncoderMetrics(registry)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
-    poisonous_files = Quarantine(Stage.DECODE, settings.quarantine_s, metrics)
     async with AsyncExitStack() as stack:
+        local = LocalCache(settings.local_cache_bytes)
         store = _open_store(settings)
+        listener = None
         if store is not None:
             stack.callback(store.close)
             registry.register(StoreCollector(store, "encoder"))
+            listener = ForgetListener(_redis_url(settings), settings.redis_budget_s, local.forget)
+            listener.start()
+            stack.push_async_callback(listener.close)
+        tiers = CacheTiers(local, store, metrics, num_threads=_STORE_THREADS, forget_watch=listener)
         batcher = ForwardBatcher(
             stored_forward(model, metrics), model.warm_up, batch_limits(settings, model.device), metrics
         )
-        fleet = None if store is None else _open_fleet(settings, store, metrics, batcher)
-        pipeline = EncodePipeline(
-            model,
-            Preprocessor(
-                model.adapter, limits, settings.preprocess_workers, settings.decode_timeout_s, poisonous_files
-            ),
-            batcher,
-            CacheTiers(LocalCache(settings.local_cache_bytes), store, metrics, store_workers=settings.store_workers),
-            limits,
-            metrics,
-            max_queued_images=settings.max_queued_images,
-            room=PreparedRoom(settings.max_prepared_bytes, settings.preprocess_workers),
-            quarantine=Quarantine(Stage.FORWARD, settings.quarantine_s, metrics),
-            fleet=fleet,
-        )
+        fleet = None if store is None else _open_fleet(settings, store, tiers, batcher, metrics)
+        encoder = _image_encoder(settings, model, limits, batcher, metrics)
+        pipeline = EncodePipeline(model, encoder, tiers, fleet, limits, metrics)
         stack.push_async_callback(pipeline.close)
         yield pipeline
 
 
 @asynccontextmanager
 async def open_control(settings: EncoderSettings, pipeline: EncodePipeline) -> AsyncIterator[CacheControl]:
-    """What removes embeddings on an operator's word, or on that of another replica."""
-    async with AsyncExitStack() as stack:
-        admin = None
-        if settings.redis_url is not None:
-            admin = CacheAdmin(settings.redis_url.get_secret_value())
-        # A copy is put back by a touch and a write.
-        restore_s = 2 * _STORE_ATTEMPTS * settings.redis_budget_s
-        control = CacheControl(
-            pipeline.tiers, admin, pipeline.model.fingerprint, ttl_s=settings.ttl_s, restore_s=restore_s
-        )
-        stack.callback(control.close)
-        if settings.redis_url is not None:
-            url = settings.redis_url.get_secret_value()
-            listener = ForgetListener(url, settings.redis_budget_s, control.forget)
-            pipeline.tiers.heard = lambda: listener.last_token
-            listener.start()
-            stack.push_async_callback(listener.close)
+    """Opens the operators' control over the caches of a running pipeline, and closes it after the block."""
+    admin = None if settings.redis_url is None else CacheAdmin(_redis_url(settings))
+    # A replica writes a copy back by two operations, a touch and a write.
+    restore_s = 2 * _STORE_ATTEMPTS * settings.redis_budget_s
+    control = CacheControl(pipeline.tiers, admin, pipeline.model.fingerprint, ttl_s=settings.ttl_s, restore_s=restore_s)
+    try:
         yield control
+    finally:
+        control.close()
 
 
 def admin_entry(pipeline: EncodePipeline, tenants: Tenants, control: CacheControl) -> ServiceEntry:
-    """What the server shell registers on the operators' address."""
+    """The operators' service, for their own address, as the server shell registers it."""
     servicer = EncoderAdminServicer(pipeline, tenants, control)
     return ServiceEntry(ADMIN_SERVICE_NAME, lambda server: add_EncoderAdminServiceServicer_to_server(servicer, server))
 
@@ -114,39 +104,75 @@ def admin_entry(pipeline: EncodePipeline, tenants: Tenants, control: CacheContro
 def service_entry(
     pipeline: EncodePipeline, tenants: Tenants, quotas: Quotas, settings: EncoderSettings
 ) -> ServiceEntry:
-    """What the server shell registers."""
+    """The clients' service, as the server shell registers it."""
     servicer = EncoderServicer(pipeline, tenants, quotas, settings)
     return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
 
 
 def batch_limits(settings: EncoderSettings, device: torch.device) -> BatchLimits:
-    """Bounds of queue and passes. In deterministic mode every pass has the one shape that each image always has: 1."""
+    """Bounds of queue and passes. In deterministic mode every image has a pass of its own."""
     return BatchLimits(
         max_images=1 if settings.deterministic else settings.max_forward_images,
         max_bytes=settings.max_forward_bytes or _FORWARD_BYTES[device.type],
         max_queued=settings.max_queued_images,
-        max_delay_s=settings.max_batch_delay_s,
         max_pass_s=settings.max_forward_s,
     )
 
 
-def _open_fleet(
-    settings: EncoderSettings, store: EmbeddingStore, metrics: EncoderMetrics, batcher: ForwardBatcher
-) -> FleetFlight[EncodeOutcome]:
-    assert settings.redis_url is not None, "where there is a store there is a URL"
-    done = DoneChannel(settings.redis_url.get_secret_value(), settings.redis_budget_s)
-    done.start()
-    leases = EncodeLeases(store, settings.encode_lease_s)
-    return FleetFlight(
-        leases, done, metrics, num_threads=settings.store_workers, is_answering=lambda: batcher.is_answering
+def _image_encoder(
+    settings: EncoderSettings,
+    model: VisionModel,
+    limits: ImageLimits,
+    batcher: ForwardBatcher,
+    metrics: EncoderMetrics,
+) -> ImageEncoder:
+    preprocessor = Preprocessor(
+        model.adapter,
+        limits,
+        settings.preprocess_workers,
+        settings.decode_timeout_s,
+        Quarantine(Stage.DECODE, metrics),
     )
+    return ImageEncoder(
+        model,
+        preprocessor,
+        batcher,
+        metrics,
+        max_queued_images=settings.max_queued_images,
+        budget=PixelBudget(settings.max_prepared_bytes, settings.preprocess_workers),
+        quarantine=Quarantine(Stage.FORWARD, metrics),
+    )
+
+
+def _open_fleet(
+    settings: EncoderSettings,
+    store: EmbeddingStore,
+    tiers: CacheTiers,
+    batcher: ForwardBatcher,
+    metrics: EncoderMetrics,
+) -> FleetFlight:
+    done = DoneChannel(_redis_url(settings), settings.redis_budget_s)
+    done.start()
+    return FleetFlight(
+        EncodeLeases(store, settings.encode_lease_s),
+        done,
+        tiers.find_shared,
+        metrics,
+        num_threads=_STORE_THREADS,
+        is_answering=lambda: batcher.is_answering,
+    )
+
+
+def _redis_url(settings: EncoderSettings) -> str:
+    assert settings.redis_url is not None, "where there is a store there is a URL"
+    return settings.redis_url.get_secret_value()
 
 
 def _open_store(settings: EncoderSettings) -> EmbeddingStore | None:
     if settings.redis_url is None:
         return None
     return EmbeddingStore(
-        settings.redis_url.get_secret_value(),
+        _redis_url(settings),
         settings.redis_budget_s,
         settings.ttl_s,
         settings.max_entry_bytes,

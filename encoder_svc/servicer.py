@@ -12,10 +12,11 @@ import structlog
 
 import lookonce
 from encoder_svc import wire
-from encoder_svc.cache.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput
+from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput
+from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.concurrent_map import map_concurrently
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision.forward_queue import CallerId
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
@@ -36,9 +37,9 @@ from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderService"
 MAX_LOOKUP_KEYS = 256
-# Rows travel in messages of at most so many bytes, whole rows each.
+# Maximum size of a ReadEmbedding message; it holds whole rows.
 CHUNK_BYTES = 1 << 20
-# Items of one EncodeStream that are worked on at a time, as a multiple of a forward pass.
+# Items of one EncodeStream in progress at a time, in full forward passes.
 _STREAM_BATCHES = 2
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -56,20 +57,23 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
     async def Encode(
         self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext[pb.EncodeRequest, pb.EncodeResponse]
     ) -> pb.EncodeResponse:
-        """All items or one error: an invalid item's, else NOT_FOUND with the indexes of all missing ones."""
+        """Answers with all items or one error.
+
+        The error is that of the first invalid item, else NOT_FOUND with the indexes of all items that are not cached.
+        """
         self._pipeline.check_fingerprint(request.expected_encoder_fingerprint)
-        cache_use = wire.parse_cache_policy(request.cache_policy)
+        cache_policy = wire.parse_cache_policy(request.cache_policy)
         if not 1 <= len(request.items) <= self._settings.max_batch_items:
             raise InvalidParameterError(
                 "items", f"must hold 1 … {self._settings.max_batch_items} images, not {len(request.items)}"
             )
         images = [self._image(item.image, f"items[{index}].image") for index, item in enumerate(request.items)]
-        outcomes = await self._encode_all(images, cache_use)
+        outcomes = await self._encode_all(images, cache_policy)
         results = [wire.encode_result(outcome) for outcome in outcomes]
-        room_bytes = self._settings.max_message_bytes // 2
+        left_bytes = self._settings.max_message_bytes // 2
         for item, outcome, result in zip(request.items, outcomes, results, strict=True):
             if item.rows_if_not_stored:
-                room_bytes -= await self._add_rows(result, outcome, room_bytes)
+                left_bytes -= await self._add_rows(result, outcome, left_bytes)
         return pb.EncodeResponse(results=results)
 
     async def EncodeStream(
@@ -77,7 +81,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         requests: AsyncIterator[pb.EncodeStreamRequest],
         context: grpc.aio.ServicerContext[pb.EncodeStreamRequest, pb.EncodeStreamResponse],
     ) -> AsyncIterator[pb.EncodeStreamResponse]:
-        """Answers in order of completion; reads on only while there is room for another item."""
+        """Answers items in order of completion. Reads the next one only while few enough are in progress."""
         max_running = _STREAM_BATCHES * self._settings.max_forward_images
         async with aclosing(map_concurrently(aiter(requests), self._answer_item, max_running)) as answers:
             async for answer in answers:
@@ -88,7 +92,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         request: pb.LookupEmbeddingsRequest,
         context: grpc.aio.ServicerContext[pb.LookupEmbeddingsRequest, pb.LookupEmbeddingsResponse],
     ) -> pb.LookupEmbeddingsResponse:
-        """One result per key."""
+        """Answers with one result per key, in the order of the keys."""
         if len(request.keys) > MAX_LOOKUP_KEYS:
             raise InvalidParameterError("keys", f"at most {MAX_LOOKUP_KEYS} keys in a call, not {len(request.keys)}")
         options = wire.parse_options(request)
@@ -108,7 +112,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         request: pb.ReadEmbeddingRequest,
         context: grpc.aio.ServicerContext[pb.ReadEmbeddingRequest, pb.ReadEmbeddingResponse],
     ) -> AsyncIterator[pb.ReadEmbeddingResponse]:
-        """Chunks of whole rows; the first one describes the embedding."""
+        """Sends chunks of whole rows; the first chunk describes the embedding."""
         key = self._key(request.key, "key", wire.parse_options(request))
         found = await self._pipeline.read(key, request.row_offset, request.row_count)
         width = found.meta.row_bytes
@@ -125,7 +129,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         request: pb.GetEncoderInfoRequest,
         context: grpc.aio.ServicerContext[pb.GetEncoderInfoRequest, pb.GetEncoderInfoResponse],
     ) -> pb.GetEncoderInfoResponse:
-        """Model and limits."""
+        """Answers with the model's identity and the service's limits."""
         model = self._pipeline.model
         return pb.GetEncoderInfoResponse(
             model=self._settings.model_name,
@@ -157,9 +161,9 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self._pipeline.check_fingerprint(key.encoder_fingerprint)
         return self._pipeline.key_of(digest, options, self._tenant())
 
-    async def _encode_all(self, images: Sequence[ImageInput], cache_use: CacheUse) -> list[EncodeOutcome]:
+    async def _encode_all(self, images: Sequence[ImageInput], cache_policy: CachePolicy) -> list[EncodeOutcome]:
         results = await asyncio.gather(
-            *(self._encode_one(image, cache_use) for image in images),
+            *(self._encode_one(image, cache_policy) for image in images),
             return_exceptions=True,
         )
         outcomes: list[EncodeOutcome] = []
@@ -179,19 +183,19 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             )
         return outcomes
 
-    async def _encode_one(self, image: ImageInput, cache_use: CacheUse) -> EncodeOutcome:
+    async def _encode_one(self, image: ImageInput, cache_policy: CachePolicy) -> EncodeOutcome:
         try:
-            return await self._pipeline.encode(image, cache_use, self._tenant(), _caller())
+            return await self._pipeline.encode(image, cache_policy, self._tenant(), _caller())
         except LookonceError as error:
             self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
             raise
 
     async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
-        """Never raises: an item's failure is its answer."""
+        """Answers one item of a stream. Never raises: a failure is the item's answer."""
         try:
             self._quotas.check(current_identity(), Resource.IMAGE_BYTES)
             image = self._image(request.item.image, "item.image")
-            outcome = await self._encode_one(image, CacheUse.READ_AND_WRITE)
+            outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE)
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
         except Exception as fault:
@@ -204,28 +208,28 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             await self._add_rows(result, outcome, self._settings.max_message_bytes // 2)
         return pb.EncodeStreamResponse(item_id=request.item_id, result=result)
 
-    async def _add_rows(self, result: pb.EncodeResult, outcome: EncodeOutcome, room_bytes: int) -> int:
-        """Puts the rows into the result where nobody else has them; returns how many bytes that took."""
-        if outcome.stored or outcome.meta.size_bytes > room_bytes:
+    async def _add_rows(self, result: pb.EncodeResult, outcome: EncodeOutcome, left_bytes: int) -> int:
+        """Puts the rows into the result when the shared cache lacks them and they fit. Returns their size in bytes."""
+        if outcome.stored or outcome.meta.size_bytes > left_bytes:
             return 0
         try:
             found = await self._pipeline.read(outcome.key, 0, 0)
         except EmbeddingNotCachedError:
-            # Already pushed out of this process: the caller finds that out by itself.
+            # The local cache has evicted them already. The client will get the same answer from ReadEmbedding.
             return 0
         result.rows = bytes(found.rows)
         return found.rows.nbytes
 
 
 def _caller() -> CallerId:
-    """The call's request id. A decoder that hands its own on makes one caller of all images of one prompt."""
+    """The call's request id. A decoder passes its own id on, so all images of one prompt have the same caller."""
     request_id = current_request_id()
-    assert request_id is not None, "the border gives every call an id"
+    assert request_id is not None, "an interceptor gives every call an id"
     return CallerId(request_id)
 
 
 def _located(error: LookonceError, index: int) -> LookonceError:
-    """The same error, naming the item; a new object, for calls that share a flight share its error."""
+    """The same error with the item's index. A new object, because calls that share a flight share its error."""
     if isinstance(error, InvalidParameterError):
         return InvalidParameterError(f"items[{index}].image.{error.field}", error.description)
     if isinstance(error, InvalidInputError):

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.server.settings import MIB, ServiceSettings
 
 
@@ -14,61 +15,63 @@ class EncoderSettings(ServiceSettings):
 
     row_format: Literal["native", "int8"] = Field(
         "native",
-        description="Rows as the model gives them, or int8 with a scale per row: half the memory and traffic of "
-        "bfloat16, off by about 0.9 %. Another fingerprint, so both never mix; decoders follow.",
+        description="Element type of stored rows: as the model gives them, or int8 with a scale per row, which halves "
+        "memory and traffic of bfloat16 at a relative error of about 0.9 %. Each has its own encoder fingerprint, so "
+        "they never mix; decoders follow without a setting.",
     )
-    max_batch_items: int = Field(64, ge=1, description="Most images in one Encode call.")
-    max_forward_images: int = Field(8, ge=1, description="Most images in one forward pass.")
+    max_batch_items: int = Field(64, ge=1, description="Maximum number of images in one Encode call.")
+    max_forward_images: int = Field(8, ge=1, description="Maximum number of images in one forward pass.")
     max_forward_bytes: int | None = Field(
         None,
         ge=1,
-        description="Most pixel bytes in one forward pass; a single larger image still gets one. Default: 256 MiB, and "
-        "2 MiB on CPUs, where larger passes are not faster and every image of a pass waits for its end.",
+        description="Maximum size of the pixels in one forward pass, bytes; a larger image gets a pass of its own. "
+        "Default: 256 MiB on GPUs and 2 MiB on CPUs, where larger passes are not faster and delay every image in them.",
     )
     max_forward_s: float = Field(
-        300.0, gt=0, description="A forward pass that takes longer makes health say NOT_SERVING, seconds."
+        300.0,
+        gt=0,
+        description="Duration of a forward pass beyond which the health check says NOT_SERVING, seconds.",
     )
-    max_batch_delay_s: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="How long a forward pass that is not full waits for images that are being decoded, seconds since "
-        "its oldest image was ready. 0: it begins as soon as the model is free.",
+    max_queued_images: int = Field(
+        256,
+        ge=1,
+        description="Maximum number of images that wait for preprocessing or a forward pass; more are refused.",
     )
-    max_queued_images: int = Field(256, ge=1, description="Images waiting for preprocessing or a forward pass.")
     max_prepared_bytes: int = Field(
         1024 * MIB,
         ge=1,
-        description="Pixel bytes that wait for a forward pass; beyond them images wait as files. It may be passed by "
-        "as many images as there are preprocess_workers.",
+        description="Memory budget of preprocessed images that wait for a forward pass, bytes. While it is used up, "
+        "images wait as files. As many images as there are preprocess_workers may exceed it.",
     )
     preprocess_workers: int = Field(
-        2, ge=1, description="Threads that preprocess images, each with a process that decodes them."
+        2, ge=1, description="Number of threads that preprocess images; each has a process that decodes them."
     )
     decode_timeout_s: float = Field(
-        10.0, gt=0, description="Longest time one image may take to decode, seconds; then its process is killed."
+        10.0, gt=0, description="Maximum time to decode one image, seconds; after it the decoding process is killed."
     )
-    quarantine_s: float = Field(
-        3600.0,
-        gt=0,
-        description="How long an image that failed fatally twice, in decoding or in the model, is refused untried, "
-        "seconds.",
+    max_image_aspect: float = Field(
+        200.0, ge=1, le=200, description="Maximum ratio of an image's longer to its shorter side."
     )
-    store_workers: int = Field(4, ge=1, description="Threads that talk to the shared cache.")
-    max_image_aspect: float = Field(200.0, ge=1, le=200, description="Largest ratio of longer to shorter side.")
     encode_lease_s: float = Field(
         5.0,
         gt=0,
         le=300,
-        description="Life of the lease by which one replica encodes an image, seconds; it is renewed meanwhile. "
-        "So long an image waits when its encoder dies, and at most eight times as long for an encoder that lives.",
+        description="Time to live of the lease that lets one replica encode an image, seconds; the holder renews it. "
+        "When a replica dies, its images wait this long. For a live replica others wait at most eight times as long.",
     )
     local_cache_bytes: int = Field(
-        256 * MIB, ge=0, description="Rows kept in this process for ReadEmbedding and hot images."
+        256 * MIB, ge=0, description="Size of the cache in this process, for ReadEmbedding and for hot images, bytes."
     )
     max_entry_bytes: int = Field(
-        128 * MIB, ge=4096, description="Largest embedding that is written to the shared cache."
+        128 * MIB,
+        ge=4096,
+        description="Maximum size of an embedding in the shared cache, bytes; larger ones are not stored.",
     )
+
+    @property
+    def vision(self) -> VisionConfig:
+        """The part of the settings that the vision model is loaded with."""
+        return VisionConfig(self.model, self.device, self.dtype, self.row_format)
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:

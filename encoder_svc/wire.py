@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from encoder_svc.cache.pipeline import CacheUse, EncodeOutcome, ImageInput, Origin
+from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput, Origin
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, parse_digest
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
@@ -17,10 +17,10 @@ DATA_TYPES = {
     RowDtype.INT8_SCALED: common_pb2.DATA_TYPE_INT8_SCALED,
 }
 
-_CACHE_USES: dict[int, CacheUse] = {
-    pb.CACHE_POLICY_UNSPECIFIED: CacheUse.READ_AND_WRITE,
-    pb.CACHE_POLICY_REFRESH: CacheUse.REFRESH,
-    pb.CACHE_POLICY_ONLY_IF_CACHED: CacheUse.ONLY_IF_CACHED,
+_CACHE_POLICIES: dict[int, CachePolicy] = {
+    pb.CACHE_POLICY_UNSPECIFIED: CachePolicy.READ_AND_WRITE,
+    pb.CACHE_POLICY_REFRESH: CachePolicy.REFRESH,
+    pb.CACHE_POLICY_ONLY_IF_CACHED: CachePolicy.ONLY_IF_CACHED,
 }
 _SOURCES = {
     Origin.COMPUTED: pb.RESULT_SOURCE_COMPUTED,
@@ -31,11 +31,11 @@ _SOURCES = {
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 
 
-def parse_cache_policy(policy: int) -> CacheUse:
-    """Raises InvalidParameterError for a number that the contract does not name."""
-    if policy not in _CACHE_USES:
+def parse_cache_policy(policy: int) -> CachePolicy:
+    """The policy of an enum number. Raises InvalidParameterError for a number that the contract does not name."""
+    if policy not in _CACHE_POLICIES:
         raise InvalidParameterError("cache_policy", f"{policy} is not a cache policy")
-    return _CACHE_USES[policy]
+    return _CACHE_POLICIES[policy]
 
 
 def parse_options(
@@ -45,7 +45,7 @@ def parse_options(
     | pb.EvictEmbeddingsRequest
     | common_pb2.ImageSource,
 ) -> ProcessorOptions:
-    """What of a message about images or keys is part of their keys."""
+    """The fields of a message about images or keys that are part of the cache key."""
     frame_size = (message.frame_size.width, message.frame_size.height) if message.HasField("frame_size") else None
     return ProcessorOptions(
         message.max_pixels if message.HasField("max_pixels") else None, message.beside_others, frame_size
@@ -84,14 +84,14 @@ def _file(image: common_pb2.ImageSource) -> ImageFile:
 
 
 def key_message(key: ContentKey) -> common_pb2.ContentKey:
-    """What a client may know of a key."""
+    """The part of a key that clients may know: digest and fingerprint, without tenant and options."""
     return common_pb2.ContentKey(
         digest=key.digest, algorithm=common_pb2.HASH_ALGORITHM_SHA256, encoder_fingerprint=key.fingerprint
     )
 
 
 def embedding_info(key: ContentKey, meta: EmbeddingMeta) -> common_pb2.EmbeddingInfo:
-    """Shape and key of an embedding."""
+    """The shape and key of an embedding as a message."""
     return common_pb2.EmbeddingInfo(
         key=key_message(key),
         num_rows=meta.num_rows,

@@ -1,8 +1,11 @@
-"""Images of one caller reach the encoder's model in the order in which they were asked for. Event loop only.
+"""The order of one caller's images: each waits a moment for those that were asked for before it. Event loop only.
 
-A decoder computes a prompt up to the first image that it lacks, so the first image of a prompt is wanted before the
-second. Look-ups and decoding take each image another time, on both sides of the wire; one that is ready to go on waits
-a moment for those of its caller that were asked for before it.
+A decoder computes a prompt up to the first image that it lacks, so a prompt's first image is needed before its second.
+Look-ups and decoding take longer for one image than for another, in the decoder and in the encoder. So an image that is
+ready waits for the earlier ones of its caller, but not for long.
+
+This is no queue: it neither limits images nor lets callers take turns. The encoder's queues (encoder_svc/fair_queue.py)
+do that, and sort by the numbers given here.
 """
 
 from __future__ import annotations
@@ -16,45 +19,45 @@ from typing import Generic, TypeVar
 
 CallerT = TypeVar("CallerT")
 
-# A photo is decoded and resized in 20 to 60 ms, and a pass over one took 320 ms (small-llava, 2 × AMD EPYC,
-# 2026-11-22): longer than this no image is waited for.
-_LONGEST_WAIT_S = 0.1
+# Maximum wait for earlier images. A photo is decoded and resized in 20 to 60 ms, and a forward pass over one took
+# 320 ms (small-llava, 2 × AMD EPYC, 2026-11-22).
+_MAX_WAIT_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class Turn(Generic[CallerT]):
-    """One image's place among those of its caller."""
+    """One image's position in the order, held from the request until the image has gone on or has left."""
 
     caller: CallerT
     # Position among all images ever asked for.
     number: int
-    # Those of the caller that were asked for before and are still on their way.
+    # The caller's images that were asked for earlier and had not gone on when this one was asked for.
     _earlier: tuple[Turn[CallerT], ...] = ()
     _has_passed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self) -> None:
-        """Returns when no earlier image of the caller is on its way, or after a moment."""
+        """Waits until all earlier images of the caller have passed on, at most 0.1 s."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_WAIT_S):
+            async with asyncio.timeout(_MAX_WAIT_S):
                 for turn in self._earlier:
                     await turn._has_passed.wait()
 
     def pass_on(self) -> None:
-        """Nobody needs to wait for this image: it has gone on, was found, or is somebody else's to bring."""
+        """Lets later images go on: this one is queued for the model, was found, or is brought by another request."""
         self._has_passed.set()
 
 
 class CallerOrder(Generic[CallerT]):
-    """The images that are on their way, by caller."""
+    """The images in progress, by caller."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        # In the order in which they were asked for; only callers that have any.
+        # Images in the order of asking. Callers without images are removed.
         self._turns: dict[CallerT, list[Turn[CallerT]]] = {}
 
     @contextmanager
     def entered(self, caller: CallerT) -> Iterator[Turn[CallerT]]:
-        """An image that is on its way until the block ends or it says `pass_on`."""
+        """Takes the next position for an image; the caller's later images wait until `pass_on` or the block's end."""
         line = self._turns.setdefault(caller, [])
         turn = Turn(caller, next(self._numbers), tuple(line))
         line.append(turn)
@@ -62,7 +65,8 @@ class CallerOrder(Generic[CallerT]):
             yield turn
         finally:
             turn.pass_on()
-            # Else a caller with always one more image on its way would keep all that it ever had.
+            # Cut the chain of references: else a caller that always has another image in progress would keep all
+            # turns it ever had in memory.
             turn._earlier = ()
             line.remove(turn)
             if not line:

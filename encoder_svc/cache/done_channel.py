@@ -1,6 +1,6 @@
-"""Hears from other replicas that an encode has ended. One subscription connection per process, on the event loop.
+"""Messages from other replicas that an encode has ended. One subscription per process, on the event loop.
 
-Only a way to wait less: whoever waits looks for itself, too, and often when this hears nothing.
+They only shorten waits: a waiting replica also looks into the cache itself, and more often while it is not subscribed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from lookonce.store.redis.subscriber import RedisSubscriber
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-# Keeps the connection subscribed to something while nobody waits.
+# A connection must be subscribed to something; this channel keeps it open while nobody waits.
 _IDLE_CHANNEL = b"lookonce:idle"
 _POLL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Listener:
-    """One wait for the end of one key's encode."""
+    """One waiting caller, and the message that ends its wait."""
 
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
-    # What the holder said came of it; None before it did.
+    # The holder's announcement; None before it came.
     outcome: bytes | None = None
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether the end came within `timeout_s` seconds."""
+        """Waits at most `timeout_s` seconds. Returns whether the end was announced."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
@@ -43,59 +43,60 @@ class Listener:
         return True
 
     def end(self, outcome: bytes) -> None:
-        """Wakes whoever waits."""
+        """Stores the announcement and wakes the waiting caller."""
         self.outcome = outcome
         self._ended.set()
 
 
 class DoneChannel:
-    """Subscriptions by key. Trouble with Redis is silence, never an exception."""
+    """Listeners by key on one shared connection. When Redis fails, no message comes; nothing is raised."""
 
     def __init__(self, url: str, budget_s: float) -> None:
-        """`budget_s`: longest time of connecting and of one subscription's command, seconds."""
+        """`budget_s`: maximum time to connect or to change one subscription, seconds."""
         self._subscriber = RedisSubscriber(url, budget_s, "the done channel")
         # None before the first connection.
         self._subscription: Any = None
         self._budget_s = budget_s
         self._listeners: dict[bytes, set[Listener]] = {}
         self._is_connected = False
-        # Held by who tells the subscription something: a closed one would connect again for that, for good.
-        self._telling = asyncio.Lock()
+        # Held while a command is sent and while the subscription is closed: redis-py would silently open a new
+        # connection, which nobody closes, for a command to a closed one.
+        self._commanding = asyncio.Lock()
 
     @property
     def is_connected(self) -> bool:
-        """Whether an end would be heard; if not, look more often."""
+        """Whether messages arrive. While they do not, look into the cache more often."""
         return self._is_connected
 
     def start(self) -> None:
-        """Begins to listen; call it on the event loop."""
+        """Starts listening in a task. Call it on the event loop."""
         self._subscriber.start(self._listen, self._lose)
 
     async def close(self) -> None:
-        """Ends the connection; who waits hears nothing more."""
+        """Closes the connection; listeners get no more messages."""
         await self._subscriber.close()
 
     @contextlib.asynccontextmanager
     async def listening(self, key: ContentKey) -> AsyncIterator[Listener]:
-        """Hears the end of this key's encode from now on."""
+        """Listens for the end of this key's encode while the block runs."""
         channel = done_channel(key)
         listener = Listener()
         others = self._listeners.setdefault(channel, set())
         others.add(listener)
         try:
             if len(others) == 1:
-                await self._tell("subscribe", channel)
+                await self._command("subscribe", channel)
             yield listener
         finally:
             others.discard(listener)
             if not others and self._listeners.get(channel) is others:
                 del self._listeners[channel]
-                await self._tell("unsubscribe", channel)
+                await self._command("unsubscribe", channel)
 
-    async def _tell(self, command: str, channel: bytes) -> None:
-        """Subscribes or unsubscribes; a connection that takes neither is the reader's to renew."""
+    async def _command(self, command: str, channel: bytes) -> None:
+        """Subscribes or unsubscribes. After a failure the reading task makes a new connection."""
         try:
-            async with asyncio.timeout(self._budget_s), self._telling:
+            async with asyncio.timeout(self._budget_s), self._commanding:
                 if self._is_connected:
                     await getattr(self._subscription, command)(channel)
         except (redis.exceptions.RedisError, OSError, TimeoutError):
@@ -113,7 +114,7 @@ class DoneChannel:
                         listener.end(message["data"])
         finally:
             self._is_connected = False
-            async with self._telling:
+            async with self._commanding:
                 await self._subscription.aclose()
 
     def _lose(self) -> None:

@@ -1,4 +1,4 @@
-"""One computation per key at a time, shared by everybody who asks meanwhile. Event-loop only, no locks.
+"""One computation per key at a time, shared by everybody who asks meanwhile. Event loop only, no locks.
 
 The task belongs to this object, not to the first caller: cancelling any caller, the first included, cancels nothing.
 """
@@ -6,14 +6,15 @@ The task belongs to this object, not to the first caller: cancelling any caller,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Hashable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, ParamSpec, TypeVar
 
+ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
 
 
 class SingleFlight(Generic[ResultT]):
-    """Key → task in flight."""
+    """The tasks in flight, by key."""
 
     def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[ResultT]] = {}
@@ -24,10 +25,16 @@ class SingleFlight(Generic[ResultT]):
     def __contains__(self, key: Hashable) -> bool:
         return key in self._tasks
 
-    async def start(self, key: Hashable, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Starts `work` under a key that has none in flight, and waits for its result."""
+    async def start(
+        self,
+        key: Hashable,
+        work: Callable[ArgumentsT, Coroutine[Any, Any, ResultT]],
+        *arguments: ArgumentsT.args,
+        **keywords: ArgumentsT.kwargs,
+    ) -> ResultT:
+        """Starts `work(*arguments)` under a key that has none in flight, and waits for its result."""
         assert key not in self._tasks, "a key has one task at a time"
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work(*arguments, **keywords))
         self._tasks[key] = task
         task.add_done_callback(lambda done: self._landed(key, done))
         return await asyncio.shield(task)
@@ -46,5 +53,5 @@ class SingleFlight(Generic[ResultT]):
     def _landed(self, key: Hashable, task: asyncio.Task[ResultT]) -> None:
         del self._tasks[key]
         if not task.cancelled():
-            # Takes note of the exception: all callers may be gone.
+            # Marks the exception as retrieved: when all callers have left, asyncio would report it as lost.
             task.exception()

@@ -1,24 +1,24 @@
-"""Which rows are worth a place in the shared cache: those that are read sooner than made again. Event-loop only.
+"""Admission to the shared cache: stores rows only if reading them is faster than encoding again. Event loop only.
 
-What a write takes stands for what a read will take: the same bytes over the same link; one that was given up counts as
-if it had ended then. Both sides are measured as they happen, so a slow link or a fast model changes the answer by
-itself. What the model took is that of the whole pass: in doubt rows are stored.
+The time of writes stands for the time of reads: the same bytes over the same link. A write that was given up counts as
+if it had ended then. Encoding is measured, too, so a slow link or a fast model changes the decision by itself. The time
+of an encode is that of its whole forward pass, which favours storing.
 """
 
 from __future__ import annotations
 
-# Rows of at most so many bytes are always stored: one round trip brings them, and each is encoded once in the fleet.
+# Rows up to this size are always stored: one round trip reads them, and the fleet then encodes each image once.
 ALWAYS_STORED_BYTES = 1 << 20
-# Share of the newest measurement in the running mean.
+# Weight of the newest measurement in the running mean.
 _WEIGHT = 0.2
-# Writes before the mean is believed.
+# Number of writes before the mean is used.
 _MIN_MEASUREMENTS = 3
-# One in so many of those that are not worth it is stored all the same: the link may have become faster.
+# One in this many refused embeddings is stored all the same, to notice when the link has become faster.
 _PROBE_EVERY = 16
 
 
 class StoreAdmission:
-    """Of one process. Stores everything until it has measured."""
+    """The decision of one process. Admits everything until it has measured a few writes."""
 
     def __init__(self) -> None:
         self._s_per_byte = 0.0
@@ -27,11 +27,11 @@ class StoreAdmission:
 
     @property
     def s_per_byte(self) -> float:
-        """Running mean of what a byte takes to the shared cache, seconds; 0 before the first measurement."""
+        """Running mean of the time to write one byte, seconds; 0 before the first measurement."""
         return self._s_per_byte
 
     def note_write(self, num_bytes: int, duration_s: float) -> None:
-        """So many bytes took so long. Small ones say nothing about a link's speed and are not counted."""
+        """Records the duration of a write. Small writes are ignored: they do not show a link's speed."""
         if num_bytes <= ALWAYS_STORED_BYTES:
             return
         s_per_byte = duration_s / num_bytes
@@ -40,7 +40,7 @@ class StoreAdmission:
         self._num_measurements += 1
 
     def admit(self, num_bytes: int, encode_s: float) -> bool:
-        """Decides about rows that took the model `encode_s` seconds: whether to store them."""
+        """Returns whether to store rows that took `encode_s` seconds to encode."""
         if num_bytes <= ALWAYS_STORED_BYTES or self._num_measurements < _MIN_MEASUREMENTS:
             return True
         if num_bytes * self._s_per_byte <= encode_s:

@@ -1,9 +1,9 @@
-"""Decodes images in a process of its own, with bounded memory, that its owner may kill. `python -m` runs the worker.
+"""Decodes images in a separate process with bounded memory and time. `python -m` runs the worker side.
 
-An image file is hostile input to a large C library: whatever it does there must not take the encoder with it. The
-worker has nothing but Pillow, one image at a time and a socket:
+An image file is hostile input to a large C library; a crash there must not end the encoder. The worker has only Pillow,
+one image at a time, and a socket with this protocol:
 
-    at the start one byte: ready
+    start   = one byte: ready
     request = file length (8 bytes) | file
     answer  = header length (8 bytes) | header as JSON, or an error's name and text | pixels, [height, width, 3] bytes
 """
@@ -37,24 +37,25 @@ from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits
 _LENGTH = struct.Struct("<Q")
 _READY = b"r"
 _START_TIMEOUT_S = 30.0
-# Between closing its socket and being gone.
+# Maximum time between the worker's closing of its socket and its exit.
 _END_TIMEOUT_S = 1.0
-# What an image does to its process ends it by other signals; more memory than it may have is an error of Python's.
+# Signals from the kernel's out-of-memory killer or an operator. A crash ends the process by other signals, and a worker
+# that exceeds its memory limit gets a MemoryError.
 _FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM})
-# Sizes, or an error's text.
+# The header holds an image's size, or an error's text.
 _MAX_HEADER_BYTES = 16 << 10
 _ERRORS = {error.__name__: error for error in (ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError)}
-# What Python, Pillow and its libraries map before any image.
+# Address space of Python, Pillow and its libraries before any image.
 _BASE_BYTES = 512 << 20
-# At the worst an image is there four times at four bytes per pixel: decoded, converted, composed and turned.
+# In the worst case four copies exist at four bytes per pixel: decoded, converted, composed and turned.
 _BYTES_PER_PIXEL = 16
 
 
 class DecodeWorker:
-    """One worker process, started when it is first needed and again after it died. Belongs to one thread."""
+    """One worker process, started on first use and again after its death. Used by one thread only."""
 
     def __init__(self, limits: ImageLimits, timeout_s: float) -> None:
-        """`timeout_s`: longest time one image may take, seconds."""
+        """`timeout_s`: maximum time to decode one image, seconds."""
         self._limits = limits
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -62,15 +63,15 @@ class DecodeWorker:
 
     @property
     def pid(self) -> int | None:
-        """Of the running worker; None where there is none."""
+        """Process id of the running worker; None when there is none."""
         return None if self._process is None else self._process.pid
 
     def decode(self, data: bytes) -> tuple[PIL.Image.Image, ImageHeader]:
-        """The first frame, upright, as RGB.
+        """Returns the first frame, upright, as RGB, and the header.
 
-        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError for an image that takes too long or too
-        much memory, ImagePoisonousError for one under which the worker died, and UnavailableError when it was ended
-        from outside, as by a kernel that is short of memory.
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError for an image that takes too much time or
+        memory, ImagePoisonousError for one that crashed the worker, and UnavailableError when the worker was killed
+        from outside, for example by the kernel's out-of-memory killer.
         """
         connection = self._connected()
         try:
@@ -84,11 +85,13 @@ class DecodeWorker:
             was_killed = self._exit_status() in _FROM_OUTSIDE
             self.close()
             if was_killed:
-                raise UnavailableError("the process that decoded the image was ended from outside; try again") from None
+                raise UnavailableError(
+                    "the process that decoded the image was killed from outside; try again"
+                ) from None
             raise ImagePoisonousError("decoding the image killed its process; the file is not accepted") from None
 
     def close(self) -> None:
-        """Kills the worker; the next image starts another."""
+        """Kills the worker; the next image starts a new one."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -98,8 +101,8 @@ class DecodeWorker:
             self._process = None
 
     def _exit_status(self) -> int | None:
-        """Of a worker that has closed its end; None while it runs."""
-        assert self._process is not None, "there is one at the other end"
+        """Exit status of a worker that has closed its socket; None while it still runs."""
+        assert self._process is not None, "only called after a connection was made"
         try:
             return self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -107,7 +110,7 @@ class DecodeWorker:
 
     def _connected(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
-            # Killed from outside while it had nothing to do.
+            # It was killed from outside while idle.
             self.close()
         if self._socket is None:
             ours, theirs = socket.socketpair()
@@ -121,7 +124,7 @@ class DecodeWorker:
                     limits.max_aspect,
                 )
                 arguments = [str(number) for number in numbers]
-                # Isolated and without the parent's environment: no secret of the service is in there.
+                # Isolated (-I) and with an empty environment, so that the worker sees no secret of the service.
                 command = [sys.executable, "-I", "-m", "encoder_svc.images.decode_worker", *arguments]
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={})
             self._socket = ours
@@ -129,7 +132,7 @@ class DecodeWorker:
         return self._socket
 
     def _wait_until_ready(self, connection: socket.socket) -> None:
-        """A worker that cannot start is our fault, not the image's."""
+        """Raises InternalError for a worker that does not start: that is never the image's fault."""
         try:
             _receive(connection, len(_READY), time.monotonic() + _START_TIMEOUT_S)
         except (EOFError, OSError) as error:
@@ -138,7 +141,7 @@ class DecodeWorker:
 
 
 def memory_limit(limits: ImageLimits) -> int:
-    """Bytes of address space that a worker may have."""
+    """Maximum address space of a worker, bytes."""
     return _BASE_BYTES + limits.max_bytes + _BYTES_PER_PIXEL * limits.max_pixels
 
 
@@ -160,7 +163,7 @@ def _exchange(connection: socket.socket, data: bytes, timeout_s: float) -> tuple
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline_s: float | None) -> bytearray:
-    """Exactly so many bytes. Raises EOFError when the other side ends, TimeoutError."""
+    """Receives exactly `num_bytes`. Raises EOFError when the other side closes, TimeoutError at the deadline."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
@@ -173,7 +176,7 @@ def _receive(connection: socket.socket, num_bytes: int, deadline_s: float | None
 
 
 def serve(connection: socket.socket, limits: ImageLimits) -> None:
-    """The worker: answers until the other side closes."""
+    """Runs the worker side: answers requests until the other side closes."""
     while True:
         try:
             length = _LENGTH.unpack(_receive(connection, _LENGTH.size, None))[0]
@@ -192,7 +195,9 @@ def _answer(data: bytes, limits: ImageLimits) -> tuple[dict[str, Any], bytes]:
         found = {"size": image.size, "format": header.format.value, "orientation": header.orientation}
         return found, image.tobytes()
     except MemoryError:
-        return _error(ImageDecodeLimitError("decoding the image needs more memory than there is; send it smaller"))
+        return _error(
+            ImageDecodeLimitError("decoding the image needs more memory than is available; send a smaller image")
+        )
     except LookonceError as error:
         return _error(error)
 
@@ -202,12 +207,12 @@ def _error(error: LookonceError) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """`decode_worker FD MEMORY_BYTES MAX_BYTES MAX_PIXELS MAX_ASPECT`."""
+    """Runs the worker process. Arguments: FD MEMORY_BYTES MAX_BYTES MAX_PIXELS MAX_ASPECT."""
     fd, memory_bytes, max_bytes, max_pixels, max_aspect = sys.argv[1:]
     limits = ImageLimits(int(max_bytes), int(max_pixels), float(max_aspect))
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C in a terminal reaches all processes; the owner says when this one ends.
+    # Ctrl-C in a terminal reaches all processes of the group, but only the owner may end this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(fd)) as connection:
         connection.sendall(_READY)

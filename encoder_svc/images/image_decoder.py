@@ -1,4 +1,4 @@
-"""Image file → upright RGB pixels. Runs in a worker process (decode_worker.py): knows Pillow, not the model."""
+"""Decodes an image file to upright RGB pixels. Runs in a worker process (decode_worker.py); needs only Pillow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JPEG_START_OF_SCAN = b"\xff\xda"
 _WHITE = (255, 255, 255, 255)
 
 _TRANSPOSE = PIL.Image.Transpose
-# EXIF 2.32, tag 274: what makes the stored image upright.
+# Orientation (EXIF 2.32, tag 274) → the operation that turns the stored image upright.
 _UPRIGHT = {
     2: _TRANSPOSE.FLIP_LEFT_RIGHT,
     3: _TRANSPOSE.ROTATE_180,
@@ -29,7 +29,7 @@ _UPRIGHT = {
 
 
 def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, ImageHeader]:
-    """The first frame, upright, as RGB with transparency over white (as the model's processors do).
+    """Returns the first frame, upright, as RGB over a white background (as the models' processors do), and the header.
 
     Raises ImageUndecodableError, ImageTooLargeError or, for a JPEG that asks for too much work, ImageDecodeLimitError.
     """
@@ -43,7 +43,10 @@ def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, Ima
 
 
 def _check_effort(data: bytes, header: ImageHeader) -> None:
-    """Bytes FF DA never occur inside entropy-coded data, so counting them bounds the scans from above."""
+    """Raises ImageDecodeLimitError for a JPEG with too many scans.
+
+    The bytes FF DA never occur inside entropy-coded data, so their count is an upper bound of the number of scans.
+    """
     if header.format is not ImageFormat.JPEG:
         return
     effort = data.count(_JPEG_START_OF_SCAN) * header.width * header.height
@@ -59,7 +62,9 @@ def _undecodable() -> Iterator[None]:
     try:
         yield
     except MemoryError:
-        raise ImageDecodeLimitError("decoding the image needs more memory than there is; send it smaller") from None
+        raise ImageDecodeLimitError(
+            "decoding the image needs more memory than is available; send a smaller image"
+        ) from None
     except Exception:
         raise ImageUndecodableError("the image is broken or truncated; its pixels cannot be decoded") from None
 

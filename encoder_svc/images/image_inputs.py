@@ -1,6 +1,7 @@
-"""An image → what the vision half is called with; what it gives → rows of each image. One path for all families.
+"""Calling convention of a vision half: image → input tensors, output tensors → rows of each image.
 
-What differs between families is data (`lookonce/families/`). Stateless after construction; used from several threads.
+One path for all families; their differences are data (`lookonce/families/`). Stateless after construction; used from
+several threads.
 """
 
 from __future__ import annotations
@@ -19,34 +20,33 @@ from lookonce.image_file import FRAMES_PER_PAIR
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
-# Of RGB.
-_CHANNELS = 3
+_RGB_CHANNELS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PixelInputs:
-    """What the image processor makes of one image, or of a pair of video frames."""
+    """The image processor's output for one image, or for a pair of video frames."""
 
-    # By the names of `get_image_features`, the image (or its patches, or its tiles) along the first axis; pixels fp32.
+    # By argument name of `get_image_features`. The first axis counts images, patches or tiles; pixels are fp32.
     tensors: Mapping[str, torch.Tensor]
-    # Rows that the image's size says it takes.
+    # Number of rows, computed from the image's size.
     num_rows: int
-    # How often the image is in the tensors; the rows of the first count.
+    # Copies of the image in the tensors, for families that need several; only the first copy's rows are used.
     num_copies: int = 1
 
     @property
     def pixel_values(self) -> torch.Tensor:
-        """The pixels themselves."""
+        """The tensor that holds the pixels."""
         return self.tensors["pixel_values"]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the pixels."""
+        """Size of the pixel tensor, bytes."""
         num_bytes: int = self.pixel_values.nbytes
         return num_bytes
 
     def goes_with(self, other: PixelInputs) -> bool:
-        """Whether both can be joined along the first axis, without padding."""
+        """Whether both can be joined along the first axis without padding."""
         return self._joint_shapes() == other._joint_shapes()
 
     def _joint_shapes(self) -> dict[str, torch.Size]:
@@ -64,7 +64,10 @@ class VisionAdapter:
 
     @classmethod
     def load(cls, folder: ModelFolder) -> VisionAdapter:
-        """Raises ModelFolderError when the folder has no image processor, or parts that its family does not know."""
+        """The adapter of a model folder.
+
+        Raises ModelFolderError when the folder has no image processor, or parts that its family does not know.
+        """
         return cls(FamilyModel.load(folder))
 
     def check_options(self, options: ProcessorOptions) -> None:
@@ -72,11 +75,11 @@ class VisionAdapter:
         self.model.check_options(options)
 
     def check_size(self, width: int, height: int, options: ProcessorOptions) -> None:
-        """Raises ImageTooLargeError for an image of which the processor would make nothing."""
+        """Raises ImageTooLargeError for an image size that the processor cannot handle."""
         self.model.image_shape(width, height, options)
 
     def pixel_inputs(self, image: PIL.Image.Image, options: ProcessorOptions) -> PixelInputs:
-        """Pixels of one upright RGB image; `options` have been checked.
+        """Pixels of one upright RGB image; `options` must have been checked.
 
         Raises ImageTooLargeError for an image whose proportions the processor refuses.
         """
@@ -86,40 +89,41 @@ class VisionAdapter:
         return PixelInputs(self._processed([image] * num_copies, arguments), shape.num_rows, num_copies)
 
     def pair_inputs(self, frames: Iterable[PIL.Image.Image], options: ProcessorOptions) -> PixelInputs:
-        """Pixels of a pair of video frames, upright and RGB; one frame stands for two equal ones.
+        """Pixels of a pair of video frames, upright and RGB; a single frame stands for two equal ones.
 
-        `options` have been checked. No frame is kept in its own size while the next one is asked for. The processor
-        takes a frame for a pair of itself: patches [num_patches, channels, 2, side, side], of which the second half is
-        then the second frame's.
+        `options` must have been checked. Each frame is scaled before the next one is taken from `frames`, so that only
+        one is in memory at full size. The processor treats an image as a pair of equal frames and returns patches
+        [num_patches, channels, 2, side, side]. Index 1 of the third axis is then replaced by the second frame's.
         """
         video = self.model.video
         assert video is not None, "check_options() comes first"
         assert options.frame_size is not None, "a pair has a size"
         pixels = dict(video.settings.pixels)
         resample = pixels.pop("resample", PIL.Image.Resampling.BICUBIC)
-        # A loop's variable would keep a frame while the next one is decoded.
+        # map() instead of a loop, whose variable would keep a frame in memory while the next one is decoded.
         sized = map(operator.methodcaller("resize", options.frame_size, resample), frames)
         first, *others = [self._processed([frame], {"do_resize": False, **pixels}) for frame in sized]
         side = self.processor.patch_size
         for other in others:
             halves, of_other = (
-                tensors["pixel_values"].view(-1, _CHANNELS, FRAMES_PER_PAIR, side, side) for tensors in (first, other)
+                tensors["pixel_values"].view(-1, _RGB_CHANNELS, FRAMES_PER_PAIR, side, side)
+                for tensors in (first, other)
             )
             halves[:, :, 1] = of_other[:, :, 1]
         return PixelInputs(first, video.pair_shape(options.frame_size).num_rows)
 
     def _processed(self, images: list[PIL.Image.Image], arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What goes to the vision half."""
-        # A list in a list: one prompt's images.
+        """The vision half's arguments for the images of one prompt."""
+        # The processor expects a list of prompts, each a list of images.
         processed = self.processor(images=[images], return_tensors="pt", **arguments)
         given = {name: processed[name] for name in self.family.inputs if name in processed}
         return {name: torch.as_tensor(value) for name, value in given.items()}
 
     def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
-        """One forward pass of images that go together: rows [num_rows, (1 + num_levels) * hidden_size] of each.
+        """Runs one forward pass over images that go together.
 
-        Raises ValueError when the vision half gives another number of rows than the images' sizes say: such rows would
-        stand under the wrong image's placeholders.
+        Returns rows [num_rows, (1 + num_levels) * hidden_size] of each. Raises ValueError when the vision half returns
+        another number of rows than computed from the images' sizes: rows would end up at another image's placeholders.
         """
         names = batch[0].tensors
         joined = {name: torch.cat([inputs.tensors[name] for inputs in batch]) for name in names}
@@ -127,7 +131,7 @@ class VisionAdapter:
             name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
             for name, tensor in joined.items()
         }
-        # Of the model inside: not every class around it passes this on.
+        # Called on the inner model, because not every outer class forwards this method.
         output = model.model.get_image_features(**arguments, return_dict=True)
         levels = [output.pooler_output, *(output.deepstack_features if self.num_levels else ())]
         rows = torch.cat([_flat(level) for level in levels], dim=-1)
@@ -138,6 +142,6 @@ class VisionAdapter:
 
 
 def _flat(features: Any) -> torch.Tensor:
-    """Rows of all images, one after the other: families give a tensor, or one per image."""
+    """All images' rows in one tensor; some families return one tensor, some return one per image."""
     parts = [features] if isinstance(features, torch.Tensor) else list(features)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])

@@ -1,9 +1,7 @@
-"""Image files → pixel tensors: decoding in processes of their own, then the model's image processor in threads."""
+"""Turns image files into pixel tensors: decodes in separate processes, then runs the image processor in threads."""
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,10 +15,11 @@ from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
 from lookonce.errors import ImagePoisonousError
 from lookonce.image_file import FramePair, ImageFile, files_of
 from lookonce.media.image_header import ImageHeader, ImageLimits, probe_file
+from lookonce.threads import run_in_thread
 
 
 class Preprocessor:
-    """A pool of threads, each with a decoding process; image processors run in the threads and release the GIL."""
+    """A pool of threads, each with a decoding process. Image processors run in the threads and release the GIL."""
 
     def __init__(
         self,
@@ -30,9 +29,9 @@ class Preprocessor:
         decode_timeout_s: float,
         quarantine: Quarantine,
     ) -> None:
-        """`decode_timeout_s`: longest time one image may take to decode, seconds.
+        """`decode_timeout_s`: maximum time to decode one image, seconds.
 
-        `quarantine` holds the digests of images that kill decoding processes, whatever the options.
+        `quarantine` holds the digests of files that kill decoding processes; options make no difference to decoding.
         """
         self._adapter = adapter
         self._limits = limits
@@ -46,17 +45,16 @@ class Preprocessor:
     async def prepare(
         self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
     ) -> tuple[PixelInputs, ImageHeader]:
-        """Pixels of one image file, or pair of frames, that has this digest; `options` have been checked.
+        """Returns pixels and header of an image file, or pair of frames, with this digest; `options` have been
+        checked.
 
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
         InvalidParameterError for frames of different sizes.
         """
-        run = contextvars.copy_context().run
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, run, self._prepare, data, digest, options)
+        return await run_in_thread(self._workers, self._prepare, data, digest, options)
 
     def close(self) -> None:
-        """Waits for the images in work, drops the others and ends the decoding processes."""
+        """Waits for the images in progress, drops the others and ends the decoding processes."""
         self._workers.shutdown(cancel_futures=True)
         for decoder in self._decoders:
             decoder.close()
@@ -64,20 +62,20 @@ class Preprocessor:
     def _prepare(
         self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
     ) -> tuple[PixelInputs, ImageHeader]:
-        # What the header tells costs nothing here, and no process there.
+        # Limits are checked on the header first: that is cheap and needs no decoding process.
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
         if not isinstance(data, FramePair):
             image = self._decoded(data, digest)
             with _span(header):
                 return self._adapter.pixel_inputs(image, options), header
-        # One after the other, each made small before the next one.
+        # A generator, so that each frame is scaled down before the next one is decoded.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
         with _span(header):
             return self._adapter.pair_inputs(frames, options), header
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
-        """Upright RGB pixels of a file that is not in quarantine."""
+        """Upright RGB pixels of a file. Raises ImagePoisonousError for a file in quarantine."""
         self._quarantine.check(digest)
         try:
             with tracing.span("encode.decode_image", num_bytes=len(data)):
@@ -89,7 +87,7 @@ class Preprocessor:
         return image
 
     def _decoder(self) -> DecodeWorker:
-        """This thread's."""
+        """The decoding process of the current thread, started on first use."""
         decoder: DecodeWorker | None = getattr(self._own, "decoder", None)
         if decoder is None:
             decoder = self._own.decoder = DecodeWorker(self._limits, self._decode_timeout_s)

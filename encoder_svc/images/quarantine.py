@@ -1,4 +1,4 @@
-"""Images that failed fatally twice are refused at once for a while. A bounded table in memory, safe for threads."""
+"""Refuses images that have failed fatally twice. A bounded table in memory, safe for threads."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from encoder_svc.metrics import EncoderMetrics
 from lookonce.errors import ImagePoisonousError
 
 _MAX_STRIKES = 2
-# The images that failed last are remembered.
+# Images in the table; the one whose last strike is longest ago is dropped first.
 _MAX_REMEMBERED = 1024
+# An image that crashed something an hour ago is likely to do it again, and a client that keeps sending it must not cost
+# a decoding process or two passes each time. After an hour one more attempt is cheap, and a new release may handle it.
+_DURATION_S = 3600.0
 
 
 class Stage(enum.Enum):
-    """Where images fail."""
+    """The step at which images fail; a label of metrics."""
 
     DECODE = "decode"
     FORWARD = "forward"
 
 
 class Quarantine:
-    """Strikes per image of one stage. Whoever owns it decides what a strike is and what names an image."""
+    """Strikes per image at one stage. Its owner decides what counts as a strike and which bytes identify an image."""
 
     def __init__(
         self,
         stage: Stage,
-        duration_s: float,
         metrics: EncoderMetrics,
         *,
+        duration_s: float = _DURATION_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`duration_s`: strikes are forgotten so long after the last one, seconds."""
+        """Strikes are forgotten `duration_s` seconds after the last one."""
         self._duration_s = duration_s
         self._clock = clock
         self._strikes_metric = metrics.poisonous.labels(stage.value)
         self._refusals_metric = metrics.quarantine_refused.labels(stage.value)
         self._lock = threading.Lock()
-        # Key → (number of strikes, time of the last one), in the order of the last ones.
+        # Key → (number of strikes, time of the last one), ordered by that time.
         self._strikes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def check(self, key: bytes) -> None:
@@ -52,7 +55,7 @@ class Quarantine:
             raise ImagePoisonousError(f"the image failed fatally {_MAX_STRIKES} times; for now it is not tried again")
 
     def strike(self, key: bytes) -> None:
-        """The image failed by its own fault."""
+        """Records that the image failed by its own fault."""
         self._strikes_metric.inc()
         with self._lock:
             num_strikes = self._num_strikes(key) + 1
@@ -62,7 +65,7 @@ class Quarantine:
                 self._strikes.popitem(last=False)
 
     def absolve(self, key: bytes) -> None:
-        """The image succeeded: what was held against it is forgotten."""
+        """Forgets the strikes of an image that succeeded."""
         with self._lock:
             self._strikes.pop(key, None)
 

@@ -1,16 +1,17 @@
-"""Images of all requests → forward passes: one thread, one bounded queue, one future per image.
+"""Runs forward passes over the images of all requests: one thread, one bounded queue, one future per image.
 
-Which images share a pass says forward_queue.py. When a pass begins: at once, as soon as the model is free and an image
-waits; or, with `max_delay_s`, when the pass is full, when no other image is on its way, or when its oldest image has
-waited that long.
+A pass begins as soon as the model is free and an image waits; forward_queue.py chooses the images that share it.
+Waiting for more images did not pay (docs/log.md).
 
-When a pass of several images fails, each of them runs again alone, so that only the image at fault fails. Whether it
-*is* at fault shows a control, a pass over a picture known to be good: when that succeeds, the image is poisonous, when
-that fails, too, it is the model, and the image gets the error as it is. Lack of memory is never held against an image:
-it depends on what else was there, and after it the model may fail on every new shape although the control succeeds.
+When a pass of several images fails, each of them runs again alone, so that only the image at fault fails. An image that
+fails alone is followed by a control, a pass over a picture known to be good. When the control succeeds, the image is
+poisonous. When it fails, too, the model is at fault, and the image gets its own error unchanged. Lack of memory is
+never held against an image: it depends on everything else in memory, and after it the model may fail on every new shape
+although the control succeeds.
 
-A model that fails one control after another is unhealthy. Images are still taken, for those who have no other encoder;
-while none comes, the control runs again now and then, and the first pass that succeeds makes the model healthy.
+A model that fails several controls in a row is unhealthy. Images are still accepted, for clients that have no other
+encoder. While none comes, the control is repeated from time to time. The first pass that succeeds makes the model
+healthy again.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
-from encoder_svc.vision.forward_queue import CallerId, EncodedRows, ForwardJob, ForwardQueue
+from encoder_svc.vision.forward_queue import EncodedRows, ForwardJob, ForwardQueue
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
 
 Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
 
-# A pass that hangs does not keep the process from ending.
+# Maximum wait for the pass in progress at the end of the process.
 _CLOSE_TIMEOUT_S = 10.0
-# So many failed controls, without a pass that succeeds in between, are no accident any more.
+# Failed controls in a row, without a successful pass in between, that make the model unhealthy.
 _MAX_FAILED_CONTROLS = 3
-# While nobody asks a model that is unhealthy by its controls.
+# Pause between controls of an unhealthy model while no image comes.
 _RECOVERY_PAUSE_S = 5.0
-# How torch's allocator of main memory, oneDNN and C++ say it, as a plain RuntimeError.
+# Out-of-memory messages of torch's allocator, oneDNN and C++, which raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "could not create a primitive", "std::bad_alloc")
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -48,22 +50,20 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Bounds of queue and batch."""
+    """Bounds of the queue and of one forward pass."""
 
     # Images in one forward pass.
     max_images: int
     # Pixel bytes in one forward pass; one image alone may exceed it.
     max_bytes: int
-    # Images that wait.
+    # Waiting images.
     max_queued: int
-    # How long a pass that is not full waits for images on their way, seconds since its oldest image arrived.
-    max_delay_s: float = 0.0
-    # A pass that runs longer makes the batcher unhealthy, seconds.
+    # Duration of a pass beyond which the batcher is unhealthy, seconds.
     max_pass_s: float = math.inf
 
 
 class ForwardBatcher:
-    """Owns the forward thread. `submit` and `expecting` may be called from any thread."""
+    """The forward thread and its queue. `submit` may be called from any thread."""
 
     def __init__(
         self,
@@ -74,7 +74,10 @@ class ForwardBatcher:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`control` encodes a good picture and raises when the model does not work; it runs on the forward thread."""
+        """Starts the thread.
+
+        `control` encodes a known good picture and raises when the model does not work; it runs on the forward thread.
+        """
         self._forward = forward
         self._control = control
         self._limits = limits
@@ -82,15 +85,13 @@ class ForwardBatcher:
         self._clock = clock
         self._queue = ForwardQueue(limits.max_images, limits.max_bytes)
         self._last_number = -1
-        # Images that somebody prepares.
-        self._num_expected = 0
         self._changed = threading.Condition()
         self._closed = False
         self._has_died = False
-        # Taken out of the queue by the forward thread and not answered yet.
+        # The images of the pass in progress.
         self._in_hand: list[ForwardJob] = []
         self._pass_started_s: float | None = None
-        # Since the last pass that succeeded. Written by the forward thread only.
+        # Counted since the last successful pass. Written by the forward thread only.
         self._num_failed_controls = 0
         metrics.forward_running_seconds.set_function(lambda: self.running_s)
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
@@ -98,44 +99,32 @@ class ForwardBatcher:
 
     @property
     def running_s(self) -> float:
-        """Age of the forward pass in work, seconds; 0 when there is none."""
+        """Age of the forward pass in progress, seconds; 0 when there is none."""
         started_s = self._pass_started_s
         return 0.0 if started_s is None else self._clock() - started_s
 
     @property
     def is_healthy(self) -> bool:
-        """Whether passes end, and not all of them in failure."""
+        """Whether passes end, and fewer than three controls in a row have failed."""
         return self.is_answering and self._num_failed_controls < _MAX_FAILED_CONTROLS
 
     @property
     def has_died(self) -> bool:
-        """Whether the thread has ended by itself: only a new process helps."""
+        """Whether the thread has ended by itself, so that only a new process helps."""
         return self._has_died
 
     @property
     def is_answering(self) -> bool:
-        """Whether the thread lives and its pass in work is not overdue. A pass that hangs cannot be ended from here."""
+        """Whether the thread is alive and its pass is not overdue. A pass that hangs cannot be interrupted."""
         return self._thread.is_alive() and not self._has_died and self.running_s <= self._limits.max_pass_s
 
-    @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """While the block runs an image is on its way, for which a pass that is not full may wait. Submit inside."""
-        with self._changed:
-            self._num_expected += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_expected -= 1
-                self._changed.notify()
-
     def submit(self, inputs: PixelInputs, caller: CallerId, number: int | None = None) -> Future[EncodedRows]:
-        """Queues one image, the one asked for as the `number`-th, else behind all others.
+        """Queues one image. `number` is its position among all images asked for; None puts it behind all others.
 
         Raises OverloadedError when the queue is full, UnavailableError after `close` or while the model hangs.
 
-        The future raises ImagePoisonousError when the model works but not on this image, else what the pass of this
-        image alone raised. Cancelling it before its pass begins takes the image out of the queue.
+        The future raises ImagePoisonousError when the model fails on this image but works otherwise. Else it raises the
+        error of the pass with this image alone. Cancelling it before its pass removes the image from the queue.
         """
         with self._changed:
             self.check_answering()
@@ -146,7 +135,7 @@ class ForwardBatcher:
             job = ForwardJob(inputs, caller, number, self._clock())
             self._queue.put(job)
             self._changed.notify()
-        # Not the job itself: the future would keep its own pixels.
+        # The callback gets caller and number but not the job: the future would keep its own pixels alive.
         job.future.add_done_callback(functools.partial(self._drop_cancelled, job.caller, job.number))
         return job.future
 
@@ -158,14 +147,19 @@ class ForwardBatcher:
             raise UnavailableError("the encoder's model does not answer; retry on another replica")
 
     def close(self) -> None:
-        """Ends the thread after the pass in work, which is waited for a while; waiting images get UnavailableError."""
+        """Ends the thread after the pass in progress. Waiting images get UnavailableError.
+
+        Waits a while for the pass; one that hangs does not keep the process from ending.
+        """
         with self._changed:
             self._closed = True
             dropped = self._queue.clear()
             self._changed.notify()
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.warning("a forward pass is left to the end of the process", running_s=round(self.running_s, 3))
+            _log.warning(
+                "a forward pass did not end; it is abandoned with the process", running_s=round(self.running_s, 3)
+            )
         _refuse(dropped, "the encoder is shutting down; retry on another replica")
 
     def _drop_cancelled(self, caller: CallerId, number: int, future: Future[EncodedRows]) -> None:
@@ -182,14 +176,14 @@ class ForwardBatcher:
                 elif not plan:
                     self._is_model_working()
                 self._in_hand = []
-                # Whose pixels would stay here until the next image comes.
+                # The local variable would keep the pixels in memory until the next image comes.
                 plan.clear()
         except BaseException:
             _log.exception("the forward thread ended")
             self._die()
 
     def _die(self) -> None:
-        """What is in hand and what waits gets an answer; nothing is taken any more."""
+        """Answers all images with UnavailableError and accepts no more."""
         with self._changed:
             self._has_died = True
             dropped = self._queue.clear()
@@ -197,27 +191,22 @@ class ForwardBatcher:
         _refuse([*unanswered, *dropped], "the encoder's model stopped; retry on another replica")
 
     def _next_pass(self) -> list[ForwardJob] | None:
-        """Blocks until a pass may begin. Empty: nothing waits, and it is time for a control. None after `close`."""
+        """Blocks until a pass may begin and returns its images.
+
+        An empty list means that nothing waits and it is time for a control; None means that the batcher is closed.
+        """
         with self._changed:
             while not self._closed:
-                plan = self._queue.plan()
-                left_s = self._delay_left_s(plan) if plan else self._control_pause_s()
-                if left_s is not None and left_s <= 0:
+                if plan := self._queue.plan():
                     self._queue.take(plan)
                     return plan
-                if not self._changed.wait(left_s) and not plan:
+                if not self._changed.wait(self._control_pause_s()):
                     return []
             return None
 
     def _control_pause_s(self) -> float | None:
-        """After how long without images the control runs again; None: it need not."""
+        """Time without images after which the control runs again, seconds; None while the model is healthy."""
         return None if self._num_failed_controls < _MAX_FAILED_CONTROLS else _RECOVERY_PAUSE_S
-
-    def _delay_left_s(self, plan: Sequence[ForwardJob]) -> float:
-        """How long this pass may still wait for further images, seconds."""
-        if not self._limits.max_delay_s or not self._num_expected or self._queue.is_full(plan):
-            return 0.0
-        return min(job.arrived_s for job in plan) + self._limits.max_delay_s - self._clock()
 
     def _encode(self, jobs: Sequence[ForwardJob]) -> None:
         now_s = self._clock()
@@ -230,7 +219,10 @@ class ForwardBatcher:
             self._blame(failures)
 
     def _attempt(self, jobs: Sequence[ForwardJob]) -> Exception | None:
-        """One forward pass; returns its error, which keeps the pass's tensors alive as long as it is held."""
+        """Runs one forward pass and answers its images, or returns the error.
+
+        The error's traceback keeps the tensors of the pass in memory while the error is referenced.
+        """
         started_s = self._clock()
         try:
             with self._timed():
@@ -249,7 +241,7 @@ class ForwardBatcher:
         return None
 
     def _blame(self, failures: Sequence[tuple[ForwardJob, Exception]]) -> None:
-        """Answers the images that failed alone."""
+        """Answers images that failed in passes of their own, after finding out whether the model works."""
         works: bool | None = None
         for job, error in failures:
             if _is_lack_of_memory(error):
@@ -273,7 +265,7 @@ class ForwardBatcher:
                 self._control()
         except Exception:
             self._num_failed_controls += 1
-            _log.exception("the model fails on a good picture, too; no image is held responsible")
+            _log.exception("the model also fails on a known good picture; no image is held responsible")
             return False
         self._num_failed_controls = 0
         return True

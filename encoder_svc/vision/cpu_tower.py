@@ -1,8 +1,8 @@
-"""Makes a loaded vision half faster on CPUs; what it gives stays the same. Knows modules by their form, no family.
+"""Makes a loaded vision half faster on CPUs; its output stays the same up to rounding. Knows modules by structure.
 
-Linear layers are packed (lookonce/model/packed_linear.py), an activation between two of them joins the first one,
-attention is native (dense_attention.py), and layers behind the last one whose output is taken are passed over.
-Fingerprints are made before: they cover the weights as read.
+Linear layers are packed (lookonce/model/packed_linear.py), an activation between two of them is fused into the first,
+attention is native (dense_attention.py), and layers after the last used feature layer are skipped. Compute the
+fingerprint before: it covers the weights as read.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from encoder_svc.vision.dense_attention import use_dense_attention
 from lookonce.model.half_model import detach_from_file
 from lookonce.model.packed_linear import Activation, pack_linears, packed, unpackable_reason
 
-# Activations and blocks are told by what they do: their values here, or on so many random rows.
+# Activations are recognised by their values at these points, blocks are compared on this many random rows.
 _PROBE_END = 8.0
 _NUM_PROBES = 1001
 _NUM_ROWS = 4
 _ACTIVATION_TOLERANCE = 1e-5
-# Relative to the size of a block's output. In bfloat16 a fused activation is rounded once instead of twice.
+# Relative to the norm of a block's output. In bfloat16 a fused activation is rounded once instead of twice.
 _BLOCK_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 def make_fast(model: Any) -> None:
-    """Changes the vision half in place; logs what was done, or why not."""
+    """Changes the vision half in place, and logs each change or the reason against it."""
     num_skipped = skip_unused_layers(model)
     num_fused = 0
     if unpackable_reason(model.dtype, model.device) is None:
@@ -40,9 +40,10 @@ def make_fast(model: Any) -> None:
 
 
 def skip_unused_layers(model: Any) -> int:
-    """Empties the tower's layers behind the last one whose output is a feature, as LLaVA-1.5's last; returns how many.
+    """Empties the tower's layers after the last one whose output is a feature (LLaVA-1.5 leaves out one).
 
-    They still hand on what they get: transformers counts hidden states by the layers that it sees.
+    Returns the number of emptied layers. They stay in place and return their input, because transformers counts hidden
+    states by layers.
     """
     wanted = getattr(model.config, "vision_feature_layer", None)
     tower = getattr(model.model, "vision_tower", None)
@@ -59,12 +60,15 @@ def skip_unused_layers(model: Any) -> int:
     for layer in unused:
         for name, _ in list(layer.named_children()):
             delattr(layer, name)
-        layer.forward = _hand_on
+        layer.forward = _identity
     return len(unused)
 
 
 def fuse_activation(block: torch.nn.Module) -> bool:
-    """Whether this was a block linear → activation → linear, whose first part now is one packed layer."""
+    """Fuses the activation of a block linear → activation → linear into a packed first layer.
+
+    Returns whether the block had this form and its output stayed the same.
+    """
     children = dict(block.named_children())
     linears = [name for name, child in children.items() if type(child) is torch.nn.Linear]
     others = [name for name, child in children.items() if not isinstance(child, (torch.nn.Linear, torch.nn.Dropout))]
@@ -89,8 +93,8 @@ def fuse_activation(block: torch.nn.Module) -> bool:
     return False
 
 
-def _hand_on(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """What an emptied layer does."""
+def _identity(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    """The forward pass of an emptied layer: returns its input."""
     return hidden_states
 
 
@@ -104,7 +108,7 @@ def _activation_of(module: torch.nn.Module) -> Activation | None:
 
 
 def _output(module: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
-    """What a module makes of one tensor; None where it wants something else."""
+    """A module's output for one tensor; None when it cannot be called with one tensor."""
     try:
         with torch.inference_mode():
             output = module(rows)

@@ -1,6 +1,6 @@
-"""Attention of a vision tower on CPUs in C++ (native/dense_attention.cpp), as one of transformers' implementations.
+"""Attention of vision towers on CPUs in C++ (native/dense_attention.cpp), an implementation for transformers.
 
-It takes what towers usually ask for: every token of an image sees all others. Anything else (masks, causal attention,
+It covers the usual case of towers: every token of an image sees all others. Anything else (masks, causal attention,
 groups of query heads) goes to SDPA. Time of SDPA ÷ native for 576 tokens, 12 heads of 64, on 2 × AMD EPYC
 (AVX512-BF16), median of 9: bfloat16 2.0, float32 1.2; both as exact as SDPA. 2026-11-22.
 """
@@ -24,10 +24,10 @@ NAME = "lookonce_dense"
 SOURCES = pathlib.Path(__file__).with_name("native")
 _FUNCTIONS = {torch.float32: "lookonce_attend_densely_float32", torch.bfloat16: "lookonce_attend_densely_bfloat16"}
 _WORD_BYTES = 4
-# Of transformers' arguments: those with which attention is another computation.
+# Arguments from transformers that change the computation; a call that sets one of them goes to SDPA.
 _UNKNOWN_ARGUMENTS = ("position_bias", "cache", "softcap", "sliding_window", "s_aux")
-# Images, heads, tokens and elements of a head that are compared at the start, and how far from SDPA they may be,
-# relative to the size of the output.
+# Shapes (images, heads, tokens, elements of a head) that are compared with SDPA at the start, and the largest accepted
+# difference, relative to the norm of the output.
 _CHECKED_SHAPES = ((2, 3, 45, 64), (1, 2, 33, 72), (1, 1, 1, 80))
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -39,7 +39,7 @@ class _Strides(ctypes.Structure):
 
 
 class _Shape(ctypes.Structure):
-    """As in the C++ source."""
+    """Shape and strides of one call; the layout of `Shape` in the C++ source."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_images", "num_heads", "num_tokens", "head_dim")),
@@ -49,10 +49,10 @@ class _Shape(ctypes.Structure):
 
 
 class DenseAttention:
-    """The compiled function. Stateless; used from any thread."""
+    """The compiled functions, one per element type. Stateless; used from any thread."""
 
     def __init__(self) -> None:
-        """Raises NativeLibraryError where there is no library."""
+        """Compiles or loads the library. Raises NativeLibraryError when that fails."""
         library = load_library(SOURCES)
         self._functions: dict[torch.dtype, Callable[..., None]] = {
             dtype: library.function(name) for dtype, name in _FUNCTIONS.items()
@@ -61,8 +61,9 @@ class DenseAttention:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
     ) -> torch.Tensor | None:
-        """Output [num_images, num_tokens, num_heads, head_dim] for three tensors [num_images, num_heads, num_tokens,
-        head_dim] of one shape; None for what the C++ function does not take.
+        """Attention over three tensors [num_images, num_heads, num_tokens, head_dim] of one shape.
+
+        Returns [num_images, num_tokens, num_heads, head_dim], or None for tensors that the C++ function does not take.
         """
         if not _is_taken(queries, keys, values):
             return None
@@ -75,7 +76,7 @@ class DenseAttention:
         return output
 
     def agrees_with_sdpa(self, dtype: torch.dtype) -> bool:
-        """Whether random heads of several forms give what PyTorch makes of them."""
+        """Whether the output for random heads of several shapes is that of PyTorch."""
         generator = torch.Generator().manual_seed(0)
         for num_images, num_heads, num_tokens, head_dim in _CHECKED_SHAPES:
             size = (num_images, num_tokens, 3, num_heads, head_dim)
@@ -88,7 +89,7 @@ class DenseAttention:
 
 
 def use_dense_attention(model: Any) -> bool:
-    """Lets a vision half's SDPA layers compute natively, where that is possible; logs the choice with its reason."""
+    """Switches a vision half's SDPA layers to native attention if possible, and logs the choice with its reason."""
     if model.dtype not in _FUNCTIONS:
         reason: str | None = f"there is no native attention in {model.dtype}"
     else:
@@ -96,7 +97,7 @@ def use_dense_attention(model: Any) -> bool:
     if reason is None:
         configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
         for config in configs:
-            # One with parts of its own would hand down what it is set to.
+            # A config with sub-configs would pass the value on to them, so it is left alone.
             if getattr(config, "_attn_implementation", None) == "sdpa" and not config.sub_configs:
                 config._attn_implementation = NAME
     _log.info("attention of the vision half", backend="sdpa" if reason else "native", reason=reason)
@@ -104,7 +105,7 @@ def use_dense_attention(model: Any) -> bool:
 
 
 def _register(dtype: torch.dtype) -> str | None:
-    """Makes the implementation known to transformers; returns why not."""
+    """Registers the implementation in transformers. Returns None, or the reason why it cannot be used."""
     try:
         native = DenseAttention()
     except NativeLibraryError as error:
@@ -149,7 +150,8 @@ def _is_taken(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
         return False
     if queries.dtype not in _FUNCTIONS or queries.device.type != "cpu" or not queries.numel():
         return False
-    # A head's elements lie beside each other, and rows of queries begin at words; keys and values are read one by one.
+    # The C++ code needs contiguous heads and reads queries by 4-byte words, so their rows must start at words. Keys and
+    # values are read element by element.
     per_word = _WORD_BYTES // queries.element_size()
     is_aligned = not any(number % per_word for number in (queries.shape[-1], *queries.stride()[:3]))
     return is_aligned and queries.data_ptr() % _WORD_BYTES == 0 and all(tensor.stride(-1) == 1 for tensor in tensors)

@@ -1,47 +1,43 @@
-"""Images that wait for the model, and which of them share the next forward pass. No thread, no clock, no model.
+"""Images that wait for the model, and the choice of those that share the next forward pass. No thread, clock or model.
 
-A pass takes images in this order, each one that still fits:
+A pass is filled in this order, with each image that still fits:
 
-1. The image that was asked for first. So an image before which k others of the queue were asked for is at the latest
-   in pass k + 1.
-2. One image of each caller by turns, its oldest first, until the pass is full: a call with many images takes what the
-   others leave, and one pass may hold images of many calls.
+1. The image that was asked for first. So an image behind k others in the queue is at the latest in pass k + 1.
+2. One image of each caller by turns, its oldest first, until the pass is full. A call with many images thus takes what
+   the others leave, and one pass may hold images of many calls.
 
-Where rule 1 would give a caller two passes in a row to itself while others wait (passes of one image, or images that
-fill a pass), another caller comes first every other time; k + 1 passes are then 2 (k + 1) at the most.
+Rule 1 could give one caller two passes in a row to itself while others wait (passes of one image, or images that fill a
+pass). Then another caller comes first every other time, and k + 1 passes become 2 (k + 1) at the most.
 
-What fits: `max_images`, and `max_bytes` of pixels. Images are joined along the first axis without padding, so only
-those go together whose tensors agree on the others: patches of any number (Qwen-VL), squares of one size, equal
-canvases of tiles. A patch has a fixed number of bytes, so that `max_bytes` bounds the patches as well.
+A pass holds at most `max_images` images and `max_bytes` of pixels. Images are joined along the first axis without
+padding, so only those share a pass whose tensors agree on the other axes: patches of any number (Qwen-VL), squares of
+one size, equal canvases of tiles. A patch has a fixed number of bytes, so `max_bytes` bounds the patches as well.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NewType
 
 import torch
 
+from encoder_svc.fair_queue import CallerId, FairQueue
 from encoder_svc.images.image_inputs import PixelInputs
-
-CallerId = NewType("CallerId", str)
-"""Whose image it is: images of one caller take turns with those of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """What the model gave for one image."""
+    """The model's output for one image."""
 
     # [num_rows, hidden_size], contiguous.
     rows: torch.Tensor
     # Duration of the forward pass that the image was part of, seconds.
     compute_s: float
-    # When that began, on the batcher's clock.
+    # Start of that pass on the batcher's clock, seconds.
     began_s: float = 0.0
-    # Images in it.
+    # Images in that pass.
     num_together: int = 1
 
 
@@ -53,95 +49,71 @@ class ForwardJob:
     caller: CallerId
     # Position among all images ever asked for.
     number: int
-    # When it was queued, seconds of the batcher's clock.
+    # Time of its queueing on the batcher's clock, seconds.
     arrived_s: float
     future: Future[EncodedRows] = field(default_factory=Future)
 
 
 class ForwardQueue:
-    """Images in the order in which they were asked for, by caller. Not safe for threads."""
+    """The waiting images and the rules that choose the next pass. Not safe for threads."""
 
     def __init__(self, max_images: int, max_bytes: int) -> None:
-        """Bounds of one pass; one image alone may exceed `max_bytes`."""
+        """`max_images` and `max_bytes` bound one pass; one image alone may exceed `max_bytes`."""
         self._max_images = max_images
         self._max_bytes = max_bytes
-        # Only callers that wait: by when they were last served or, if not since they wait, by when they came.
-        self._lines: OrderedDict[CallerId, deque[ForwardJob]] = OrderedDict()
-        self._num_waiting = 0
-        # The caller that had the whole last pass.
+        self._jobs: FairQueue[ForwardJob] = FairQueue()
+        # The caller that had the whole last pass to itself.
         self._sole_caller: CallerId | None = None
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return len(self._jobs)
 
     def put(self, job: ForwardJob) -> None:
-        """Queues an image, before those of its caller that were asked for later."""
-        line = self._lines.setdefault(job.caller, deque())
-        num_later = sum(other.number > job.number for other in line)
-        line.insert(len(line) - num_later, job)
-        self._num_waiting += 1
+        """Queues an image in front of its caller's images that were asked for later."""
+        self._jobs.put(job.caller, job.number, job)
 
     def plan(self) -> list[ForwardJob]:
-        """The images of the next pass, which stay in the queue; empty only when nothing waits."""
+        """Returns the images of the next pass and leaves them in the queue; empty only when nothing waits."""
         chosen: list[ForwardJob] = []
         num_bytes = 0
-        turns = deque(iter(self._lines[caller]) for caller in self._in_turn())
-        while turns and len(chosen) < self._max_images:
-            line = turns.popleft()
+        lines = deque(self._jobs.waiting(caller) for caller in self._callers_in_turn())
+        while lines and len(chosen) < self._max_images:
+            line = lines.popleft()
             job = next(line, None)
             if job is None:
                 continue
             if chosen and not (
                 num_bytes + job.inputs.size_bytes <= self._max_bytes and chosen[0].inputs.goes_with(job.inputs)
             ):
-                # The caller's next ones do not overtake it.
+                # The whole line is dropped: a caller's later images do not overtake this one.
                 continue
             chosen.append(job)
             num_bytes += job.inputs.size_bytes
-            turns.append(line)
+            lines.append(line)
         return chosen
 
-    def is_full(self, plan: Sequence[ForwardJob]) -> bool:
-        """Whether images that come later could not join this plan, or would have to overtake others for it."""
-        return len(plan) == self._max_images or len(plan) < self._num_waiting
-
     def take(self, plan: Sequence[ForwardJob]) -> None:
-        """Removes the images of a plan that was made since the last change."""
+        """Removes the images of a plan. The queue must not have changed since the plan was made."""
         for job in plan:
-            line = self._lines[job.caller]
-            taken = line.popleft()
+            taken = self._jobs.take(job.caller)
             assert taken is job, "a plan holds the oldest images of each caller"
-            self._lines.move_to_end(job.caller)
-            if not line:
-                del self._lines[job.caller]
-        self._num_waiting -= len(plan)
         callers = {job.caller for job in plan}
         self._sole_caller = callers.pop() if len(callers) == 1 else None
 
     def discard(self, caller: CallerId, number: int) -> None:
-        """Removes one image, if it still waits."""
-        line = self._lines.get(caller, deque())
-        job = next((job for job in line if job.number == number), None)
-        if job is None:
-            return
-        line.remove(job)
-        if not line:
-            del self._lines[caller]
-        self._num_waiting -= 1
+        """Removes one image if it is still waiting."""
+        self._jobs.discard(caller, number)
 
     def clear(self) -> list[ForwardJob]:
-        """Removes and returns everything."""
-        jobs = [job for line in self._lines.values() for job in line]
-        self._lines.clear()
-        self._num_waiting = 0
-        return jobs
+        """Removes and returns all waiting images."""
+        return self._jobs.clear()
 
-    def _in_turn(self) -> list[CallerId]:
-        """Callers in the order in which they get their first places."""
-        if not self._lines:
+    def _callers_in_turn(self) -> list[CallerId]:
+        """Callers in the order in which they get their first places in the next pass."""
+        if not self._jobs:
             return []
-        oldest = min(self._lines, key=lambda caller: self._lines[caller][0].number)
-        others = [caller for caller in self._lines if caller != oldest]
+        oldest = self._jobs.caller_of_oldest()
+        others = [caller for caller in self._jobs.callers() if caller != oldest]
         if others and oldest == self._sole_caller:
             return [others[0], oldest, *others[1:]]
         return [oldest, *others]

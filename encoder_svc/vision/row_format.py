@@ -1,6 +1,6 @@
-"""How rows leave the encoder: as the model gives them, or as int8 with scales (lookonce/store/int8_rows.py).
+"""The format of rows outside of the model: the model's own, or int8 with scales (lookonce/store/int8_rows.py).
 
-What is made here of a forward pass is what every path carries: both caches, ReadEmbedding, rows in a result.
+Conversion happens once, directly after the forward pass, so both caches, ReadEmbedding and results carry equal bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lookonce.store.int8_rows import quantise
 def stored_forward(
     model: VisionModel, metrics: EncoderMetrics
 ) -> Callable[[Sequence[PixelInputs]], list[torch.Tensor]]:
-    """The model's forward pass with rows as they are stored: of `model.row_dtype`.
+    """The model's forward pass, followed by a conversion of rows to `model.row_dtype`.
 
-    Int8 rows are uint8 tensors [num_rows, row_bytes]; what each image loses by them is observed.
+    Int8 rows are uint8 tensors [num_rows, row_bytes]; each image's rounding error is observed as a metric.
     """
     if model.row_dtype is not RowDtype.INT8_SCALED:
         return model.forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ import structlog
 import torch
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
-from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.cpu_tower import make_fast
+from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
@@ -30,37 +31,37 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 class VisionModel:
-    """Vision tower and projector of one model; turns images into embedding rows."""
+    """Vision tower and projector of one model, which turn images into embedding rows."""
 
     def __init__(
         self, folder: ModelFolder, model: Any, adapter: VisionAdapter, row_dtype: RowDtype | None = None
     ) -> None:
-        """`model` is the vision half, in evaluation mode. `row_dtype` None: rows are stored as the model gives them."""
+        """`model` is the vision half, in evaluation mode. `row_dtype` None: rows are stored in the model's type."""
         self.model_type = folder.model_type
         self.adapter = adapter
-        # Of the forward pass and of its rows.
+        # Element type of the forward pass and of its output.
         self.dtype = RowDtype(dtype_name(model))
-        # Of the rows as they are stored and sent; row_format.py makes them.
+        # Element type of rows as they are stored and sent; row_format.py converts them.
         self.row_dtype = row_dtype or self.dtype
         self.hidden_size: int = model.config.get_text_config().hidden_size
-        # Extra feature levels beside the rows.
+        # Extra feature levels (DeepStack) beside the rows.
         self.num_levels = adapter.num_levels
         self.fingerprint = vision_fingerprint(folder, model, adapter.model, self.row_dtype)
         self._model = model
         self._is_warm = False
 
     @classmethod
-    def load(cls, settings: EncoderSettings) -> VisionModel:
+    def load(cls, config: VisionConfig) -> VisionModel:
         """Checks the folder and loads its vision half onto its device.
 
-        Raises ModelFolderError for a folder that cannot be served, ConfigurationError for a device that is not there.
+        Raises ModelFolderError for a folder that cannot be served, ConfigurationError for a missing device.
         """
-        device = chosen_device(settings.device)
-        folder = ModelFolder.open(settings.model)
+        device = chosen_device(config.device)
+        folder = ModelFolder.open(config.model)
         adapter = VisionAdapter.load(folder)
-        model = load_vision_half(folder.path, _DTYPES[settings.dtype])
-        loaded = cls(folder, model, adapter, _ROW_DTYPES[settings.row_format])
-        # Not before: the fingerprint is made of the weights as they were read.
+        model = load_vision_half(folder.path, _DTYPES[config.dtype])
+        loaded = cls(folder, model, adapter, _ROW_DTYPES[config.row_format])
+        # After the fingerprint, which is computed from the weights as they were read.
         if device.type == "cpu":
             make_fast(model)
         else:
@@ -76,28 +77,29 @@ class VisionModel:
         return loaded
 
     @classmethod
-    def load_warm(cls, settings: EncoderSettings) -> VisionModel:
-        """Loaded and tried, by a thread that has ended: passes belong to another one. Raises as both do."""
+    def load_warm(cls, config: VisionConfig) -> VisionModel:
+        """Loads and warms up a model in a thread that ends afterwards; another thread will run the passes.
 
-        def loaded() -> VisionModel:
-            model = cls.load(settings)
-            model.warm_up()
-            return model
+        So the OpenMP threads of loading do not stay beside those of the forward thread. Raises as `load` and `warm_up`.
+        """
+        return run_in_short_lived_thread(functools.partial(cls._loaded_and_warm, config))
 
-        return run_in_short_lived_thread(loaded)
+    @classmethod
+    def _loaded_and_warm(cls, config: VisionConfig) -> VisionModel:
+        model = cls.load(config)
+        model.warm_up()
+        return model
 
     @property
     def device(self) -> torch.device:
-        """Where forward passes run."""
+        """The device of forward passes."""
         device: torch.device = self._model.device
         return device
 
     def warm_up(self) -> None:
-        """Encodes two grey images of different shapes, and a pair of frames where the model takes videos.
+        """Encodes two grey images of different shapes, and a pair of frames if the model takes videos.
 
-        So a folder whose parts do not fit never serves.
-
-        Raises ModelFolderError.
+        Raises ModelFolderError when the folder's parts do not fit together, so that it is never served.
         """
         images = [PIL.Image.new("RGB", size, (127, 127, 127)) for size in _WARM_UP_SIZES]
         try:
@@ -114,10 +116,10 @@ class VisionModel:
         self._is_warm = True
 
     def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
-        """Rows [num_rows, (1 + num_levels) * hidden_size] of each image, each contiguous in main memory of its own.
+        """Runs one pass. Returns rows [num_rows, (1 + num_levels) * hidden_size] of each image.
 
-        Raises ValueError when the model gives another shape or dtype, or values that are not finite: such rows must
-        never be stored.
+        Each tensor is contiguous in main memory of its own. Raises ValueError when the model gives another shape or
+        element type, or values that are not finite: such rows must never be stored.
         """
         with torch.inference_mode():
             outputs = [rows.to("cpu", copy=True) for rows in self.adapter.image_rows(self._model, batch)]
@@ -138,7 +140,7 @@ class VisionModel:
 
 
 def _joinable(batch: Sequence[PixelInputs]) -> list[list[PixelInputs]]:
-    """The batch in parts that go into one pass each, in order."""
+    """Splits a batch, in order, into parts that fit into one pass each."""
     parts: list[list[PixelInputs]] = []
     for inputs in batch:
         if parts and parts[-1][0].goes_with(inputs):
@@ -149,5 +151,5 @@ def _joinable(batch: Sequence[PixelInputs]) -> list[list[PixelInputs]]:
 
 
 def row_bytes(rows: torch.Tensor) -> memoryview:
-    """The raw little-endian bytes of contiguous rows, without a copy; read-only."""
+    """The raw little-endian bytes of contiguous rows, read-only and without a copy."""
     return raw_bytes(rows).toreadonly()

@@ -39,7 +39,7 @@ async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterato
     parsed = EncoderSettings(model=folder, drain_timeout_s=0.5, **settings)
     loaded = (folder, parsed.row_format)
     if loaded not in _VISION_MODELS:
-        _VISION_MODELS[loaded] = VisionModel.load(parsed)
+        _VISION_MODELS[loaded] = VisionModel.load(parsed.vision)
     async with (
         open_pipeline(parsed, _VISION_MODELS[loaded], CollectorRegistry()) as pipeline,
         served(parsed, service_entry(pipeline, Tenants(None), Quotas(None, CollectorRegistry()), parsed)) as target,

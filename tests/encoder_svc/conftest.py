@@ -42,7 +42,7 @@ def encoder_settings(folder: pathlib.Path, **values: Any) -> EncoderSettings:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    """`tiny_folder("llava_clip")`: a model folder, built once. Never change it; change a copy."""
+    """Builds a model folder once, as in `tiny_folder("llava_clip")`. Never change it; change a copy."""
     base = tmp_path_factory.mktemp("tiny")
 
     def folder(name: str) -> pathlib.Path:
@@ -54,12 +54,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pat
 
 @pytest.fixture(scope="session")
 def vision_model(tiny_folder: Callable[[str], pathlib.Path]) -> Callable[[str], VisionModel]:
-    """`vision_model("llava_clip")`: the loaded vision half, loaded once."""
+    """Loads a vision half once, as in `vision_model("llava_clip")`."""
     loaded: dict[str, VisionModel] = {}
 
     def model(name: str) -> VisionModel:
         if name not in loaded:
-            loaded[name] = VisionModel.load(encoder_settings(tiny_folder(name)))
+            loaded[name] = VisionModel.load(encoder_settings(tiny_folder(name)).vision)
         return loaded[name]
 
     return model
@@ -67,7 +67,7 @@ def vision_model(tiny_folder: Callable[[str], pathlib.Path]) -> Callable[[str], 
 
 @dataclass(frozen=True, slots=True)
 class RunningEncoder:
-    """A real server on loopback."""
+    """A running encoder on loopback, and its parts."""
 
     stub: EncoderServiceAsyncStub
     pipeline: EncodePipeline
@@ -79,7 +79,7 @@ class RunningEncoder:
 
 
 class StartEncoder(Protocol):
-    """`async with start_encoder("llava_clip", redis_url=…) as encoder`."""
+    """Starts an encoder, as in `async with start_encoder("llava_clip", redis_url=…) as encoder`."""
 
     def __call__(self, name: str, *, channel_options: Any = (), **settings: Any) -> Any: ...
 
@@ -94,7 +94,7 @@ def start_encoder(
     async def start(name: str, *, channel_options: Any = (), **settings: Any) -> AsyncIterator[RunningEncoder]:
         parsed = encoder_settings(tiny_folder(name), drain_timeout_s=1.0, **settings)
         telemetry = Telemetry()
-        model = vision_model(name) if parsed.row_format == "native" else VisionModel.load(parsed)
+        model = vision_model(name) if parsed.row_format == "native" else VisionModel.load(parsed.vision)
         async with open_pipeline(parsed, model, telemetry.registry) as pipeline:
             service = GrpcService(
                 parsed, telemetry, [service_entry(pipeline, Tenants(None), Quotas(None, telemetry.registry), parsed)]
@@ -124,7 +124,7 @@ class SickModel:
         self.passes: list[tuple[int, int]] = []
 
     def image_rows(self, model: Any, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
-        """Stands in for the family's."""
+        """Replaces the adapter's method of this name."""
         assert self.gate.wait(_GATE_TIMEOUT_S)
         # Normalised, black is about −1.8 and grey 0.
         num_black = sum(bool((inputs.pixel_values < -1).all()) for inputs in batch)
@@ -135,13 +135,13 @@ class SickModel:
 
     @property
     def num_black(self) -> int:
-        """Passes with black images."""
+        """Number of passes that had black images."""
         return sum(num_black > 0 for _, num_black in self.passes)
 
 
 @pytest.fixture
 def sick_model(vision_model: Callable[[str], VisionModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[SickModel]:
-    """What `vision_model("llava_clip")` is during the test."""
+    """Makes `vision_model("llava_clip")` sick during the test."""
     adapter = vision_model("llava_clip").adapter
     sick = SickModel(adapter.image_rows)
     monkeypatch.setattr(adapter, "image_rows", sick.image_rows)

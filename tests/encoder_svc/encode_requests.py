@@ -25,7 +25,7 @@ INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|\.py\b|PIL|torch
 
 
 def png(seed: int, width: int = 80, height: int = 60) -> bytes:
-    """An image file of its own."""
+    """An image file that differs between seeds."""
     return image_files.encoded(image_files.noise(seed, width, height))
 
 
@@ -35,7 +35,7 @@ def key_of(data: bytes, **fields: Any) -> common_pb2.ContentKey:
 
 
 def request(*sources: common_pb2.ImageSource, **fields: Any) -> pb.EncodeRequest:
-    """An Encode request."""
+    """An Encode request for these images."""
     return pb.EncodeRequest(items=[pb.EncodeItem(image=source) for source in sources], **fields)
 
 
@@ -45,7 +45,7 @@ def source(data: bytes, **fields: Any) -> common_pb2.ImageSource:
 
 
 def black(width: int) -> bytes:
-    """A black image; its size makes it one of its own."""
+    """A black image; each width is another image."""
     return image_files.encoded(PIL.Image.new("RGB", (width, 60)))
 
 

@@ -1,4 +1,7 @@
-"""`python -m tests.encoder_svc.faulty_program FILE …`: the encoder service, whose forward passes obey a fault file."""
+"""Runs the encoder service with forward passes that obey a fault file.
+
+Usage: `python -m tests.encoder_svc.faulty_program FILE …`, followed by the service's flags.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.fault_file import FaultFile
 
 
 class FaultyModel(vision_model.VisionModel):
-    """Obeys before each pass."""
+    """A vision model that obeys the fault file before each pass."""
 
     def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
         FaultFile(pathlib.Path(sys.argv[1])).obey()

@@ -1,4 +1,4 @@
-"""Results come as they are ready, and never more items are in work than allowed."""
+"""Results come as they are ready, and no more items are in progress than allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from encoder_svc.concurrent_map import map_concurrently
 
 
 async def count(stop: int) -> AsyncIterator[int]:
-    """0 … stop − 1."""
+    """Yields the numbers from 0 to stop − 1."""
     for number in range(stop):
         yield number
 
@@ -66,7 +66,7 @@ async def test_no_item_is_read_before_there_is_room_for_it() -> None:
     assert read == [0, 1, 2]
     for gate in gates:
         gate.set()
-    # Nobody takes results: what was in work ends, nothing else begins.
+    # Nobody takes results, so items in progress end and no other one begins.
     for _ in range(20):
         await asyncio.sleep(0)
     assert read == [0, 1, 2]

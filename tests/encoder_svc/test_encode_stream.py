@@ -1,4 +1,4 @@
-"""EncodeStream: answers as they are ready, errors that stay with their item, and clients that stop reading or leave."""
+"""EncodeStream answers as results are ready, keeps errors with their items, and bears clients that stop or leave."""
 
 from __future__ import annotations
 

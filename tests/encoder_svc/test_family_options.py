@@ -1,4 +1,4 @@
-"""Options that only some families have: part of the key, refused by the others, and forgotten with their image."""
+"""Options of some families are part of the key, are refused by other families, and are evicted with their image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process: serves until SIGTERM, and refuses to start with the reason where it could not serve rightly."""
+"""The process serves until SIGTERM, and refuses to start, with the reason, when it could not serve correctly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_TIMEOUT_S = 90
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """`python -m encoder_svc …`."""
+    """Runs `python -m encoder_svc` as a child process."""
     command = [sys.executable, "-m", "encoder_svc", "--num-threads", "1", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -1,4 +1,4 @@
-"""What the encoder's gauges and times stand for."""
+"""The encoder's gauges and times measure what their descriptions say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.lookonce.store.entries import fresh_key
 async def test_entries_and_bytes_of_the_local_cache_are_those_that_it_keeps() -> None:
     registry = CollectorRegistry()
     meta = EmbeddingMeta(4, 8, 0, RowDtype.FLOAT32, 100, 100)
-    tiers = CacheTiers(LocalCache(2 * meta.size_bytes), None, EncoderMetrics(registry), store_workers=1)
+    tiers = CacheTiers(LocalCache(2 * meta.size_bytes), None, EncoderMetrics(registry), num_threads=1)
     keys = [fresh_key() for _ in range(3)]
 
     def kept() -> tuple[float | None, float | None]:
@@ -26,7 +26,7 @@ async def test_entries_and_bytes_of_the_local_cache_are_those_that_it_keeps() ->
 
     try:
         for key in keys:
-            await tiers.put(key, LocalEmbedding(meta, memoryview(bytes(meta.size_bytes))), overwrite=False)
+            await tiers.put(key, LocalEmbedding(meta, memoryview(bytes(meta.size_bytes))), refresh=False)
         assert kept() == (2, 2 * meta.size_bytes), "the third made room for itself"
         tiers.forget(Forgotten(frozenset({keys[2].value})))
         assert kept() == (1, meta.size_bytes)

@@ -1,4 +1,4 @@
-"""How settings and device bound forward passes."""
+"""Forward passes are bounded by the settings, and by the device where those are silent."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LIMITS = {"max_image_bytes": 200_000, "max_image_pixels": 1_000_000, "max_image_
 
 
 async def read_rows(encoder: RunningEncoder, **fields: Any) -> bytes:
-    """All bytes of a ReadEmbedding call."""
+    """All row bytes of a ReadEmbedding call."""
     return b"".join([chunk.data async for chunk in encoder.stub.ReadEmbedding(pb.ReadEmbeddingRequest(**fields))])
 
 

@@ -1,16 +1,19 @@
-"""Settings that contradict each other are refused with the fields that do."""
+"""Settings that contradict each other are refused, and the error names them."""
 
 from __future__ import annotations
+
+import pathlib
 
 import pytest
 
 from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.errors import ConfigurationError
 from lookonce.server.settings import parse_settings
 
 
 def parsed(*arguments: str) -> EncoderSettings:
-    """Settings from flags."""
+    """Settings parsed from command-line flags."""
     return parse_settings(EncoderSettings, ["--model", "somewhere", *arguments], "encoder_svc")
 
 
@@ -38,3 +41,10 @@ def test_a_contradiction_names_its_fields(arguments: list[str], parts: list[str]
 
 def test_rows_may_live_in_redis_alone() -> None:
     assert parsed("--local-cache-bytes", "0", "--redis-url", "redis://localhost").local_cache_bytes == 0
+
+
+def test_the_vision_model_gets_all_settings_that_decide_its_rows() -> None:
+    settings = parsed("--device", "cpu", "--dtype", "bfloat16", "--row-format", "int8")
+    expected = VisionConfig(pathlib.Path("somewhere"), device="cpu", dtype="bfloat16", row_format="int8")
+    assert settings.vision == expected
+    assert parsed().vision == VisionConfig(pathlib.Path("somewhere"))

@@ -1,4 +1,4 @@
-"""Whoever is ready waits for its caller's earlier ones, and only for those, and not for long."""
+"""An image that is ready waits for the earlier ones of its caller, for no others, and not for long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ HANG_S = 30.0
 
 
 async def order_of(images: Sequence[tuple[str, asyncio.Event]], ready: Sequence[int]) -> list[int]:
-    """(caller, when it is ready) in the order of asking; the indexes in the order of going on as they get `ready`."""
+    """Returns the indexes of images in the order in which they go on.
+
+    `images`: (caller, event of being ready) in the order of asking. `ready`: indexes in the order of the events.
+    """
     order: CallerOrder[str] = CallerOrder()
     gone: list[int] = []
 
@@ -33,7 +36,7 @@ async def order_of(images: Sequence[tuple[str, asyncio.Event]], ready: Sequence[
             tasks.create_task(one(index))
         for index in ready:
             images[index][1].set()
-            # Whoever may go on does.
+            # Lets every task run until it waits again.
             for _ in range(5):
                 await asyncio.sleep(0)
     return gone
@@ -59,8 +62,8 @@ def test_a_caller_that_always_has_one_more_keeps_none_of_those_that_are_gone() -
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine, nobody stops waiting."""
-    monkeypatch.setattr(caller_order, "_LONGEST_WAIT_S", HANG_S)
+    """Makes waits so long that none ends early on a slow machine."""
+    monkeypatch.setattr(caller_order, "_MAX_WAIT_S", HANG_S)
 
 
 @pytest.mark.usefixtures("patient")

@@ -223,7 +223,7 @@ def test_the_sdk_refuses_invalid_videos() -> None:
 
 
 def test_an_encoder_tries_a_pair_of_frames_before_it_serves(folder: Folder) -> None:
-    VisionModel.load(encoder_settings(folder())).warm_up()
-    model = VisionModel.load(encoder_settings(folder(image_mean=[0.5, 0.5])))
+    VisionModel.load(encoder_settings(folder()).vision).warm_up()
+    model = VisionModel.load(encoder_settings(folder(image_mean=[0.5, 0.5])).vision)
     with pytest.raises(ModelFolderError, match="does not fit"):
         model.warm_up()

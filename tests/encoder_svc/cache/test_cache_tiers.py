@@ -1,9 +1,10 @@
-"""A copy goes back into the shared cache only while nobody has said that it is to be forgotten."""
+"""A local copy is written back to the shared cache only while no operator has removed its image."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -27,51 +28,64 @@ def admin(shared_redis: EmbeddedRedis) -> Iterator[CacheAdmin]:
         yield admin
 
 
+@dataclass(slots=True)
+class Watch:
+    """A subscription to removals; tests set the token it heard last."""
+
+    last_token: bytes | None = None
+
+
 @pytest.fixture
-async def tiers(shared_redis: EmbeddedRedis) -> AsyncIterator[CacheTiers]:
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+async def tiers(shared_redis: EmbeddedRedis, watch: Watch) -> AsyncIterator[CacheTiers]:
     store = EmbeddingStore(shared_redis.url, 5.0, 60, 1 << 20)
-    tiers = CacheTiers(LocalCache(1 << 20), store, EncoderMetrics(CollectorRegistry()), store_workers=1)
+    metrics = EncoderMetrics(CollectorRegistry())
+    tiers = CacheTiers(LocalCache(1 << 20), store, metrics, num_threads=1, forget_watch=watch)
     yield tiers
     tiers.close()
     store.close()
 
 
 def heard_of(tiers: CacheTiers) -> bytes:
-    """What a subscription that misses nothing would have heard."""
+    """The token that a working subscription would have heard last."""
     assert tiers.store is not None
     token = token_in(tiers.store)
     assert token is not None
     return token
 
 
-async def test_a_copy_goes_back_where_it_went_away(tiers: CacheTiers, admin: CacheAdmin) -> None:
+async def test_a_copy_goes_back_where_it_went_away(tiers: CacheTiers, watch: Watch, admin: CacheAdmin) -> None:
     key = fresh_key()
-    assert await tiers.put(key, ENTRY, overwrite=False)
+    assert await tiers.put(key, ENTRY, refresh=False)
     for word in (None, Forgotten.of([fresh_key()])):
         if word is not None:
             admin.tell_to_forget(word)
-        heard = heard_of(tiers)
-        tiers.heard = lambda heard=heard: heard
+        watch.last_token = heard_of(tiers)
         assert admin.evict([key]) == 1
         assert await tiers.keep_stored(key, ENTRY)
         assert await tiers.find_shared(key) == SMALL
 
 
-async def test_not_while_a_word_may_have_been_missed(tiers: CacheTiers, admin: CacheAdmin) -> None:
+async def test_not_while_a_word_may_have_been_missed(tiers: CacheTiers, watch: Watch, admin: CacheAdmin) -> None:
     key = fresh_key()
-    assert await tiers.put(key, ENTRY, overwrite=False)
-    tiers.heard = lambda: None
+    assert await tiers.put(key, ENTRY, refresh=False)
+    watch.last_token = None
     assert admin.evict([key]) == 1
     assert not await tiers.keep_stored(key, ENTRY)
     assert await tiers.find_shared(key) is None
 
 
-async def test_not_where_a_word_was_missed_without_anybody_knowing(tiers: CacheTiers, admin: CacheAdmin) -> None:
-    """The subscription is dead and does not say so: what it heard last is not the last that was said."""
+async def test_not_where_a_word_was_missed_without_anybody_knowing(
+    tiers: CacheTiers, watch: Watch, admin: CacheAdmin
+) -> None:
+    """The subscription is dead without a sign: the last token it heard is not the last that was published."""
     key = fresh_key()
-    assert await tiers.put(key, ENTRY, overwrite=False)
-    heard = heard_of(tiers)
-    tiers.heard = lambda: heard
+    assert await tiers.put(key, ENTRY, refresh=False)
+    watch.last_token = heard_of(tiers)
     admin.tell_to_forget(Forgotten.of([key]))
     assert admin.evict([key]) == 1
     assert not await tiers.keep_stored(key, ENTRY)
@@ -79,12 +93,11 @@ async def test_not_where_a_word_was_missed_without_anybody_knowing(tiers: CacheT
 
 
 async def test_not_when_the_word_comes_while_the_write_waits_for_a_thread(
-    tiers: CacheTiers, admin: CacheAdmin, monkeypatch: pytest.MonkeyPatch
+    tiers: CacheTiers, watch: Watch, admin: CacheAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = fresh_key()
-    assert await tiers.put(key, ENTRY, overwrite=False)
-    heard = heard_of(tiers)
-    tiers.heard = lambda: heard
+    assert await tiers.put(key, ENTRY, refresh=False)
+    heard = watch.last_token = heard_of(tiers)
     assert admin.evict([key]) == 1
 
     def forgotten_meanwhile(_store: EmbeddingStore) -> bytes:

@@ -1,4 +1,4 @@
-"""Replicas that agree on who encodes, over a real server; each has connections of its own, as processes have."""
+"""Replicas agree on who encodes, over a real server; each has its own connections, as separate processes have."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def key(name: str) -> ContentKey:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an encode, and where."""
+    """The result of an encode, and the replica or cache that it came from."""
 
     where: str
     stored: bool = True
 
 
 class Replica:
-    """One encoder process as far as the lease goes: encoding takes as long as `gate` is closed."""
+    """The lease's part of an encoder process. Encoding takes as long as `gate` is closed."""
 
     def __init__(self, name: str, url: str, ttl_s: float) -> None:
         self.name = name
@@ -62,9 +62,10 @@ class Replica:
         self.metrics = EncoderMetrics(CollectorRegistry())
         self.done = DoneChannel(url, 0.3)
         self.is_answering = True
-        self.flight: FleetFlight[Outcome] = FleetFlight(
+        self.flight = FleetFlight(
             EncodeLeases(self.store, ttl_s),
             self.done,
+            self.find,
             self.metrics,
             num_threads=2,
             is_answering=lambda: self.is_answering,
@@ -76,23 +77,27 @@ class Replica:
         self.can_store = True
 
     async def ask(self, one: ContentKey) -> tuple[Outcome, bool]:
-        """As the pipeline does after a miss."""
+        """Does what the pipeline does after a miss. Returns the outcome, and whether another replica was waited for."""
+        async with asyncio.timeout(TIMEOUT_S), self.flight.claimed(one) as claim:
+            if claim.found is not None:
+                return Outcome("cache"), claim.has_waited
+            outcome = await self.encode(one)
+            claim.stored = outcome.stored
+            return outcome, False
 
-        async def find() -> Outcome | None:
-            meta = await asyncio.to_thread(self.store.stat, one)
-            return None if meta is None else Outcome("cache")
+    async def find(self, one: ContentKey) -> EmbeddingMeta | None:
+        """Looks up a key in the shared cache."""
+        return await asyncio.to_thread(self.store.stat, one)
 
-        async def encode() -> Outcome:
-            self.num_encodes += 1
-            await self.gate.wait()
-            if self.error is not None:
-                raise self.error
-            rows = memoryview(bytes(META.size_bytes))
-            stored = self.can_store and await asyncio.to_thread(write, self.store, one, META, rows)
-            return Outcome(self.name, stored)
-
-        async with asyncio.timeout(TIMEOUT_S):
-            return await self.flight.run(one, find, encode)
+    async def encode(self, one: ContentKey) -> Outcome:
+        """Waits for the gate, then stores rows."""
+        self.num_encodes += 1
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        rows = memoryview(bytes(META.size_bytes))
+        stored = self.can_store and await asyncio.to_thread(write, self.store, one, META, rows)
+        return Outcome(self.name, stored)
 
     async def close(self) -> None:
         self.gate.set()
@@ -102,7 +107,7 @@ class Replica:
 
 @pytest.fixture
 async def fleet(own_redis: EmbeddedRedis) -> AsyncIterator[Callable[..., Any]]:
-    """`await fleet(4)`: replicas whose channels are connected."""
+    """Starts replicas, as in `await fleet(4)`, and waits until their channels are connected."""
     async with AsyncExitStack() as stack:
 
         async def start(size: int, ttl_s: float = 20.0) -> list[Replica]:
@@ -191,7 +196,7 @@ async def test_a_holder_whose_model_hangs_lets_its_lease_go(fleet: Callable[...,
     holder.is_answering = False
     outcome, was_elsewhere = await waiter.ask(key("a"))
     assert (outcome.where, was_elsewhere, leading.done()) == (waiter.name, False, False)
-    # By the lease, not because its patience was at an end.
+    # It got the lease; it did not give up waiting.
     assert waiter.metrics.lease_takeovers._value.get() == 1
     holder.gate.set()
     await leading
@@ -326,7 +331,7 @@ async def test_a_hiccup_of_redis_costs_no_second_encode(start_encoder: StartEnco
         await asyncio.gather(*(encoder.stub.Encode(request_of(9050)) for encoder in encoders))
         os.kill(own_redis.pid, signal.SIGSTOP)
         asking = asyncio.gather(*(encoder.stub.Encode(request_of(9051)) for encoder in encoders for _ in range(50)))
-        # Longer than a look and the attempt to get the lease may take.
+        # Longer than one look-up and one attempt to get the lease may take.
         await asyncio.sleep(0.65)
         os.kill(own_redis.pid, signal.SIGCONT)
         answers = await asking
@@ -339,8 +344,8 @@ async def test_a_thousand_requests_over_fifty_images_encode_each_once(
 ) -> None:
     requests = [request_of(9100 + seed) for seed in range(50)]
     rng = random.Random(3)
-    # Four encoders and a thousand callers share this process: what is late here must not count as a Redis that is away,
-    # behind which each encoder rightly encodes for itself.
+    # Four encoders and a thousand callers share this process. A late answer must not count as an unreachable Redis, in
+    # which case each encoder rightly encodes for itself.
     patient = {"redis_url": own_redis.url, "redis_budget_s": 10.0, "encode_lease_s": 60.0}
     async with AsyncExitStack() as stack:
         encoders = [await stack.enter_async_context(start_encoder("llava_clip", **patient)) for _ in range(4)]

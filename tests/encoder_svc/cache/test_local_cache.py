@@ -1,4 +1,4 @@
-"""The local cache never exceeds its bytes, and what is shown once does not push out what is shown often."""
+"""The local cache never exceeds its capacity, and images shown once do not evict those shown often."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 
 
 def entry(num_rows: int) -> LocalEmbedding:
-    """An entry of `num_rows` times 8 bytes."""
+    """An entry whose rows take 8 bytes each."""
     meta = EmbeddingMeta(num_rows, 2, 0, RowDtype.FLOAT32, 10, 10)
     return LocalEmbedding(meta, memoryview(bytes(meta.size_bytes)))
 

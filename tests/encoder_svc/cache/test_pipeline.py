@@ -1,4 +1,4 @@
-"""One encode per image however many ask, whatever the cache does, and every refusal leaves the pipeline as it was."""
+"""Each image is encoded once however many ask, whatever the cache does, and a refusal leaves the pipeline unchanged."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from encoder_svc.cache.cache_tiers import CacheTiers
+from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput, Origin
+from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache
-from encoder_svc.cache.pipeline import CacheUse, EncodeOutcome, EncodePipeline, ImageInput, Origin
+from encoder_svc.cache.pipeline import EncodePipeline
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
-from encoder_svc.images.prepared_room import PreparedRoom
+from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine, Stage
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
-from encoder_svc.vision.forward_queue import CallerId, ForwardJob, ForwardQueue
+from encoder_svc.vision.forward_queue import ForwardJob, ForwardQueue
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import caller_order, tracing
 from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions, Tenant, image_digest
@@ -42,7 +45,6 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
-from tests.lookonce.store.entries import write
 from tests.otlp_collector import traced_process
 
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1_000_000, max_aspect=50.0)
@@ -55,25 +57,27 @@ class Harness:
 
     pipeline: EncodePipeline
     store: EmbeddingStore | None
-    # Set: forward passes may run.
+    # While it is set, forward passes may run.
     gate: threading.Event
     # Size of each forward pass.
     passes: list[int]
 
     @property
     def num_encoded(self) -> int:
-        """Images that went through the model."""
+        """Number of images that went through the model."""
         return sum(self.passes)
 
-    async def encode(self, data: bytes, cache_use: CacheUse = CacheUse.READ_AND_WRITE, **fields: Any) -> EncodeOutcome:
-        """Encodes bytes for the default tenant."""
+    async def encode(
+        self, data: bytes, cache_policy: CachePolicy = CachePolicy.READ_AND_WRITE, **fields: Any
+    ) -> EncodeOutcome:
+        """Encodes an image file, for the default tenant unless told otherwise."""
         image = ImageInput(data, fields.get("digest"), fields.get("options", ProcessorOptions()))
-        return await self.pipeline.encode(image, cache_use, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
+        return await self.pipeline.encode(image, cache_policy, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
 
     async def find(self, data: bytes, **fields: Any) -> EncodeOutcome:
-        """Asks by digest alone."""
+        """Asks for an image by its digest."""
         image = ImageInput(None, image_digest(data), fields.get("options", ProcessorOptions()))
-        use = fields.get("cache_use", CacheUse.READ_AND_WRITE)
+        use = fields.get("cache_policy", CachePolicy.READ_AND_WRITE)
         return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
 
     async def rows(self, outcome: EncodeOutcome) -> bytes:
@@ -83,7 +87,7 @@ class Harness:
 
 @pytest.fixture
 def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., Any]:
-    """`async with open_harness(redis_url=…) as harness`; the gate is open."""
+    """Opens a pipeline, as in `async with open_harness(redis_url=…) as harness`; its gate is open."""
 
     @asynccontextmanager
     async def open_one(
@@ -105,32 +109,28 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
             return model.forward(batch)
 
         store = None if redis_url is None else EmbeddingStore(redis_url, 0.5, 60, 1 << 20)
-        pipeline = EncodePipeline(
+        encoder = ImageEncoder(
             model,
-            Preprocessor(model.adapter, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, 60.0, metrics)),
+            Preprocessor(model.adapter, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, metrics)),
             ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
-            CacheTiers(LocalCache(local_bytes), store, metrics, store_workers=2),
-            LIMITS,
             metrics,
-            fleet=None,
             max_queued_images=max_queued,
-            room=PreparedRoom(max_prepared_bytes, 2),
-            quarantine=Quarantine(Stage.FORWARD, 60.0, metrics),
+            budget=PixelBudget(max_prepared_bytes, 2),
+            quarantine=Quarantine(Stage.FORWARD, metrics),
         )
-        try:
-            yield Harness(pipeline, store, gate, passes)
-        finally:
-            # Also after a failed test: threads and decoding processes left behind would fail the next one.
-            gate.set()
-            await pipeline.close()
-            if store is not None:
-                store.close()
+        tiers = CacheTiers(LocalCache(local_bytes), store, metrics, num_threads=2)
+        pipeline = EncodePipeline(model, encoder, tiers, None, LIMITS, metrics)
+        yield Harness(pipeline, store, gate, passes)
+        gate.set()
+        await pipeline.close()
+        if store is not None:
+            store.close()
 
     return open_one
 
 
 def png(seed: int, width: int = 80, height: int = 60) -> bytes:
-    """An image file of its own."""
+    """An image file that differs between seeds."""
     return image_files.encoded(image_files.noise(seed, width, height))
 
 
@@ -235,13 +235,13 @@ async def test_nothing_is_found_before_it_was_encoded(
     open_harness: Callable[..., Any], own_redis: EmbeddedRedis
 ) -> None:
     async with open_harness(own_redis.url) as harness:
-        for attempt in (harness.find(png(1)), harness.encode(png(1), CacheUse.ONLY_IF_CACHED)):
+        for attempt in (harness.find(png(1)), harness.encode(png(1), CachePolicy.ONLY_IF_CACHED)):
             with pytest.raises(EmbeddingNotCachedError):
                 await attempt
         assert harness.num_encoded == 0
         await harness.encode(png(1))
         assert (await harness.find(png(1))).origin is Origin.LOCAL_CACHE
-        assert (await harness.encode(png(1), CacheUse.ONLY_IF_CACHED)).origin is Origin.LOCAL_CACHE
+        assert (await harness.encode(png(1), CachePolicy.ONLY_IF_CACHED)).origin is Origin.LOCAL_CACHE
 
 
 async def test_refresh_encodes_again_and_overwrites(open_harness: Callable[..., Any], own_redis: EmbeddedRedis) -> None:
@@ -250,15 +250,15 @@ async def test_refresh_encodes_again_and_overwrites(open_harness: Callable[..., 
         rows = await harness.rows(outcome)
         wrong = memoryview(bytes(len(rows)))
         harness.store.delete(outcome.key)
-        assert write(harness.store, outcome.key, outcome.meta, wrong)
-        refreshed = await harness.encode(png(1), CacheUse.REFRESH)
+        assert harness.store.write(outcome.key, outcome.meta, wrong)
+        refreshed = await harness.encode(png(1), CachePolicy.REFRESH)
         assert (refreshed.origin, refreshed.stored) == (Origin.COMPUTED, True)
         stored = memoryview(bytearray(len(rows)))
         assert harness.store.read_rows(outcome.key, 0, outcome.meta.num_rows, stored) is None
         assert bytes(stored) == rows
         assert harness.num_encoded == 2
         with pytest.raises(InvalidParameterError, match="cache_policy"):
-            await harness.find(png(1), cache_use=CacheUse.REFRESH)
+            await harness.find(png(1), cache_policy=CachePolicy.REFRESH)
 
 
 async def test_an_entry_that_left_the_shared_cache_is_written_again(
@@ -317,13 +317,13 @@ async def test_pixels_that_wait_for_the_model_are_bounded_by_their_bytes(
 ) -> None:
     async with open_harness(max_prepared_bytes=1) as harness:
         prepared: list[bytes] = []
-        prepare = harness.pipeline._preprocessor._prepare
+        prepare = harness.pipeline._encoder._preprocessor._prepare
 
         def noted(data: bytes, *others: Any) -> Any:
             prepared.append(data)
             return prepare(data, *others)
 
-        monkeypatch.setattr(harness.pipeline._preprocessor, "_prepare", noted)
+        monkeypatch.setattr(harness.pipeline._encoder._preprocessor, "_prepare", noted)
         harness.gate.clear()
         waiting = [asyncio.create_task(harness.encode(png(seed))) for seed in range(1, 7)]
         await settled(lambda: len(prepared) == 2)
@@ -333,13 +333,12 @@ async def test_pixels_that_wait_for_the_model_are_bounded_by_their_bytes(
         leaving.cancel()
         harness.gate.set()
         assert {outcome.origin for outcome in await asyncio.gather(*waiting)} == {Origin.COMPUTED}
-        # A flight outlives the call that began it, and may end after those of the others.
-        await settled(lambda: harness.num_encoded == 6)
-        assert len(prepared) == 6
+        # The cancelled caller's flight went on.
+        assert len(prepared) == harness.num_encoded == 6
         with pytest.raises(ImageUndecodableError):
             await harness.encode(b"no image")
         assert (await harness.encode(png(9))).origin is Origin.COMPUTED
-        assert harness.pipeline._room.num_bytes == 0
+        assert harness.pipeline._encoder._budget.num_bytes == 0
 
 
 async def test_a_wrong_digest_stores_nothing(open_harness: Callable[..., Any], own_redis: EmbeddedRedis) -> None:
@@ -417,8 +416,8 @@ async def test_closing_ends_work_in_flight(open_harness: Callable[..., Any], tmp
 async def test_a_caller_s_images_reach_the_model_in_the_order_of_asking(
     open_harness: Callable[..., Any], own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However slow the machine is.
-    monkeypatch.setattr(caller_order, "_LONGEST_WAIT_S", float(TIMEOUT_S))
+    # Makes the order independent of the machine's speed.
+    monkeypatch.setattr(caller_order, "_MAX_WAIT_S", float(TIMEOUT_S))
     queued: list[int] = []
     put = ForwardQueue.put
 
@@ -444,7 +443,7 @@ async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(op
     with traced_process() as traces:
         async with open_harness() as harness:
             harness.gate.clear()
-            batcher = harness.pipeline._batcher
+            batcher = harness.pipeline._encoder._batcher
             async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as group:
                 group.create_task(call(harness, 0))
                 await settled(lambda: batcher.running_s > 0)

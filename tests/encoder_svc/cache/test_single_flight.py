@@ -1,4 +1,4 @@
-"""One task per key, owned by nobody who waits for it."""
+"""A key has one task, and none of its callers owns it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def test_everybody_gets_the_one_result() -> None:
         await gate.wait()
         return 7
 
-    first = asyncio.create_task(flights.start("key", work()))
+    first = asyncio.create_task(flights.start("key", work))
     await asyncio.sleep(0)
     others = [asyncio.create_task(flights.join("key")) for _ in range(49)]
     assert "key" in flights
@@ -35,7 +35,7 @@ async def test_cancelling_callers_cancels_nothing_shared() -> None:
         await gate.wait()
         return 7
 
-    first = asyncio.create_task(flights.start("key", work()))
+    first = asyncio.create_task(flights.start("key", work))
     await asyncio.sleep(0)
     second, third = (asyncio.create_task(flights.join("key")) for _ in range(2))
     await asyncio.sleep(0)
@@ -56,13 +56,13 @@ async def test_a_failure_reaches_everybody_and_the_next_attempt_starts_afresh() 
     async def succeed() -> int:
         return 1
 
-    first = asyncio.create_task(flights.start("key", fail()))
+    first = asyncio.create_task(flights.start("key", fail))
     await asyncio.sleep(0)
     second = asyncio.create_task(flights.join("key"))
     for task in (first, second):
         with pytest.raises(ValueError, match="once"):
             await task
-    assert await flights.start("key", succeed()) == 1
+    assert await flights.start("key", succeed) == 1
 
 
 async def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
@@ -74,7 +74,7 @@ async def test_a_failure_without_callers_is_not_reported_as_lost() -> None:
         await asyncio.sleep(0)
         raise ValueError("nobody listens")
 
-    caller = asyncio.create_task(flights.start("key", fail()))
+    caller = asyncio.create_task(flights.start("key", fail))
     await asyncio.sleep(0)
     caller.cancel()
     await asyncio.wait([caller])
@@ -91,7 +91,7 @@ async def test_closing_ends_every_flight() -> None:
         await asyncio.Event().wait()
         return 0
 
-    caller = asyncio.create_task(flights.start("key", hang()))
+    caller = asyncio.create_task(flights.start("key", hang))
     await asyncio.sleep(0)
     await flights.close()
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""What is stored: everything that is read sooner than made again, by what was measured."""
+"""Rows are stored when, by the measured times, reading them is faster than encoding them again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_link_too_slow_for_the_budget_is_learnt_from_writes_that_are_giv
         proxy = FaultProxy(server.url.removeprefix("unix://"))
         store = EmbeddingStore(proxy.url, 0.2, 60, 64 << 20)
         metrics = EncoderMetrics(CollectorRegistry())
-        tiers = CacheTiers(LocalCache(256 << 20), store, metrics, store_workers=1)
+        tiers = CacheTiers(LocalCache(256 << 20), store, metrics, num_threads=1)
         meta = EmbeddingMeta(2000, 2000, 0, RowDtype.FLOAT32, 100, 100)
         rows = memoryview(bytes(meta.size_bytes))
         try:
@@ -79,9 +79,9 @@ async def test_a_link_too_slow_for_the_budget_is_learnt_from_writes_that_are_giv
             for _ in range(3):
                 # The server has answered and then takes the rows too slowly.
                 proxy.faults.request_bytes_per_s = 10 * MB
-                assert not await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=0.001), overwrite=False)
+                assert not await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=0.001), refresh=False)
             assert store.stats.snapshot()["write", "slow"] == 3
-            assert not await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=0.001), overwrite=False)
+            assert not await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=0.001), refresh=False)
             assert metrics.not_worth_storing._value.get() == 1
         finally:
             tiers.close()
@@ -92,14 +92,14 @@ async def test_a_link_too_slow_for_the_budget_is_learnt_from_writes_that_are_giv
 async def test_what_is_not_worth_it_is_kept_in_this_process_only(shared_redis: EmbeddedRedis) -> None:
     store = EmbeddingStore(shared_redis.url, 5.0, 60, 64 << 20)
     metrics = EncoderMetrics(CollectorRegistry())
-    tiers = CacheTiers(LocalCache(64 << 20), store, metrics, store_workers=1)
+    tiers = CacheTiers(LocalCache(64 << 20), store, metrics, num_threads=1)
     meta = EmbeddingMeta(400, 2000, 0, RowDtype.FLOAT32, 100, 100)
     rows = memoryview(bytes(meta.size_bytes))
     try:
         for _ in range(3):
-            assert await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=1.0), overwrite=False)
+            assert await tiers.put(fresh_key(), LocalEmbedding(meta, rows, encode_s=1.0), refresh=False)
         cheap = fresh_key()
-        assert not await tiers.put(cheap, LocalEmbedding(meta, rows, encode_s=0.0), overwrite=False)
+        assert not await tiers.put(cheap, LocalEmbedding(meta, rows, encode_s=0.0), refresh=False)
         entry = tiers.find_local(cheap)
         assert entry is not None
         assert not await tiers.keep_stored(cheap, entry), "a hit must not store it after all"

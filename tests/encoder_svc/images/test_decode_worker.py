@@ -1,4 +1,4 @@
-"""Decoding in a process of its own: the same pixels, and whatever happens there costs that image only."""
+"""Decoding in a separate process gives the same pixels, and a crash there costs that image only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests import image_files
 
 LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
 GOOD = image_files.encoded(image_files.noise(1, 90, 40))
-# Half a second of work and more.
+# Decoding takes half a second or more.
 SLOW = image_files.encoded(image_files.noise(2, 4000, 3000), "JPEG", progressive=True)
 
 
@@ -108,7 +108,7 @@ def test_an_image_that_takes_too_long_is_given_up_and_its_process_killed() -> No
     [
         (signal.SIGSEGV, ImagePoisonousError),
         (signal.SIGABRT, ImagePoisonousError),
-        # By a kernel that is short of memory, or somebody who ends processes: the image is not to blame.
+        # Killed by the kernel for lack of memory, or by an operator: the image is not to blame.
         (signal.SIGKILL, UnavailableError),
         (signal.SIGTERM, UnavailableError),
     ],
@@ -185,7 +185,7 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
 
     monkeypatch.setattr(DecodeWorker, "decode", decode)
     registry = CollectorRegistry()
-    quarantine = Quarantine(Stage.DECODE, 60.0, EncoderMetrics(registry))
+    quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
     preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 2, 10.0, quarantine)
     other = image_files.encoded(image_files.noise(9, 90, 40))
     for _ in range(4):

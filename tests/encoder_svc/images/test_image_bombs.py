@@ -77,7 +77,7 @@ BOMBS: dict[str, Bomb] = {
     "GIF blocks": (lambda: image_bombs.gif_of_blocks(4 << 20), ImageDecodeLimitError),
     "WebP blocks": (lambda: image_bombs.webp_of_blocks(8 << 20), ImageDecodeLimitError),
 }
-# Odd, but pictures.
+# Unusual files that are valid pictures.
 HARMLESS: dict[str, Callable[[], bytes]] = {
     "EXIF of 5000 entries": lambda: image_bombs.png_with_exif(image_bombs.exif_of(5000, size=100)),
     "EXIF that points beyond its end": lambda: image_bombs.png_with_exif(
@@ -114,7 +114,7 @@ def reference(folder: pathlib.Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def process(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChildProcess]:
-    """Without Redis: all rows come with the answers."""
+    """An encoder without Redis, so that all rows come with the answers."""
     arguments = ["--model", str(folder), "--num-threads", "1", "--decode-timeout-s", "1"]
     arguments += ["--preprocess-workers", str(NUM_WORKERS), "--drain-timeout-s", "1"]
     process = ChildProcess("encoder", "encoder_svc", arguments, tmp_path_factory.mktemp("encoder"))
@@ -127,7 +127,7 @@ def process(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 async def warm_up(target: str) -> None:
-    """Both decoding processes run, and buffers have their size."""
+    """Waits until both decoding processes run and buffers have their final size."""
     async with channel_to(target) as channel:
         stub = EncoderServiceStub(channel)
         await asyncio.gather(
@@ -147,7 +147,7 @@ def channel_to(target: str) -> grpc.aio.Channel:
 
 
 async def encode(stub: EncoderServiceAsyncStub, data: bytes) -> torch.Tensor:
-    """[NUM_ROWS, hidden_size]"""
+    """The rows [NUM_ROWS, hidden_size] that the encoder answers with."""
     item = pb.EncodeItem(image=common_pb2.ImageSource(data=data), rows_if_not_stored=True)
     response = await stub.Encode(pb.EncodeRequest(items=[item]), timeout=TIMEOUT_S)
     return torch.frombuffer(bytearray(response.results[0].rows), dtype=torch.float32).view(NUM_ROWS, -1)
@@ -166,18 +166,18 @@ async def check_next(stub: EncoderServiceAsyncStub, reference: Reference, seed: 
 
 
 def memory_bytes(pid: int, name: str) -> int:
-    """`name` is a line of /proc/PID/status."""
+    """A figure of /proc/PID/status, by the name of its line."""
     lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def forget_peak(pid: int) -> None:
-    """The largest resident size counts from now on."""
+    """Restarts the measurement of the largest resident size."""
     pathlib.Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def check_children(pid: int) -> None:
-    """No decoding process too many, and none above its limit."""
+    """Asserts that there are not too many decoding processes, and that none exceeds its limit."""
     children = psutil.Process(pid).children()
     assert len(children) <= NUM_WORKERS
     for child in children:
@@ -214,7 +214,7 @@ async def test_an_odd_file_is_a_picture_like_any_other(
 async def test_a_picture_near_the_limits_is_decoded_or_refused_for_its_time(
     process: ChildProcess, stub: EncoderServiceAsyncStub, reference: Reference
 ) -> None:
-    """What it unpacks to stays in the decoding process, whose memory is limited."""
+    """The unpacked pixels stay in the decoding process, whose memory is limited."""
     data = large_png()
     refusals: list[grpc.aio.AioRpcError] = []
     try:

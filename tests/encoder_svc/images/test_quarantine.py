@@ -1,4 +1,4 @@
-"""Two strikes put an image into quarantine, for a while, in a table that does not grow."""
+"""Two strikes put an image into quarantine for a while; the table is bounded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def quarantine(clock: Clock, registry: CollectorRegistry) -> Quarantine:
-    return Quarantine(Stage.FORWARD, DURATION_S, EncoderMetrics(registry), clock=clock)
+    return Quarantine(Stage.FORWARD, EncoderMetrics(registry), duration_s=DURATION_S, clock=clock)
 
 
 @pytest.fixture

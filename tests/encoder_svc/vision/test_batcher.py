@@ -1,11 +1,10 @@
-"""Forward passes take what waits, inside their limits, begin when they should, and one bad image fails alone."""
+"""Forward passes take the waiting images inside their limits, begin at once, and one bad image fails alone."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision import batcher as batcher_module
 from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
-from encoder_svc.vision.forward_queue import CallerId, EncodedRows
+from encoder_svc.vision.forward_queue import EncodedRows
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
@@ -49,10 +49,6 @@ class StepwiseModel:
             raise self.poison_error
         return [inputs.pixel_values * 2 for inputs in batch]
 
-    def is_at_rest(self) -> bool:
-        """Whether no pass begins although there is time for it."""
-        return not self.started.acquire(timeout=0.05)
-
     def control(self) -> None:
         self.num_controls += 1
         if self.control_error is not None:
@@ -71,13 +67,13 @@ class Clock:
 
 @pytest.fixture
 def model() -> StepwiseModel:
-    """The model under the batcher."""
+    """The model that the batchers run."""
     return StepwiseModel()
 
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """Metrics of the batchers."""
+    """The registry of the batchers' metrics."""
     return CollectorRegistry()
 
 
@@ -114,7 +110,7 @@ def submit_behind_first(
 
 
 def values(futures: list[Future[EncodedRows]]) -> list[float]:
-    """What each image became."""
+    """The value that each image's rows have."""
     return [float(future.result(TIMEOUT_S).rows[0, 0]) for future in futures]
 
 
@@ -289,82 +285,13 @@ def test_a_cancelled_image_leaves_its_place_to_another_one_at_once(
     assert model.batches == [[1], [3, 4]]
 
 
-def test_without_a_delay_a_pass_waits_for_nobody(
+def test_an_idle_model_waits_for_no_second_image(
     model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
 ) -> None:
     batcher = make_batcher()
-    with batcher.expecting():
-        future = batcher.submit(image(1), A)
-        model.permits.release(10)
-        assert values([future]) == [2.0]
-
-
-def test_a_pass_waits_for_images_on_their_way_until_it_is_full(
-    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
-) -> None:
-    batcher = make_batcher(clock=Clock(), max_delay_s=1000.0)
+    future = batcher.submit(image(1), A)
     model.permits.release(10)
-    with batcher.expecting():
-        futures = [batcher.submit(image(value), A) for value in (1, 2, 3)]
-        assert model.is_at_rest()
-        futures.append(batcher.submit(image(4), A))
-        assert values(futures) == [2.0, 4.0, 6.0, 8.0]
-    assert model.batches == [[1, 2, 3, 4]]
-
-
-def test_a_pass_goes_at_once_when_something_waits_that_cannot_join_it(
-    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
-) -> None:
-    batcher = make_batcher(clock=Clock(), max_delay_s=1000.0)
-    model.permits.release(10)
-    with batcher.expecting():
-        first = batcher.submit(image(1), A)
-        assert model.is_at_rest()
-        batcher.submit(image(2, 7), A)
-        assert values([first]) == [2.0]
-    assert model.batches[0] == [1]
-
-
-def test_a_pass_goes_at_once_when_nothing_else_is_on_its_way(
-    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
-) -> None:
-    batcher = make_batcher(clock=Clock(), max_delay_s=1000.0)
-    model.permits.release(10)
-    with ExitStack() as others:
-        for _ in range(2):
-            others.enter_context(batcher.expecting())
-        with batcher.expecting():
-            futures = [batcher.submit(image(1), A)]
-        futures.append(batcher.submit(image(2), B))
-        assert model.is_at_rest(), "two more are being prepared"
-    assert values(futures) == [2.0, 4.0]
-    assert model.batches == [[1, 2]]
-
-
-def test_the_delay_counts_from_the_oldest_image(
-    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
-) -> None:
-    clock = Clock()
-    batcher = make_batcher(clock=clock, max_delay_s=1.0)
-    model.permits.release(10)
-    with batcher.expecting():
-        futures = [batcher.submit(image(1), A)]
-        clock.now_s += 0.9
-        futures.append(batcher.submit(image(2), B))
-        assert model.is_at_rest()
-        futures.append(batcher.submit(image(3), B))
-        clock.now_s += 0.2
-        assert values(futures) == [2.0, 4.0, 6.0]
-    assert model.batches == [[1, 2, 3]]
-
-
-def test_an_image_on_its_way_that_never_comes_delays_nobody_for_good(
-    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher]
-) -> None:
-    batcher = make_batcher(max_delay_s=0.01)
-    model.permits.release(10)
-    with batcher.expecting():
-        assert values([batcher.submit(image(1), A)]) == [2.0]
+    assert values([future]) == [2.0]
 
 
 def test_a_pass_that_takes_too_long_shows_and_refuses_further_images(
@@ -445,16 +372,21 @@ def test_rows_are_those_of_a_pass_of_its_own_whatever_the_company(
         for seed, (width, height, _) in enumerate(images)
     ]
     sizes: list[int] = []
+    has_begun, all_are_queued = threading.Event(), threading.Event()
 
     def forward(batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
+        has_begun.set()
+        assert all_are_queued.wait(TIMEOUT_S)
         sizes.append(len(batch))
         return model.forward(batch)
 
-    limits = BatchLimits(4, 1 << 26, 100, max_delay_s=1000.0)
+    limits = BatchLimits(4, 1 << 26, 100)
     batcher = ForwardBatcher(forward, model.warm_up, limits, EncoderMetrics(CollectorRegistry()))
-    with batcher.expecting():
-        futures = [batcher.submit(inputs, CallerId(name)) for inputs, (_, _, name) in zip(pixels, images, strict=True)]
+    batcher.submit(pixels[0], CallerId("first"))
+    assert has_begun.wait(TIMEOUT_S)
+    futures = [batcher.submit(inputs, CallerId(name)) for inputs, (_, _, name) in zip(pixels, images, strict=True)]
+    all_are_queued.set()
     for inputs, future in zip(pixels, futures, strict=True):
         torch.testing.assert_close(future.result(TIMEOUT_S).rows, model.forward([inputs])[0], rtol=1e-5, atol=1e-5)
-    assert sizes == [4] * (len(images) // 4) + ([len(images) % 4] if len(images) % 4 else [])
+    assert sizes == [1] + [4] * (len(images) // 4) + ([len(images) % 4] if len(images) % 4 else [])
     batcher.close()

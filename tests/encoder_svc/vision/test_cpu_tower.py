@@ -1,4 +1,4 @@
-"""A vision half that was made fast gives the rows that it gave before, in every family."""
+"""A vision half gives the same rows after it was made fast, in every family."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ packs = pytest.mark.skipif(
 
 
 def rows_of(folder: pathlib.Path, model: Any) -> list[torch.Tensor]:
-    """Of two images, one pass each."""
+    """Rows of two images, encoded in one pass each."""
     adapter = VisionAdapter.load(ModelFolder.open(folder))
     images = [image_files.noise(seed, *size) for seed, size in enumerate(SIZES)]
     with torch.inference_mode():
@@ -124,7 +124,7 @@ def test_how_many_layers_are_unused_follows_from_the_features(
 
 
 class Block(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """linear → activation → linear, in the order that `forward` says."""
+    """A block linear → activation → linear; `forward` fixes the order."""
 
     def __init__(self, activation: torch.nn.Module, forward: Callable[[Block, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -225,11 +225,11 @@ def test_a_loaded_model_is_fast_and_its_fingerprint_is_that_of_the_weights_as_re
     tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = encoder_settings(tiny_folder("llava_clip"), device="cpu")
-    fast = VisionModel.load(settings)
+    fast = VisionModel.load(settings.vision)
     assert num_packed(fast._model) > 0
     monkeypatch.setattr(packed_linear, "_OPERATORS", ("_no_such_operator",))
     with capture_logs() as logs:
-        plain = VisionModel.load(settings)
+        plain = VisionModel.load(settings.vision)
     assert num_packed(plain._model) == 0
     assert fast.fingerprint == plain.fingerprint
     assert [line["reason"] for line in logs if line["event"] == "linear layers are not packed"]

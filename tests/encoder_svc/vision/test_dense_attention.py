@@ -1,4 +1,4 @@
-"""Native attention equals PyTorch's for every form that it takes, and leaves the others to it."""
+"""Native attention equals PyTorch's for every form that it takes, and leaves all other forms to PyTorch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests import image_files
 from tests.tiny_families import FAMILIES
 
 Folders = Callable[[str], pathlib.Path]
-# Against products in float64, relative to the size of the output.
+# Largest difference from products in float64, relative to the norm of the output.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
-# Images, heads, tokens, elements of a head: around whole tiles, vectors and words.
+# Images, heads, tokens, elements of a head; the sizes lie around multiples of tiles, vectors and words.
 SHAPES = [
     (1, 1, 1, 16),
     (1, 2, 11, 32),
@@ -46,7 +46,7 @@ def native() -> DenseAttention:
 
 
 def heads(shape: tuple[int, int, int, int], dtype: torch.dtype, *, gain: float = 1.0) -> list[torch.Tensor]:
-    """Queries, keys and values as towers have them: beside each other, heads within a token."""
+    """Queries, keys and values in a tower's layout: side by side in memory, heads within a token."""
     num_images, num_heads, num_tokens, head_dim = shape
     generator = torch.Generator().manual_seed(num_tokens)
     together = torch.randn(num_images, num_tokens, 3, num_heads, head_dim, generator=generator) * gain
@@ -54,7 +54,7 @@ def heads(shape: tuple[int, int, int, int], dtype: torch.dtype, *, gain: float =
 
 
 def sdpa(parts: list[torch.Tensor], scale: float) -> torch.Tensor:
-    """[num_images, num_tokens, num_heads, head_dim]."""
+    """PyTorch's output [num_images, num_tokens, num_heads, head_dim]."""
     return torch.nn.functional.scaled_dot_product_attention(*parts, scale=scale).transpose(1, 2)
 
 
@@ -149,7 +149,7 @@ def test_what_it_does_not_take_is_left(
 
 
 class Counted:
-    """The implementation that transformers calls, and how often C++ answered."""
+    """The implementation that transformers calls, and a count of the calls that C++ answered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_native = 0

@@ -1,4 +1,4 @@
-"""An encoder whose forward thread dies, in a process as operators run it: who gets which answer, and how it ends."""
+"""A real encoder process whose forward thread dies: the answers that clients get, and the end of the process."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
-from encoder_svc.vision.forward_queue import CallerId, ForwardJob, ForwardQueue
+from encoder_svc.vision.forward_queue import ForwardJob, ForwardQueue
 
 PIXEL_BYTES = 4
 CALLERS = [CallerId(name) for name in "abcde"]
@@ -36,7 +37,7 @@ def filled(images: str, *, max_images: int = 4, max_bytes: int = 1 << 20) -> For
 
 
 def passes(queue: ForwardQueue) -> list[str]:
-    """Takes everything; callers of each pass in order."""
+    """Takes all passes. Returns the callers of each pass in order."""
     taken = []
     while plan := queue.plan():
         queue.take(plan)
@@ -52,7 +53,7 @@ def passes(queue: ForwardQueue) -> list[str]:
         ("aaaaaabc", 4, ["abca", "aaaa"]),
         ("aaaabbbb", 4, ["abab", "abab"]),
         ("abcdefgh", 4, ["abcd", "efgh"]),
-        # One place is the oldest image's, the other goes round: c and d do not wait until a and b are done.
+        # One place goes to the oldest image, the other to each caller in turn: c and d do not wait for a and b to end.
         ("aaaabbbbccccdddd", 2, ["ab", "ac", "ad", "ab", "bc", "bd", "cd", "cd"]),
         ("aaaab", 1, ["a", "b", "a", "a", "a"]),
         ("aaabbc", 1, ["a", "b", "a", "c", "a", "b"]),
@@ -103,7 +104,6 @@ def test_stacked_images_of_one_shape_share_a_pass_and_packed_ones_of_any() -> No
             queue.put(ForwardJob(inputs, CallerId(str(number)), number, 0.0))
         sizes = []
         while plan := queue.plan():
-            assert queue.is_full(plan) == (len(plan) < len(queue))
             queue.take(plan)
             sizes.append([job.inputs.pixel_values.numel() for job in plan])
         assert sizes == expected
@@ -115,7 +115,6 @@ def test_a_small_image_passes_a_large_one_of_somebody_else_but_never_of_its_own_
         queue.put(ForwardJob(packed(num_patches), CallerId(name), number, 0.0))
     first = queue.plan()
     assert [job.number for job in first] == [0, 3]
-    assert queue.is_full(first)
     queue.take(first)
     assert [job.number for job in queue.plan()] == [1, 2]
 
@@ -129,7 +128,7 @@ class AnyTraffic(RuleBasedStateMachine):
         self.queue = ForwardQueue(self.max_images, self.max_bytes)
         self.waiting: list[ForwardJob] = []
         self.numbers = itertools.count()
-        # Of each image: passes since it came, and how many it may wait at the most.
+        # By image: the passes since it came, and the most passes that it may wait.
         self.waited: dict[int, int] = {}
         self.allowed: dict[int, int] = {}
         self.last_callers: set[CallerId] = set()
@@ -159,7 +158,6 @@ class AnyTraffic(RuleBasedStateMachine):
         self.check_bounds(plan)
         self.check_order(plan)
         self.check_turns(plan)
-        assert self.queue.is_full(plan) == (len(plan) == self.max_images or len(plan) < len(self.waiting))
         self.queue.take(plan)
         for job in self.waiting:
             self.waited[job.number] += 1
@@ -183,7 +181,7 @@ class AnyTraffic(RuleBasedStateMachine):
             assert mine == line[: len(mine)]
 
     def check_turns(self, plan: list[ForwardJob]) -> None:
-        """Whoever has an image left that would fit got at most one place less than anybody else."""
+        """Asserts that a caller with a waiting image that would fit got at most one place less than any other."""
         places = {caller: sum(job.caller == caller for job in plan) for caller in CALLERS}
         num_bytes = sum(job.inputs.size_bytes for job in plan)
         for job in self.waiting:

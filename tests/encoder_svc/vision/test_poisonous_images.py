@@ -1,4 +1,4 @@
-"""An image on which the model fails ends alone, is refused after two attempts, and takes nobody with it."""
+"""An image on which the model fails is refused alone, and untried after two attempts; other images succeed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import grpc
 import pytest
 import torch
 
-from encoder_svc.cache.pipeline import CacheUse, ImageInput
+from encoder_svc.cache.encode_job import CachePolicy, ImageInput
+from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.vision import batcher
-from encoder_svc.vision.forward_queue import CallerId
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
@@ -30,10 +30,10 @@ async def test_a_poisonous_image_ends_its_own_call_and_no_other_one(
     async with start_encoder("llava_clip") as encoder:
         sick_model.gate.clear()
         first = asyncio.ensure_future(encode_one(encoder, png(100)))
-        await settled(lambda: encoder.pipeline._batcher.running_s > 0)
+        await settled(lambda: encoder.pipeline._encoder._batcher.running_s > 0)
         bad = asyncio.ensure_future(failure(encoder.stub.Encode(request(source(png(1)), source(black(64))))))
         mates = [asyncio.ensure_future(encode_one(encoder, png(seed))) for seed in range(2, 7)]
-        await settled(lambda: len(encoder.pipeline._batcher._queue) == 7)
+        await settled(lambda: len(encoder.pipeline._encoder._batcher._queue) == 7)
         sick_model.gate.set()
         code, reason, error = await bad
         assert (code, reason, error.metadata["index"]) == (*POISONOUS, "1")
@@ -51,12 +51,12 @@ async def test_after_two_failures_of_its_own_the_model_is_not_asked_again(
             assert sick_model.num_black == num_passes
         assert encoder.metric("lookonce_encoder_poisonous_total", **FORWARD) == 2
         assert encoder.metric("lookonce_encoder_quarantine_refused_total", **FORWARD) == 2
-        # Neither another image nor another tenant is concerned.
+        # Other images and other tenants are not affected.
         assert (await encode_one(encoder, png(1))).source == pb.RESULT_SOURCE_COMPUTED
         stranger = Tenant("stranger", b"another secret")
         image = ImageInput(black(64), None, ProcessorOptions())
         with pytest.raises(ImagePoisonousError, match="the model fails"):
-            await encoder.pipeline.encode(image, CacheUse.READ_AND_WRITE, stranger, CallerId("stranger"))
+            await encoder.pipeline.encode(image, CachePolicy.READ_AND_WRITE, stranger, CallerId("stranger"))
         assert sick_model.num_black == 3
         assert encoder.metric("lookonce_encoder_queued_images") == 0
 
@@ -146,10 +146,10 @@ async def test_a_request_of_many_images_lets_another_one_through(
         ]
 
     async with start_encoder("llava_clip", max_forward_images=4) as encoder:
-        queue = encoder.pipeline._batcher._queue
+        queue = encoder.pipeline._encoder._batcher._queue
         sick_model.gate.clear()
         first = asyncio.ensure_future(encode_one(encoder, png(100)))
-        await settled(lambda: encoder.pipeline._batcher.running_s > 0)
+        await settled(lambda: encoder.pipeline._encoder._batcher.running_s > 0)
         calls = large(encoder)
         await settled(lambda: len(queue) == 13)
         small = asyncio.ensure_future(encode_one(encoder, png(200)))

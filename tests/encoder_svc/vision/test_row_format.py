@@ -1,4 +1,4 @@
-"""Int8 rows: the same bytes on every path, under a key of their own, with their drift told; and native ones as ever."""
+"""Int8 rows are the same bytes on every path, have their own keys, and their error is logged."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ ROW_BYTES = 4 + tiny_models.HIDDEN_SIZE
 
 @pytest.fixture(scope="module")
 def int8_model(tiny_folder: Folders) -> VisionModel:
-    return VisionModel.load(encoder_settings(tiny_folder("llava_clip"), row_format="int8"))
+    return VisionModel.load(encoder_settings(tiny_folder("llava_clip"), row_format="int8").vision)
 
 
 def native_rows(model: VisionModel) -> torch.Tensor:
-    """What the model itself gives for IMAGE."""
+    """The model's own rows for IMAGE, before rounding."""
     return model.forward([model.adapter.pixel_inputs(IMAGE, ProcessorOptions())])[0]
 
 
@@ -55,7 +55,7 @@ async def read(encoder: RunningEncoder, result: pb.EncodeResult, **fields: Any) 
 
 @contextlib.contextmanager
 def captured_drift() -> Iterator[list[float]]:
-    """The relative errors that are logged in the block."""
+    """Collects the relative errors that are logged in the block."""
     errors: list[float] = []
     with structlog.testing.capture_logs() as entries:
         yield errors
@@ -112,11 +112,11 @@ def test_the_row_format_is_part_of_the_fingerprint_beside_the_dtype(
     models = [
         vision_model("llava_clip"),
         int8_model,
-        VisionModel.load(encoder_settings(folder, dtype="bfloat16")),
-        VisionModel.load(encoder_settings(folder, dtype="bfloat16", row_format="int8")),
+        VisionModel.load(encoder_settings(folder, dtype="bfloat16").vision),
+        VisionModel.load(encoder_settings(folder, dtype="bfloat16", row_format="int8").vision),
     ]
     assert len({model.fingerprint for model in models}) == 4
-    again = VisionModel.load(encoder_settings(folder, row_format="int8"))
+    again = VisionModel.load(encoder_settings(folder, row_format="int8").vision)
     assert again.fingerprint == int8_model.fingerprint
     assert [model.dtype for model in models] == [RowDtype.FLOAT32] * 2 + [RowDtype.BFLOAT16] * 2
     assert [model.row_dtype is RowDtype.INT8_SCALED for model in models] == [False, True] * 2
@@ -146,7 +146,7 @@ def test_rows_that_are_not_finite_are_refused_before_they_are_rounded(
 
 
 def test_the_warm_up_tells_the_drift_once(tiny_folder: Folders, vision_model: Models) -> None:
-    model = VisionModel.load(encoder_settings(tiny_folder("qwen2_vl"), row_format="int8"))
+    model = VisionModel.load(encoder_settings(tiny_folder("qwen2_vl"), row_format="int8").vision)
     with captured_drift() as errors:
         for warmed in (model, model, vision_model("qwen2_vl")):
             warmed.warm_up()

@@ -1,4 +1,4 @@
-"""Rows equal Hugging Face's, one half of the weights is held, and the fingerprint covers what decides the rows."""
+"""Rows equal Hugging Face's, only half of the weights is loaded, and the fingerprint covers all that decides rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Models = Callable[[str], VisionModel]
 
 def load(folder: pathlib.Path, **settings: Any) -> VisionModel:
     """The vision half of a folder."""
-    return VisionModel.load(EncoderSettings(model=folder, **settings))
+    return VisionModel.load(EncoderSettings(model=folder, **settings).vision)
 
 
 def reference_rows(folder: pathlib.Path, images: list[Any], **kwargs: Any) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ def _examined(path: pathlib.Path) -> dict[str, Finding]:
 
 
 def _encoders_fingerprint(path: pathlib.Path, **settings: Any) -> str:
-    return VisionModel.load(EncoderSettings(model=path, **settings)).fingerprint
+    return VisionModel.load(EncoderSettings(model=path, **settings).vision).fingerprint
 
 
 def _config(path: pathlib.Path) -> Any:

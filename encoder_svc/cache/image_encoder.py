@@ -1,0 +1,136 @@
+"""Encodes one image that no cache has: admission → pixel budget → preprocessing → forward pass → rows.
+
+Knows neither caches nor other replicas; pipeline.py asks it once per image, however many requests wait for the rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from encoder_svc.cache.encode_job import EncodeJob
+from encoder_svc.cache.local_cache import LocalEmbedding
+from encoder_svc.images.pixel_budget import PixelBudget
+from encoder_svc.images.preprocess import Preprocessor
+from encoder_svc.images.quarantine import Quarantine
+from encoder_svc.metrics import EncoderMetrics
+from encoder_svc.vision.batcher import ForwardBatcher
+from encoder_svc.vision.forward_queue import EncodedRows
+from encoder_svc.vision.vision_model import VisionModel, row_bytes
+from lookonce import tracing
+from lookonce.embedding_meta import EmbeddingMeta
+from lookonce.errors import ImagePoisonousError, OverloadedError
+from lookonce.media.image_header import ImageHeader
+
+
+class ImageEncoder:
+    """The way of one image through preprocessor and model. Called on the event loop; the work happens in threads."""
+
+    def __init__(
+        self,
+        model: VisionModel,
+        preprocessor: Preprocessor,
+        batcher: ForwardBatcher,
+        metrics: EncoderMetrics,
+        *,
+        max_queued_images: int,
+        budget: PixelBudget,
+        quarantine: Quarantine,
+    ) -> None:
+        """Owns `preprocessor` and `batcher`.
+
+        `max_queued_images` bounds the images between admission and the end of their forward pass, `budget` the memory
+        of their pixels. `quarantine` holds the cache keys of images on which the model fails; a key stands for the
+        options and the tenant as well.
+        """
+        self._model = model
+        self._preprocessor = preprocessor
+        self._batcher = batcher
+        self._metrics = metrics
+        self._max_queued_images = max_queued_images
+        self._num_queued = 0
+        self._budget = budget
+        self._quarantine = quarantine
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the model answers, and not only with failures."""
+        return self._batcher.is_healthy
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the forward thread has ended, so that only a new process helps."""
+        return self._batcher.has_died
+
+    async def encode(self, job: EncodeJob) -> LocalEmbedding:
+        """Returns the rows of an image.
+
+        Raises OverloadedError, UnavailableError, the image errors of `image_header` and `preprocess`, and
+        ImagePoisonousError for an image on which the model fails.
+        """
+        self._quarantine.check(job.key.value)
+        with self._admitted():
+            admitted_s = time.monotonic()
+            self._batcher.check_answering()
+            async with self._budget.reserved(job.turn.caller, job.turn.number) as reservation:
+                inputs, header = await self._preprocessor.prepare(job.data, job.key.digest, job.options)
+                reservation.charge(inputs.size_bytes)
+                await job.turn.wait()
+                submitted = self._batcher.submit(inputs, job.turn.caller, job.turn.number)
+                job.turn.pass_on()
+                # The queue owns the pixels now and frees them at the end of their pass.
+                del inputs
+                encoded = await self._judged(job, submitted)
+            self._metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
+        return LocalEmbedding(self._meta_of(encoded, header), row_bytes(encoded.rows), encoded.compute_s)
+
+    def close(self) -> None:
+        """Stops preprocessing and forward passes. Blocks until the work in progress has ended."""
+        self._preprocessor.close()
+        self._batcher.close()
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Counts the image as queued while the block runs. Raises OverloadedError when the queue is full."""
+        if self._num_queued >= self._max_queued_images:
+            raise OverloadedError(f"{self._num_queued} images wait for the model, which is the limit; try again later")
+        self._set_num_queued(self._num_queued + 1)
+        try:
+            yield
+        finally:
+            self._set_num_queued(self._num_queued - 1)
+
+    def _set_num_queued(self, num_queued: int) -> None:
+        self._num_queued = num_queued
+        self._metrics.queued_images.set(num_queued)
+
+    async def _judged(self, job: EncodeJob, submitted: Future[EncodedRows]) -> EncodedRows:
+        """Waits for the forward pass, and keeps the quarantine's record of the image."""
+        try:
+            encoded = await asyncio.wrap_future(submitted)
+        except ImagePoisonousError:
+            self._quarantine.strike(job.key.value)
+            raise
+        self._quarantine.absolve(job.key.value)
+        # Each image of a pass gets its own span, in the trace of the call that brought it.
+        tracing.record(
+            "encode.forward",
+            encoded.began_s,
+            encoded.began_s + encoded.compute_s,
+            num_rows=encoded.rows.shape[0],
+            num_images=encoded.num_together,
+        )
+        return encoded
+
+    def _meta_of(self, encoded: EncodedRows, header: ImageHeader) -> EmbeddingMeta:
+        return EmbeddingMeta(
+            num_rows=encoded.rows.shape[0],
+            hidden_size=self._model.hidden_size,
+            num_levels=self._model.num_levels,
+            dtype=self._model.row_dtype,
+            image_width=header.width,
+            image_height=header.height,
+        )

@@ -1,0 +1,79 @@
+"""The one queue in which images wait: in the order of asking within a caller, by turns between callers.
+
+Two parts of the encoder let images wait, each for something else: `images/pixel_budget.py` for memory,
+`vision/forward_queue.py` for a forward pass. Both keep their images in a FairQueue. The numbers by which it orders come
+from `lookonce/caller_order.py`, which is no queue: it gives each image its number when it is asked for, and lets an
+image that is ready early wait a moment for the earlier ones of its caller.
+
+No thread, no clock; not safe for threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic, NewType, TypeVar
+
+CallerId = NewType("CallerId", str)
+"""Names the call an image belongs to. Images of one caller take turns with those of others."""
+
+ItemT = TypeVar("ItemT")
+
+
+class FairQueue(Generic[ItemT]):
+    """Waiting items by caller. Callers are served in turn; each caller's items leave in the order of their numbers."""
+
+    def __init__(self) -> None:
+        # Callers with waiting items only, the one served longest ago first; a new caller comes last.
+        self._lines: OrderedDict[CallerId, list[tuple[int, ItemT]]] = OrderedDict()
+        self._num_items = 0
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    def put(self, caller: CallerId, number: int, item: ItemT) -> None:
+        """Adds an item in front of its caller's items that have a higher number."""
+        line = self._lines.setdefault(caller, [])
+        num_later = sum(other > number for other, _ in line)
+        line.insert(len(line) - num_later, (number, item))
+        self._num_items += 1
+
+    def callers(self) -> Sequence[CallerId]:
+        """Callers with waiting items, in the order in which they are to be served."""
+        return list(self._lines)
+
+    def caller_of_oldest(self) -> CallerId:
+        """The caller of the item with the lowest number. The queue must not be empty."""
+        return min(self._lines, key=lambda caller: self._lines[caller][0][0])
+
+    def waiting(self, caller: CallerId) -> Iterator[ItemT]:
+        """A caller's items in order. Valid until the queue changes."""
+        return (item for _, item in self._lines.get(caller, ()))
+
+    def take(self, caller: CallerId) -> ItemT:
+        """Removes and returns the caller's first item; the caller is served last from now on."""
+        line = self._lines[caller]
+        _, item = line.pop(0)
+        self._lines.move_to_end(caller)
+        self._removed(caller)
+        return item
+
+    def discard(self, caller: CallerId, number: int) -> None:
+        """Removes the item with this number if it is still waiting. The caller keeps its turn."""
+        line = self._lines.get(caller, [])
+        index = next((index for index, (other, _) in enumerate(line) if other == number), None)
+        if index is not None:
+            del line[index]
+            self._removed(caller)
+
+    def clear(self) -> list[ItemT]:
+        """Removes and returns all items."""
+        items = [item for line in self._lines.values() for _, item in line]
+        self._lines.clear()
+        self._num_items = 0
+        return items
+
+    def _removed(self, caller: CallerId) -> None:
+        self._num_items -= 1
+        if not self._lines[caller]:
+            del self._lines[caller]

@@ -1,0 +1,102 @@
+"""Memory budget for preprocessed images that wait for a forward pass. Event loop only.
+
+Images are preprocessed faster than they are encoded, and pixels are large: one image of 12.8 million pixels, the most
+that Qwen2-VL takes, is 308 MB of patches. While the budget is used up, further images wait as compressed files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from encoder_svc.fair_queue import CallerId, FairQueue
+
+
+class Reservation:
+    """One image's share of the budget, held from the start of its decoding to the end of its forward pass."""
+
+    def __init__(self, budget: PixelBudget) -> None:
+        self._budget = budget
+        # Bytes of its pixels; None while the image is being preprocessed.
+        self.num_bytes: int | None = None
+
+    def charge(self, num_bytes: int) -> None:
+        """Ends the image's preprocessing and charges the size of its pixels to the budget. Call it once."""
+        self.num_bytes = num_bytes
+        self._budget.charge(num_bytes)
+
+
+class PixelBudget:
+    """Grants reservations to callers in turn, and to images of one caller in the order of their numbers."""
+
+    def __init__(self, max_bytes: int, max_preparing: int) -> None:
+        """Grants a reservation while less than `max_bytes` are charged and fewer than `max_preparing` images are being
+        preprocessed.
+
+        The size of an image's pixels is known only after its preprocessing, so up to `max_preparing` images may exceed
+        the budget. An image larger than the whole budget is still accepted.
+        """
+        self._max_bytes = max_bytes
+        self._max_preparing = max_preparing
+        self._num_bytes = 0
+        self._num_preparing = 0
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pixels that are charged now."""
+        return self._num_bytes
+
+    @asynccontextmanager
+    async def reserved(self, caller: CallerId, number: int) -> AsyncIterator[Reservation]:
+        """Waits for a reservation and holds it until the block ends.
+
+        `number` is the image's position among all images ever asked for.
+        """
+        await self._grant(caller, number)
+        reservation = Reservation(self)
+        try:
+            yield reservation
+        finally:
+            if reservation.num_bytes is None:
+                self._num_preparing -= 1
+            else:
+                self._num_bytes -= reservation.num_bytes
+            self._grant_next()
+
+    def charge(self, num_bytes: int) -> None:
+        """Turns one image from being preprocessed into `num_bytes` of pixels."""
+        self._num_preparing -= 1
+        self._num_bytes += num_bytes
+        self._grant_next()
+
+    @property
+    def _has_room(self) -> bool:
+        return self._num_preparing < self._max_preparing and self._num_bytes < self._max_bytes
+
+    async def _grant(self, caller: CallerId, number: int) -> None:
+        if not self._waiting and self._has_room:
+            self._num_preparing += 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.put(caller, number, granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
+                self._waiting.discard(caller, number)
+            else:
+                # The grant and the cancellation came together: pass the grant on.
+                self._num_preparing -= 1
+                self._grant_next()
+            raise
+
+    def _grant_next(self) -> None:
+        while self._waiting and self._has_room:
+            granted = self._waiting.take(self._waiting.callers()[0])
+            # A waiter that was cancelled a moment ago has not yet removed itself.
+            if not granted.done():
+                # Counted here and not by the waiter, so that nobody takes its place before it runs.
+                self._num_preparing += 1
+                granted.set_result(None)
