@@ -1,4 +1,4 @@
-"""The one queue in which images wait: in the order of asking within a caller, by turns between callers.
+"""The queue for waiting images: callers take turns, and each caller's images leave in the order of asking.
 
 Two parts of the encoder let images wait, each for something else: `images/pixel_budget.py` for memory,
 `vision/forward_queue.py` for a forward pass. Both keep their images in a FairQueue. The numbers by which it orders come
@@ -51,7 +51,7 @@ class FairQueue(Generic[ItemT]):
         return (item for _, item in self._lines.get(caller, ()))
 
     def take(self, caller: CallerId) -> ItemT:
-        """Removes and returns the caller's first item; the caller is served last from now on."""
+        """Removes and returns the caller's first item, and moves the caller to the end of the turn order."""
         line = self._lines[caller]
         _, item = line.pop(0)
         self._lines.move_to_end(caller)

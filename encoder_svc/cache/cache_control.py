@@ -137,7 +137,7 @@ class CacheControl:
     async def _evict(self, remove: Callable[[CacheAdmin], int], forgotten: Forgotten) -> int:
         """Removes entries, and announces it before and after: a process that copied rows in between drops them, too.
 
-        The removal is repeated a little later, for a replica that was just writing a copy back unannounced.
+        The removal is repeated a little later, for a replica that was writing a copy back and had not heard of it.
         """
         self._tiers.forget(forgotten)
         num_evicted = await self._with_admin(_evict_announced, 0, remove, forgotten)

@@ -44,7 +44,7 @@ class ImageInput:
 
 @dataclass(frozen=True, slots=True)
 class EncodeJob:
-    """One image that has to be encoded unless a cache has it: everything that the parts on its way need to know."""
+    """One image to be encoded unless a cache has its rows. Carries everything that later steps need."""
 
     # Tells image, options, tenant and encoder apart.
     key: ContentKey

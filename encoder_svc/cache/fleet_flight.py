@@ -36,7 +36,7 @@ _RENEWALS_PER_LIFE = 3
 
 @dataclass(slots=True)
 class Claim:
-    """The answer to "must this process encode?": it must unless rows were found. Given by `FleetFlight.claimed`."""
+    """The claim to encode an image, or the rows that made encoding unnecessary. Made by `FleetFlight.claimed`."""
 
     # Description of the rows that the shared cache holds by now; None: encode.
     found: EmbeddingMeta | None = None
@@ -54,7 +54,7 @@ class Claim:
 
 
 class FleetFlight:
-    """Claims to encode an image, agreed on by all replicas. On the event loop; Redis is talked to in threads."""
+    """Decides with the other replicas who encodes an image. Event loop only; Redis is talked to in threads."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class FleetFlight:
                 return
             if must_encode:
                 break
-        # Without a lease.
+        # Encode without a lease.
         yield Claim()
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ from lookonce.media.image_header import ImageHeader
 
 
 class ImageEncoder:
-    """The way of one image through preprocessor and model. Called on the event loop; the work happens in threads."""
+    """Takes images through preprocessor and model. Called on the event loop; the work happens in threads."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ImageEncoder:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the model answers, and not only with failures."""
+        """Whether forward passes end, and do not all fail."""
         return self._batcher.is_healthy
 
     @property

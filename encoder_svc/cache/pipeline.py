@@ -1,7 +1,7 @@
 """The encoder's one path: hash → local cache → single flight → shared cache → lease → encode → store.
 
-`EncodePipeline` is read from top to bottom in the order in which an image passes its methods; each of the first four
-hands the same EncodeJob to the next. Plain Python types in and out; knows neither protobuf nor gRPC. Lives on one event
+The methods of `EncodePipeline` stand in the order in which an image passes them: `encode` makes an EncodeJob, and the
+next three hand it on. Plain Python types in and out; knows neither protobuf nor gRPC. Lives on one event
 loop; everything over a millisecond (hashing photos, pixels, the model, Redis) happens in threads.
 """
 
@@ -55,7 +55,7 @@ class EncodePipeline:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the model answers, and not only with failures."""
+        """Whether forward passes end, and do not all fail."""
         return self._encoder.is_healthy
 
     @property

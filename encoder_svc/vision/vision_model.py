@@ -80,7 +80,7 @@ class VisionModel:
     def load_warm(cls, config: VisionConfig) -> VisionModel:
         """Loads and warms up a model in a thread that ends afterwards; another thread will run the passes.
 
-        So the OpenMP threads of loading do not stay beside those of the forward thread. Raises as `load` and `warm_up`.
+        The OpenMP threads used for loading end with it. Raises the errors of `load` and `warm_up`.
         """
         return run_in_short_lived_thread(functools.partial(cls._loaded_and_warm, config))
 
