@@ -63,14 +63,6 @@ class Ticket:
     # The request's outputs, set when it is submitted to the engine.
     stream: OutputStream | None = None
 
-    @property
-    def is_in_progress(self) -> bool:
-        """Whether the request is being prepared or the engine has work for it.
-
-        A slow reader's request is live but no longer in progress: no other request waits for it.
-        """
-        return self.stream is None or not self.stream.is_closed
-
 
 class RequestGate:
     """All live requests of the decoder, from arrival until the answer has been read."""
@@ -144,12 +136,19 @@ class RequestGate:
         self._answer_time.note_served(served_s, num_tokens)
 
     def expected_s(self, priority: int, max_tokens: int | None) -> float:
-        """Returns the seconds until a request that arrives now has its answer; 0 while it need not wait to run."""
+        """Returns the seconds until a request that arrives now has its answer; 0 while it need not wait to run.
+
+        A request whose stream is closed is not counted: the engine is done with it, only its reader is slow.
+        """
         if len(self._tickets) < self._max_running:
             return 0.0
-        priorities = [ticket.priority for ticket in self._tickets.values() if ticket.is_in_progress]
-        num_ahead = sum(other <= priority for other in priorities)
-        return self._answer_time.expected_s(len(priorities), num_ahead, self._load(), max_tokens)
+        num_live = num_ahead = 0
+        # This runs for every arrival: 7 µs for 100 requests (AMD EPYC, 2026-11-23), where a refusal takes 750 µs.
+        for ticket in self._tickets.values():
+            if ticket.stream is None or not ticket.stream.is_closed:
+                num_live += 1
+                num_ahead += ticket.priority <= priority
+        return self._answer_time.expected_s(num_live, num_ahead, self._load(), max_tokens)
 
     def _check_place(self) -> None:
         # The engine may still hold requests whose callers have gone, until its next step. They count, so that its inbox

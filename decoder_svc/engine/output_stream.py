@@ -23,18 +23,14 @@ class OutputStream:
     def __init__(self) -> None:
         self._outputs: deque[RequestOutput] = deque()
         self._error: LookonceError | None = None
-        self._is_closed = False
+        # Whether the terminal answer has been given. Set here only.
+        self.is_closed = False
         self._has_tokens = False
         self._changed = asyncio.Event()
         self._ended_s: float | None = None
         # The context of the submitting call. Work for the request in other tasks runs in it, so that logs and spans
         # carry the call's id.
         self.context = contextvars.copy_context()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the terminal answer has been given."""
-        return self._is_closed
 
     @property
     def ended_s(self) -> float | None:
@@ -48,7 +44,7 @@ class OutputStream:
 
     def push(self, output: RequestOutput) -> None:
         """Appends an output, without waking the reader; ignored after the terminal answer."""
-        if self._is_closed:
+        if self.is_closed:
             return
         self._has_tokens = self._has_tokens or bool(output.token_ids)
         if self._outputs and self._outputs[-1].token_ids:
@@ -64,13 +60,13 @@ class OutputStream:
 
     def fail(self, error: LookonceError) -> None:
         """Ends the stream with an error and wakes the reader; ignored after the terminal answer."""
-        if not self._is_closed:
+        if not self.is_closed:
             self._error = error
             self._close()
             self._changed.set()
 
     def _close(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         self._ended_s = time.monotonic()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -80,7 +76,7 @@ class OutputStream:
         while not self._outputs:
             if self._error is not None:
                 raise self._error
-            if self._is_closed:
+            if self.is_closed:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()

@@ -15,7 +15,7 @@ from tests import tiny_models
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    """Gives the folder of one of `tiny_models.BUILDERS` by name."""
+    """Returns the folder of one of `tiny_models.BUILDERS` by name."""
     built: dict[str, pathlib.Path] = {}
 
     def folder(name: str) -> pathlib.Path:
@@ -51,5 +51,5 @@ def any_processor(any_folder: pathlib.Path) -> Any:
 
 
 def loaded(folder: pathlib.Path, **settings: Any) -> LoadedText:
-    """All of a folder but its weights."""
+    """Loads everything in a model folder except its weights."""
     return load_text(DecoderSettings(model=folder, **settings))

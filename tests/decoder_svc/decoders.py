@@ -1,4 +1,4 @@
-"""Decoders for tests: the real service with its real engine on loopback, and what tests say to it."""
+"""Decoders for tests: the real service with its real engine on loopback, and messages to send to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunningDecoder:
 async def running_decoder(
     folder: pathlib.Path, encoder_target: str | None = None, **settings: Any
 ) -> AsyncIterator[RunningDecoder]:
-    """A decoder with small pools."""
+    """Runs a decoder with small memory pools."""
     defaults: dict[str, Any] = {"num_threads": 1, "num_kv_blocks": 200, "max_context_tokens": 2000, "block_size": 16}
     parsed = DecoderSettings(
         model=folder, encoder_target=encoder_target, drain_timeout_s=0.5, **{**defaults, **settings}
@@ -62,7 +62,7 @@ def reference(digest: bytes, **fields: Any) -> common_pb2.ImageSource:
 
 
 def chat(*parts: str | common_pb2.ImageSource) -> pb.ChatPrompt:
-    """One user message."""
+    """Returns a chat of one user message with these parts."""
     content = [pb.ContentPart(text=part) if isinstance(part, str) else pb.ContentPart(image=part) for part in parts]
     return pb.ChatPrompt(messages=[pb.ChatMessage(role=pb.ROLE_USER, parts=content)])
 

@@ -1,4 +1,4 @@
-"""Encoders for the decoder's tests: real ones on loopback, and ones that answer what a test wants."""
+"""Encoders for the decoder's tests: real ones on loopback, and ones whose answers a test chooses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(target: str, model_type: str = "llava", hidden_size: int = 64, num_le
 
 @asynccontextmanager
 async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterator[str]:
-    """The target of a real encoder service; its model is loaded once per folder and row format."""
+    """Runs a real encoder service and yields its target. Its model is loaded once per folder and row format."""
     parsed = EncoderSettings(model=folder, drain_timeout_s=0.5, **settings)
     loaded = (folder, parsed.row_format)
     if loaded not in _VISION_MODELS:
@@ -49,7 +49,7 @@ async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterato
 
 @asynccontextmanager
 async def scripted_encoder(servicer: EncoderServiceServicer) -> AsyncIterator[str]:
-    """The target of an encoder that answers as the servicer says."""
+    """Serves `servicer` in the place of an encoder and yields its target."""
     fields: dict[str, Any] = {"model": pathlib.Path("."), "drain_timeout_s": 0.5}
     settings = ServiceSettings(**fields)
     entry = ServiceEntry(
@@ -64,7 +64,7 @@ async def scripted_encoder(servicer: EncoderServiceServicer) -> AsyncIterator[st
 async def served(
     settings: ServiceSettings, entry: ServiceEntry, is_ready: Callable[[], bool] = lambda: True
 ) -> AsyncIterator[str]:
-    """A real server around one service."""
+    """Runs a real server around one service and yields its target."""
     service = GrpcService(settings, Telemetry(), [entry], is_ready=is_ready)
     target = await service.start()
     try:

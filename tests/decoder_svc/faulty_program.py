@@ -16,7 +16,7 @@ from tests.fault_file import FaultFile
 
 
 class FaultyRunner(CPUModelRunner):
-    """Obeys before each step that computes something."""
+    """Obeys the fault file before each step that computes something."""
 
     def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
         if output.chunks:

@@ -1,4 +1,4 @@
-"""Which runner a device gets, and what the metrics say of it."""
+"""The device decides about the runner, and the metrics name its attention backend."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ async def test_a_device_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> 
             pass
 
 
-def test_loading_leaves_no_team_of_threads_beside_the_engine_s(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_loading_leaves_no_threads_but_the_engine_s(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     loaders = []
     capture = CPUModelRunner.capture_model
 

@@ -1,4 +1,4 @@
-"""`python -m decoder_svc` as operators run it: starts and ends by the book, or refuses with the reason."""
+"""`python -m decoder_svc` as operators run it: it starts, serves and drains, or refuses to start with the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = ("--num-threads", "1", "--num-kv-blocks", "20", "--max-context-tokens", 
 
 @contextmanager
 def started(ready_file: pathlib.Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """The running process and what its ready file says."""
+    """The running process and the content of its ready file."""
     command = [sys.executable, "-m", "decoder_svc", "--ready-file", str(ready_file), *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

@@ -1,4 +1,4 @@
-"""Layouts and positions equal what the Hugging Face processor and model compute."""
+"""Layouts and positions are equal to those of the Hugging Face processor and model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_text_only_positions_count_from_zero(folder: pathlib.Path) -> None:
     assert positions is None or (positions.axes == ((0, 1, 2),) * 3 and positions.delta == 0)
 
 
-def test_qwen2_vl_takes_fewer_rows_for_fewer_pixels_and_refuses_what_it_cannot(tmp_path: pathlib.Path) -> None:
+def test_qwen2_vl_takes_fewer_rows_for_fewer_pixels_and_refuses_impossible_sizes(tmp_path: pathlib.Path) -> None:
     path = tiny_models.build_qwen2_vl(tmp_path / "qwen")
     family = load_family(ModelFolder.open(path), tiny_models.load_processor(path).tokenizer)
     whole = family.image_layout(400, 300, ProcessorOptions())

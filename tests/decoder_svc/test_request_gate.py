@@ -1,4 +1,4 @@
-"""A request passes the gate with an id, a place and time enough, and gives everything back when it leaves."""
+"""The gate admits a request with a free id, a free place and enough time, and gets both back when it ends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def service() -> Service:
 # Deadlines.
 
 
-def test_while_there_are_places_nobody_is_refused(service: Service) -> None:
+def test_no_request_is_refused_while_places_are_free(service: Service) -> None:
     for _ in range(NUM_PLACES):
         assert service.gate.expected_s(0, None) == 0
         service.enter(has_s=0.001)
@@ -99,7 +99,7 @@ def test_a_request_that_would_end_too_late_is_refused_with_advice(service: Servi
     service.enter(has_s=5.0)
 
 
-def test_who_has_no_deadline_waits_however_long(service: Service) -> None:
+def test_a_request_without_a_deadline_is_never_refused_for_its_time(service: Service) -> None:
     service.enter(1000)
     wait_s = (1000 + 1 - NUM_PLACES) * SERVED_S / NUM_PLACES
     assert service.gate.expected_s(0, None) == pytest.approx(wait_s + SERVED_S), "all of them wait"
@@ -112,14 +112,14 @@ def test_a_short_answer_is_expected_earlier(service: Service) -> None:
     assert service.gate.expected_s(0, 10_000) == pytest.approx(wait_s + SERVED_S)
 
 
-def test_who_goes_first_does_not_wait_for_those_behind(service: Service) -> None:
+def test_a_request_does_not_wait_for_those_of_lower_priority(service: Service) -> None:
     service.enter(100, priority=5)
     service.enter(priority=0, has_s=3.0)
     with pytest.raises(OverloadedError):
         service.enter(priority=5, has_s=3.0)
 
 
-def test_before_anybody_has_ended_nobody_is_refused() -> None:
+def test_no_request_is_refused_for_its_time_before_one_has_ended() -> None:
     service = Service()
     service.enter(1000, has_s=0.001)
     assert service.gate.expected_s(0, None) == 0
@@ -135,7 +135,7 @@ def test_a_full_pool_has_fewer_places(service: Service) -> None:
     assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S * NUM_PLACES + SERVED_S)
 
 
-def test_the_mean_follows_what_is_served_now(service: Service) -> None:
+def test_the_mean_follows_the_latest_requests(service: Service) -> None:
     service.enter(NUM_PLACES)
     for _ in range(100):
         service.gate.note_served(10 * SERVED_S, NUM_TOKENS)
@@ -150,7 +150,7 @@ def test_steps_that_take_longer_than_they_did_count_at_once(service: Service) ->
     assert service.gate.expected_s(0, None) == pytest.approx(3 * (SERVED_S + SERVED_S / NUM_PLACES))
 
 
-def test_whoever_leaves_is_counted_no_longer(service: Service) -> None:
+def test_a_request_that_leaves_is_no_longer_counted(service: Service) -> None:
     service.enter(NUM_PLACES)
     with contextlib.suppress(InternalError), service.gate.admitted(Arrival(ANYBODY)):
         assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S + SERVED_S / 2)

@@ -106,7 +106,7 @@ async def test_answers_are_those_of_hugging_face(model_folder: Callable[[str], p
             assert response.usage.prompt_tokens == inputs["input_ids"].shape[1]
 
 
-async def test_the_stream_says_what_generate_says(decoder: RunningDecoder) -> None:
+async def test_the_stream_gives_the_same_answer_as_generate(decoder: RunningDecoder) -> None:
     request = params(source(png(1)), "what", max_tokens=20, logprobs=2, ignore_eos=True)
     whole = await generate(decoder, request)
     events = await streamed(decoder, request)
@@ -130,7 +130,7 @@ async def test_the_stream_says_what_generate_says(decoder: RunningDecoder) -> No
     assert finished.usage.time_to_first_token.ToNanoseconds() >= finished.usage.queue_time.ToNanoseconds() > 0
 
 
-async def test_usage_says_where_rows_came_from(decoder: RunningDecoder) -> None:
+async def test_usage_counts_rows_by_their_source(decoder: RunningDecoder) -> None:
     request = params(source(png(2)), "what", max_tokens=2, ignore_eos=True)
     first, second = await generate(decoder, request), await generate(decoder, request)
     assert (first.usage.image_tokens, first.usage.encoded_image_tokens) == (16, 16)
@@ -241,7 +241,7 @@ async def test_tokenize_and_detokenize_text_without_an_encoder(folder: pathlib.P
         assert isinstance(too_many, errors.ContextTooLongError)
 
 
-async def test_model_info_says_what_is_served(decoder: RunningDecoder, folder: pathlib.Path) -> None:
+async def test_model_info_describes_the_served_model(decoder: RunningDecoder, folder: pathlib.Path) -> None:
     info = await decoder.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.model, info.model_type, info.image_placeholder) == (folder.name, "llava", "<image>")
     assert (info.max_context_tokens, info.block_size, info.num_kv_blocks) == (2000, 16, 200)
@@ -266,7 +266,7 @@ async def begun(call: Any) -> list[pb.GenerateStreamResponse]:
 
 
 async def rest(call: Any) -> list[pb.GenerateStreamResponse]:
-    """The events from there on."""
+    """The remaining events of a stream."""
     events: list[pb.GenerateStreamResponse] = []
     while (event := await call.read()) is not grpc.aio.EOF:
         events.append(event)
@@ -293,7 +293,7 @@ async def test_a_passed_deadline_frees_the_engine(decoder: RunningDecoder) -> No
     await until_idle(decoder)
 
 
-async def test_abort_ends_a_stream_with_its_reason_and_everybody_may_abort_anything(decoder: RunningDecoder) -> None:
+async def test_abort_ends_a_stream_with_its_reason_and_unknown_ids_are_ignored(decoder: RunningDecoder) -> None:
     call = decoder.stub.GenerateStream(endless("mine"), timeout=60)
     events = await begun(call)
     for request_id in ("unknown", "mine", "mine", ""):
@@ -381,7 +381,7 @@ MANY: dict[str, tuple[pb.GenerateParams, type[errors.LookonceError], str]] = {
 
 
 @pytest.mark.parametrize("name", list(MANY))
-async def test_more_elements_than_anybody_needs_are_refused_before_they_are_looked_at(
+async def test_far_too_many_elements_are_refused_before_they_are_parsed(
     decoder: RunningDecoder, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, kind, field = MANY[name]
@@ -415,7 +415,7 @@ async def test_requests_without_id_get_their_own(decoder: RunningDecoder) -> Non
     assert len({response.request_id for response in responses} - {""}) == 2
 
 
-# Bad input: always the status, no internals, and the next request as if nothing had happened.
+# Bad input gets its status without internals, and does not disturb the next request.
 
 NAN, INF = math.nan, math.inf
 INVALID = errors.InvalidParameterError
@@ -533,7 +533,7 @@ async def test_bad_requests_fail_alone_and_say_why(decoder: RunningDecoder) -> N
 
 
 async def test_a_broken_image_body_fails_alone_among_others(decoder: RunningDecoder) -> None:
-    """Its header is good, so it fails in the encoder, beside requests that share the batch."""
+    """The image has a valid header, so that it fails in the encoder, while other requests share the batch."""
     broken = png(9, 300, 300)
     broken = broken[: len(broken) // 2]
     good = [params(source(png(seed)), "what is it", max_tokens=4) for seed in range(10, 18)]

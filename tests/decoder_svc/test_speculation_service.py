@@ -1,4 +1,4 @@
-"""Prompt lookup behind the wire: the same answers with fewer steps, which usage and metrics tell."""
+"""Prompt lookup in the service gives the same answers with fewer steps; usage and metrics count them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.errors import ConfigurationError
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
 
-# Tiny models repeat themselves with so few words.
+# With so few words in the vocabulary, tiny models repeat themselves.
 FEW_WORDS = {20: 50.0, 30: 50.0, 40: 50.0}
 
 
@@ -47,7 +47,7 @@ def value(decoder: RunningDecoder, name: str) -> float:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7, "seed": 4}, {"frequency_penalty": 0.1}, {"logprobs": 2}], ids=str
 )
-async def test_answers_are_the_same_and_usage_says_what_was_guessed(
+async def test_answers_are_the_same_and_usage_counts_accepted_drafts(
     plain: RunningDecoder, guessing: RunningDecoder, sampling: dict[str, Any]
 ) -> None:
     expected = await generate(plain, "what is there", max_tokens=60, **sampling)
@@ -62,10 +62,10 @@ async def test_answers_are_the_same_and_usage_says_what_was_guessed(
     assert value(guessing, "lookonce_decoder_draft_tokens_total") >= answer.usage.accepted_draft_tokens
 
 
-async def test_a_stop_string_among_guessed_tokens_ends_the_answer_where_it_would_without(
+async def test_a_stop_string_among_draft_tokens_ends_the_answer_at_the_same_place(
     plain: RunningDecoder, guessing: RunningDecoder
 ) -> None:
-    """Tokens behind it may have been sampled in the same step; they are not the caller's."""
+    """A step may sample tokens after the stop string. The caller does not get them."""
     text = (await generate(plain, "what is there", max_tokens=60)).choices[0].text
     num_inside = 0
     for length in range(4, len(text), 5):

@@ -1,4 +1,4 @@
-"""What runs on which thread of a decoder: the engine's has no text and no wire, the event loop no step."""
+"""The engine thread handles no text and no messages, and the event loop runs no step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NUM_TOKENS = 12
 
 
 class Threads:
-    """Where functions ran, by their names."""
+    """The names of the threads on which functions ran, by function name."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
         self.names: dict[str, set[str]] = defaultdict(set)
 
     def watch(self, owner: Any, *functions: str) -> None:
-        """Notes the thread of every call, which goes on to the real function."""
+        """Notes the thread of every call, and calls the real function."""
         for function in functions:
             self._monkeypatch.setattr(owner, function, self._watched(function, getattr(owner, function)))
 

@@ -1,4 +1,4 @@
-"""Streaming text: the pieces joined are the whole text, no piece ends inside a character, stop strings never show."""
+"""The pieces of streamed text are the whole text, end at whole characters, and never contain a stop string."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_any_text_comes_out_whole_and_in_whole_characters(llava_text: LoadedText
 @given(st.data())
 @FIXTURES
 def test_any_ids_come_out_as_when_decoded_at_once(llava_text: LoadedText, data: st.DataObject) -> None:
-    """Mostly broken UTF-8: bytes are tokens of their own in this vocabulary."""
+    """The ids are mostly broken UTF-8, because each byte has a token of its own in this vocabulary."""
     one_byte = st.integers(4, 259)
     token_ids = data.draw(st.lists(st.one_of(one_byte, st.integers(0, llava_text.vocab_size - 1)), max_size=60))
     expected = llava_text.tokenizer.backend.decode(token_ids, skip_special_tokens=True)
@@ -53,7 +53,7 @@ def test_every_sequence_of_a_few_hard_bytes_comes_out_as_when_decoded_at_once(ll
 
 
 def byte_id(text: LoadedText, byte: int) -> int:
-    """The token of one byte; the byte-level alphabet has a letter for each (GPT-2's table)."""
+    """Returns the token of a byte. The byte-level alphabet (GPT-2's table) has a letter for each byte."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in visible]
     letter = chr(byte) if byte in visible else chr(256 + others.index(byte))
@@ -70,7 +70,7 @@ def test_endless_broken_bytes_come_out_while_they_run(llava_text: LoadedText) ->
 
 @pytest.mark.parametrize("num_broken", range(8, 20))
 def test_a_character_after_broken_bytes_is_never_cut(llava_text: LoadedText, num_broken: int) -> None:
-    """Wherever the bound on what is held back falls."""
+    """This holds wherever the bound on pending tokens falls."""
     for character in "é€😀":
         tail = [byte_id(llava_text, byte) for byte in character.encode()]
         token_ids = [byte_id(llava_text, 0x9F)] * num_broken + tail
@@ -84,7 +84,7 @@ def test_special_tokens_leave_no_trace(llava_text: LoadedText) -> None:
 
 
 def byte_fallback() -> TextTokenizer:
-    """Words with a leading mark and bytes as tokens of their own: the shape of Llama 2's vocabulary."""
+    """A vocabulary like that of Llama 2: words with a leading mark, and a token for each byte."""
     vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     for token in ("▁", "a", "b", "▁a", "▁ab", "é", "ab"):
         vocabulary[token] = len(vocabulary)
@@ -136,7 +136,7 @@ def filtered(stop_strings: list[str], chunks: list[str]) -> tuple[str, bool]:
 
 
 def expected_stop(stop_strings: list[str], text: str) -> tuple[str, bool]:
-    """Reads letter by letter until the text ends in a stop string."""
+    """A plain reference: reads letter by letter until the text ends in a stop string."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stop_strings if text[:end].endswith(stop)]
         if found:

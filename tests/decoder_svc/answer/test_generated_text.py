@@ -1,4 +1,4 @@
-"""From engine outputs to the answer's text, ids and reason."""
+"""Engine outputs become the answer's text, ids and finish reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decoder_svc.service import LoadedText
 def answer(
     text: LoadedText, spec: SamplingSpec, ids: list[int], cuts: tuple[int, ...], reason: FinishReason
 ) -> list[TextIncrement]:
-    """Feeds the ids in outputs that end at the cuts, and the reason with the last; stops where the text stops."""
+    """Feeds the ids in outputs that end at `cuts`, the last one with the reason, until the text ends."""
     limits = SamplingLimits(text.vocab_size, 8, 8, 256)
     generated = GeneratedText(text.tokenizer, check_sampling(spec, GenerationDefaults(), limits))
     increments: list[TextIncrement] = []
@@ -68,7 +68,7 @@ def test_a_stop_string_ends_the_answer_across_token_borders(
     assert stop not in llava_text.tokenizer.decode(taken[:-1], skip_special_tokens=True)
 
 
-def test_what_only_began_like_a_stop_string_comes_out_in_the_end(llava_text: LoadedText) -> None:
+def test_text_that_only_began_like_a_stop_string_comes_out_in_the_end(llava_text: LoadedText) -> None:
     ids = ids_of(llava_text, "one two")
     increments = answer(llava_text, SamplingSpec(stop=("two three",)), ids, (len(ids) - 1,), FinishReason.LENGTH)
     assert joined(increments) == ("one two", ids, FinishReason.LENGTH)

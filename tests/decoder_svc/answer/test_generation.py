@@ -1,4 +1,4 @@
-"""A request's life in the engine: one submission, one answer, and the engine rid of it whatever happens."""
+"""A request is submitted once, gets one answer, and is always aborted in the engine when its block is left."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_admission_comes_first_and_carries_prompt_side_usage(llava_text: L
     assert engine.aborted == [(REQUEST, FinishReason.LENGTH)]
 
 
-async def test_who_is_ended_while_waiting_has_an_answer_all_the_same(llava_text: LoadedText) -> None:
+async def test_a_request_that_is_ended_while_it_waits_has_an_answer(llava_text: LoadedText) -> None:
     engine = ScriptedEngine([output(reason=FinishReason.ABORT)])
     increments, usage = await run(engine, llava_text)
     assert [(one.text, one.token_ids, one.finish_reason) for one in increments] == [("", (), FinishReason.ABORT)]
@@ -129,17 +129,17 @@ async def test_many_tokens_at_once_are_taken_in_parts_and_the_loop_goes_on_betwe
     assert [one.finish_reason for one in increments[:-1]] == [None] * (len(increments) - 1)
     assert increments[-1].finish_reason is FinishReason.LENGTH
     assert (usage.completion_tokens, usage.accepted_draft_tokens) == (700, 350)
-    alone, _ = await run(ScriptedEngine([output(), *(output(one) for one in ids), output(reason=FinishReason.LENGTH)]),
-                         llava_text)  # fmt: skip
+    one_by_one = ScriptedEngine([output(), *(output(one) for one in ids), output(reason=FinishReason.LENGTH)])
+    alone, _ = await run(one_by_one, llava_text)
     assert "".join(one.text for one in increments) == "".join(one.text for one in alone)
 
 
-async def test_who_reads_late_was_not_served_long(llava_text: LoadedText) -> None:
+async def test_the_time_of_a_late_reader_does_not_count_as_serving_time(llava_text: LoadedText) -> None:
     engine = ScriptedEngine([output(), output(5, reason=FinishReason.LENGTH)])
     request = options(age_s=600.0)
     async with generating(engine, REQUEST, prepared(llava_text), request, llava_text.tokenizer) as submitted:
         await submitted.admission()
-        # The engine was done two seconds after the request had come; its caller came back ten minutes later.
+        # The engine ended the request two seconds after its arrival. Its reader comes back ten minutes later.
         engine.stream._ended_s = request.arrival_s + 2.0
         assert [one.finish_reason async for one in submitted.increments()] == [FinishReason.LENGTH]
         assert submitted.served_s == pytest.approx(2.0 + 1.0)

@@ -1,4 +1,4 @@
-"""Readers hear at once of what begins and ends a request, at a pace of the rest, and miss nothing."""
+"""The first and the last output of a request are delivered at once, the rest batched, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage
 from lookonce.errors import InternalError, UnavailableError
 
-# No test waits so long: what is held back stays so.
+# Longer than any test: outputs that are held back this long are not released by time.
 FOREVER_S = 1000.0
 A, B = RequestId("a"), RequestId("b")
 
@@ -26,7 +26,7 @@ def output(*token_ids: int, reason: FinishReason | None = None) -> RequestOutput
 
 
 class Reader:
-    """Reads a stream as fast as it is told."""
+    """Reads a stream as soon as it is woken."""
 
     def __init__(self, stream: OutputStream) -> None:
         self.outputs: list[tuple[int, ...]] = []
@@ -48,13 +48,13 @@ async def everything_ready() -> None:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Delivery:
-    """After the first release it holds back what it may for ever."""
+    """A delivery that releases nothing by time after its first release."""
     monkeypatch.setattr("decoder_svc.engine.delivery._S_PER_STREAM", FOREVER_S)
     return Delivery(FOREVER_S)
 
 
 async def begun(delivery: Delivery, *request_ids: RequestId) -> list[Reader]:
-    """Readers that have got the admission and two tokens; the second was the first release."""
+    """Returns readers that have read the admission and two tokens. The second token was the first release."""
     readers = [Reader(delivery.open(request_id)) for request_id in request_ids]
     for token in ((), (1,), (2,)):
         delivery.deliver([(request_id, output(*token)) for request_id in request_ids])
@@ -63,7 +63,7 @@ async def begun(delivery: Delivery, *request_ids: RequestId) -> list[Reader]:
     return readers
 
 
-async def test_what_comes_between_first_and_last_is_held_back_and_comes_with_the_last(slow: Delivery) -> None:
+async def test_outputs_between_first_and_last_are_held_back_and_come_with_the_last(slow: Delivery) -> None:
     (reader,) = await begun(slow, A)
     slow.deliver([(A, output(3))])
     slow.deliver([(A, output(4))])
@@ -76,7 +76,7 @@ async def test_what_comes_between_first_and_last_is_held_back_and_comes_with_the
     slow.close(UnavailableError("over"))
 
 
-async def test_others_first_and_last_tokens_do_not_wait_for_what_is_held_back(slow: Delivery) -> None:
+async def test_first_and_last_tokens_of_other_requests_do_not_wait_for_held_back_ones(slow: Delivery) -> None:
     (reader,) = await begun(slow, A)
     slow.deliver([(A, output(3))])
     other = Reader(slow.open(B))
@@ -104,7 +104,7 @@ async def test_held_tokens_come_without_a_further_step() -> None:
         reader.task.cancel()
 
 
-async def test_an_error_comes_at_once_behind_what_was_held_back(slow: Delivery) -> None:
+async def test_an_error_comes_at_once_after_the_outputs_that_were_held_back(slow: Delivery) -> None:
     (reader,) = await begun(slow, A)
     slow.deliver([(A, output(3))])
     slow.deliver([(A, InternalError("internal error 7")), (A, output(4))])
@@ -115,7 +115,7 @@ async def test_an_error_comes_at_once_behind_what_was_held_back(slow: Delivery) 
     slow.close(UnavailableError("over"))
 
 
-async def test_nothing_is_held_back_where_nothing_may_be() -> None:
+async def test_without_a_hold_time_nothing_is_held_back() -> None:
     delivery = Delivery(longest_hold_s=0.0)
     (reader,) = await begun(delivery, A)
     for token in range(3, 8):
@@ -150,8 +150,8 @@ async def test_a_close_ends_every_stream(slow: Delivery) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), max_size=60), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_no_token_is_lost_or_told_twice(steps: list[tuple[int, int, int]], holds: bool) -> None:
-    """Steps are (request, its tokens, turns that its reader and the others get before the next one)."""
+def test_no_token_is_lost_or_delivered_twice(steps: list[tuple[int, int, int]], holds: bool) -> None:
+    """Steps are (request, its tokens, turns of the event loop before the next step)."""
 
     async def run() -> None:
         delivery = Delivery(0.0005 if holds else 0.0)
@@ -181,4 +181,4 @@ async def test_work_for_a_request_has_the_context_of_its_call() -> None:
     call.set("another")
     assert [delivery.context(request_id).run(call.get) for request_id in (A, B)] == ["call of a", "call of b"]
     delivery.deliver([(A, output(reason=FinishReason.ABORT))])
-    assert delivery.context(A).run(call.get) == "none", "who has ended has no call"
+    assert delivery.context(A).run(call.get) == "none", "a request that has ended has no call"

@@ -1,4 +1,4 @@
-"""The engine with a real tiny model: one terminal answer for every request, whatever happens."""
+"""The engine with a real tiny model gives every request one terminal answer, whatever happens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NUM_BLOCKS = 40
 
 
 class PoisonableRunner(CPUModelRunner):
-    """Fails on prompts that begin with one id, as a fault in a model's code would, once `may_fail` is set."""
+    """Fails on prompts that begin with the id POISON, as a model with a bug would. It waits for `may_fail` to fail."""
 
     def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
         super().__init__(config, family)
@@ -65,7 +65,7 @@ class PoisonableRunner(CPUModelRunner):
 
 
 def no_fetcher() -> EmbeddingFetcher:
-    """Has neither a shared cache nor an encoder."""
+    """Returns a fetcher with neither a shared cache nor an encoder."""
     return EmbeddingFetcher(None, None, num_workers=1, timeout_s=5, ttl_s=60, metrics=FetchMetrics(CollectorRegistry()))
 
 
@@ -110,8 +110,8 @@ async def test_first_output_is_the_admission_and_the_last_has_the_reason(engine:
     assert outputs[-1].usage.time_to_first_token_s > 0
 
 
-async def test_a_request_that_never_ran_is_told_its_end_at_once(engine: Engine) -> None:
-    """Nobody else is there whose step would bring the answer along."""
+async def test_a_request_that_never_ran_gets_its_end_at_once(engine: Engine) -> None:
+    """There is no other request whose step would flush the answer."""
     prompt = Prompt((20, 21, 22, 23), (image("x", 0, 3),))
     stream = engine.submit(RequestId("no encoder"), prompt, SamplingParams(max_tokens=5))
     async with asyncio.timeout(10):
@@ -157,7 +157,7 @@ async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer
     engine.start()
     streams = [submit(engine, f"bad{i}", (POISON, 1)) for i in range(6)]
     results = await asyncio.gather(*(read(stream) for stream in streams), return_exceptions=True)
-    # Each of the first three was alone in a step that failed; the others are no cause of anything.
+    # Each of the first three was alone in a step that failed. The others were never computed.
     assert [type(result) for result in results] == [InternalError] * 3 + [UnavailableError] * 3
     await asyncio.to_thread(engine._step_loop.join)
     assert not engine.is_healthy
@@ -169,7 +169,7 @@ async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer
 
 @pytest.fixture
 def small_engine(runner: PoisonableRunner) -> Callable[..., Engine]:
-    """Makes engines with one request of two tokens in a step."""
+    """Returns a function that makes engines with two tokens, and so one request, in a step."""
 
     def make(**options: float) -> Engine:
         scheduler = Scheduler(
@@ -187,7 +187,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_request_that_the_engine_had_not_looked_at_when_it_died_gets_an_answer(
+async def test_a_request_still_in_the_inbox_when_the_engine_dies_gets_an_answer(
     runner: PoisonableRunner, small_engine: Callable[..., Engine]
 ) -> None:
     engine = small_engine()
@@ -251,7 +251,7 @@ async def test_stop_does_not_wait_for_a_step_that_hangs(
 async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_in_a_row(
     runner: PoisonableRunner,
 ) -> None:
-    """Requests that come one after the other: behind each failure a step tells the runner who has left."""
+    """Requests come one after the other: each failure is followed by a step that only removes a request."""
     scheduler = Scheduler(
         SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
@@ -261,7 +261,7 @@ async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_i
         assert engine.is_healthy
         with pytest.raises(InternalError):
             await read(submit(engine, f"bad{index}", (POISON, 1)))
-        # Time for what comes behind.
+        # Time for the empty step after the failure.
         await asyncio.sleep(0.05)
     async with asyncio.timeout(10):
         await asyncio.to_thread(engine._step_loop.join, 10)

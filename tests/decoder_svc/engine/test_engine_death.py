@@ -1,4 +1,4 @@
-"""An engine whose thread dies or hangs, in a process as operators run it: what health says, who gets which answer."""
+"""An engine thread that dies or hangs, in a process as operators run it: health and the answers of the calls."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.fault_file import DIE, FAIL, HANG, FaultFile
 
 Health = health_pb2.HealthCheckResponse
 NUM_CALLS = 4
-# One request in a step, so that the others wait.
+# Flags for one request in a step, so that the others wait.
 SMALL = ("--num-threads", "1", "--num-kv-blocks", "20", "--max-context-tokens", "300", "--max-num-seqs", "1")
 TIMEOUT_S = 60
 
 
 class Decoder:
-    """The service with a fault file, and a channel to it."""
+    """A decoder process with a fault file, and a channel to it."""
 
     def __init__(self, process: subprocess.Popen[str], fault: FaultFile, channel: grpc.Channel) -> None:
         self.process = process
@@ -42,7 +42,7 @@ class Decoder:
         self._states: Any = health_pb2_grpc.HealthStub(channel).Watch(watching, timeout=TIMEOUT_S)
 
     def next_health(self) -> Any:
-        """What health says next, as a balancer hears it."""
+        """Waits for the next health state, as a load balancer receives it."""
         return next(self._states).status
 
     def generate(self) -> pb.GenerateResponse:
@@ -50,7 +50,7 @@ class Decoder:
         return self.stub.Generate(request, timeout=TIMEOUT_S)
 
     def until_live(self, num_requests: int) -> None:
-        """Until the engine was given so many requests that have no answer."""
+        """Waits until the engine has `num_requests` requests without an answer."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while True:
             load = self.stub.GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S)
@@ -90,10 +90,10 @@ def _code(call: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize(
     ("fault", "expected"),
-    # Requests whose own step fails are told so; after three of them the engine gives up.
+    # Requests whose own step fails get INTERNAL. After three such steps the engine dies.
     [(DIE, {"UNAVAILABLE": NUM_CALLS}), (FAIL, {"INTERNAL": 3, "UNAVAILABLE": NUM_CALLS - 3})],
 )
-def test_a_dead_engine_answers_who_waits_says_not_serving_and_ends_the_process_with_1(
+def test_a_dead_engine_answers_all_calls_is_not_serving_and_ends_the_process_with_1(
     fault: str, expected: dict[str, int], model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     with started(model_folder("llava_clip"), tmp_path) as decoder, ThreadPoolExecutor(NUM_CALLS) as threads:

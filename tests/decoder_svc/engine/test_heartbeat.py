@@ -1,4 +1,4 @@
-"""A thread that hangs is told from one that waits for work."""
+"""The heartbeat tells a thread that hangs from one that waits for work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server on loopback whose handlers fail as a test says."""
+"""A real server on loopback whose handlers raise the errors that a test chooses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_messag
 
 
 class RaisingEncoder(UnsupportedEncoder):
-    """GetEncoderInfo raises `error` where it is set; Encode answers one result per item."""
+    """GetEncoderInfo raises `error` if it is set; Encode answers one result per item."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -51,13 +51,14 @@ class RaisingEncoder(UnsupportedEncoder):
 
 
 def _kinds_handler(error: Exception) -> grpc.GenericRpcHandler:
-    """One method of each kind that fails: unary ones at once, streaming ones after a message."""
+    """Returns a method of each kind that fails: unary ones at once, streaming ones after a message."""
 
     async def fail(request: Any, context: Any) -> bytes:
         raise error
 
     async def fail_later(request: Any, context: Any) -> AsyncIterator[bytes]:
-        # grpc.aio clients report an error of their own when a call ends while they still send.
+        # The requests are read to the end, because grpc.aio clients report an error of their own when a call ends
+        # while they still send.
         if not isinstance(request, bytes):
             assert [message async for message in request] == [b""]
         yield b"first"

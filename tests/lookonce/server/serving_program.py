@@ -18,7 +18,7 @@ FULL_NAME = "lookonce.encoder.v1.EncoderService"
 
 
 class UnsupportedEncoder(pb_grpc.EncoderServiceServicer):
-    """Refuses every call; a test overrides the ones that it needs."""
+    """Refuses every call. Tests override the calls that they need."""
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         raise UnsupportedError("not in this test")
@@ -39,10 +39,10 @@ class UnsupportedEncoder(pb_grpc.EncoderServiceServicer):
 
 
 class SlowEncoder(UnsupportedEncoder):
-    """EncodeStream answers each item after 0.2 s; the item "forever" is never answered. The model is who calls."""
+    """EncodeStream answers each item after 0.2 s, but never the item "forever". GetEncoderInfo returns the caller."""
 
     async def GetEncoderInfo(self, request: pb.GetEncoderInfoRequest, context: Any) -> pb.GetEncoderInfoResponse:
-        # By which connection the call came.
+        # The peer identifies the connection of the call.
         return pb.GetEncoderInfoResponse(model=context.peer())
 
     async def EncodeStream(

@@ -1,4 +1,4 @@
-"""Only tokens that the files vouch for are somebody, and nothing says why another is not."""
+"""Only tokens that the files know are accepted, and a refusal does not tell the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def entry(token: str, /, **fields: str) -> str:
 
 
 def key_set(**keys: Any) -> bytes:
-    """A JWKS of public keys by id."""
+    """Returns a JWKS of public keys by id."""
     found = [
         {**json.loads(jwt.algorithms.ECAlgorithm.to_jwk(key.public_key())), "kid": name} for name, key in keys.items()
     ]
@@ -81,13 +81,13 @@ def refused(authenticator: Authenticator, token: str | None) -> str:
     return caught.value.message
 
 
-def test_without_files_everybody_is_let_in(tmp_path: pathlib.Path) -> None:
+def test_without_files_every_call_is_accepted(tmp_path: pathlib.Path) -> None:
     authenticator = load_authenticator(settings(tmp_path))
     assert isinstance(authenticator, Unguarded)
     assert authenticator.identify(None) == ANYBODY
 
 
-def test_a_known_token_is_somebody_and_all_others_are_nobody(tmp_path: pathlib.Path) -> None:
+def test_a_known_token_has_its_identity_and_all_others_are_refused(tmp_path: pathlib.Path) -> None:
     text = entry(TOKEN) + entry(OTHER, name="ops", tenant="", role="operator")
     authenticator = load_authenticator(settings(tmp_path, tokens=text))
     assert authenticator.identify(TOKEN) == Identity("shop", "acme", CallerRole.CLIENT)
@@ -136,7 +136,7 @@ def test_a_signed_token_is_somebody(tmp_path: pathlib.Path) -> None:
 
 # Header: alg none. Claims: sub alice, tenant acme.
 UNSIGNED = "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhbGljZSIsInRlbmFudCI6ImFjbWUifQ."
-# A header of brackets alone, more of them than a parser goes down.
+# A header of brackets only, nested deeper than a parser goes.
 NESTED = base64.urlsafe_b64encode(b"[" * 6000).decode() + ".e30."
 PAST = int(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).timestamp())
 
@@ -163,7 +163,7 @@ PAST = int(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).timestamp())
         signed(lookonce_role="king"),
         UNSIGNED,
         signed("k" * 64, algorithm="HS256"),
-        # The key is another algorithm's.
+        # The key is for another algorithm.
         signed(RSA_KEY, algorithm="RS256"),
         NESTED,
         signed(exp=float("inf")),
@@ -172,13 +172,13 @@ PAST = int(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC).timestamp())
         "",
     ],
 )
-def test_anything_else_is_nobody_and_hears_one_and_the_same(tmp_path: pathlib.Path, token: str) -> None:
+def test_every_other_token_is_refused_with_the_same_message(tmp_path: pathlib.Path, token: str) -> None:
     authenticator = load_authenticator(settings(tmp_path, keys=key_set(k1=KEY)))
     assert refused(authenticator, token) == "the bearer token is not accepted"
 
 
 def test_the_public_key_is_no_shared_secret(tmp_path: pathlib.Path) -> None:
-    # The classic forgery: signed with the published key, as if that were a secret of both sides.
+    # The classic forgery: signed with the public key, used as a symmetric key.
     published = json.loads(key_set(k1=KEY))["keys"][0]["x"]
     authenticator = load_authenticator(settings(tmp_path, keys=key_set(k1=KEY)))
     refused(authenticator, signed(published + "=" * 32, algorithm="HS256"))
@@ -213,7 +213,7 @@ def test_rsa_keys_are_known_too(tmp_path: pathlib.Path) -> None:
     "content",
     [b"", b"{}", b"[]", b'{"keys": []}', b'{"keys": [{"kty": "oct", "k": "c2VjcmV0", "kid": "a"}]}', b"no json"],
 )
-def test_a_key_set_that_vouches_for_nobody_or_holds_secrets_is_refused(content: bytes) -> None:
+def test_a_key_set_with_unusable_or_symmetric_keys_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_keys(content)
 

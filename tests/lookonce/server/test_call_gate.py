@@ -1,4 +1,4 @@
-"""Nobody passes without a token but to ask for health, and whoever passes is who the token says."""
+"""Every call except health needs a token, and its identity is the one of the token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ["lookonce.encoder.v1.EncoderService", "lookonce.encoder.v1.EncoderAdmin
 
 
 class WhoEncoder(UnsupportedEncoder):
-    """Says who is asking."""
+    """An encoder whose GetEncoderInfo returns the caller's identity."""
 
     async def GetEncoderInfo(self, request: pb.GetEncoderInfoRequest, context: Any) -> pb.GetEncoderInfoResponse:
         identity = current_identity()
@@ -42,7 +42,7 @@ class WhoEncoder(UnsupportedEncoder):
 
 
 class Admin(pb_grpc.EncoderAdminServiceServicer):
-    """Answers one call."""
+    """An admin service that answers GetCacheStats only."""
 
     async def GetCacheStats(self, request: Any, context: Any) -> pb.GetCacheStatsResponse:
         return pb.GetCacheStatsResponse()
@@ -67,12 +67,12 @@ class Server:
         self.service, self.channel, self.admin_channel = service, channel, admin_channel
 
     async def who(self, *metadata: tuple[str, str]) -> str:
-        """Whom the server takes the caller for."""
+        """Returns the identity that the server gives the caller."""
         stub: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(self.channel)
         return str((await stub.GetEncoderInfo(pb.GetEncoderInfoRequest(), metadata=metadata, timeout=10)).model)
 
     async def methods(self, *metadata: tuple[str, str]) -> list[str]:
-        """All methods that reflection knows, "/package.Service/Method"."""
+        """Returns all methods that reflection knows, as "/package.Service/Method"."""
         found = []
         stub = reflection_pb2_grpc.ServerReflectionStub(self.admin_channel)
         asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
@@ -136,7 +136,7 @@ async def running(folder: pathlib.Path, **values: Any) -> AsyncIterator[Server]:
 
 
 async def code_of(channel: grpc.aio.Channel, method: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
-    """Of a call with an empty message; OK when it is answered."""
+    """Returns the status code of a call with an empty message; OK if it is answered."""
     method_call: Any = channel.stream_stream(method)
     call = method_call(iter([b""]), metadata=metadata, timeout=10)
     with contextlib.suppress(grpc.aio.AioRpcError):
@@ -172,7 +172,7 @@ async def test_health_asks_for_nothing_on_both_addresses(server: Server) -> None
         assert code is grpc.StatusCode.UNIMPLEMENTED, "nothing else is there"
 
 
-async def test_whoever_passes_is_who_the_token_says(server: Server) -> None:
+async def test_the_identity_of_a_call_is_the_one_of_its_token(server: Server) -> None:
     assert await server.who(bearer("client")) == "client-1/acme/client"
     assert await server.who(("authorization", f"bEARER   {TOKENS['client']}")) == "client-1/acme/client"
     assert await server.who(bearer("service")) == "service-1//service"
@@ -194,12 +194,12 @@ async def test_operators_calls_are_for_operators(server: Server) -> None:
     assert await code_of(server.channel, method, bearer("operator")) is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_nobody_is_somebody_outside_of_a_call(server: Server) -> None:
+async def test_outside_of_a_call_there_is_no_identity(server: Server) -> None:
     await server.who(bearer("client"))
     assert current_identity() == ANYBODY
 
 
-async def test_a_tenant_over_its_quota_hears_when_to_come_again(tmp_path: pathlib.Path) -> None:
+async def test_a_tenant_over_its_quota_is_advised_when_to_retry(tmp_path: pathlib.Path) -> None:
     quotas = tmp_path / "quotas.toml"
     quotas.write_text("[tenants.acme]\nrequests_per_s = 0.05\n")
     async with running(tmp_path, quotas_file=quotas) as server:

@@ -1,4 +1,4 @@
-"""Certificates on both ends: who has none is not let in, and they change while calls go on."""
+"""Clients without the required certificate are refused, and new certificates take effect while calls go on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def connected(
 
 
 async def model(target: str, credentials: grpc.ChannelCredentials | None) -> str:
-    """What the server answers; raises where it is not reached."""
+    """Makes a call and returns the answer. Raises when the server cannot be reached."""
     async with connected(target, credentials) as stub:
         return str((await stub.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)).model)
 
@@ -90,7 +90,7 @@ async def test_a_client_sees_whom_it_talks_to(files: Files) -> None:
         assert await is_refused(target, None)
 
 
-async def test_with_an_authority_for_clients_nobody_connects_without_its_certificate(
+async def test_with_an_authority_for_clients_a_client_needs_its_certificate(
     files: Files, authority: trustme.CA
 ) -> None:
     _, certificate, key = files.client(authority, "friend")

@@ -1,4 +1,4 @@
-"""The collector rests while long-lived objects are made and is what it was afterwards; freed memory is given back."""
+"""The collector pauses while long-lived objects are made, and freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from lookonce.server.garbage import long_lived_objects
 
-# In a process of its own: frozen objects stay frozen.
+# Runs in a process of its own, because frozen objects stay frozen.
 _FREEZES = """
 import gc
 from lookonce.server.garbage import long_lived_objects
@@ -21,7 +21,7 @@ with long_lived_objects():
     kept = [[] for _ in range(1000)]
 assert gc.isenabled() and gc.get_freeze_count() >= frozen + 1000
 """
-# Every other of many pieces stays, so that nothing at the end of the heap goes back by itself.
+# Every second piece stays allocated, so that the heap cannot shrink by itself.
 _GIVES_BACK = """
 import ctypes, gc, psutil
 from lookonce.server.garbage import settle
@@ -47,7 +47,7 @@ def test_objects_made_inside_are_kept_from_the_collector() -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc alone can be asked for memory")
-def test_a_process_that_settles_gives_back_what_was_freed() -> None:
+def test_settling_returns_freed_memory_to_the_system() -> None:
     subprocess.run([sys.executable, "-c", _GIVES_BACK], check=True, timeout=60)
 
 
@@ -56,5 +56,5 @@ def test_a_failure_freezes_nothing() -> None:
     with pytest.raises(ValueError, match="no model"), long_lived_objects():
         raise ValueError("no model")
     assert gc.isenabled()
-    # Some that were frozen before may have ended meanwhile.
+    # Objects that were frozen before may have been freed meanwhile.
     assert gc.get_freeze_count() <= frozen

@@ -157,7 +157,7 @@ async def test_a_cancelled_stream_closes_its_handler_at_once() -> None:
 
 
 @pytest.mark.parametrize("way", ["cancels", "runs out of time", "hangs up"])
-async def test_who_leaves_while_a_message_is_being_written_is_no_fault(way: str, log_lines: Any) -> None:
+async def test_a_client_that_disconnects_during_a_write_is_no_fault(way: str, log_lines: Any) -> None:
     async with running_server() as running:
         for _ in range(5):
             timeout_s = 1.0 if way == "runs out of time" else 60
@@ -166,7 +166,7 @@ async def test_who_leaves_while_a_message_is_being_written_is_no_fault(way: str,
             method: Any = channel.unary_stream(f"/{KINDS}/Flood")
             call = method(b"", timeout=timeout_s)
             await call.read()
-            # What nobody reads stands in the way of what follows.
+            # Unread messages fill the connection, so that the next write has to wait.
             await asyncio.sleep(0.2)
             if way == "cancels":
                 call.cancel()

@@ -1,4 +1,4 @@
-"""The server shell says whether it serves and how long it drains, as health does."""
+"""The metrics show whether the server is serving and how long it has been draining."""
 
 from __future__ import annotations
 

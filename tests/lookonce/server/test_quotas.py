@@ -1,4 +1,4 @@
-"""In the mean a tenant gets its rate, never more calls at a time than it may, and nobody else's."""
+"""On average a tenant gets its rate, never more calls in flight than its limit, and no other tenant's share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ A, B = (Identity(name, name, CallerRole.CLIENT) for name in "ab")
 
 
 class Table:
-    """A quota file that says one thing."""
+    """A quota file with this content."""
 
     def __init__(self, text: str) -> None:
         self.value = parse_quotas(text.encode())
@@ -35,7 +35,7 @@ def registry() -> CollectorRegistry:
 
 
 def admit(quotas: Quotas, identity: Identity) -> float | None:
-    """None, or the time after which to come again."""
+    """Makes a call. Returns None if it is admitted, else the advised delay in seconds."""
     try:
         with quotas.admitted(identity):
             return None
@@ -70,11 +70,11 @@ def test_no_tenant_gets_more_than_its_rate_and_one_call(
         if admit(quotas, A) is None:
             quotas.charge(A, Resource.TOKENS, amount)
             taken, largest = taken + amount, max(largest, amount)
-            # The bucket's two seconds to begin with, what has come in since, and a debt of one call.
+            # The two seconds in the full bucket, the refill since then, and a debt of one call.
             assert taken <= rate * (2 + clock.now_s - began_s) * 1.0001 + largest + 1e-6
 
 
-def test_the_delay_that_is_told_is_long_enough_and_not_too_long(registry: CollectorRegistry, clock: Clock) -> None:
+def test_the_advised_delay_is_long_enough_and_not_too_long(registry: CollectorRegistry, clock: Clock) -> None:
     quotas = Quotas(Table("[default]\nimage_bytes_per_s = 1000"), registry, clock)
     assert admit(quotas, A) is None
     quotas.charge(A, Resource.IMAGE_BYTES, 7000)
@@ -99,7 +99,7 @@ def test_services_and_operators_have_none(registry: CollectorRegistry, clock: Cl
     assert all(admit(quotas, Identity("x", "a", role)) is None for _ in range(10))
 
 
-def test_without_a_table_nobody_has_a_limit(registry: CollectorRegistry) -> None:
+def test_without_a_table_there_are_no_limits(registry: CollectorRegistry) -> None:
     quotas = Quotas(None, registry)
     quotas.charge(A, Resource.TOKENS, 1e12)
     assert admit(quotas, A) is None

@@ -173,7 +173,7 @@ async def test_sigterm_lets_a_stream_finish_refuses_new_calls_and_exits_0(proces
             return bool(response.status == Health.NOT_SERVING)
 
         await until(not_serving)
-        # Still inside the delay: load balancers have time to see NOT_SERVING.
+        # During the drain delay calls are still served, so that load balancers have time to see NOT_SERVING.
         await encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)
 
         async def refused() -> bool:
@@ -189,7 +189,7 @@ async def test_sigterm_lets_a_stream_finish_refuses_new_calls_and_exits_0(proces
         assert await process.exit_status() == 0, process.log()
 
 
-async def test_what_outlives_the_drain_gets_unavailable_and_the_exit_is_0(processes: Any) -> None:
+async def test_calls_that_outlive_the_drain_get_unavailable_and_the_exit_is_0(processes: Any) -> None:
     process = processes("--drain-timeout-s", "0.5")
     async with grpc.aio.insecure_channel(await process.target(), options=CHANNEL_OPTIONS) as channel:
         encoder: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(channel)
@@ -237,7 +237,7 @@ async def test_a_connection_over_its_age_ends_behind_its_last_stream_and_calls_g
         encoder: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(channel)
 
         async def peer() -> str:
-            """The client's end of the connection that a call takes; no call may fail."""
+            """Returns the client's end of a call's connection. No call may fail."""
             return (await encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)).model
 
         stream: Any = encoder.EncodeStream(timeout=60)

@@ -82,7 +82,7 @@ def test_the_model_name_is_the_folder_s_unless_another_is_set(tmp_path: pathlib.
         ("example.com:1", False),
     ],
 )
-def test_loopback_addresses_are_told_from_others(address: str, expected: bool) -> None:
+def test_only_loopback_addresses_are_loopback(address: str, expected: bool) -> None:
     assert is_loopback(address) is expected
 
 

@@ -28,7 +28,7 @@ from lookonce.server.telemetry import (
 
 @pytest.fixture(autouse=True)
 def restored_logging() -> Iterator[None]:
-    """Leaves the process' logging as it was."""
+    """Restores the process' logging after a test."""
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
@@ -83,7 +83,7 @@ def test_the_level_holds_for_our_loggers_and_libraries_speak_from_warnings_on() 
     assert [line["event"] for line in _lines(stream)] == ["ours"]
 
 
-def test_what_is_audited_is_said_at_any_level() -> None:
+def test_audit_lines_are_logged_at_any_level() -> None:
     stream = io.StringIO()
     configure_logging("json", "error", stream)
     logging.getLogger("lookonce.audit").info("a cache was emptied")
