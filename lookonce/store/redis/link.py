@@ -113,7 +113,8 @@ class RedisLink:
         return deadline_s - self._budget_s / 2
 
     def _node_of(self, name: bytes | None, until_s: float) -> RedisNode:
-        self._check_open()
+        if self._is_closed:
+            raise RedisTroubleError(MissReason.STORE_CLOSED)
         return self._deployment.node_of(name, until_s)
 
     def _check_open(self) -> None:

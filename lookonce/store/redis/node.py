@@ -31,7 +31,7 @@ from lookonce.store.redis.miss_reason import CacheMissError, MissReason, RedisRe
 from lookonce.store.redis.url import Address, unusable_url
 
 _MAX_CONNECT_S = 0.2
-# The CLIENT SETINFO of a new connection would be two round trips and, with tight ACLs, two log lines on the server.
+# Keeps redis-py from sending CLIENT SETINFO: two round trips and, under tight ACLs, two log lines on the server.
 _SILENT: dict[str, Any] = (
     {"driver_info": None} if hasattr(redis, "DriverInfo") else {"lib_name": None, "lib_version": None}
 )

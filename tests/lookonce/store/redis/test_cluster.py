@@ -32,15 +32,8 @@ from tests.lookonce.store.entries import (
     write,
 )
 from tests.lookonce.store.faults import FaultProxy
-from tests.lookonce.store.redis.redis_fleet import (
-    NUM_SLOTS,
-    PASSWORD,
-    ClusterFleet,
-    RedisProcess,
-    data_settings,
-    node_id,
-    until,
-)
+from tests.lookonce.store.redis import redis_fleet
+from tests.lookonce.store.redis.redis_fleet import NUM_SLOTS, PASSWORD, ClusterFleet, RedisProcess, node_id, until
 
 MakeStore = Callable[..., EmbeddingStore]
 Entries = dict[ContentKey, bytes]
@@ -78,17 +71,13 @@ def key_at(cluster: ClusterFleet, index: int) -> ContentKey:
             return key
 
 
-def rows_of(seed: int) -> bytes:
-    return make_rows(SMALL, seed)
-
-
 def read_small(store: EmbeddingStore, key: ContentKey) -> bytes | MissReason:
     return read(store, key, SMALL, 0, SMALL.num_rows)
 
 
 def write_at(cluster: ClusterFleet, store: EmbeddingStore, index: int, number: int = 5) -> Entries:
     """Writes entries with different rows to this primary and returns them."""
-    entries = {key_at(cluster, index): rows_of(100 * index + seed) for seed in range(number)}
+    entries = {key_at(cluster, index): make_rows(SMALL, 100 * index + seed) for seed in range(number)}
     assert all(write(store, key, SMALL, memoryview(rows)) for key, rows in entries.items())
     return entries
 
@@ -154,7 +143,7 @@ def test_concurrent_threads_find_the_nodes(shared_cluster: ClusterFleet, make_st
     wrong: list[object] = []
 
     def work(seed: int) -> None:
-        key, rows = fresh_key(), rows_of(seed)
+        key, rows = fresh_key(), make_rows(SMALL, seed)
         found = read_small(store, key), write(store, key, SMALL, memoryview(rows)), read_small(store, key)
         if found != (MissReason.ABSENT, True, rows):
             wrong.append(found)
@@ -214,18 +203,18 @@ def test_the_documented_access_rules_are_enough(shared_cluster: ClusterFleet, ma
         node.ask("ACL", "SETUSER", "writer", "-cluster|slots")
     blind = make_store(shared_cluster.url.replace(f":{PASSWORD}@", "writer:pw@"))
     assert read_small(blind, fresh_key()) is MissReason.NOPERM
-    assert not write(blind, fresh_key(), SMALL, memoryview(rows_of(0)))
+    assert not write(blind, fresh_key(), SMALL, memoryview(make_rows(SMALL, 0)))
 
 
 def test_a_server_that_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
-    server = RedisProcess(data_settings())
+    server = RedisProcess(redis_fleet.data_settings())
     try:
         for is_up, reason in ((False, MissReason.CONNECT_FAILED), (True, MissReason.SERVER_ERROR)):
             if is_up:
                 server.start()
             store = make_store(f"redis+cluster://:{PASSWORD}@{server.address}")
             assert read_small(store, fresh_key()) is reason
-            assert not write(store, fresh_key(), SMALL, memoryview(rows_of(0)))
+            assert not write(store, fresh_key(), SMALL, memoryview(make_rows(SMALL, 0)))
             assert not store.ping()
     finally:
         server.stop()
@@ -237,7 +226,7 @@ def test_a_server_that_is_no_cluster_is_a_miss(make_store: MakeStore) -> None:
 def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(shared_cluster.url)
     source, target = shared_cluster.primaries[1:]
-    key, rows = key_at(shared_cluster, 1), rows_of(1)
+    key, rows = key_at(shared_cluster, 1), make_rows(SMALL, 1)
     slot = key_slot(data_key(key).encode())
     assert write(store, key, SMALL, memoryview(rows))
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
@@ -269,7 +258,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
 
 
 def test_an_unassigned_slot_is_a_miss_until_it_is_assigned(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
-    key, rows = key_at(shared_cluster, 2), rows_of(2)
+    key, rows = key_at(shared_cluster, 2), make_rows(SMALL, 2)
     slot = key_slot(data_key(key).encode())
     owner = shared_cluster.primaries[2]
     store = make_store(shared_cluster.url, breaker=CircuitBreaker(failure_threshold=1))
@@ -293,7 +282,7 @@ def test_a_replica_as_a_single_server_is_a_miss(shared_cluster: ClusterFleet, ma
     key = next(iter(entries))
     store = make_store(shared_cluster.replica.url)
     assert read_small(store, key) is MissReason.MOVED
-    assert write(store, key_at(shared_cluster, 0), SMALL, memoryview(rows_of(0))) is False
+    assert write(store, key_at(shared_cluster, 0), SMALL, memoryview(make_rows(SMALL, 0))) is False
     assert are_read(make_store(f"redis+cluster://:{PASSWORD}@{shared_cluster.replica.address}"), entries)
 
 
@@ -308,12 +297,15 @@ def test_a_killed_node_costs_its_images_and_no_others(cluster: ClusterFleet, mak
         assert {read_small(store, key) for key in entries[1]} <= {MissReason.CLUSTER_DOWN}
         assert are_read(store, entries[0])
         assert are_read(store, entries[2])
-        assert write(store, key_at(cluster, 0), SMALL, memoryview(rows_of(7)))
-        assert not write(store, key_at(cluster, 1), SMALL, memoryview(rows_of(8)))
+        assert write(store, key_at(cluster, 0), SMALL, memoryview(make_rows(SMALL, 7)))
+        assert not write(store, key_at(cluster, 1), SMALL, memoryview(make_rows(SMALL, 8)))
     assert store.state is BreakerState.CLOSED
     cluster.primaries[1].start()
-    until(lambda: write(store, next(iter(entries[1])), SMALL, memoryview(rows_of(100))), "the node is not used again")
-    assert read_small(store, next(iter(entries[1]))) == rows_of(100)
+    until(
+        lambda: write(store, next(iter(entries[1])), SMALL, memoryview(make_rows(SMALL, 100))),
+        "the node is not used again",
+    )
+    assert read_small(store, next(iter(entries[1]))) == make_rows(SMALL, 100)
 
 
 def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
@@ -324,7 +316,7 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     until(lambda: cluster.replica.ask("DBSIZE") == cluster.primaries[0].ask("DBSIZE"), "the rows are not replicated")
     cluster.replica.ask("CONFIG", "SET", "masterauth", "wrong")
     cluster.primaries[0].ask("CLIENT", "KILL", "TYPE", "replica")
-    lost = {key_at(cluster, 0): rows_of(50 + seed) for seed in range(5)}
+    lost = {key_at(cluster, 0): make_rows(SMALL, 50 + seed) for seed in range(5)}
     assert all(write(store, key, SMALL, memoryview(rows)) for key, rows in lost.items())
     assert are_read(store, lost)
     late = key_at(cluster, 0)
@@ -333,10 +325,10 @@ def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
     def is_back() -> bool:
         are_read(store, {**kept, **lost})
         assert are_read(store, others)
-        return write(store, late, SMALL, memoryview(rows_of(9)))
+        return write(store, late, SMALL, memoryview(make_rows(SMALL, 9)))
 
     until(is_back, "no replica took over")
-    assert are_read(store, {**kept, late: rows_of(9)})
+    assert are_read(store, {**kept, late: make_rows(SMALL, 9)})
     assert {read_small(store, key) for key in lost} == {MissReason.ABSENT}
     assert are_read(make_store(cluster.url), kept)
 
@@ -386,7 +378,7 @@ def test_rows_travel_over_tls(make_store: MakeStore, tmp_path: pathlib.Path) -> 
     authority, files = trustme.CA(), Files(tmp_path)
     files.issue(authority)
     context = files.server_context(asks_for_certificates=False)
-    server = RedisProcess([*data_settings(), "cluster-enabled yes", f"unixsocket {tmp_path}/server.sock"])
+    server = RedisProcess([*redis_fleet.data_settings(), "cluster-enabled yes", f"unixsocket {tmp_path}/server.sock"])
     proxy = FaultProxy(f"{tmp_path}/server.sock", context)
     try:
         server.start()
