@@ -20,8 +20,8 @@ from lookonce.model import native_library
 # What PyTorch says of a processor, and whether it has products of pairs (AVX512_BF16).
 _PROCESSORS = (("DEFAULT", False), ("AVX2", False), ("AVX512", False), ("AVX512", True))
 _SOURCES = (
-    *(pathlib.Path(folder) / "runner/native" for folder in decoder_svc.__path__),
-    *(pathlib.Path(folder) / "native" for folder in encoder_svc.__path__),
+    *(pathlib.Path(folder) / "runner/cpu/native" for folder in decoder_svc.__path__),
+    *(pathlib.Path(folder) / "vision/native" for folder in encoder_svc.__path__),
 )
 
 
