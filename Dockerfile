@@ -6,8 +6,8 @@
 #
 # COMPUTE is a folder of PyTorch's own index: cpu, or a CUDA build such as cu130. A CUDA build includes CUDA's libraries
 # and needs only the driver on the host. The images contain no model: mount one at /model. They run as uid 10001 with a
-# read-only root and write only to /tmp. For a package mirror, pass pip's configuration with `--secret
-# id=pip,src=pip.conf`; nothing of it stays in an image.
+# read-only root and write only to /tmp. For a package mirror, pass pip's configuration with
+# `--secret id=pip,src=pip.conf`; nothing of it stays in an image.
 
 # The Python version that the tests use.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
