@@ -1,27 +1,28 @@
 # syntax=docker/dockerfile:1.7
-# The two services, one image each.
+# Builds the two services, one image each.
 #
 #   docker build --target encoder --tag lookonce-encoder:0.1.0 .
 #   docker build --target decoder --tag lookonce-decoder:0.1.0 .
 #
-# COMPUTE is a folder of PyTorch's own index: cpu, or a CUDA build such as cu130, which brings CUDA's libraries along and
-# wants nothing of the host but the driver. Images have no model: mount one at /model. They run as uid 10001 with a
-# read-only root; /tmp alone is written to. Where packages come from a mirror, `--secret id=pip,src=pip.conf` hands in
-# pip's configuration for the time of the build; nothing of it stays in an image.
+# COMPUTE is a folder of PyTorch's own index: cpu, or a CUDA build such as cu130. A CUDA build includes CUDA's libraries
+# and needs only the driver on the host. The images contain no model: mount one at /model. They run as uid 10001 with a
+# read-only root and write only to /tmp. For a package mirror, pass pip's configuration with
+# `--secret id=pip,src=pip.conf`; nothing of it stays in an image.
 
-# The version of Python that the tests run on.
+# The Python version that the tests use.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
 ARG COMPUTE=cpu
-# Where there is a mirror of PyTorch's index; COMPUTE is then of no effect.
+# Address of a mirror of PyTorch's index. If set, COMPUTE has no effect.
 ARG TORCH_INDEX_URL=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_PROGRESS_BAR=off
 WORKDIR /src
 RUN python -m venv /opt/lookonce
 ENV PATH=/opt/lookonce/bin:${PATH}
-# torch comes first and alone: it is large and seldom changes, and with it in place nothing fetches another build.
+# torch is installed first and alone. It is large and rarely changes, and no later step then fetches another build of
+# it.
 COPY constraints/cpu.txt constraints/
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
@@ -38,8 +39,9 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --constraint constraints/cpu.txt ".[serve,otel]"
 
 FROM ${PYTHON_IMAGE} AS service
-# The compiler tells whether a library in the image is of this processor and these sources, and Triton compiles with it.
-# It has no version here: Debian's archive keeps only the latest one of a release.
+# The compiler is needed at run time: the services ask it whether a compiled library fits this processor and these
+# sources, and Triton uses it. It has no pinned version, because Debian's archive keeps only the latest one of a
+# release.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
@@ -49,7 +51,7 @@ RUN apt-get update \
     && install --directory --owner 10001 --group 10001 --mode 0755 /var/cache/lookonce
 COPY --from=build /opt/lookonce /opt/lookonce
 COPY k8s/image/check_health.py k8s/image/compile_kernels.py /opt/lookonce/share/
-# Compiled libraries lie in the image; whatever else wants a cache finds a writable one in /tmp.
+# The compiled libraries are in the image. All other caches are in /tmp, which is writable.
 ENV PATH=/opt/lookonce/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

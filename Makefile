@@ -1,9 +1,9 @@
-# Everything a newcomer or CI needs: `make help` lists it. Python >= 3.11 and pip are enough on a fresh machine.
+# All tasks of developers and CI; `make help` lists them. A fresh machine needs only Python >= 3.11 and pip.
 #
 #   PYTHON=python3.12       another interpreter for the virtual environment
-#   PIP_EXTRA_INDEX_URL=…   where pip also looks; on x86-64 Linux PyTorch's own index of CPU builds saves gigabytes
-#   TESTS="tests/k8s -k x"  arguments of pytest
-#   JOBS=0                  test processes; 0 runs the tests in pytest's own, as `-s` and debuggers want it
+#   PIP_EXTRA_INDEX_URL=…   additional package index; on x86-64 Linux, PyTorch's index of CPU builds saves gigabytes
+#   TESTS="tests/k8s -k x"  arguments for pytest
+#   JOBS=0                  number of test processes; 0 runs the tests in pytest's own process, for `-s` and debuggers
 
 PYTHON ?= python3
 TESTS ?=
@@ -14,7 +14,7 @@ INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints/cpu.txt
 PROTOS := $(wildcard protos/lookonce/*/*/*.proto)
 
-# No test, benchmark or demo may fetch a model.
+# No test, benchmark or demo may download a model.
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
@@ -22,10 +22,10 @@ export PYTHONUNBUFFERED := 1
 .PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer docs families clean
 .DELETE_ON_ERROR:
 
-help: ## this list
+help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-venv: $(INSTALLED) ## the virtual environment in .venv, with everything installed
+venv: $(INSTALLED) ## create the virtual environment .venv with everything installed
 
 demo: $(INSTALLED) ## start all services, draw three pictures, ask five questions
 	@$(BIN)/python -m demo.run
@@ -33,12 +33,12 @@ demo: $(INSTALLED) ## start all services, draw three pictures, ask five question
 test: $(INSTALLED) ## all tests, with one summary at the end
 	@$(BIN)/python -m tests.run --jobs $(JOBS) $(TESTS)
 
-image-test: $(INSTALLED) ## build both images with buildah, on LOOKONCE_IMAGE_BASE, and run them; as root
+image-test: $(INSTALLED) ## build and run both images with buildah, as root, from LOOKONCE_IMAGE_BASE
 	@$(BIN)/python -m pytest -m image -rs tests/k8s/test_image_build.py
 
-check: lint types imports contract ## format, lint, types, imports and the wire contract; changes nothing
+check: lint types imports contract ## check format, lint, types, imports and the gRPC contract; changes nothing
 
-format: $(INSTALLED) ## put code and contract into their format
+format: $(INSTALLED) ## format the code and the gRPC contract
 	@$(BIN)/ruff format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/buf format --write
@@ -58,7 +58,7 @@ contract: $(INSTALLED)
 	@$(BIN)/buf lint
 	@$(BIN)/buf format --diff --exit-code
 
-bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
+bench: $(INSTALLED) ## run the short benchmarks and rewrite benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.scheduler_cost
 	@$(BIN)/python -m benchmarks.encode_once
 	@$(BIN)/python -m benchmarks.hit_cost --pictures 10
@@ -69,7 +69,7 @@ bench: $(INSTALLED) ## the short benchmarks; rewrites benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.image_light --rounds 5 --requests 10
 	@$(BIN)/python -m benchmarks.plot
 
-bench-peer: $(INSTALLED) ## against vLLM, whose interpreter LOOKONCE_PEER_PYTHON names; takes long
+bench-peer: $(INSTALLED) ## run the benchmarks against vLLM (LOOKONCE_PEER_PYTHON names its interpreter); takes long
 	@$(BIN)/python -m benchmarks.prefix_reuse
 	@$(BIN)/python -m benchmarks.two_replicas
 	@$(BIN)/python -m benchmarks.startup
@@ -77,10 +77,10 @@ bench-peer: $(INSTALLED) ## against vLLM, whose interpreter LOOKONCE_PEER_PYTHON
 	@$(BIN)/python -m benchmarks.encode_speed
 	@$(BIN)/python -m benchmarks.plot
 
-bench-gpu: $(INSTALLED) ## correctness and speed on a GPU, where there is one
+bench-gpu: $(INSTALLED) ## check correctness and measure speed on a GPU
 	@$(BIN)/python -m benchmarks.gpu
 
-docs: $(INSTALLED) ## rewrite what documentation and dashboards take from the code
+docs: $(INSTALLED) ## rewrite the generated parts of documentation and dashboards
 	@$(BIN)/python docs/generate_settings.py
 	@$(BIN)/python -m docs.generate_metrics
 	@$(BIN)/python -m observability.generate_dashboards
@@ -88,12 +88,12 @@ docs: $(INSTALLED) ## rewrite what documentation and dashboards take from the co
 families: $(INSTALLED) ## run the conformance suite of all families and write its table into the README
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m docs.generate_families
 
-clean: ## remove what was installed and generated
+clean: ## remove all installed and generated files
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf lookonce/common lookonce/encoder lookonce/decoder
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and alone: with it in place nothing that asks for a range of versions fetches another build.
+# torch is installed first and alone, so that no package with a version range fetches another build of it.
 $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is no Python >= 3.11; say make PYTHON=…" >&2; exit 1; }

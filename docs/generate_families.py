@@ -1,4 +1,7 @@
-"""Writes the README's table of families from a run of the conformance suite: `make families`. Takes a minute or two."""
+"""Runs the conformance suite and writes its results into the README's table of families: `make families`.
+
+The run takes one to two minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from xml.etree import ElementTree
 
+from docs.marked_page import replace_between
 from lookonce.families.base import Family, Mask, PositionAxes
 from lookonce.families.registry import FAMILIES
 from tests import tiny_families
@@ -19,10 +23,10 @@ PAGE = pathlib.Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- families: written by `make families` from the conformance suite -->"
 END = "<!-- end of families -->"
 SUITE = "tests/parity/test_family_conformance.py"
-# All of its tests together are one column, for families that take videos.
+# All tests of this suite together fill one column, for families that accept videos.
 VIDEO_SUITE = "tests/parity/test_video.py"
 VIDEO = "video"
-# Test → what its column says.
+# Name of a test → title of its column.
 COLUMNS = {
     "test_prompts_are_those_of_the_familys_own_processor": "prompt",
     "test_cold": "cold",
@@ -35,15 +39,15 @@ _PASSED, _FAILED = "✓", "✗"
 
 
 def main() -> None:
-    """Runs the suite and rewrites the table; ends with status 1 when something failed."""
+    """Runs the suite and rewrites the table. Exits with status 1 when a test failed."""
     passed = run_suite()
     PAGE.write_text(page_with_families(PAGE.read_text("utf-8"), passed), "utf-8")
-    if any(not tests >= COLUMNS.keys() for tests in passed.values()) or not _all_videos(passed):
+    if any(not tests >= COLUMNS.keys() for tests in passed.values()) or not _all_video_families_pass(passed):
         sys.exit("not every family conforms; the table says which do not")
 
 
 def run_suite() -> dict[str, set[str]]:
-    """Name of each tiny family → the suite's tests that passed with it, and VIDEO if all of the other suite's did."""
+    """Returns the names of the tests that passed, by tiny family; VIDEO stands for the whole video suite."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
@@ -64,25 +68,21 @@ def run_suite() -> dict[str, set[str]]:
 
 
 def page_with_families(page: str, passed: Mapping[str, Collection[str]]) -> str:
-    """`page` with the text between the two marks replaced. Raises ValueError when a mark is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{_table(passed)}\n\n{END}{after}"
+    """Returns `page` with a table of these results between its marks. Raises ValueError when a mark is missing."""
+    return replace_between(page, BEGIN, END, _table(passed))
 
 
 def _table(passed: Mapping[str, Collection[str]]) -> str:
     variants: dict[str, list[str]] = defaultdict(list)
     for name in passed:
         variants[_model_type(name)].append(name)
-    head = ["family", "model type", "tested with", *COLUMNS.values(), VIDEO, "besides"]
+    head = ["family", "model type", "tested with", *COLUMNS.values(), VIDEO, "notes"]
     rows = [" | ".join(head), " | ".join("---" for _ in head)]
     for model_type, family in FAMILIES.items():
         names = sorted(variants[model_type])
         marks = [_PASSED if all(test in passed[name] for name in names) else _FAILED for test in COLUMNS]
         marks.append(_video_mark(family, names, passed))
-        cells = [family.title, f"`{model_type}`", ", ".join(f"`{name}`" for name in names), *marks, _besides(family)]
+        cells = [family.title, f"`{model_type}`", ", ".join(f"`{name}`" for name in names), *marks, _notes(family)]
         rows.append(" | ".join(cells))
     return "\n".join(f"| {row} |" for row in rows)
 
@@ -93,20 +93,20 @@ def _video_mark(family: Family, names: Collection[str], passed: Mapping[str, Col
     return _PASSED if all(VIDEO in passed[name] for name in names) else _FAILED
 
 
-def _all_videos(passed: Mapping[str, Collection[str]]) -> bool:
-    """Whether every family that takes videos passed their suite."""
-    taking = {model_type for model_type, family in FAMILIES.items() if family.video is not None}
-    return all(VIDEO in tests for name, tests in passed.items() if _model_type(name) in taking)
+def _all_video_families_pass(passed: Mapping[str, Collection[str]]) -> bool:
+    """Returns whether every family that accepts videos passed the video suite."""
+    video_types = {model_type for model_type, family in FAMILIES.items() if family.video is not None}
+    return all(VIDEO in tests for name, tests in passed.items() if _model_type(name) in video_types)
 
 
 def _model_type(name: str) -> str:
-    """What the tiny folder of this name says."""
+    """Returns the model type in the configuration of this tiny family."""
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_families.FAMILIES[name].build(pathlib.Path(folder) / name)
         return str(json.loads((path / "config.json").read_text())["model_type"])
 
 
-def _besides(family: Family) -> str:
+def _notes(family: Family) -> str:
     words = []
     if family.has_max_pixels:
         words.append("`max_pixels`")
@@ -115,11 +115,11 @@ def _besides(family: Family) -> str:
     if family.has_levels:
         words.append("feature levels")
     if family.mask is Mask.IMAGE:
-        words.append("an image is never cut")
+        words.append("an image is never split over steps")
     if family.mask is Mask.PROMPT:
-        words.append("a prompt is never cut, only equal ones share KV blocks")
+        words.append("a prompt is never split; only equal prompts share KV blocks")
     if family.depends_on_image_count:
-        words.append("no tiles beside other images")
+        words.append("no tiles when a prompt shows several images")
     return ", ".join(words)
 
 

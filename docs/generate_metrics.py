@@ -1,6 +1,6 @@
-"""Writes the metrics table of docs/operations.md from the registries that both services fill: `make docs`.
+"""Writes the metrics table of docs/operations/observability.md from the services' own registries: `make docs`.
 
-Everything is registered as the services do it, with an engine that answers zeros and a cache that nobody connects to.
+It registers metrics as the services do, with a stand-in engine that reports zeros and a store that never connects.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.rows.fetch_metrics import FetchMetrics
+from docs.marked_page import replace_between
 from encoder_svc.metrics import EncoderMetrics
 from lookonce.server.interceptors import CallMetrics
 from lookonce.server.metrics import ServingMetrics
@@ -23,7 +24,7 @@ from lookonce.server.quotas import Quotas
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.metrics import StoreCollector
 
-PAGE = pathlib.Path(__file__).with_name("operations.md")
+PAGE = pathlib.Path(__file__).parent / "operations/observability.md"
 BEGIN = "<!-- metrics: written by `make docs` -->"
 END = "<!-- end of metrics -->"
 _HEAD = "| metric | type | labels | meaning |\n| --- | --- | --- | --- |"
@@ -37,13 +38,13 @@ SERVICES: tuple[Service, Service] = ("encoder", "decoder")
 class MetricRow:
     """One metric family that a service exports."""
 
-    # As queries write it: a counter with its _total, a histogram without _bucket, _sum and _count.
+    # The name in queries: with _total for a counter, without _bucket, _sum and _count for a histogram.
     name: str
-    # counter, gauge or histogram.
+    # The metric's type: counter, gauge or histogram.
     kind: str
-    # Without a histogram's own `le`.
+    # Label names, without the `le` that every histogram has.
     labels: tuple[str, ...]
-    # Its help text.
+    # The metric's help text.
     meaning: str
 
     @property
@@ -55,7 +56,7 @@ class MetricRow:
 
 
 class _RecordingRegistry(CollectorRegistry):
-    """Remembers what is registered: a family without samples does not tell its labels, but its collector knows them."""
+    """Registry that remembers its collectors: only a collector knows the labels of a metric without samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class _RecordingRegistry(CollectorRegistry):
 
 
 def service_metrics(service: Service) -> list[MetricRow]:
-    """What one process of this service exports of its own; the Python client's `process_*` metrics come besides."""
+    """Returns the metrics that one process of this service exports, without the Python client's `process_*` metrics."""
     registry = _RecordingRegistry()
     CallMetrics(registry)
     Quotas(None, registry)
@@ -86,14 +87,14 @@ def service_metrics(service: Service) -> list[MetricRow]:
 
 
 def all_metrics() -> list[MetricRow]:
-    """What both services export, then what only encoders do, then what only decoders do."""
+    """Returns the metrics of both services, then those of encoders alone, then those of decoders alone."""
     encoder, decoder = map(service_metrics, SERVICES)
     shared = [row for row in encoder if row in decoder]
     return [*shared, *(row for row in [*encoder, *decoder] if row not in shared)]
 
 
 def metrics_text() -> str:
-    """The table."""
+    """Returns the table of all metrics in Markdown."""
     rows = all_metrics()
     return "\n".join(
         [_HEAD, *(f"| `{row.name}` | {row.kind} | {', '.join(row.labels)} | {row.meaning} |" for row in rows)]
@@ -101,19 +102,15 @@ def metrics_text() -> str:
 
 
 def page_with_metrics(page: str) -> str:
-    """`page` with the text between the two marks replaced. Raises ValueError when a mark is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{metrics_text()}\n\n{END}{after}"
+    """Returns `page` with a current table between its marks. Raises ValueError when a mark is missing."""
+    return replace_between(page, BEGIN, END, metrics_text())
 
 
 def _rows(collector: Collector) -> list[MetricRow]:
     rows = []
     for family in collector.collect():
         assert family.name.startswith(_OWN), family.name
-        # Metrics keep their label names themselves, families of other collectors keep their own; neither publicly.
+        # Label names are private attributes: of the collector for plain metrics, of the family for custom collectors.
         labels: Iterable[str] = getattr(collector, "_labelnames", ()) or getattr(family, "_labelnames", ())
         name = f"{family.name}_total" if family.type == "counter" else family.name
         rows.append(MetricRow(name, family.type, tuple(labels), family.documentation))

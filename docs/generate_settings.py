@@ -1,4 +1,4 @@
-"""Writes the settings tables of docs/operations.md from the settings classes: `make docs`."""
+"""Writes docs/operations/settings.md from the settings classes: `make docs`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,43 @@ from decoder_svc.settings import DecoderSettings
 from encoder_svc.settings import EncoderSettings
 from lookonce.server.settings import ServiceSettings
 
-PAGE = pathlib.Path(__file__).with_name("operations.md")
-BEGIN = "<!-- settings: written by `make docs` -->"
-END = "<!-- end of settings -->"
+PAGE = pathlib.Path(__file__).parent / "operations/settings.md"
+_INTRODUCTION = """\
+<!-- Written by `make docs` from the settings classes. Edit docs/generate_settings.py instead of this page. -->
+
+# Settings
+
+A service looks for each setting in four places and uses the first one that has it:
+
+| place | example |
+| --- | --- |
+| command-line flag | `--redis-url redis://cache:6379` |
+| environment variable | `LOOKONCE_REDIS_URL=redis://cache:6379` |
+| TOML file named by `--config FILE.toml` | `redis_url = "redis://cache:6379"` |
+| default | see the tables below |
+
+Settings are read once, when the process starts. If a setting is invalid, the process exits with status 2 and prints one
+line to stderr that names the setting and the allowed values.
+
+Put a Redis URL that contains a password into the environment, not into a flag: everybody on the machine can read the
+flags of a process.
+
+[Tuning](tuning.md) explains the settings for memory, compiled kernels, int8 rows and prompt lookup.
+[Security](security.md) explains TLS, tokens and quotas.
+"""
 _HEAD = "| setting | default | allowed | meaning |\n| --- | --- | --- | --- |"
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-# Attributes of pydantic's constraint objects and how they read.
+# Attributes of pydantic's constraint objects, and the sign that the table shows for each.
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
-def settings_text() -> str:
-    """The three tables: both services, encoder only, decoder only."""
+def settings_page() -> str:
+    """Returns the whole page: an introduction, then one table for both services, the encoder and the decoder."""
     shared = set(ServiceSettings.model_fields)
     sections = [("Both services", _table(ServiceSettings, set()))]
     sections += [("Encoder", _table(EncoderSettings, shared)), ("Decoder", _table(DecoderSettings, shared))]
-    return "\n\n".join(f"### {title}\n\n{table}" for title, table in sections)
-
-
-def page_with_settings(page: str) -> str:
-    """`page` with the text between the two marks replaced. Raises ValueError when a mark is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks the marks {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{settings_text()}\n\n{END}{after}"
+    tables = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections)
+    return f"{_INTRODUCTION}\n{tables}\n"
 
 
 def _table(settings_class: type[ServiceSettings], without: set[str]) -> str:
@@ -81,4 +94,4 @@ def _value(name: str, value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_with_settings(PAGE.read_text("utf-8")), "utf-8")
+    PAGE.write_text(settings_page(), "utf-8")

@@ -1,29 +1,29 @@
-"""What a dashboard shows, as plain data: which figures stand beside each other. How that looks is decided elsewhere."""
+"""Dashboards as plain data: which graphs exist and in what order. generate_dashboards.py decides their appearance."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What the reader chose above the panels, and the window that Grafana finds right for the resolution.
+# The choice in the list above the panels, and the window that Grafana computes for the resolution.
 _CHOSEN = 'instance=~"$instance"'
 _WINDOW = "$__rate_interval"
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One expression, and how its lines are called."""
+    """One PromQL expression and the legend of its lines."""
 
     expr: str
-    # With `{{label}}` for a label's value.
+    # Text in which `{{label}}` stands for the value of a label.
     legend: str
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Lines over time."""
+    """One panel of a dashboard, with lines over time."""
 
     title: str
-    # What one learns from it.
+    # The explanation that Grafana shows for the panel.
     description: str
     # One of Grafana's unit ids.
     unit: str
@@ -32,13 +32,13 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard."""
+    """One dashboard with all its sections."""
 
-    # Stays the same when the title changes; also the name of the file.
+    # Permanent id, also the name of the file. It stays the same if the title changes.
     uid: str
     title: str
     description: str
-    # A metric of every process that may be chosen.
+    # Metric of every process that the reader may choose.
     processes: str
     # (heading, graphs) from top to bottom.
     sections: tuple[tuple[str, tuple[Graph, ...]], ...]
@@ -49,27 +49,27 @@ def _sum(what: str, by: str) -> str:
 
 
 def selected(name: str, only: str = "") -> str:
-    """Samples of the processes that the reader chose; `only` are further matchers."""
+    """Returns a selector for the processes that the reader chose; `only` has further matchers."""
     return f"{name}{{{f'{_CHOSEN}, {only}' if only else _CHOSEN}}}"
 
 
 def rate(name: str, by: str = "", only: str = "") -> str:
-    """Of a counter, per second."""
+    """Returns the rate of a counter per second, summed by the labels in `by`."""
     return _sum(f"rate({selected(name, only)}[{_WINDOW}])", by)
 
 
 def total(name: str, by: str = "instance") -> str:
-    """Of a gauge."""
+    """Returns the sum of a gauge by the labels in `by`."""
     return _sum(selected(name), by)
 
 
 def ratio(part: str, whole: str) -> str:
-    """Of two expressions with the same labels."""
+    """Returns the ratio of two expressions with the same labels."""
     return f"{part} / {whole}"
 
 
 def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
-    """Half and 99 of 100 of a histogram."""
+    """Returns queries for the median and the 99th percentile of a histogram."""
     legend = f" {{{{{by}}}}}" if by else ""
     labels = f"le, {by}" if by else "le"
     rates = rate(f"{name}_bucket", labels)
@@ -77,12 +77,12 @@ def quantiles(name: str, by: str = "") -> tuple[Query, ...]:
 
 
 def mean(name: str) -> str:
-    """Of what a histogram has observed."""
+    """Returns the mean of the observations of a histogram."""
     return ratio(rate(f"{name}_sum"), rate(f"{name}_count"))
 
 
 def calls_section() -> tuple[str, tuple[Graph, ...]]:
-    """What both services tell of their calls and of themselves."""
+    """Returns the section on calls and processes, which both services have."""
     return (
         "Calls",
         (
@@ -94,25 +94,25 @@ def calls_section() -> tuple[str, tuple[Graph, ...]]:
             ),
             Graph(
                 "Time of calls",
-                "From a call's arrival to its end.",
+                "Time from the arrival of a call to its end.",
                 "s",
                 quantiles("lookonce_grpc_request_seconds", "method"),
             ),
             Graph(
                 "Refused by quota",
-                "Calls of tenants that had used up their share, per second, by the limit.",
+                "Refused calls of tenants that had used up their quota, per second, by limit.",
                 "ops",
                 (Query(rate("lookonce_quota_refusals_total", "limit"), "{{limit}}"),),
             ),
             Graph(
                 "Serving",
-                "1 where health says SERVING.",
+                "1 if health says SERVING, otherwise 0.",
                 "none",
                 (Query(total("lookonce_serving"), "{{instance}}"),),
             ),
             Graph(
                 "Drain",
-                "How long processes have been draining, and how long they may.",
+                "Time since the start of the drain, and the limit.",
                 "s",
                 (
                     Query(total("lookonce_drain_seconds"), "{{instance}}"),
@@ -127,7 +127,7 @@ def calls_section() -> tuple[str, tuple[Graph, ...]]:
             ),
             Graph(
                 "CPU",
-                "CPUs in use.",
+                "Number of CPUs in use.",
                 "none",
                 (Query(rate("process_cpu_seconds_total", "instance"), "{{instance}}"),),
             ),

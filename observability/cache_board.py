@@ -1,4 +1,4 @@
-"""The shared cache's dashboard: what it saves, how it is seen."""
+"""Dashboard of the shared cache: its savings, and its faults as the services see them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ _REUSED = rate("lookonce_decoder_image_rows_total", only='tier=~"shared|skipped"
 CACHE = Board(
     "lookonce-cache",
     "Lookonce shared cache",
-    "What the cache saves, and how it is seen by encoders and decoders.",
+    "Savings by the cache, and its faults as encoders and decoders see them.",
     "lookonce_serving",
     (
         (
-            "What it saves",
+            "Savings",
             (
                 Graph(
-                    "Rows used again",
-                    "Of the rows that prompts had, those that nobody had to encode for them.",
+                    "Reused rows",
+                    "Share of image rows in prompts that did not have to be encoded for them.",
                     "percentunit",
-                    (Query(ratio(_REUSED, rate("lookonce_decoder_image_rows_total")), "used again"),),
+                    (Query(ratio(_REUSED, rate("lookonce_decoder_image_rows_total")), "reused"),),
                 ),
                 Graph(
                     "Hits at encoders",
-                    "Of the questions to each tier. Decoders ask Redis themselves first, so these are the rest.",
+                    "Share of look-ups that found rows, by tier. Decoders ask Redis first; these are the others.",
                     "percentunit",
                     (
                         Query(
@@ -37,7 +37,7 @@ CACHE = Board(
                 ),
                 Graph(
                     "Encodes",
-                    "Images that were encoded, and requests that needed no encode of their own, per second.",
+                    "Encoded images, and requests that joined another encode, per second.",
                     "ops",
                     (
                         Query(rate("lookonce_encoder_encodes_total"), "encoded"),
@@ -48,7 +48,7 @@ CACHE = Board(
             ),
         ),
         (
-            "How it is seen",
+            "State",
             (
                 Graph(
                     "Breakers",
@@ -61,7 +61,7 @@ CACHE = Board(
                 ),
                 Graph(
                     "Misses of encoders",
-                    "Per second, by reason; absent is a new image.",
+                    "Cache misses per second, by reason. The reason absent means a new image.",
                     "ops",
                     (
                         Query(
@@ -71,7 +71,7 @@ CACHE = Board(
                 ),
                 Graph(
                     "Misses of decoders",
-                    "Per second, by reason; absent is a new image.",
+                    "Cache misses per second, by reason. The reason absent means a new image.",
                     "ops",
                     (
                         Query(
@@ -81,7 +81,7 @@ CACHE = Board(
                 ),
                 Graph(
                     "Bytes read",
-                    "Of values that came from the cache, per second.",
+                    "Bytes of values read from the cache, per second.",
                     "Bps",
                     (
                         Query(rate("lookonce_encoder_store_read_bytes_total"), "encoders"),
@@ -90,13 +90,13 @@ CACHE = Board(
                 ),
                 Graph(
                     "Time of a write",
-                    "Of all rows of one image.",
+                    "Time to write all rows of one image.",
                     "s",
                     quantiles("lookonce_encoder_store_seconds"),
                 ),
                 Graph(
                     "Writes",
-                    "By how they ended; rows that the cache did not take, or that were not worth it, per second.",
+                    "Writes per second, by outcome; also rows that the cache refused, or that were not worth storing.",
                     "ops",
                     (
                         Query(rate("lookonce_encoder_store_writes_total", "outcome"), "{{outcome}}"),
@@ -111,13 +111,13 @@ CACHE = Board(
             (
                 Graph(
                     "Bytes",
-                    "Rows kept in each encoder.",
+                    "Bytes of rows in the memory of each encoder.",
                     "bytes",
                     (Query(total("lookonce_encoder_local_cache_bytes"), "{{instance}}"),),
                 ),
                 Graph(
                     "Images",
-                    "Whose rows are kept in each encoder.",
+                    "Images with rows in the memory of each encoder.",
                     "none",
                     (Query(total("lookonce_encoder_local_cache_entries"), "{{instance}}"),),
                 ),

@@ -1,4 +1,4 @@
-"""The decoder's dashboard: answers, engine, image rows."""
+"""Dashboard of the decoder: answers, engine, image rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from observability.board import Board, Graph, Query, calls_section, quantiles, r
 DECODER = Board(
     "lookonce-decoder",
     "Lookonce decoder",
-    "Answers from a request's arrival to its last token: queue, KV pool, prompts, image rows.",
+    "Requests from arrival to the last token: queue, KV pool, prompts, image rows.",
     "lookonce_decoder_running_requests",
     (
         (
@@ -15,19 +15,19 @@ DECODER = Board(
             (
                 Graph(
                     "Time to first token",
-                    "From a request's arrival to its first token.",
+                    "Time from the arrival of a request to its first token.",
                     "s",
                     quantiles("lookonce_decoder_ttft_seconds"),
                 ),
                 Graph(
                     "Queue time",
-                    "From a request's arrival to its first step.",
+                    "Time from the arrival of a request to its first step.",
                     "s",
                     quantiles("lookonce_decoder_queue_seconds"),
                 ),
                 Graph(
                     "Tokens",
-                    "Generated, in prompts, and of these in the prefix cache, per second.",
+                    "Generated tokens, prompt tokens, and prompt tokens from the prefix cache, per second.",
                     "ops",
                     (
                         Query(rate("lookonce_decoder_generated_tokens_total"), "generated"),
@@ -42,7 +42,7 @@ DECODER = Board(
             (
                 Graph(
                     "Requests",
-                    "In the running batch, waiting for admission, waiting for image rows.",
+                    "Requests in the running batch, waiting for admission, and waiting for image rows.",
                     "none",
                     (
                         Query(total("lookonce_decoder_running_requests", ""), "running"),
@@ -52,19 +52,19 @@ DECODER = Board(
                 ),
                 Graph(
                     "KV pool",
-                    "Blocks in use over all blocks.",
+                    "Share of KV blocks in use.",
                     "percentunit",
                     (Query(total("lookonce_decoder_kv_cache_usage"), "{{instance}}"),),
                 ),
                 Graph(
                     "Preemptions",
-                    "Requests that were put back since the KV pool was full, per second.",
+                    "Requests per second that were preempted because the KV pool was full.",
                     "ops",
                     (Query(rate("lookonce_decoder_preemptions_total", "instance"), "{{instance}}"),),
                 ),
                 Graph(
                     "Prefix cache",
-                    "Of the tokens of admitted requests, those that it had.",
+                    "Share of the tokens of admitted requests that the prefix cache had.",
                     "percentunit",
                     (
                         Query(
@@ -78,7 +78,7 @@ DECODER = Board(
                 ),
                 Graph(
                     "Prompt lookup",
-                    "Tokens that were guessed, and those that were right, per second.",
+                    "Draft tokens, and accepted draft tokens, per second.",
                     "ops",
                     (
                         Query(rate("lookonce_decoder_draft_tokens_total"), "guessed"),
@@ -87,7 +87,7 @@ DECODER = Board(
                 ),
                 Graph(
                     "Attention",
-                    "What computes it, by decoder.",
+                    "Attention backend of each decoder.",
                     "none",
                     (
                         Query(
@@ -103,25 +103,25 @@ DECODER = Board(
             (
                 Graph(
                     "Rows of prompts",
-                    "Encoded for the request, found in the cache, or not needed at all, per second.",
+                    "Image rows of prompts per second: encoded for the request, found in the cache, or not needed.",
                     "ops",
                     (Query(rate("lookonce_decoder_image_rows_total", "tier"), "{{tier}}"),),
                 ),
                 Graph(
                     "Time of a fetch",
-                    "From asking for rows to their arrival, by who had them.",
+                    "Time from the request for rows to their arrival, by source.",
                     "s",
                     quantiles("lookonce_decoder_embedding_fetch_seconds", "tier"),
                 ),
                 Graph(
                     "Failed fetches",
-                    "Per second.",
+                    "Fetches of rows per second that ended with an error.",
                     "ops",
                     (Query(rate("lookonce_decoder_embedding_fetch_failed_total", "instance"), "{{instance}}"),),
                 ),
                 Graph(
                     "Rows fetched",
-                    "Per second, by who had them, and rows that fetches were begun for.",
+                    "Rows that arrived per second, by source, and rows that were requested.",
                     "ops",
                     (
                         Query(rate("lookonce_decoder_embedding_fetch_rows_total", "tier"), "{{tier}}"),
@@ -130,13 +130,13 @@ DECODER = Board(
                 ),
                 Graph(
                     "Bytes fetched",
-                    "Per second, by who had them.",
+                    "Bytes of rows that arrived per second, by source.",
                     "Bps",
                     (Query(rate("lookonce_decoder_embedding_fetch_bytes_total", "tier"), "{{tier}}"),),
                 ),
                 Graph(
                     "Rows on the device",
-                    "Kept for the next steps and requests.",
+                    "Embedding rows that the device holds for the next steps and requests.",
                     "none",
                     (Query(total("lookonce_decoder_encoder_cache_rows"), "{{instance}}"),),
                 ),

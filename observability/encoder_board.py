@@ -1,4 +1,4 @@
-"""The encoder's dashboard: images, forward passes, what failed."""
+"""Dashboard of the encoder: images, forward passes, failures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from observability.board import Board, Graph, Query, calls_section, mean, quanti
 ENCODER = Board(
     "lookonce-encoder",
     "Lookonce encoder",
-    "Images from their arrival to their rows: queue, forward passes, what failed.",
+    "Images from arrival to rows: queue, forward passes, failures.",
     "lookonce_encoder_encodes_total",
     (
         (
@@ -15,7 +15,7 @@ ENCODER = Board(
             (
                 Graph(
                     "Images",
-                    "Encoded here, joined to an encode in flight, or answered with an error, per second.",
+                    "Images per second: encoded here, joined to an in-flight encode, or answered with an error.",
                     "ops",
                     (
                         Query(rate("lookonce_encoder_encodes_total"), "encoded"),
@@ -25,13 +25,13 @@ ENCODER = Board(
                 ),
                 Graph(
                     "Queue time",
-                    "From an image's admission to its rows, less its forward pass. More encoders shorten it.",
+                    "Time from admission of an image to its rows, without its forward pass. More encoders shorten it.",
                     "s",
                     quantiles("lookonce_encoder_queue_seconds"),
                 ),
                 Graph(
                     "Queued images",
-                    "Waiting for preprocessing or in the model.",
+                    "Images that wait for preprocessing or are in the model.",
                     "none",
                     (Query(total("lookonce_encoder_queued_images"), "{{instance}}"),),
                 ),
@@ -40,28 +40,28 @@ ENCODER = Board(
         (
             "Model",
             (
-                Graph("Forward pass", "Time of one pass.", "s", quantiles("lookonce_encoder_forward_seconds")),
+                Graph("Forward pass", "Time of one forward pass.", "s", quantiles("lookonce_encoder_forward_seconds")),
                 Graph(
                     "Wait for a pass",
-                    "From an image's pixels being ready to the start of its pass.",
+                    "Time from the end of preprocessing to the start of the forward pass.",
                     "s",
                     quantiles("lookonce_encoder_batch_wait_seconds"),
                 ),
                 Graph(
                     "Images per pass",
-                    "The mean over the passes.",
+                    "Mean number of images in a forward pass.",
                     "none",
                     (Query(mean("lookonce_encoder_forward_images"), "images"),),
                 ),
                 Graph(
-                    "Pass in work",
-                    "Its age; a line that only climbs is a pass that hangs.",
+                    "Running pass",
+                    "Age of the running forward pass. A line that only rises is a pass that hangs.",
                     "s",
                     (Query(total("lookonce_encoder_forward_running_seconds"), "{{instance}}"),),
                 ),
                 Graph(
                     "Failures",
-                    "Passes that failed through no fault of an image; images that killed a process or failed alone, "
+                    "Passes that failed without the fault of an image; images that killed a process or failed alone, "
                     "and those refused untried for it, per second.",
                     "ops",
                     (
@@ -72,7 +72,7 @@ ENCODER = Board(
                 ),
                 Graph(
                     "Loss by int8 rows",
-                    "Mean norm of what rows lose over their norm; nothing with native rows.",
+                    "Mean relative error of int8 rows; no data with native rows.",
                     "percentunit",
                     (Query(mean("lookonce_encoder_int8_relative_error"), "loss"),),
                 ),

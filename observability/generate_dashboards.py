@@ -1,4 +1,4 @@
-"""Writes observability/dashboards/*.json, which Grafana imports, from the boards: `make docs`."""
+"""Writes the dashboards that Grafana imports (observability/dashboards/*.json) from the boards: `make docs`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from observability.encoder_board import ENCODER
 BOARDS = (ENCODER, DECODER, CACHE)
 FOLDER = pathlib.Path(__file__).with_name("dashboards")
 _TAG = "lookonce"
-# Grafana's grid is 24 wide.
+# Size of a panel. Grafana's grid is 24 columns wide.
 _WIDTH = 8
 _HEIGHT = 8
-# Whatever Prometheus the reader has chosen.
+# The data source that the reader has chosen.
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 
 def dashboard_files() -> dict[str, str]:
-    """File name → JSON text of each dashboard."""
+    """Returns the JSON text of each dashboard by file name."""
     return {f"{board.uid}.json": _as_json(board) for board in BOARDS}
 
 
@@ -72,7 +72,7 @@ def _other_boards() -> dashboard.DashboardLink:
 
 
 def _instances(metric: str) -> dashboard.QueryVariable:
-    """A choice among the processes that export `metric`; all of them at first."""
+    """Returns a list of the processes that export `metric`, for the reader to choose from. All are chosen at first."""
     return (
         dashboard.QueryVariable("instance")
         .label("Process")

@@ -1,9 +1,9 @@
-"""Exit status 0 while the service of this container says SERVING: for HEALTHCHECK, as Kubernetes' own probes do it.
+"""Checks the health of the service in this container, for HEALTHCHECK. The exit status is 0 if it says SERVING.
 
     check_health.py lookonce.encoder.v1.EncoderService
 
-Asks LOOKONCE_HEALTH_LISTEN where that is set, else LOOKONCE_LISTEN, in plaintext: a service with certificates wants the
-former.
+It asks LOOKONCE_HEALTH_LISTEN if set, otherwise LOOKONCE_LISTEN, in plaintext. A service with certificates therefore
+needs LOOKONCE_HEALTH_LISTEN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TIMEOUT_S = 3.0
 
 
 def main() -> int:
-    """Exit status; what is wrong goes to stderr."""
+    """Returns the exit status, and prints the health or the error to stderr."""
     address = os.environ.get("LOOKONCE_HEALTH_LISTEN") or os.environ["LOOKONCE_LISTEN"]
     target = f"127.0.0.1:{address.rpartition(':')[2]}"
     with grpc.insecure_channel(target) as channel:

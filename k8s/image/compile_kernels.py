@@ -1,7 +1,7 @@
-"""Compiles the services' C++ parts into the image, for every kind of processor that they are told apart by.
+"""Compiles the services' C++ kernels into the image, for every kind of processor that they support.
 
-A container with a read-only root cannot do that later, and nodes are seldom the machine that built the image. Where the
-libraries go is lookonce.model.native_library's affair (XDG_CACHE_HOME); run it as the user that the services run as.
+A container with a read-only root cannot do this later, and the nodes are rarely the machine that built the image.
+lookonce.model.native_library decides where the libraries go (XDG_CACHE_HOME). Run this as the user of the services.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from decoder_svc.runner.cpu import attention
 from encoder_svc.vision import dense_attention
 from lookonce.model import native_library
 
-# What PyTorch says of a processor, and whether it has products of pairs (AVX512_BF16).
+# PyTorch's name for the instruction set, and whether the processor multiplies bfloat16 pairs (AVX512_BF16).
 _PROCESSORS = (("DEFAULT", False), ("AVX2", False), ("AVX512", False), ("AVX512", True))
 _SOURCES = (attention.SOURCES, dense_attention.SOURCES)
 
 
 def main() -> None:
-    """Raises NativeLibraryError when a library cannot be made: then the image is not worth having."""
+    """Compiles all libraries. Raises NativeLibraryError if one cannot be compiled, so that the image build fails."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     for level, has_pairs in _PROCESSORS if is_x86 else _PROCESSORS[:1]:
         with (

@@ -1,4 +1,4 @@
-"""The README's table names every family that is served, and every tiny model of the conformance suite."""
+"""Tests that the README lists every family that is served and every tiny model of the conformance suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests import tiny_families
 
 
 def committed_rows() -> list[list[str]]:
-    """Cells of the committed table."""
+    """Returns the cells of the committed table, row by row."""
     table = PAGE.read_text("utf-8").partition(BEGIN)[2].partition(END)[0]
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -1,4 +1,4 @@
-"""The metrics table of the documentation is that of the code; tests/e2e/test_metrics.py asks running services."""
+"""Tests that the metrics table is that of the code. tests/e2e/test_metrics.py compares it with running services."""
 
 from __future__ import annotations
 

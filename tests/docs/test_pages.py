@@ -1,4 +1,4 @@
-"""What the documentation says of files and links holds."""
+"""Tests that files and links named in the documentation exist."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 _PATH = re.compile(r"`((?:lookonce|encoder_svc|decoder_svc|tests|benchmarks|protos|k8s|docs|observability)/[\w./-]*)`")
 _LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+_ANCHOR = re.compile(r"\]\(([^):#]*)#([^)]+)\)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -25,3 +26,10 @@ def test_named_files_exist(page: pathlib.Path) -> None:
 def test_relative_links_lead_somewhere(page: pathlib.Path) -> None:
     for target in _LINK.findall(page.read_text("utf-8")):
         assert ":" in target or (page.parent / target).exists(), target
+
+
+@pages
+def test_links_to_headings_name_a_heading(page: pathlib.Path) -> None:
+    for target, anchor in _ANCHOR.findall(page.read_text("utf-8")):
+        headings = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text("utf-8"), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, anchor

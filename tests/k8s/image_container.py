@@ -1,8 +1,8 @@
-"""Builds an image of the Dockerfile with buildah, and runs it as a pod's security context says.
+"""Builds an image of the Dockerfile with buildah, and runs it with the rights of a pod's security context.
 
-That is: the image's own user, no capabilities, no new privileges, a root that nobody can write to, and writable memory
-at /tmp alone. There is no container runtime in it: mounts and processes are made by util-linux, so this wants root.
-Containers have the host's network. Knows nothing of what the services answer.
+These are: the image's own user, no capabilities, no new privileges, a read-only root, and writable memory only at /tmp.
+No container runtime is involved: util-linux makes the mounts and processes, which needs root. Containers use the host's
+network. This module does not know the services' calls.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ exec chroot "$root" "$@"
 
 
 def skip_without_a_builder() -> str:
-    """The base image to build on; skips the test where there is none, or what builds and runs is not there."""
+    """Returns the base image to build on. Skips the test if there is none, or if a tool is missing."""
     base = os.environ.get(BASE_VARIABLE)
     if not base:
         pytest.skip(f"{BASE_VARIABLE} names no image to build on: `make image-test` is for this")
@@ -70,15 +70,15 @@ def skip_without_a_builder() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image in buildah's storage."""
+    """A built image in buildah's storage."""
 
     name: str
-    # What the Dockerfile sets: User, Env, WorkingDir, Entrypoint, Healthcheck, ….
+    # Configuration that the Dockerfile sets: User, Env, WorkingDir, Entrypoint, Healthcheck, ….
     config: Mapping[str, Any]
 
     @classmethod
     def build(cls, target: str, base: str) -> Image:
-        """Of the working tree, by a target of the Dockerfile. Layers that were built before are taken again."""
+        """Builds a target of the Dockerfile from the working tree. Layers that were built before are reused."""
         name = f"localhost/lookonce-{target}:test"
         command = ["bud", "--format", "docker", "--isolation", "chroot", "--layers"]
         command += ["--target", target, "--tag", name, "--build-arg", f"PYTHON_IMAGE={base}"]
@@ -88,7 +88,7 @@ class Image:
 
     @contextmanager
     def run(self, directory: pathlib.Path, **environment: str) -> Iterator[Container]:
-        """Its entry point, with these variables beside the image's own; killed at the end where it still runs."""
+        """Runs the entry point, with these variables in addition to the image's. Kills it at the end if needed."""
         name = _buildah("from", self.name)
         try:
             root = _buildah("mount", name)
@@ -103,12 +103,12 @@ class Image:
 
 
 class Container:
-    """One running container."""
+    """A container that runs an image's entry point."""
 
     def __init__(
         self, config: Mapping[str, Any], root: str, log_path: pathlib.Path, environment: Mapping[str, str]
     ) -> None:
-        """Starts the entry point in the folder `root`, which is an image's."""
+        """Starts the entry point in the folder `root`, which holds the image's files."""
         self._config = config
         self._environment = environment
         self._log_path = log_path
@@ -124,7 +124,7 @@ class Container:
 
     @property
     def log(self) -> str:
-        """What it has said so far."""
+        """Output of the container so far."""
         return self._log_path.read_text("utf-8", "replace")
 
     @property
@@ -134,23 +134,23 @@ class Container:
 
     @property
     def process(self) -> psutil.Process:
-        """The entry point's; there is one as soon as it has said something."""
+        """Process of the entry point. It exists as soon as the container has written output."""
         (process,) = psutil.Process(self._starter.pid).children()
         return process
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """All that run in it."""
+        """All processes that run in the container."""
         return [self.process, *self.process.children(recursive=True)]
 
     def check_health(self) -> subprocess.CompletedProcess[str]:
-        """Runs the image's health check, as its user."""
+        """Runs the image's health check as the image's user."""
         kind, *command = self._config["Healthcheck"]["Test"]
         assert kind == "CMD"
         return self.execute(command)
 
     def execute(self, command: Sequence[str], *, as_root: bool = False) -> subprocess.CompletedProcess[str]:
-        """Runs a command in it, as the image's user or as the root that may do everything."""
+        """Runs a command in the container, as the image's user or as root with all rights."""
         enter = ["nsenter", "--target", str(self.process.pid), "--mount", "--pid", "--root", "--wd"]
         return subprocess.run(
             [*enter, *(command if as_root else self._as_user(command))],
@@ -161,16 +161,16 @@ class Container:
         )
 
     def terminate(self) -> int:
-        """As Kubernetes ends a container; returns the exit status."""
+        """Ends the container as Kubernetes does, and returns the exit status."""
         self.process.terminate()
         return self._starter.wait(_STOP_TIMEOUT_S)
 
     def kill(self) -> None:
-        """Whatever state it is in."""
+        """Kills the container in whatever state it is."""
         if self.returncode is not None:
             return
-        # The entry point, which is the init process of all that run in the container. It would outlive its parent: a
-        # change of user takes back the kernel's promise to end the one with the other.
+        # Kills the entry point, the container's init process. It would outlive its parent, because a change of user
+        # cancels the kernel's parent-death signal.
         for process in psutil.Process(self._starter.pid).children():
             process.kill()
         self._starter.kill()
@@ -185,14 +185,14 @@ class Container:
 
 
 def kernels(container: Container) -> set[str]:
-    """Compiled libraries of ours that the entry point has loaded, by their paths in the container."""
+    """Returns the paths, in the container, of our compiled libraries that the entry point has loaded."""
     maps = container.execute(["cat", "/proc/1/maps"])
     assert maps.returncode == 0, maps.stderr
     return set(re.findall(r"(/\S*/lookonce-[0-9a-f]{32}\.so)", maps.stdout))
 
 
 def _buildah(*arguments: str, timeout_s: float = _STORAGE_TIMEOUT_S) -> str:
-    """What it says, without the newline."""
+    """Runs buildah and returns its output without the last newline."""
     finished = subprocess.run(
         ["buildah", *arguments], capture_output=True, text=True, check=False, timeout=timeout_s, cwd=REPOSITORY
     )

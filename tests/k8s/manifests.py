@@ -1,4 +1,4 @@
-"""Looks things up in rendered manifests, and says what they must agree with in the code."""
+"""Look-ups in rendered manifests, and the facts of the code that the manifests must agree with."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lookonce.server.settings import ServiceSettings, parse_settings
 from tests.k8s.render import Manifest
 
 APP = "app.kubernetes.io/name"
-# Stands for what a pod gets from a Secret: of the form that the setting wants.
+# Stands for values that a pod gets from a Secret, in the form that the setting expects.
 FROM_SECRET = {"LOOKONCE_REDIS_URL": "rediss+sentinel://user:password@one:26379,two:26379/cache"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCase:
-    """One gRPC service and what its manifests must agree with."""
+    """One gRPC service, with the facts that its manifests must agree with."""
 
     name: str
     settings_class: type[ServiceSettings]
-    # As in the proto file.
+    # Full name of the service in the proto file.
     full_name: str
-    # What `python -m` runs.
+    # Module that `python -m` runs.
     module: str
 
 
@@ -48,38 +48,38 @@ CASES = (ENCODER, DECODER)
 
 
 def find(manifests: list[Manifest], kind: str, name: str) -> Manifest:
-    """The one of this kind and name."""
+    """Returns the manifest of this kind and name."""
     (manifest,) = (one for one in of_kind(manifests, kind) if one["metadata"]["name"] == name)
     return manifest
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
-    """All of this kind, one at least."""
+    """Returns all manifests of this kind; there must be at least one."""
     found = [manifest for manifest in manifests if manifest["kind"] == kind]
     assert found, f"there is no {kind}"
     return found
 
 
 def names(manifests: list[Manifest], kind: str) -> set[str]:
-    """Names of all of this kind; there may be none."""
+    """Returns the names of all manifests of this kind; there may be none."""
     return {one["metadata"]["name"] for one in manifests if one["kind"] == kind}
 
 
 def pod(manifests: list[Manifest], name: str) -> Manifest:
-    """The pod's specification in the Deployment of this name."""
+    """Returns the pod specification in the Deployment of this name."""
     found: Manifest = find(manifests, "Deployment", name)["spec"]["template"]["spec"]
     return found
 
 
 def container(manifests: list[Manifest], name: str) -> Manifest:
-    """The only container of that pod."""
+    """Returns the only container in the pod of this Deployment."""
     (one,) = pod(manifests, name)["containers"]
     found: Manifest = one
     return found
 
 
 def environment(manifests: list[Manifest], case: ServiceCase) -> dict[str, str]:
-    """What the container's process sees of its manifests; values of Secrets are those of FROM_SECRET."""
+    """Returns the environment variables of a container; values of Secrets come from FROM_SECRET."""
     found: dict[str, str] = {}
     for source in container(manifests, case.name)["envFrom"]:
         found |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
@@ -90,7 +90,7 @@ def environment(manifests: list[Manifest], case: ServiceCase) -> dict[str, str]:
 
 
 def parsed_settings(manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The settings that the service would parse in its pod."""
+    """Returns the settings that the service would parse in its pod."""
     for key in [key for key in os.environ if key.startswith("LOOKONCE_")]:
         monkeypatch.delenv(key)
     for key, value in environment(manifests, case).items():
@@ -99,30 +99,30 @@ def parsed_settings(manifests: list[Manifest], case: ServiceCase, monkeypatch: p
 
 
 def container_ports(manifests: list[Manifest], name: str) -> dict[str, int]:
-    """Numbers by name."""
+    """Returns the numbers of the container's ports by name."""
     return {port["name"]: port["containerPort"] for port in container(manifests, name)["ports"]}
 
 
 def service_port(manifests: list[Manifest], name: str, port_name: str) -> int:
-    """The port of a Service."""
+    """Returns the number of a Service's port."""
     ports = find(manifests, "Service", name)["spec"]["ports"]
     (port,) = (port["port"] for port in ports if port["name"] == port_name)
     return int(port)
 
 
 def port_of(address: str) -> int:
-    """Of host:port."""
+    """Returns the port number in a host:port address."""
     return int(address.rpartition(":")[2])
 
 
 def patience_s(probe: dict[str, Any]) -> int:
-    """How long a probe fails before Kubernetes acts; 3 failures are its default."""
+    """Returns how long a probe must fail before Kubernetes acts; the default is 3 failures."""
     found: int = probe["periodSeconds"] * probe.get("failureThreshold", 3)
     return found
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a label selector meets these labels; knows what our manifests use."""
+    """Returns whether a label selector matches these labels. Supports only the forms that our manifests use."""
     assert set(selector) <= {"matchLabels", "matchExpressions"}
     for expression in selector.get("matchExpressions", []):
         assert expression["operator"] == "In"
@@ -132,7 +132,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def pod_labels(manifests: list[Manifest]) -> dict[str, dict[str, str]]:
-    """Labels of the pods by the name of their Deployment."""
+    """Returns the labels of pods by the name of their Deployment."""
     return {
         one["metadata"]["name"]: one["spec"]["template"]["metadata"]["labels"]
         for one in of_kind(manifests, "Deployment")

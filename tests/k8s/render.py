@@ -1,7 +1,7 @@
-"""Renders a Kustomize base without kustomize: exactly the features that k8s/base uses, anything else is refused.
+"""Renders a Kustomize base without kustomize. It supports only the features that k8s/base uses and refuses others.
 
 Supported: `resources` (files and folders), `namespace`, `labels` with `pairs` and `includeTemplates`, `images` with
-`name`, `newName` and `newTag`. Where the real tool is at hand, a test compares the two.
+`name`, `newName` and `newTag`. If the real tool is installed, a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ Manifest: TypeAlias = dict[str, Any]
 
 _API_VERSION = "kustomize.config.k8s.io/v1beta1"
 _CLUSTER_KINDS = frozenset({"Namespace"})
-# Kinds that the transformers below know; of another one they might miss a pod template or a reference.
+# Kinds that the transformers below support. In other kinds they might miss a pod template or a reference.
 _NAMESPACED_KINDS = frozenset(
     {"ConfigMap", "Deployment", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "Service"}
 )
 
 
 class UnsupportedKustomizationError(Exception):
-    """The base uses something that this renderer does not know; render with the real tool or extend it."""
+    """The base uses a feature that this renderer does not support. Use the real tool, or extend the renderer."""
 
 
 class DuplicateKeyError(Exception):
-    """A YAML mapping has a key twice, which a plain loader would silently accept."""
+    """A YAML mapping contains a key twice, which a plain loader would accept without notice."""
 
 
 def render(folder: pathlib.Path) -> list[Manifest]:
-    """The manifests of a kustomization folder, in the order of its resources.
+    """Returns the manifests of a kustomization folder, in the order of its resources.
 
-    Raises UnsupportedKustomizationError, and DuplicateKeyError for a key that stands twice.
+    Raises UnsupportedKustomizationError, and DuplicateKeyError for a key that appears twice.
     """
     documents = load_documents(folder / "kustomization.yaml")
     if len(documents) != 1:
@@ -53,18 +53,18 @@ def render(folder: pathlib.Path) -> list[Manifest]:
 
 
 def load_documents(path: pathlib.Path) -> list[Manifest]:
-    """The non-empty YAML documents of a file. Raises DuplicateKeyError."""
+    """Returns the non-empty YAML documents of a file. Raises DuplicateKeyError."""
     return [document for document in yaml.load_all(path.read_text("utf-8"), _StrictLoader) if document]
 
 
 def identity(manifest: Manifest) -> tuple[str, str, str]:
-    """(kind, namespace, name); the namespace is empty for a manifest without one."""
+    """Returns (kind, namespace, name); the namespace is empty for a manifest without one."""
     metadata = manifest["metadata"]
     return (manifest["kind"], metadata.get("namespace", ""), metadata["name"])
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Plain YAML types only, and no key twice."""
+    """YAML loader for plain types only, which refuses a key that appears twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -128,7 +128,7 @@ def _image_transform(rule: Manifest) -> Callable[[Manifest], None]:
 
 
 def containers_of(manifest: Manifest) -> list[Manifest]:
-    """All containers of a Deployment, those that initialise included; none of any other kind."""
+    """Returns all containers of a Deployment, including init containers; none for any other kind."""
     if manifest["kind"] != "Deployment":
         return []
     pod = manifest["spec"]["template"]["spec"]

@@ -1,4 +1,4 @@
-"""The component affinity: Envoy's own definitions accept the configuration, and it leads to the encoders."""
+"""Tests of the component affinity: Envoy's definitions accept the configuration, and it routes to the encoders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.k8s.render import Manifest
 from tests.k8s.variants import AFFINITY, rendered
 
 NAME = "lookonce-encoder-affinity"
-# Of calls about one image: its digest.
+# Header of calls about one image, with its digest.
 HEADER = "x-lookonce-digest"
 _DEFINITIONS = (
     "envoy.config.bootstrap.v3.bootstrap_pb2",
@@ -41,7 +41,7 @@ def manifests() -> list[Manifest]:
 
 @pytest.fixture(scope="module")
 def configuration(manifests: list[Manifest]) -> dict[str, Any]:
-    """Envoy's, as it stands in the config map."""
+    """Envoy's configuration in the config map."""
     text = find(manifests, "ConfigMap", NAME)["data"]["envoy.yaml"]
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded
@@ -73,7 +73,7 @@ def _cluster(configuration: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _parse(configuration: dict[str, Any]) -> None:
-    """Raises ParseError for a field, a type or a value that Envoy does not know."""
+    """Parses the configuration. Raises ParseError for a field, a type or a value that Envoy does not know."""
     reason = "the Python package xds-protos, Envoy's own definitions, is not installed"
     modules = [pytest.importorskip(name, reason=reason) for name in _DEFINITIONS]
     json_format = importlib.import_module("google.protobuf.json_format")
@@ -119,7 +119,7 @@ def test_the_encoders_are_those_of_their_headless_service(
 def test_one_encoders_health_is_not_told_as_that_of_all(configuration: dict[str, Any]) -> None:
     health, _ = _routes(configuration, "encoders")
     assert health["match"]["prefix"] == "/grpc.health.v1.Health/"
-    # gRPC's UNIMPLEMENTED, on which clients stop asking and take the connection's own state.
+    # gRPC's UNIMPLEMENTED. Clients then stop asking and use the state of the connection.
     assert health["direct_response"] == {"status": 404}
 
 
@@ -133,7 +133,7 @@ def test_nobody_outside_of_the_pod_stops_the_proxy(manifests: list[Manifest], co
     host, port = _address(configuration["admin"])
     assert host == "127.0.0.1"
     assert port not in container_ports(manifests, NAME).values()
-    # What can be read of it from outside.
+    # The only paths that are reachable from outside.
     assert [route["match"] for route in _routes(configuration, "metrics")] == [{"path": "/metrics"}, {"path": "/ready"}]
 
 

@@ -1,7 +1,7 @@
-"""The components hpa and keda scale on figures that the services really export, and keep out of each other's way.
+"""Tests that the components hpa and keda scale on metrics that the services export, and do not conflict.
 
-KEDA's definitions are not among those that the validator of the other tests knows: what we use of them is written down
-here, after KEDA's reference of ScaledObject and of its Prometheus scaler.
+The validator of the other tests does not know KEDA's definitions. This module contains the parts of them that we use,
+from KEDA's reference of ScaledObject and of its Prometheus scaler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ scaled = pytest.mark.parametrize("service", SERVICES)
 
 
 def adapter_rules() -> list[dict[str, Any]]:
-    """What operators give to prometheus-adapter."""
+    """The rules that operators give to prometheus-adapter."""
     (document,) = load_documents(K8S / "components/hpa/adapter-rules.yaml")
     assert set(document) == {"rules"}
     rules: list[dict[str, Any]] = document["rules"]
@@ -31,12 +31,12 @@ def adapter_rules() -> list[dict[str, Any]]:
 
 
 def series_of(service: Service) -> set[str]:
-    """Names under which Prometheus stores what this service exports."""
+    """Returns the names under which Prometheus stores the metrics of this service."""
     return {name for row in service_metrics(service) for name in row.series}
 
 
 def service_of(query: str) -> Service:
-    """Which service's metrics a query asks for; of one alone."""
+    """Returns the one service whose metrics a query uses."""
     (found,) = (one for one in SERVICES if f"lookonce_{one}_" in query)
     return found
 
@@ -67,7 +67,7 @@ def test_keda_asks_for_series_that_the_service_exports(service: Service) -> None
     asked = set(_METRIC.findall(query))
     assert asked
     assert asked <= series_of(service)
-    # Every selector names the namespace: a second installation does not count.
+    # Every selector names the namespace, so that a second installation does not count.
     assert query.count('{namespace="lookonce"}') == len(_METRIC.findall(query))
 
 
@@ -112,10 +112,10 @@ def test_scaled_objects_are_what_keda_takes(service: Service) -> None:
     (trigger,) = spec["triggers"]
     assert (set(trigger), trigger["type"]) == ({"type", "metricType", "metadata"}, "prometheus")
     assert set(trigger["metadata"]) == {"serverAddress", "query", "threshold", "ignoreNullValues"}
-    # All of a trigger's metadata are texts, numbers and truth values, too.
+    # All metadata of a trigger are strings, including numbers and booleans.
     assert all(isinstance(value, str) for value in trigger["metadata"].values())
     assert float(trigger["metadata"]["threshold"]) > 0
-    # KEDA makes an autoscaler of it.
+    # KEDA creates an autoscaler from it.
     autoscaler = {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
@@ -139,7 +139,7 @@ def test_the_deployment_leaves_the_number_of_pods_to_the_autoscaler(
     kind = "ScaledObject" if variant == KEDA else "HorizontalPodAutoscaler"
     target = find(manifests, kind, case.name)["spec"]["scaleTargetRef"]
     assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": case.name}
-    # Clients find what joined in minutes.
+    # Clients find new pods within minutes.
     assert parsed_settings(manifests, case, monkeypatch).max_connection_age_s <= 120
 
 

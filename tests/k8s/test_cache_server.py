@@ -1,4 +1,4 @@
-"""The cache server's configuration in the base: a real server accepts it, and its container has room for it."""
+"""Tests of the cache server in the base: a real server accepts its configuration, and its container is large enough."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.k8s.render import Manifest, containers_of, render
 BASE = pathlib.Path(__file__).parents[2] / "k8s/base"
 GIB = 1 << 30
 _START_TIMEOUT_S = 30.0
-# Fragmentation and client buffers come on top of what is stored.
+# Fragmentation and client buffers need memory in addition to the entries.
 _MEMORY_FACTOR = 1.25
 
 
 @pytest.fixture(scope="module")
 def manifests() -> dict[str, Manifest]:
-    """Manifests of the cache by kind."""
+    """The manifests of the cache by kind."""
     return {one["kind"]: one for one in render(BASE) if one["metadata"]["name"] == "lookonce-redis"}
 
 
 @pytest.fixture(scope="module")
 def server(manifests: dict[str, Manifest], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A client of a real server with the configuration of the base, on a unix socket."""
+    """Yields a client of a real server with the configuration of the base, on a Unix socket."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "valkey.conf").write_text(manifests["ConfigMap"]["data"]["valkey.conf"])
     binary, _ = find_server()

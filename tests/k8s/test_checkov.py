@@ -1,4 +1,4 @@
-"""What Checkov says about everything that can be deployed. It has dependencies of its own: install it apart."""
+"""Runs Checkov on all manifests. Checkov has dependencies of its own, so install it in a separate environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from tests.k8s.variants import VARIANTS, Variant, rendered
 
 _TIMEOUT_S = 300
-# Rules that nothing here follows, and why.
+# Rules that we do not follow, with the reasons.
 _SKIPPED = {
     "CKV_K8S_11": "no CPU limits: a quota stops all threads of a step at once, and each of them waits for the others",
     "CKV_K8S_15": "tags are versions and never move, so a node that has the image can restart it without the registry",
@@ -29,7 +29,7 @@ _WITHOUT_POLICIES = "CKV2_K8S_6"
 
 @functools.cache
 def failed_checks(variant: Variant) -> list[dict[str, Any]]:
-    """Each variant by itself: network policies of one would cover the pods of another."""
+    """Checks each variant separately, because network policies of one would cover the pods of another."""
     command = shutil.which("checkov")
     if command is None:
         pytest.skip("checkov is not installed; it is a Python package, for an environment of its own")
@@ -64,6 +64,6 @@ def test_checkov_has_nothing_to_say_but_what_is_skipped(variant: Variant) -> Non
 
 
 def test_every_rule_that_is_skipped_says_something() -> None:
-    """Else the skip list is longer than it need be."""
+    """Every skipped rule would fail. Otherwise the skip list is longer than necessary."""
     found = {check["check_id"] for variant in VARIANTS for check in failed_checks(variant)}
     assert found == {*_SKIPPED, _WITHOUT_POLICIES}

@@ -1,4 +1,4 @@
-"""compose.yaml: the same system on one machine, with the same rights as in the cluster."""
+"""Tests that compose.yaml runs the same system on one machine, with the same rights as in the cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _service(composition: dict[str, Any], case: ServiceCase) -> dict[str, Any]:
 
 
 def _settings(composition: dict[str, Any], case: ServiceCase, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the service would parse in its container: the image's environment and the composition's."""
+    """Returns the settings that the service would parse from the variables of its image and of compose.yaml."""
     for key in [key for key in os.environ if key.startswith("LOOKONCE_")]:
         monkeypatch.delenv(key)
     told = dict(_IMAGE_SETTINGS.findall(STAGES["service"]["text"])) | _service(composition, case)["environment"]
@@ -64,7 +64,7 @@ def test_compose_itself_accepts_it() -> None:
 
 
 def test_it_names_nothing_that_compose_does_not_know(composition: dict[str, Any]) -> None:
-    """What we use, after the Compose specification; the tool itself is seldom where tests run."""
+    """Checks the parts of the Compose specification that we use. The tool itself is rarely installed."""
     assert {key for key in composition if not key.startswith("x-")} == {"name", "services", "networks"}
     known = set(
         "image build command user working_dir read_only cap_drop security_opt tmpfs mem_limit networks restart "
@@ -156,7 +156,7 @@ def test_the_cache_is_the_one_of_the_base(composition: dict[str, Any]) -> None:
     program, *options = composition["services"]["redis"]["command"]
     ours = {key.removeprefix("--"): value or '""' for key, value in zip(options[::2], options[1::2], strict=True)}
     assert program == "valkey-server"
-    # Sizes are the machine's; the rest are the server's defaults.
+    # Sizes depend on the machine; the other values are the server's defaults.
     assert {key: value for key, value in ours.items() if key != "maxmemory"} == {
         key: value for key, value in base.items() if key not in {"maxmemory", "io-threads", "port"}
     }

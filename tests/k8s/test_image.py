@@ -1,4 +1,4 @@
-"""The Dockerfile and what it puts into images: two targets, no rights, nothing that is written to at run time."""
+"""Tests of the Dockerfile and of the scripts in the images: two targets, no rights, nothing written at run time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def target(case: ServiceCase) -> str:
-    """What `--target` calls the service's image."""
+    """Returns the name of the service's target in the Dockerfile."""
     return case.name.removeprefix("lookonce-")
 
 
 def arguments(pattern: str, text: str) -> list[str]:
-    """The strings of a JSON list that follows a pattern."""
+    """Returns the strings of the JSON list after a pattern."""
     (found,) = re.findall(pattern + r"\s*\[(.*)\]", text)
     return re.findall(r'"([^"]*)"', found)
 
@@ -50,7 +50,7 @@ def test_hadolint_has_nothing_to_say() -> None:
 
 
 def test_hadolints_skip_list_is_one_rule_long() -> None:
-    # Debian's archive keeps only the latest version of a package, so that a pinned one cannot be built next month.
+    # Debian's archive keeps only the latest version of a package, so a pinned version could not be built next month.
     assert re.findall(r"hadolint ignore=(\S+)", _TEXT) == ["DL3008"]
 
 
@@ -75,7 +75,7 @@ def test_it_runs_as_the_user_of_the_manifests() -> None:
     users = re.findall(r"^USER (\S+)$", STAGES["service"]["text"], re.MULTILINE)
     assert users == ["10001:10001"]
     assert not any("USER" in STAGES[target(case)]["text"] for case in CASES)
-    # Kernels belong to that user, or they would not be taken.
+    # The kernels must belong to that user; otherwise the services do not load them.
     assert _TEXT.index("USER 10001") < _TEXT.index("RUN python /opt/lookonce/share/compile_kernels.py")
 
 
@@ -105,7 +105,7 @@ def test_everything_that_is_copied_exists_and_is_let_through() -> None:
 def test_nothing_else_reaches_the_builder() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*"
-    # Generated stubs are made anew, by the pinned generator.
+    # The pinned generator makes the stubs again.
     assert {f"lookonce/{name}" for name in ("common", "encoder", "decoder")} <= set(lines)
 
 
@@ -134,7 +134,7 @@ async def test_the_health_check_says_what_the_service_says(case: ServiceCase) ->
             finished = await asyncio.to_thread(_check, case, LOOKONCE_LISTEN=address)
             found.append((finished.returncode, finished.stderr.strip()))
         assert found == [(0, "SERVING"), (1, "NOT_SERVING")]
-        # With certificates, health has an address of its own.
+        # With certificates, health is served on a separate address.
         beside = await asyncio.to_thread(_check, case, LOOKONCE_LISTEN="0.0.0.0:1", LOOKONCE_HEALTH_LISTEN=address)
         assert beside.stderr.strip() == "NOT_SERVING"
     finally:
@@ -145,7 +145,7 @@ async def test_the_health_check_says_what_the_service_says(case: ServiceCase) ->
 
 
 def test_kernels_are_compiled_for_every_processor_and_found_without_writing(tmp_path: pathlib.Path) -> None:
-    """The compiler here only notes what it is asked for, and gives a library that exists: real ones take a minute."""
+    """The compiler here only records its arguments and copies an existing library. A real one takes a minute."""
     library = next(pathlib.Path(torch.__file__).parent.glob("lib/libgomp*.so*"), None) or shutil.which("true")
     assert library is not None
     log, compiler, cache = tmp_path / "log", tmp_path / "compiler", tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""Images that are built from the Dockerfile serve as pods run them: no rights, nothing written, nothing compiled."""
+"""Tests that built images serve with the rights of pods: nothing is written, and nothing compiled at run time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lookonce.local.reserved_port import reserved_port
 from tests.e2e.pictures import QUESTION, fresh
 from tests.k8s.image_container import Container, Image, kernels, skip_without_a_builder
 
-# The first test builds; nobody knows how fast.
+# The first test builds the images, and the time for this is unknown.
 pytestmark = [pytest.mark.image, pytest.mark.timeout(7200)]
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.5
@@ -24,7 +24,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Both images, and a container of each; both use one cache."""
+    """Both images with one container each, which share a cache."""
 
     encoder_image: Image
     encoder: Container
@@ -33,7 +33,7 @@ class System:
 
     @property
     def containers(self) -> tuple[Container, Container]:
-        """Both."""
+        """The containers of encoder and decoder."""
         return self.encoder, self.decoder
 
 
@@ -59,11 +59,11 @@ def environment(target: str) -> dict[str, str]:
 
 
 def wait_until_healthy(container: Container) -> None:
-    """By the image's own health check."""
+    """Waits until the image's own health check succeeds."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     while True:
         assert container.returncode is None, container.log
-        # Its process is there when the starter has made it, a moment later.
+        # The process appears a moment after the start.
         if container.log and container.check_health().returncode == 0:
             return
         assert time.monotonic() < deadline, container.log

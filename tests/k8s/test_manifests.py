@@ -1,4 +1,4 @@
-"""Everything there is to deploy: valid for every supported Kubernetes version, and consistent with the code it runs."""
+"""Tests that all manifests are valid for every supported Kubernetes version, and consistent with the code."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.k8s.render import Manifest, containers_of, identity
 from tests.k8s.variants import BASE, K8S, VARIANTS, Variant, rendered
 
 OLDEST_VERSION = (1, 30)
-# Definitions that are not Kubernetes' own; their tests are test_autoscaling.py and test_service_monitor.py.
+# Kinds that are not part of Kubernetes; test_autoscaling.py and test_service_monitor.py test them.
 CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
-# What operators make; the folders' kustomizations say how.
+# Secrets that operators create; the comments of the kustomizations say how.
 SECRETS = {
     "lookonce-cache",
     "lookonce-encoder-tls",
@@ -44,7 +44,7 @@ SECRETS = {
     "lookonce-tokens",
     "lookonce-decoder-token",
 }
-# How long the shell still waits for expelled calls to hear their status; see lookonce/server/serving.py.
+# Time that the server waits at the end for cancelled calls to get their status; see lookonce/server/serving.py.
 _FLUSH_S = 1.0
 services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -53,7 +53,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-# What the validator knows, from the oldest version on that the base supports.
+# Versions that the validator knows, from the oldest that the base supports.
 VERSIONS = sorted({version for version in all_versions() if _numbers(version)[:2] >= OLDEST_VERSION}, key=_numbers)
 
 
@@ -80,7 +80,7 @@ def test_every_overlay_and_component_is_among_the_variants() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("variants", [[BASE], VARIANTS], ids=["base", "all"])
 def test_every_manifest_is_valid(variants: Sequence[Variant], version: str) -> None:
-    # Most manifests are those of several variants.
+    # Most manifests are part of several variants.
     different = {json.dumps(one): one for variant in variants for one in rendered(variant)}
     for manifest in different.values():
         if manifest["kind"] not in CUSTOM_KINDS:
@@ -111,7 +111,7 @@ def test_the_settings_class_accepts_exactly_the_pods_environment(
     fields = {f"LOOKONCE_{field.upper()}" for field in case.settings_class.model_fields}
     assert {key for key in told if key.startswith("LOOKONCE_")} <= fields
     settings = parsed_settings(manifests, case, monkeypatch)
-    # Parsed values, not defaults.
+    # These are parsed values, not defaults.
     assert str(settings.model) == told["LOOKONCE_MODEL"]
     assert settings.num_threads == int(told["LOOKONCE_NUM_THREADS"])
 
@@ -167,7 +167,7 @@ def test_a_leaving_pod_answers_until_it_has_been_found_unready(
 ) -> None:
     period_s = container(manifests, case.name)["readinessProbe"]["periodSeconds"]
     delay_s = parsed_settings(manifests, case, monkeypatch).drain_delay_s
-    # Who is alone has nobody to be found instead: its clients would ask nobody for that time.
+    # A single replica needs no delay: there is no other one, and its clients would have none for that time.
     is_alone = find(manifests, "Deployment", case.name)["spec"].get("replicas") == 1
     assert delay_s == 0 if is_alone else delay_s >= period_s
 
@@ -219,7 +219,7 @@ def test_the_decoder_finds_encoder_and_cache_by_their_services(
     encoder, decoder = (parsed_settings(manifests, case, monkeypatch) for case in CASES)
     assert isinstance(decoder, DecoderSettings)
     assert decoder.encoder_target is not None
-    # Clients in namespaces of their own are told this name, too.
+    # Clients in other namespaces get this name, too.
     name, _, namespace = decoder.encoder_target.removeprefix("dns:///").partition(":")[0].partition(".")
     assert namespace == find(manifests, "Service", name)["metadata"]["namespace"]
     assert decoder.encoder_target == f"dns:///{name}.{namespace}:{service_port(manifests, name, 'grpc')}"
@@ -287,7 +287,7 @@ def test_containers_say_what_they_need(manifests: list[Manifest]) -> None:
             requests, limits = each["resources"]["requests"], dict(each["resources"]["limits"])
             assert set(requests) == {"cpu", "memory"}
             limits.pop("nvidia.com/gpu", None)
-            # A pod that may use more than it asked for is the first to be killed when a node runs out.
+            # A pod with a limit above its request is the first to be killed when a node runs out of memory.
             assert limits == {"memory": requests["memory"]}
 
 
@@ -317,7 +317,7 @@ def test_images_are_pinned(variant: Variant, manifests: list[Manifest]) -> None:
 
 
 def _secrets(one: Manifest) -> list[str]:
-    """Names of the Secrets that a pod wants."""
+    """Returns the names of the Secrets that a pod needs."""
     volumes = [volume["secret"]["secretName"] for volume in one["volumes"] if "secret" in volume]
     projected = [source for volume in one["volumes"] for source in volume.get("projected", {}).get("sources", [])]
     variables = [variable for each in one["containers"] for variable in each.get("env", [])]

@@ -1,4 +1,4 @@
-"""The component mtls: certificates on every hop, and probes that need none."""
+"""Tests of the component mtls: certificates on every connection, and probes that need none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.k8s.manifests import (
 from tests.k8s.render import Manifest
 from tests.k8s.variants import K8S, MTLS, PROD_ALL, VARIANTS, Variant, rendered
 
-# Keys of a Secret as cert-manager makes it.
+# Keys of a Secret that cert-manager creates.
 _FILES = {"tls.crt", "tls.key", "ca.crt"}
 services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -62,7 +62,7 @@ def test_all_files_are_keys_of_one_secret_that_may_change_in_a_running_pod(
     assert {path.name for path in paths} == _FILES
     (folder,) = {str(path.parent) for path in paths}
     (mount,) = (one for one in container(manifests, case.name)["volumeMounts"] if one["mountPath"] == folder)
-    # With a subPath the kubelet would never bring a new certificate.
+    # With a subPath, the kubelet would never update a certificate.
     assert set(mount) == {"name", "mountPath", "readOnly"}
     (volume,) = (one for one in pod(manifests, case.name)["volumes"] if one["name"] == mount["name"])
     assert volume["secret"]["secretName"] == f"{case.name}-tls"
@@ -75,7 +75,7 @@ def test_probes_reach_a_port_that_no_service_leads_to(manifests: list[Manifest],
     assert container_ports(manifests, case.name)["health"] not in {
         port["port"] for port in find(manifests, "Service", case.name)["spec"]["ports"]
     }
-    # The kubelet asks from the node, at the pod's address.
+    # The kubelet connects from the node to the pod's address.
     assert environment(manifests, case)["LOOKONCE_HEALTH_LISTEN"].startswith("0.0.0.0:")
 
 

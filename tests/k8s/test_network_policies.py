@@ -1,8 +1,7 @@
-"""Who may talk to whom with the component networkpolicy: every connection that is wanted, in both directions, and no
-other.
+"""Tests that the component networkpolicy allows every connection that the system needs, and no other.
 
-A small model of what a cluster's network does: a pod that any policy selects for a direction gets what its policies
-allow in it, and nothing else.
+The tests use a small model of a cluster's network. If any policy selects a pod for a direction, the pod may use only
+the connections that its policies allow in this direction.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ENVOY = "lookonce-encoder-affinity"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A pod, of the namespace or of another one, or an address outside."""
+    """A pod in this or another namespace, or an address outside the cluster."""
 
     labels: dict[str, str]
     namespace: dict[str, str]
@@ -40,7 +39,7 @@ def _own(manifests: list[Manifest], name: str) -> Peer:
 
 
 def _is_meant(rule: dict[str, Any], peer: Peer) -> bool:
-    """Whether one entry of `from` or `to` means this peer."""
+    """Returns whether one entry of `from` or `to` matches this peer."""
     assert set(rule) <= {"podSelector", "namespaceSelector", "ipBlock"}
     if "ipBlock" in rule:
         networks = ipaddress.ip_network(rule["ipBlock"]["cidr"])
@@ -56,8 +55,9 @@ def _is_meant(rule: dict[str, Any], peer: Peer) -> bool:
 def _allows(
     manifests: list[Manifest], direction: str, name: str, other: Peer, port: str | int, number: int | None
 ) -> bool:
-    """Whether the policies of one pod let it talk in this direction, Ingress or Egress, to a port of the pod that is
-    called. `port` is the port's name, or its number where the other is not ours.
+    """Returns whether a pod's policies allow a connection to a port of the callee; direction is Ingress or Egress.
+
+    `port` is the name of the port, or its number if the callee is not one of our pods.
     """
     labels = pod_labels(manifests)[name]
     policies = [
@@ -76,7 +76,7 @@ def _allows(
 
 
 def _may_talk(manifests: list[Manifest], caller: str, called: str, port: str) -> bool:
-    """From pod to pod of the namespace: both must agree."""
+    """Returns whether one pod of the namespace may call another. The policies of both must allow it."""
     number = container_ports(manifests, called)[port]
     return _allows(manifests, "Egress", caller, _own(manifests, called), port, number) and _allows(
         manifests, "Ingress", called, _own(manifests, caller), port, number
@@ -84,7 +84,7 @@ def _may_talk(manifests: list[Manifest], caller: str, called: str, port: str) ->
 
 
 def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
-    """(caller, called, port)."""
+    """Returns the needed connections as (caller, callee, port)."""
     found = {("lookonce-decoder", "lookonce-encoder", "grpc")}
     if _ENVOY in names(manifests, "Deployment"):
         found |= {("lookonce-decoder", _ENVOY, "grpc"), (_ENVOY, "lookonce-encoder", "grpc")}
@@ -113,7 +113,7 @@ def test_pods_of_the_namespace_talk_as_the_system_needs_and_no_more(manifests: l
         for port in container_ports(manifests, called)
         if _may_talk(manifests, caller, called, port)
     }
-    # The same rule lets decoders and Envoy ask Envoy and encoders; that Envoy could ask itself does no harm.
+    # One rule lets decoders and Envoy call Envoy and encoders. It also lets Envoy call itself, which is harmless.
     assert found - {(_ENVOY, _ENVOY, "grpc")} == _wanted(manifests)
 
 

@@ -1,4 +1,4 @@
-"""What each overlay promises beside what all variants do."""
+"""Tests of the promises of single overlays; test_manifests.py has those of all variants."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.k8s.render import Manifest, containers_of
 from tests.k8s.variants import BASE, DEV_CPU, GPU, K8S, PROD, rendered
 
 _UNITS = {"Mi": 1 << 20, "Gi": 1 << 30, "mb": 1 << 20, "gb": 1 << 30}
-# Fragmentation and client buffers come on top of what is stored.
+# Fragmentation and client buffers need memory in addition to the entries.
 _MEMORY_FACTOR = 1.25
 services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def size_bytes(text: str) -> int:
-    """Of Kubernetes' or the cache server's spelling."""
+    """Returns the bytes of a size as Kubernetes or the cache server spells it."""
     return int(text[:-2]) * _UNITS[text[-2:]]
 
 
 def requested(manifests: list[Manifest], resource: str) -> float:
-    """Sum over all pods."""
+    """Returns the sum of a requested resource over all pods."""
     total = 0.0
     for deployment in of_kind(manifests, "Deployment"):
         for one in containers_of(deployment):
@@ -52,7 +52,7 @@ def test_dev_cpu_fits_on_a_laptop() -> None:
     assert requested(manifests, "cpu") <= 3
     assert requested(manifests, "memory") <= 5 << 30
     (claim,) = of_kind(manifests, "PersistentVolumeClaim")
-    # What the storage class of a cluster of one node offers.
+    # The access mode that the storage class of a cluster with one node offers.
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
 
 
@@ -142,7 +142,7 @@ def test_the_command_in_prods_comment_makes_every_key_that_pods_want() -> None:
             for variable in one["containers"][0]["env"]
             if "valueFrom" in variable
         ]
-        # Each with the rights of its own user: decoders write no rows.
+        # Each service has its own user, because decoders may not write rows.
         assert urls == [f"{name.removeprefix('lookonce-')}-redis-url"]
         wanted |= set(urls)
         for volume in one["volumes"]:

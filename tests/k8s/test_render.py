@@ -1,4 +1,4 @@
-"""The renderer agrees with the real tool and refuses what it does not know."""
+"""Tests that the renderer agrees with the real tool and refuses unknown features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD = "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
 
 
 def _real_tools() -> list[list[str]]:
-    """Command lines of the renderers on this machine; none where nobody installed one."""
+    """Returns the command lines of the real renderers that are installed on this machine."""
     commands = (["kustomize", "build"], ["kubectl", "kustomize"])
     return [command for command in commands if shutil.which(command[0]) is not None]
 

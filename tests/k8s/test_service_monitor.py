@@ -1,7 +1,7 @@
-"""Prometheus, told by the component servicemonitor, scrapes encoders and decoders and nothing else.
+"""Tests that the component servicemonitor makes Prometheus scrape encoders and decoders, and nothing else.
 
-The definition is the Prometheus operator's, which the validator of the other tests does not know: what we use of it is
-written down here, after the operator's reference of ServiceMonitor.
+The validator of the other tests does not know the Prometheus operator's definition. This module contains the parts of
+it that we use, from the operator's reference of ServiceMonitor.
 """
 
 from __future__ import annotations

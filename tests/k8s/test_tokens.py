@@ -1,4 +1,4 @@
-"""The component tokens: whom pods believe and what they show, from Secrets that change while they run."""
+"""Tests of the component tokens: accepted and sent tokens come from Secrets, which may change while pods run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
 
 
 def _secret_of(manifests: list[Manifest], case: ServiceCase, path: pathlib.PurePath) -> str:
-    """Name of the Secret that is mounted where the file lies, as a folder that changes with it."""
+    """Returns the Secret that is mounted as the folder of this file, so that changes reach a running pod."""
     one = container(manifests, case.name)
     (mount,) = (mount for mount in one["volumeMounts"] if mount["mountPath"] == str(path.parent))
-    # With a subPath the kubelet would never bring a change.
+    # With a subPath, the kubelet would never update the file.
     assert set(mount) == {"name", "mountPath", "readOnly"}
     (volume,) = (volume for volume in pod(manifests, case.name)["volumes"] if volume["name"] == mount["name"])
     # The user of the container does not own the files.

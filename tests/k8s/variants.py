@@ -1,7 +1,7 @@
-"""What there is to deploy: the base, each overlay, each component on the base, and sensible combinations, rendered.
+"""All variants that can be deployed, rendered: the base, each overlay, each component, and sensible combinations.
 
-The base is rendered by tests/k8s/render.py, everywhere. Overlays and components use more of Kustomize than that knows:
-they are rendered by the real tool, and tests of them are skipped where nobody installed it.
+tests/k8s/render.py renders the base on every machine. Overlays and components use more features of Kustomize: the real
+tool renders them, and their tests are skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One thing to deploy."""
+    """One combination of an overlay or the base with components."""
 
-    # Folder below k8s that it starts from.
+    # Folder of the base or overlay, below k8s.
     start: str
-    # Folders below k8s/components that are added, in this order.
+    # Folders of the added components below k8s/components, in this order.
     components: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -82,12 +82,12 @@ VARIANTS = (
 
 
 def kustomize() -> list[str] | None:
-    """Command line of the real tool, without the folder; None where there is none."""
+    """Returns the command line of the real tool without the folder, or None if it is not installed."""
     return next((list(command) for command in _COMMANDS if shutil.which(command[0])), None)
 
 
 def rendered(variant: Variant) -> list[Manifest]:
-    """Its manifests; not to be changed. Skips the test where they need the real tool and there is none."""
+    """Returns the manifests, which must not be changed. Skips the test if they need the real tool and it is missing."""
     if variant != BASE and kustomize() is None:
         pytest.skip("neither kustomize nor kubectl is installed, and overlays and components want the real tool")
     return _rendered(variant)
@@ -100,7 +100,7 @@ def _rendered(variant: Variant) -> list[Manifest]:
     if not variant.components:
         return build(K8S / variant.start)
     with tempfile.TemporaryDirectory() as folder:
-        # Kustomize takes relative paths only.
+        # Kustomize accepts only relative paths.
         start, *components = (
             os.path.relpath(K8S / path, os.path.realpath(folder))
             for path in (variant.start, *(f"components/{name}" for name in variant.components))
@@ -116,7 +116,7 @@ def _rendered(variant: Variant) -> list[Manifest]:
 
 
 def build(folder: pathlib.Path) -> list[Manifest]:
-    """What the real tool makes of a folder. Raises AssertionError with what it says when it fails or warns."""
+    """Renders a folder with the real tool. Raises AssertionError with its output if it fails or warns."""
     command = kustomize()
     assert command is not None
     with tempfile.TemporaryDirectory() as target:

@@ -1,4 +1,4 @@
-"""What a PromQL expression asks for, by a parser of the language, and what the services have to answer it."""
+"""Parses PromQL expressions for the series that they use, and lists the series that the services export."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from docs.generate_metrics import all_metrics
 
-# Grafana puts a duration in its place; any will do here.
+# Grafana replaces this by a duration. Any duration is fine for parsing.
 _WINDOW = "$__rate_interval"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The series of one expression."""
+    """The series and labels that one expression uses."""
 
-    # All of them.
+    # Names of all series.
     names: frozenset[str]
-    # (function, series) where a function takes a range of a series.
+    # (function, series) for each function that takes a range of a series.
     ranges: frozenset[tuple[str, str]]
     # (series, label) of every matcher.
     labels: frozenset[tuple[str, str]]
 
 
 def asked(text: str) -> Asked:
-    """Raises ValueError when the text is not PromQL."""
+    """Returns the series and labels of an expression. Raises ValueError if the text is not PromQL."""
     names, ranges, labels = set[str](), set[tuple[str, str]](), set[tuple[str, str]]()
 
     def visit(expression: promql_parser.Expr) -> None:
@@ -44,7 +44,7 @@ def asked(text: str) -> Asked:
 
 
 def exported() -> dict[str, tuple[str, frozenset[str]]]:
-    """Series of both services → (their type, their own labels); a histogram's series are counters."""
+    """Returns type and labels of each series of both services. The series of a histogram are counters."""
     found = {
         series: ("counter" if row.kind == "histogram" else row.kind, frozenset(row.labels) | _le(series))
         for row in all_metrics()
@@ -53,7 +53,7 @@ def exported() -> dict[str, tuple[str, frozenset[str]]]:
     registry = CollectorRegistry()
     for family in ProcessCollector(registry=registry).collect():
         found |= {sample.name: (family.type, frozenset[str]()) for sample in family.samples}
-    # Prometheus' own.
+    # A series that Prometheus adds itself.
     return found | {"up": ("gauge", frozenset[str]())}
 
 

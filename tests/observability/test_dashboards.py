@@ -1,4 +1,4 @@
-"""The committed dashboards are those of the code, and ask only for what the services export."""
+"""Tests that the committed dashboards are those of the code, and use only series that the services export."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from observability.generate_dashboards import BOARDS, FOLDER, dashboard_files
 from tests.observability.promql import asked, exported
 
-# What a scrape adds to every series.
+# Labels that a scrape adds to every series.
 TARGET_LABELS = {"instance", "job"}
 COUNTER_FUNCTIONS = {"rate", "irate", "increase"}
-# Always empty: decoders only read.
+# This series is always empty, because decoders only read.
 NEVER_SHOWN = {"lookonce_decoder_store_writes_total"}
 
 boards = pytest.mark.parametrize("name", [f"{board.uid}.json" for board in BOARDS])
