@@ -89,7 +89,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.GenerateRequest, context: Context
     ) -> decoder_service_pb2.GenerateResponse:
         """Returns the whole answer when it is complete."""
-        async with self._generating(request.params, context) as (ticket, submitted):
+        async with self._submitted(request.params, context) as (ticket, submitted):
             await submitted.admission()
             response = decoder_service_pb2.GenerateResponse(request_id=ticket.request_id)
             choice, texts = response.choices.add(), []
@@ -109,7 +109,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     ) -> AsyncIterator[decoder_service_pb2.GenerateStreamResponse]:
         """Streams Started, one Delta per increment, and Finished."""
         response = decoder_service_pb2.GenerateStreamResponse
-        async with self._generating(request.params, context) as (ticket, submitted):
+        async with self._submitted(request.params, context) as (ticket, submitted):
             usage = wire_response.usage(await submitted.admission())
             yield response(started=decoder_service_pb2.StreamStarted(request_id=ticket.request_id, usage=usage))
             token_index = 0
@@ -194,9 +194,10 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         return decoder_service_pb2.AbortRequestResponse()
 
     @asynccontextmanager
-    async def _generating(
+    async def _submitted(
         self, params: decoder_service_pb2.GenerateParams, context: Context
     ) -> AsyncIterator[tuple[Ticket, SubmittedRequest]]:
+        """Admits, prepares and submits a request. Leaving the block aborts it and frees its place."""
         arrival_s = time.monotonic()
         remaining_s = context.time_remaining()
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
