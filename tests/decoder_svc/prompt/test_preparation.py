@@ -24,7 +24,7 @@ from lookonce.errors import (
     PromptEmptyError,
     UnavailableError,
 )
-from lookonce.identity import Identity, Role, acting_for, current_identity
+from lookonce.identity import CallerRole, Identity, acting_for, current_identity
 from lookonce.media.image_header import ImageLimits
 from tests.decoder_svc.prompt.prompts import builder, chat, inline
 
