@@ -134,11 +134,12 @@ class BlockPool:
             for block in blocks:
                 num_holders[block] += 1
         assert num_holders == self._num_holders, "the holders of a block were miscounted"
-        free = {block for block, count in enumerate(num_holders) if count == 0}
-        assert free == set(self._free), "free list and holders disagree"
-        named = {block: name for block, name in enumerate(self._hashes) if name is not None}
+        # Tests check pools of 20,000 blocks after each step, so no loop of Python's runs over all blocks.
+        assert num_holders.count(0) == len(self._free), "free list and holders disagree"
+        assert not any(map(num_holders.__getitem__, self._free)), "free list and holders disagree"
         found = {block: name for name, blocks in self._blocks_by_hash.items() for block in blocks}
-        assert named == found, "blocks and names disagree"
+        assert len(found) == self.num_blocks - self._hashes.count(None), "blocks and names disagree"
+        assert all(self._hashes[block] == name for block, name in found.items()), "blocks and names disagree"
         assert all(self._blocks_by_hash.values()), "a name without blocks was kept"
 
     def _forget(self, block: int) -> None:
