@@ -105,7 +105,7 @@ async def test_threads_know_for_whom_they_work(
         return original(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PromptBuilder, "build", build)
-    caller = Identity("shop", "acme", Role.CLIENT)
+    caller = Identity("shop", "acme", CallerRole.CLIENT)
     with acting_for(caller):
         await preparer(llava_text, threads).build_prompt(TOKENS, DEFAULT_TENANT)
     assert callers == [caller]
