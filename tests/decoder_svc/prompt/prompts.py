@@ -31,7 +31,7 @@ def inline(data: bytes = b"", options: ProcessorOptions = NO_OPTIONS) -> InlineI
 
 
 def chat(*parts: str | InlineImage) -> ChatPrompt:
-    """One user message."""
+    """Returns a conversation of one user message."""
     return ChatPrompt((ChatMessage(ChatRole.USER, tuple(_part(part) for part in parts)),))
 
 

@@ -188,7 +188,7 @@ def test_a_conversation_that_the_template_refuses_is_refused_in_its_words(
 def test_a_template_that_takes_a_system_message_for_a_string_is_given_one(
     model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
-    """As Pixtral's does."""
+    """Pixtral's template is of this kind."""
     source = "{% if messages[0].role == 'system' %}{{ '<' + messages[0].content + '>' }}"
     source += "{% set messages = messages[1:] %}{% endif %}" + PARTS.replace("TEXT", "{{ p.text }}")
     template = with_template(model_folder("llava_clip"), tmp_path / "model", source)

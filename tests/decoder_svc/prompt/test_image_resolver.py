@@ -1,4 +1,4 @@
-"""From image sources to identity and size: bytes are hashed and measured, digests are looked up, never trusted."""
+"""Images are resolved to identity and size: bytes are hashed and measured; digests are looked up, never trusted."""
 
 from __future__ import annotations
 

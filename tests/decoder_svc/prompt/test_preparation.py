@@ -41,7 +41,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def preparer(text: LoadedText, threads: ThreadPoolExecutor, prompts: PromptBuilder | None = None) -> RequestPreparer:
-    """Of a decoder without an encoder."""
+    """Returns the preparer of a decoder without an encoder."""
     return RequestPreparer(
         builder(text, CONTEXT) if prompts is None else prompts,
         VideoSplitter(text.family, IMAGE_LIMITS),

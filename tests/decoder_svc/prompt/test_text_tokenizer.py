@@ -1,4 +1,4 @@
-"""Which text may spell control tokens, and that everything else is tokenized as Hugging Face does it."""
+"""Only trusted text may spell control tokens; everything else is tokenized exactly as by Hugging Face."""
 
 from __future__ import annotations
 

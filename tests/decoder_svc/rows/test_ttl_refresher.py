@@ -1,4 +1,4 @@
-"""What was read from the shared cache is prolonged in a few calls, and trouble with that is nobody's."""
+"""Entries that were read get a longer lifetime in a few calls, and a failing call harms no request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN, SMALL = ProcessorOptions(), ProcessorOptions(max_pixels=100)
 
 
 class Encoder:
-    """Notes what it is told."""
+    """An encoder that records the calls it gets."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[ContentKey], ProcessorOptions]] = []
@@ -35,46 +35,46 @@ async def told(encoder: Encoder) -> None:
     await asyncio.sleep(0.01)
 
 
-async def test_each_image_is_told_once_however_often_it_was_read() -> None:
+async def test_each_image_is_reported_once_however_often_it_was_read() -> None:
     encoder = Encoder()
-    queue = TtlRefresher(encoder.touch, interval_s=0.05)
+    refresher = TtlRefresher(encoder.touch, interval_s=0.05)
     for name in ("a", "b", "a", "a"):
-        queue.note(key(name), PLAIN)
+        refresher.note(key(name), PLAIN)
     await told(encoder)
     assert encoder.calls == [([key("a"), key("b")], PLAIN)]
-    queue.note(key("a"), PLAIN)
+    refresher.note(key("a"), PLAIN)
     await told(encoder)
     assert encoder.calls[1:] == [([key("a")], PLAIN)]
-    await queue.close()
+    await refresher.close()
 
 
 async def test_options_and_long_lists_take_calls_of_their_own() -> None:
     encoder = Encoder()
-    queue = TtlRefresher(encoder.touch, interval_s=0.05)
+    refresher = TtlRefresher(encoder.touch, interval_s=0.05)
     for index in range(300):
-        queue.note(key(f"image {index}"), PLAIN)
-    queue.note(key("small"), SMALL)
+        refresher.note(key(f"image {index}"), PLAIN)
+    refresher.note(key("small"), SMALL)
     await told(encoder)
     assert [(len(keys), options) for keys, options in encoder.calls] == [(256, PLAIN), (44, PLAIN), (1, SMALL)]
-    await queue.close()
+    await refresher.close()
 
 
-async def test_an_encoder_that_is_away_is_told_the_next_ones() -> None:
+async def test_after_a_failed_call_later_keys_are_still_reported() -> None:
     encoder = Encoder()
-    queue = TtlRefresher(encoder.touch, interval_s=0.02)
+    refresher = TtlRefresher(encoder.touch, interval_s=0.02)
     encoder.is_away = True
-    queue.note(key("a"), PLAIN)
+    refresher.note(key("a"), PLAIN)
     await told(encoder)
     encoder.is_away = False
-    queue.note(key("b"), PLAIN)
+    refresher.note(key("b"), PLAIN)
     await told(encoder)
     assert [keys for keys, _ in encoder.calls] == [[key("a")], [key("b")]]
-    await queue.close()
+    await refresher.close()
 
 
-async def test_closing_forgets() -> None:
+async def test_closing_drops_keys_that_were_not_reported() -> None:
     encoder = Encoder()
-    queue = TtlRefresher(encoder.touch, interval_s=30)
-    queue.note(key("a"), PLAIN)
-    await queue.close()
+    refresher = TtlRefresher(encoder.touch, interval_s=30)
+    refresher.note(key("a"), PLAIN)
+    await refresher.close()
     assert encoder.calls == []

@@ -13,9 +13,9 @@ Mutation: TypeAlias = Callable[[Patch], None]
 
 
 class Mutations(dict[str, Mutation]):
-    """Decorates the functions that seed a fault."""
+    """A registry of faults, used as a decorator of functions that each plant one."""
 
     def __call__(self, apply: Mutation) -> Mutation:
-        """Registers one."""
+        """Registers a fault under its function's name."""
         self[apply.__name__] = apply
         return apply

@@ -27,7 +27,7 @@ class Layers:
         pool.allocate = self._allocate  # type: ignore[method-assign]
 
     def _allocate(self, num_blocks: int) -> list[int]:
-        """What was in a block is gone when it is handed out."""
+        """Clears a block's content when it is allocated."""
         blocks = self._hand_out(num_blocks)
         for slot in [slot for slot in self._slots if slot[0] in blocks]:
             del self._slots[slot]
@@ -54,11 +54,11 @@ class Layers:
         self._slots[slot] = value
 
     def reject(self, request: Request, token: int) -> None:
-        """What was written belongs to a token that is none."""
+        """Marks a token's slot as the result of a rejected draft."""
         self._slots[self._slot(request, token)] = REJECTED
 
     def spoil(self, request: Request, token: int) -> None:
-        """What was written is garbage."""
+        """Marks a token's slot as garbage."""
         self._slots[self._slot(request, token)] = "garbage"
 
     def read(self, request: Request, token_ids: Sequence[int], tokens: set[int]) -> None:
@@ -142,7 +142,7 @@ class Oracle:
         return [SampledToken(chunk.request_id, token_id, None) for token_id in token_ids[request.num_tokens :]]
 
     def spoil(self, chunk: ScheduledChunk) -> None:
-        """What a chunk wrote is garbage."""
+        """Marks all slots that a chunk wrote as garbage."""
         request = self._target.request(chunk.request_id)
         for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
             for layers in self._layers:
@@ -183,7 +183,7 @@ class Oracle:
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """What the oracle's model says behind these: loops, each of which goes on for a few tokens.
+    """Returns the next token of the oracle's model, which generates short loops.
 
     A function of what was read, so that equal contexts go on alike.
     """

@@ -41,7 +41,7 @@ def image(name: str, offset: int, num_rows: int, *, data: bytes | None = b"file"
 
 
 def rows(start: int, stop: int) -> RowRange:
-    """Rows [start, stop)."""
+    """Returns the rows [start, stop)."""
     return RowRange(start, stop)
 
 

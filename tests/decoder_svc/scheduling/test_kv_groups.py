@@ -80,7 +80,7 @@ def test_a_hit_takes_of_the_sliding_group_what_the_next_token_sees() -> None:
     assert (hit.num_tokens, len(hit.block_ids), len(hit.sliding_block_ids)) == (40, 10, 2)
     manager.admit(late, hit)
     assert manager.sliding_block_table(late.request_id) == (8, hit.sliding_block_ids)
-    # Of a prompt that is cached to its end the last token, 39, is computed again and sees 34 … 39.
+    # The prompt is fully cached: its last token, 39, is computed again and attends to 34 … 39.
     again = manager.find_prefix(request("c", 40, text="same"))
     assert (again.num_tokens, len(again.block_ids), len(again.sliding_block_ids)) == (39, 10, 2)
 
@@ -174,7 +174,7 @@ def test_admission_asks_both_groups() -> None:
 
 
 def test_who_adopted_of_a_failed_step_in_one_group_only_is_known() -> None:
-    """What layers that see everything need was there before; what layers with a window need came with the step."""
+    """The full-attention blocks were cached before the step; only the sliding-window blocks came with it."""
     manager = with_window(6)
     early, slow, fast = (request(name, 17, text="same") for name in ("early", "slow", "fast"))
     fill(manager, early)

@@ -1,4 +1,4 @@
-"""How large the KV pool becomes: what was asked for wins, else a share of what is free."""
+"""The size of the KV pool: the configured one if there is any, else a share of the free memory."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from decoder_svc.scheduling.ngram_proposer import MAX_PLACES, NgramProposer
 
 
 def propose_slowly(token_ids: Sequence[int], num_tokens: int, min_length: int, max_length: int) -> list[int]:
-    """What the proposer promises, by looking everywhere."""
+    """The proposer's specification, by a search over all places."""
     end = len(token_ids)
     places = [
         place

@@ -105,7 +105,7 @@ class RowDemandMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.travelling)
     @rule(data=st.data(), had_data=st.booleans())
     def fail(self, data: st.DataObject, had_data: bool) -> None:
-        """Rows do not come; the requests that cannot go on without them are those whose tokens take one."""
+        """A fetch fails; the requests that cannot continue are those whose tokens take one of its rows."""
         fetch = data.draw(st.sampled_from(self.travelling))
         self.travelling.remove(fetch)
         lost = set(range(fetch.rows.start, fetch.rows.stop))
@@ -162,7 +162,7 @@ class RowDemandMachine(RuleBasedStateMachine):
         assert self.cache.num_uses() == 0
 
     def ask(self) -> None:
-        """What a step asks for is missing, is asked for once, and keeps to the step's limit."""
+        """Runs a step's requests for rows: only missing rows, each once, within the step's limit."""
         self.demand.begin_step()
         for index, one in enumerate(self.live):
             self.demand.ask(one, one.num_computed_tokens, 1, is_first=True, may_displace=index == 0)

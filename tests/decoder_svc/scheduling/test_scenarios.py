@@ -183,7 +183,7 @@ def test_encoder_budget(case: Budget) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of an image with some rows on the device and some on their way: what is asked for `wanted`, where it stops."""
+    """An image with some rows resident and some in flight, the rows to ask for, and where computing stops."""
 
     number: int
     what: str

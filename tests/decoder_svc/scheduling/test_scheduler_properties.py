@@ -31,7 +31,7 @@ def masked_prompts(draw: st.DrawFn) -> Prompt:
 @settings(max_examples=300, deadline=None)
 @given(prompt=masked_prompts(), num_generated=st.integers(0, 3), data=st.data())
 def test_cuts_are_those_that_brute_force_finds(prompt: Prompt, num_generated: int, data: st.DataObject) -> None:
-    """Of all places behind `start`, those that no stretch of tokens that see each other lies across."""
+    """A step may end wherever no span with bidirectional attention crosses the end."""
     num_tokens = len(prompt.token_ids) + num_generated
     start = data.draw(st.integers(0, num_tokens - 1))
     stop = data.draw(st.integers(start + 1, num_tokens))

@@ -205,7 +205,7 @@ def test_after_wrong_drafts_a_request_sits_out_longer_and_longer_until_one_is_ri
     def steps_without_drafts() -> int:
         count = 0
         while True:
-            # As if nothing had come in between: the request ends as it did, so that there is a guess in every step.
+            # Restore the request's last tokens, so that every step has a draft to propose.
             one.token_ids[-3:] = [7, 8, 9]
             if step_with(target, 0).draft_ids:
                 return count

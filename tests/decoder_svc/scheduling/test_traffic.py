@@ -59,7 +59,7 @@ def test_equal_traffic_gets_equal_decisions() -> None:
 
 
 def test_hits_end_inside_images_whose_tokens_see_each_other() -> None:
-    """What is left of such an image is computed in one chunk."""
+    """The rest of such an image is computed in one chunk."""
     inside = 0
     for seed in range(40):
         traffic = Traffic(seed, mask=Mask.IMAGE)

@@ -1,6 +1,6 @@
 """Random traffic against a scheduler, with an oracle that knows what every KV slot must hold. No model, no tensors.
 
-With a window there are layers of two kinds, thus two slots for each token; the oracle reads what either kind reads.
+A model with a sliding window has two kinds of layers, so each token has two slots, and the oracle checks both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def steps_until_served(uncut: Request, newcomer: Callable[[int], Request], num_s
 
 
 class Traffic:
-    """Requests come, mostly as earlier ones slightly changed; rows come late or never; steps run, or fail."""
+    """Random actions: requests arrive, mostly variants of earlier ones; rows come late or never; steps run or fail."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Traffic:
         mask: Mask = Mask.CAUSAL,
         speculation: SpeculationLimits = NO_SPECULATION,
     ) -> None:
-        """`window`: of the layers that have one, at most 6; None: there are none.
+        """`window`: sliding window of some layers, at most 6; None: no layer has one.
 
         With `speculation` answers are longer, and some end at a stop id.
         """
-        # Where every choice comes from; may be replaced between actions.
+        # The source of every random choice; tests may replace it between actions.
         self.rng = random.Random(seed)
         self._mask = mask
         self._num_blocks, token_budget = SIZES[mask]
@@ -112,7 +112,7 @@ class Traffic:
         self.drain()
 
     def drain(self) -> None:
-        """Left alone, everything ends: no lost request, no deadlock, nothing held."""
+        """Runs steps until every request has ended: none is lost or stuck, and nothing stays allocated."""
         for _ in range(600):
             if not self.target.has_requests():
                 break
@@ -150,7 +150,7 @@ class Traffic:
             assert usage.cached_prompt_tokens < usage.prompt_tokens + usage.completion_tokens
 
     def submit(self) -> None:
-        """A request comes, mostly as an earlier one slightly changed."""
+        """Submits a request, mostly a variant of an earlier one."""
         if self.requests and self.rng.random() < 0.75:
             new = self._repeated(self.rng.choice(self.requests))
         else:
@@ -160,7 +160,7 @@ class Traffic:
             self.target.add(new)
 
     def _fits(self, new: Request) -> bool:
-        """What is refused before it comes here."""
+        """Whether admission control lets the request through to the scheduler."""
         if any(span.length > self.target.limits.max_num_batched_tokens for span in new.prompt.mutual_spans):
             return False
         if self._mask is Mask.PROMPT and new.prompt.num_image_tokens > CACHE_ROWS:
@@ -233,7 +233,7 @@ class Traffic:
         return masked(new, self._mask)
 
     def _image(self, name: str, offset: int, length: int) -> ImageItem:
-        """Where an image's tokens see each other, one with more of them is another image, as in truth all are."""
+        """Makes an image. With bidirectional attention, images of different length get different keys."""
         return image(name if self._mask is Mask.CAUSAL else f"{name}{length}", offset, length)
 
     def _name(self, item: ImageItem) -> str:
@@ -252,10 +252,10 @@ class Traffic:
             assert num_blocks <= -(-one.num_computed_tokens // BLOCK_SIZE), f"{one} keeps blocks that it has no use for"
 
     def fail_step(self) -> None:
-        """A step whose results never come."""
+        """Runs a step that fails, so that its results never arrive."""
         output = self.target.schedule()
         self.trace.append(output)
-        # The runner took note of the step and failed in the middle: nothing can be said about what it wrote.
+        # The runner started the step and failed in the middle, so its slots may hold anything.
         self.oracle.run(output)
         for chunk in output.chunks:
             self.oracle.spoil(chunk)
@@ -263,7 +263,7 @@ class Traffic:
         self.travelling += output.fetches
 
     def end_journey(self) -> None:
-        """Rows on their way arrive, or fail for good."""
+        """Ends one fetch in flight: its rows arrive or fail."""
         if not self.travelling:
             return
         fetch = self.travelling.pop(self.rng.randrange(len(self.travelling)))
@@ -273,13 +273,13 @@ class Traffic:
             self.oracle.arrive(fetch.key, fetch.rows)
 
     def forget(self) -> None:
-        """An operator removes an image, or all."""
+        """Removes one image, or all, as an operator would."""
         name = self.rng.choice("uvwz*")
         keys = [self._image(name, 0, length).key for length in range(1, 9)]
         forgotten = EVERYTHING if name == "*" else Forgotten.of(keys)
         self.target.forget(forgotten)
 
     def abort(self) -> None:
-        """A client goes away."""
+        """Aborts a random request, as if its client had disconnected."""
         if self.requests:
             self.target.abort(self.rng.choice(self.requests).request_id)
