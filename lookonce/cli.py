@@ -307,7 +307,7 @@ def _print_report(table: Table) -> None:
 
 
 def _client(target: str | None) -> Client:
-    """Returns a client of the decoder; of the running stack's, if it is that one, with the stack's encoder."""
+    """Returns a client of the decoder, and of its encoder as well if the decoder is the running stack's."""
     record = _running_stack()
     decoder_target = _decoder_target(target)
     is_running_stack = record is not None and record.decoder_target == decoder_target

@@ -1,4 +1,4 @@
-"""Checks a model folder for `lookonce doctor`: whether both services can load it, and the size of its images.
+"""Checks a model folder for `lookonce doctor`: whether both services can load it, and how many rows images take.
 
 Needs torch and transformers. Reads the vision half's weights for the fingerprint, and only the headers of the others.
 """

@@ -52,7 +52,7 @@ class PreparedPrompt:
         self._options = options
         # Images and videos in reading order.
         self._visuals = [part for _, parts in self._messages for part in parts if not isinstance(part, str)]
-        # The server counts an image, or two frames of a video, as one. The index in `_visuals` of each that it counts.
+        # The server counts each image and each pair of frames as one. This is the index in `_visuals` of each.
         self._visual_of = [
             index
             for index, visual in enumerate(self._visuals)
