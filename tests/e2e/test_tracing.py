@@ -78,10 +78,10 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Traced:
-    """Two questions about one picture, and everything that was told of them."""
+    """Two questions about one picture, with their spans and log lines."""
 
     picture: Picture
-    # Of each question, in order.
+    # Spans of each question, in order.
     spans: tuple[list[SeenSpan], list[SeenSpan]]
     # Access lines of each service.
     lines: dict[str, list[dict[str, str]]]
@@ -89,7 +89,7 @@ class Traced:
 
 @pytest.fixture(scope="module")
 def traced() -> Traced:
-    """The services have ended by then: nothing more can come."""
+    """Returns what was traced once the services have ended, so that no span can be missing."""
     (picture,) = fresh(1)
     with pytest.MonkeyPatch.context() as patch, running_collector() as collector:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.target)
@@ -134,7 +134,7 @@ def test_the_parts_of_a_generation_do_not_overlap(traced: Traced) -> None:
         took_ns = {span.name: span.ended_ns - span.started_ns for span in spans}
         parts_ns = [took_ns[f"generate.{name}"] for name in ("lookup", "queue", "prefill", "decode")]
         assert min(parts_ns) > 0
-        # What is not measured by one clock is measured by two.
+        # Two clocks measure them: the sum may differ a little from the whole.
         assert sum(parts_ns) <= took_ns[GENERATE] + 1_000_000
 
 

@@ -73,6 +73,6 @@ async def describe(client: AsyncClient, picture: Picture, *, timeout_s: float = 
 
 
 async def tell_story(client: AsyncClient, *, timeout_s: float = 60.0) -> tuple[int, ...]:
-    """Asks for text only."""
+    """Asks for a story, without a picture, and returns its tokens."""
     answer = await client.generate(STORY, max_tokens=STORY_TOKENS, temperature=0.0, timeout_s=timeout_s)
     return answer.token_ids

@@ -112,10 +112,10 @@ def num_takeovers(stack: LocalStack, process: ChildProcess) -> int:
 
 
 def lease_left_s(stack: LocalStack) -> float:
-    """How long the leases that there are last if nobody renews them; 0 when there is none."""
+    """Returns the longest time to live of all leases, seconds; 0 when there is none."""
     assert stack.redis_url is not None
     with redis.Redis.from_url(stack.redis_url) as connection:
-        # What has ended meanwhile has a negative one.
+        # A lease that has ended meanwhile has a negative time to live.
         left_ms = [int(connection.pttl(name)) for name in connection.scan_iter("lookonce:*:l")]
         return max([0, *left_ms]) / 1000
 
@@ -269,7 +269,7 @@ async def test_without_encoders_cached_pictures_and_text_are_answered_and_the_re
     assert await story == fingerprint.story
     with pytest.raises(UnavailableError):
         await client.encode([unseen[0].data], timeout_s=10)
-    # What the killed encoders had started ends by itself, also in the middle of its work.
+    # The decoding processes of killed encoders end by themselves, also in the middle of their work.
     assert started
     _, alive = await asyncio.to_thread(psutil.wait_procs, started, 10)
     assert not alive

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.services
 NUM_ROWS = 16
 PART = RowRange(3, 9)
 OPTIONS = ProcessorOptions()
-# What is looked for is a hang; nothing here waits longer than for a few budgets and leases.
+# A test that takes this long hangs: nothing here waits longer than for a few budgets and leases.
 HANG_S = 20.0
 BUDGET_S = 0.3
 LEASE_S = 0.3
@@ -49,7 +49,7 @@ ENCODER = {"deterministic": True, "redis_budget_s": BUDGET_S, "encode_lease_s": 
 
 
 class Cached(enum.Enum):
-    """Who has the picture's rows before."""
+    """Places that have the picture's rows beforehand."""
 
     NOWHERE = "nowhere"
     # Another encoder wrote them.
@@ -111,7 +111,7 @@ class World:
     # Writes what others are to find.
     writer: Decoder
     pictures: Iterator[bytes]
-    # Of all pictures so far.
+    # Rows of all pictures so far.
     rows: set[bytes] = field(default_factory=set)
 
     async def check(self, cached: Cached, sabotage: Sabotage) -> None:
@@ -132,12 +132,12 @@ class World:
 
     @property
     def reasons(self) -> set[str]:
-        """What the decoder's store has counted."""
+        """The outcomes that the decoder's store has counted."""
         assert self.decoder.store is not None
         return {outcome for _, outcome in self.decoder.store.stats.snapshot()}
 
     def lie(self, lie: Lie | None) -> None:
-        """Both servers."""
+        """Makes both servers lie, or stop lying for None."""
         self.beside_encoder.lie(lie)
         self.beside_decoder.lie(lie)
 
@@ -243,7 +243,7 @@ async def test_whatever_redis_holds_the_rows_are_right(folder: pathlib.Path) -> 
 
 
 def named(name: bytes) -> bytes:
-    """What a command of this name contains."""
+    """Returns bytes that every command of this name contains."""
     return b"$%d\r\n%b\r\n" % (len(name), name)
 
 

@@ -73,12 +73,12 @@ class Image:
     """An image in buildah's storage."""
 
     name: str
-    # What the Dockerfile sets: User, Env, WorkingDir, Entrypoint, Healthcheck, ….
+    # Settings from the Dockerfile: User, Env, WorkingDir, Entrypoint, Healthcheck and others.
     config: Mapping[str, Any]
 
     @classmethod
     def build(cls, target: str, base: str) -> Image:
-        """Of the working tree, by a target of the Dockerfile. Layers that were built before are taken again."""
+        """Builds a target of the Dockerfile from the working tree. Layers that were built before are used again."""
         name = f"localhost/lookonce-{target}:test"
         command = ["bud", "--format", "docker", "--isolation", "chroot", "--layers"]
         command += ["--target", target, "--tag", name, "--build-arg", f"PYTHON_IMAGE={base}"]
@@ -103,7 +103,7 @@ class Image:
 
 
 class Container:
-    """One running container."""
+    """A running container; its log goes to a file."""
 
     def __init__(
         self, config: Mapping[str, Any], root: str, log_path: pathlib.Path, environment: Mapping[str, str]
@@ -124,7 +124,7 @@ class Container:
 
     @property
     def log(self) -> str:
-        """What it has said so far."""
+        """Everything that the container has logged so far."""
         return self._log_path.read_text("utf-8", "replace")
 
     @property
@@ -161,7 +161,7 @@ class Container:
         )
 
     def terminate(self) -> int:
-        """As Kubernetes ends a container; returns the exit status."""
+        """Sends SIGTERM, as Kubernetes does, and returns the exit status."""
         self.process.terminate()
         return self._starter.wait(_STOP_TIMEOUT_S)
 
@@ -192,7 +192,7 @@ def kernels(container: Container) -> set[str]:
 
 
 def _buildah(*arguments: str, timeout_s: float = _STORAGE_TIMEOUT_S) -> str:
-    """What it says, without the newline."""
+    """Runs buildah and returns its standard output without the final newline."""
     finished = subprocess.run(
         ["buildah", *arguments], capture_output=True, text=True, check=False, timeout=timeout_s, cwd=REPOSITORY
     )

@@ -26,9 +26,9 @@ class ServiceCase:
 
     name: str
     settings_class: type[ServiceSettings]
-    # As in the proto file.
+    # Name of the service in the proto file.
     full_name: str
-    # What `python -m` runs.
+    # Module that `python -m` runs.
     module: str
 
 
@@ -79,7 +79,7 @@ def container(manifests: list[Manifest], name: str) -> Manifest:
 
 
 def environment(manifests: list[Manifest], case: ServiceCase) -> dict[str, str]:
-    """What the container's process sees of its manifests; values of Secrets are those of FROM_SECRET."""
+    """Returns the environment of the container's process; values of Secrets are those of FROM_SECRET."""
     found: dict[str, str] = {}
     for source in container(manifests, case.name)["envFrom"]:
         found |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
@@ -99,7 +99,7 @@ def parsed_settings(manifests: list[Manifest], case: ServiceCase, monkeypatch: p
 
 
 def container_ports(manifests: list[Manifest], name: str) -> dict[str, int]:
-    """Numbers by name."""
+    """Returns the container's port numbers by name."""
     return {port["name"]: port["containerPort"] for port in container(manifests, name)["ports"]}
 
 
@@ -111,12 +111,12 @@ def service_port(manifests: list[Manifest], name: str, port_name: str) -> int:
 
 
 def port_of(address: str) -> int:
-    """Of host:port."""
+    """Returns the port of a host:port address."""
     return int(address.rpartition(":")[2])
 
 
 def patience_s(probe: dict[str, Any]) -> int:
-    """How long a probe fails before Kubernetes acts; 3 failures are its default."""
+    """Returns the seconds that a probe may fail before Kubernetes acts. Its default is 3 failures."""
     found: int = probe["periodSeconds"] * probe.get("failureThreshold", 3)
     return found
 

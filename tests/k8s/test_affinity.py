@@ -24,7 +24,7 @@ from tests.k8s.render import Manifest
 from tests.k8s.variants import AFFINITY, rendered
 
 NAME = "lookonce-encoder-affinity"
-# Of calls about one image: its digest.
+# Header of calls about one image; its value is the image's digest.
 HEADER = "x-lookonce-digest"
 _DEFINITIONS = (
     "envoy.config.bootstrap.v3.bootstrap_pb2",
@@ -133,7 +133,7 @@ def test_nobody_outside_of_the_pod_stops_the_proxy(manifests: list[Manifest], co
     host, port = _address(configuration["admin"])
     assert host == "127.0.0.1"
     assert port not in container_ports(manifests, NAME).values()
-    # What can be read of it from outside.
+    # Only these two paths can be read from outside of the pod.
     assert [route["match"] for route in _routes(configuration, "metrics")] == [{"path": "/metrics"}, {"path": "/ready"}]
 
 

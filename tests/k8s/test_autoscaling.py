@@ -23,7 +23,7 @@ scaled = pytest.mark.parametrize("service", SERVICES)
 
 
 def adapter_rules() -> list[dict[str, Any]]:
-    """What operators give to prometheus-adapter."""
+    """Returns the rules that operators give to prometheus-adapter."""
     (document,) = load_documents(K8S / "components/hpa/adapter-rules.yaml")
     assert set(document) == {"rules"}
     rules: list[dict[str, Any]] = document["rules"]
@@ -36,7 +36,7 @@ def series_of(service: Service) -> set[str]:
 
 
 def service_of(query: str) -> Service:
-    """Which service's metrics a query asks for; of one alone."""
+    """Returns the one service whose metrics a query asks for."""
     (found,) = (one for one in SERVICES if f"lookonce_{one}_" in query)
     return found
 

@@ -1,4 +1,4 @@
-"""What Checkov says about everything that can be deployed. It has dependencies of its own: install it apart."""
+"""Checkov finds nothing wrong with anything that can be deployed. Install it apart: it has dependencies of its own."""
 
 from __future__ import annotations
 

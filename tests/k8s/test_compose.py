@@ -36,7 +36,7 @@ def _service(composition: dict[str, Any], case: ServiceCase) -> dict[str, Any]:
 
 
 def _settings(composition: dict[str, Any], case: ServiceCase, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the service would parse in its container: the image's environment and the composition's."""
+    """Returns the settings that the service would parse with the environment of the image and of Compose."""
     for key in [key for key in os.environ if key.startswith("LOOKONCE_")]:
         monkeypatch.delenv(key)
     told = dict(_IMAGE_SETTINGS.findall(STAGES["service"]["text"])) | _service(composition, case)["environment"]
@@ -64,7 +64,7 @@ def test_compose_itself_accepts_it() -> None:
 
 
 def test_it_names_nothing_that_compose_does_not_know(composition: dict[str, Any]) -> None:
-    """What we use, after the Compose specification; the tool itself is seldom where tests run."""
+    """The keys in use are copied here from the Compose specification: where tests run, Compose is rarely installed."""
     assert {key for key in composition if not key.startswith("x-")} == {"name", "services", "networks"}
     known = set(
         "image build command user working_dir read_only cap_drop security_opt tmpfs mem_limit networks restart "

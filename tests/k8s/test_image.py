@@ -29,7 +29,7 @@ services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def target(case: ServiceCase) -> str:
-    """What `--target` calls the service's image."""
+    """Returns the name of the service's stage, for `--target`."""
     return case.name.removeprefix("lookonce-")
 
 

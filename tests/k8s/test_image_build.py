@@ -33,7 +33,7 @@ class System:
 
     @property
     def containers(self) -> tuple[Container, Container]:
-        """Both."""
+        """The encoder's and the decoder's container."""
         return self.encoder, self.decoder
 
 

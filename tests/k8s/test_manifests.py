@@ -36,7 +36,7 @@ from tests.k8s.variants import BASE, K8S, VARIANTS, Variant, rendered
 OLDEST_VERSION = (1, 30)
 # Definitions that are not Kubernetes' own; their tests are test_autoscaling.py and test_service_monitor.py.
 CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
-# What operators make; the folders' kustomizations say how.
+# Secrets that operators make; the kustomization of each folder says how.
 SECRETS = {
     "lookonce-cache",
     "lookonce-encoder-tls",
@@ -44,7 +44,7 @@ SECRETS = {
     "lookonce-tokens",
     "lookonce-decoder-token",
 }
-# How long the shell still waits for expelled calls to hear their status; see lookonce/server/serving.py.
+# Time that a stopping server gives expelled calls to receive their status; see lookonce/server/serving.py.
 _FLUSH_S = 1.0
 services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -53,7 +53,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-# What the validator knows, from the oldest version on that the base supports.
+# Versions of Kubernetes that the validator knows, from the oldest one that the base supports.
 VERSIONS = sorted({version for version in all_versions() if _numbers(version)[:2] >= OLDEST_VERSION}, key=_numbers)
 
 
@@ -167,7 +167,7 @@ def test_a_leaving_pod_answers_until_it_has_been_found_unready(
 ) -> None:
     period_s = container(manifests, case.name)["readinessProbe"]["periodSeconds"]
     delay_s = parsed_settings(manifests, case, monkeypatch).drain_delay_s
-    # Who is alone has nobody to be found instead: its clients would ask nobody for that time.
+    # A single replica has no replacement: with a delay its clients would find no server for that time.
     is_alone = find(manifests, "Deployment", case.name)["spec"].get("replicas") == 1
     assert delay_s == 0 if is_alone else delay_s >= period_s
 

@@ -1,5 +1,4 @@
-"""Who may talk to whom with the component networkpolicy: every connection that is wanted, in both directions, and no
-other.
+"""The component networkpolicy allows every connection that is wanted, in both directions, and no other.
 
 A small model of what a cluster's network does: a pod that any policy selects for a direction gets what its policies
 allow in it, and nothing else.
@@ -84,7 +83,7 @@ def _may_talk(manifests: list[Manifest], caller: str, called: str, port: str) ->
 
 
 def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
-    """(caller, called, port)."""
+    """Returns the wanted connections as (caller, called, name of the port)."""
     found = {("lookonce-decoder", "lookonce-encoder", "grpc")}
     if _ENVOY in names(manifests, "Deployment"):
         found |= {("lookonce-decoder", _ENVOY, "grpc"), (_ENVOY, "lookonce-encoder", "grpc")}

@@ -1,4 +1,4 @@
-"""What each overlay promises beside what all variants do."""
+"""Each overlay keeps its own promises, in addition to those that all variants keep."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ services = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def size_bytes(text: str) -> int:
-    """Of Kubernetes' or the cache server's spelling."""
+    """Parses a size with a unit as Kubernetes or the cache server writes it."""
     return int(text[:-2]) * _UNITS[text[-2:]]
 
 
 def requested(manifests: list[Manifest], resource: str) -> float:
-    """Sum over all pods."""
+    """Returns the amount of a resource that all pods request together."""
     total = 0.0
     for deployment in of_kind(manifests, "Deployment"):
         for one in containers_of(deployment):
@@ -52,7 +52,7 @@ def test_dev_cpu_fits_on_a_laptop() -> None:
     assert requested(manifests, "cpu") <= 3
     assert requested(manifests, "memory") <= 5 << 30
     (claim,) = of_kind(manifests, "PersistentVolumeClaim")
-    # What the storage class of a cluster of one node offers.
+    # The storage class of a cluster of one node offers no other mode.
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
 
 

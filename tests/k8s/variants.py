@@ -1,4 +1,4 @@
-"""What there is to deploy: the base, each overlay, each component on the base, and sensible combinations, rendered.
+"""Renders all that can be deployed: the base, each overlay, each component on the base, and sensible combinations.
 
 The base is rendered by tests/k8s/render.py, everywhere. Overlays and components use more of Kustomize than that knows:
 they are rendered by the real tool, and tests of them are skipped where nobody installed it.
@@ -26,7 +26,7 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One thing to deploy."""
+    """A folder with the components that are added to it."""
 
     # Folder below k8s that it starts from.
     start: str
@@ -116,7 +116,7 @@ def _rendered(variant: Variant) -> list[Manifest]:
 
 
 def build(folder: pathlib.Path) -> list[Manifest]:
-    """What the real tool makes of a folder. Raises AssertionError with what it says when it fails or warns."""
+    """Renders a folder with the real tool. Raises AssertionError with its output when it fails or warns."""
     command = kustomize()
     assert command is not None
     with tempfile.TemporaryDirectory() as target:
