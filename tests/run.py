@@ -35,7 +35,7 @@ PARTS = (Part("in parallel", "not services and not image", True), Part("one at a
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one part."""
+    """The result of one part, as pytest reported it."""
 
     name: str
     # pytest's exit status.

@@ -1,4 +1,4 @@
-"""What the benchmark computes from its phases; test_quick.py runs it."""
+"""The benchmark's figures follow from those of its phases. test_quick.py runs it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 
 def bar_widths(drawn: str) -> list[float]:
-    """Of all bars, from top to bottom."""
+    """Returns the widths of all bars, from top to bottom."""
     elements = ElementTree.fromstring(drawn).iter(f"{_SVG}rect")
     return [float(element.get("width", "")) for element in elements if element.get("class") == "bar"]
 

@@ -1,4 +1,4 @@
-"""What operators do: an image is removed from every cache of every process, pinned, warmed up, looked at."""
+"""Operators remove an image from every cache of every process, pin it, warm it up and look at it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families add to the common path goes over gRPC and Redis: levels, spans that are not cut, texts around rows."""
+"""Family features work over gRPC and Redis: several levels of rows, spans that must not be cut, texts around rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Chat:
 
     @property
     def pictures(self) -> list[bytes]:
-        """The PNG files."""
+        """Returns the PNG files among the parts."""
         return [part for part in self.parts if isinstance(part, bytes)]
 
 

@@ -1,4 +1,4 @@
-"""What running services export is what the documentation's table says: names, types, labels and help."""
+"""Running services export exactly the metrics of the documentation's table: names, types, labels and help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lookonce.aio import AsyncClient
 from lookonce.local.local_stack import LocalStack
 from tests.e2e.pictures import QUESTION, fresh
 
-# Not ours: the client library's own, of the process and of when a counter began.
+# The Prometheus client adds metrics of the process, and of when a counter began; they are not in the table.
 _PROCESS = "process_"
 _CREATED = "_created"
 

@@ -52,7 +52,7 @@ class Guarded:
     key: pathlib.Path
 
     def client(self, tenant: str | None) -> Client:
-        """With the tenant's token, or without any."""
+        """Returns a client with the tenant's token, or without a token for None."""
         return Client.connect(
             self.stack.decoder_targets[0],
             self.stack.encoder_targets[0],
@@ -63,11 +63,11 @@ class Guarded:
         )
 
     def metadata(self, name: str) -> tuple[tuple[str, str]]:
-        """Of a call that is made without the SDK."""
+        """Returns the metadata for a call that is made without the SDK."""
         return (("authorization", f"Bearer {self.tokens[name]}"),)
 
     def channel(self, target: str) -> grpc.Channel:
-        """For such calls."""
+        """Returns a channel for calls that are made without the SDK."""
         credentials = grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
         return grpc.secure_channel(target, credentials)
 

@@ -53,7 +53,7 @@ class Served:
 
     @property
     def num_encodes(self) -> int:
-        """So far."""
+        """Number of encodes since the services started."""
         return int(self.stack.metric(self.stack.encoders, "lookonce_encoder_encodes_total"))
 
 
@@ -80,7 +80,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def said(parts: Sequence[videos.Part], *, by_digest: bool = False) -> list[Part]:
-    """As a user of the SDK says it."""
+    """Returns the parts as a user of the SDK writes them."""
 
     def image(picture: PIL.Image.Image) -> ImageRef:
         file = videos.png(picture)
@@ -152,7 +152,7 @@ def test_the_example_of_the_first_page_runs(served: Served, tmp_path: pathlib.Pa
 
 
 def wrong_videos(square: int) -> dict[str, tuple[pb.VideoSource, str]]:
-    """What is wrong → a video, and what the refusal says."""
+    """Maps each mistake to a video that has it and to a part of the refusal's text."""
     one, other = (common_pb2.ImageSource(data=videos.png(frame)) for frame in videos.frames(1, 2))
     larger = common_pb2.ImageSource(data=videos.png(videos.frames(1, 1, 100, 60)[0]))
     known = common_pb2.ImageSource(key=common_pb2.ContentKey(digest=bytes(32)))
@@ -201,7 +201,7 @@ async def test_a_wrong_video_is_refused_and_says_why(served: Served, what: str) 
 
 
 def pair_items(square: int) -> dict[str, tuple[common_pb2.ImageSource, str]]:
-    """What is wrong → a pair for the encoder, and what the refusal says."""
+    """Maps each mistake to a pair for the encoder that has it and to a part of the refusal's text."""
     side = int(square**0.5)
     one, other = (videos.png(frame) for frame in videos.frames(1, 2))
     larger = videos.png(videos.frames(1, 1, 100, 60)[0])
