@@ -10,5 +10,5 @@ class Clock:
         self.now_s = 5.0
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Returns the current time of the fake clock, seconds."""
         return self.now_s

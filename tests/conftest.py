@@ -19,7 +19,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
-# As services do, see lookonce/model/openmp.py. Where tests share processors, threads that wait would else spin on them:
+# The services do the same, see lookonce/model/openmp.py. Waiting threads would spin on processors that tests share:
 # at a load of 20 a test took 180 s instead of 11 s, 2026-11-23.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Triton, where it is installed, asks for its interpreter when it is imported, which other libraries do for us.

@@ -16,13 +16,13 @@ class FaultFile:
         self._path = path
 
     def order(self, fault: str) -> None:
-        """From now on."""
+        """Starts the fault with the next operation."""
         draft = self._path.with_suffix(".draft")
         draft.write_text(fault)
         draft.replace(self._path)
 
     def clear(self) -> None:
-        """No fault any more."""
+        """Ends the fault; later operations succeed."""
         self._path.unlink()
 
     def obey(self) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from tests import image_files
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# Of a PNG: signature and IHDR.
+# Length of the signature and IHDR of a PNG.
 _HEAD_BYTES = 33
 
 
 def png_of_180_megapixels() -> bytes:
-    """520 kB, all grey."""
+    """Returns a grey PNG of 520 kB with very many pixels."""
     return png_of_rows(13_300, 13_400, 2, bytes(1 + 3 * 13_300))
 
 
@@ -59,13 +59,13 @@ def png_with_exif(exif: bytes) -> bytes:
 
 
 def png_of_blocks(num_bytes: int) -> bytes:
-    """Empty private chunks."""
+    """Returns a PNG with very many empty private chunks."""
     empty = _chunk(b"aaAa", b"")
     return _png_with([empty * (num_bytes // len(empty))])
 
 
 def jpeg_of_blocks(num_bytes: int) -> bytes:
-    """Empty application segments."""
+    """Returns a JPEG with very many empty application segments."""
     good = image_files.encoded(image_files.noise(1, 90, 40), "JPEG")
     return good[:2] + b"\xff\xe1\x00\x02" * (num_bytes // 4) + good[2:]
 
@@ -110,7 +110,7 @@ def exif_of_fractions(num_fractions: int) -> bytes:
 
 
 def jpeg_with_exif(exif: bytes) -> bytes:
-    """In as many segments as it takes, which Pillow puts together."""
+    """Returns a JPEG with EXIF in as many segments as it takes; Pillow joins them."""
     good = image_files.encoded(image_files.noise(1, 90, 40), "JPEG")
     pieces = (exif[start : start + 65_000] for start in range(0, len(exif), 65_000))
     segments = (b"\xff\xe1" + struct.pack(">H", 8 + len(piece)) + b"Exif\0\0" + piece for piece in pieces)
@@ -118,7 +118,7 @@ def jpeg_with_exif(exif: bytes) -> bytes:
 
 
 def webp_with_exif(exif: bytes) -> bytes:
-    """As a chunk behind the pixels."""
+    """Returns a WebP image with an EXIF chunk after the pixels."""
     good = image_files.encoded(image_files.noise(1, 90, 40), "WEBP", exif=exif_of(1))
     start = good.index(b"EXIF")
     body = good[12:start] + b"EXIF" + struct.pack("<I", len(exif)) + exif + bytes(len(exif) % 2)
@@ -126,12 +126,12 @@ def webp_with_exif(exif: bytes) -> bytes:
 
 
 def exif_of_noise(seed: int, num_bytes: int = 4000) -> bytes:
-    """A right beginning with anything behind it."""
+    """Returns EXIF with a valid header and random bytes after it."""
     return b"II*\0\x08\0\0\0" + random.Random(seed).randbytes(num_bytes)
 
 
 def truncated(data: bytes) -> bytes:
-    """The first tenth."""
+    """Returns the first tenth of a valid image file."""
     return data[: len(data) // 10]
 
 

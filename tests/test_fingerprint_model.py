@@ -29,7 +29,7 @@ QUESTION = "What is in the picture?"
 MIN_MARGIN = 15.0
 MAX_NOISE = 0.01
 
-# Of a picture's rows.
+# The rows of one picture, 64 numbers each.
 META = EmbeddingMeta(NUM_ROWS, 64, 0, RowDtype.FLOAT32, 80, 80)
 
 Pair: TypeAlias = tuple[Board, Board]

@@ -1,4 +1,4 @@
-"""What the product never does, whoever writes the next file: see SECURITY.md."""
+"""Forbidden calls and imports in the product, as SECURITY.md lists them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dotted(node: ast.expr) -> str:
 
 
 def offences(path: str, source: str) -> Iterator[str]:
-    """`line: what` of each."""
+    """Yields each forbidden use as `line: what`."""
     for node in ast.walk(ast.parse(source)):
         found = _offence(node)
         if found is not None and (path, found) not in _ALLOWED:
