@@ -204,7 +204,7 @@ class Scheduler:
         assert len(self._running) + len(self._waiting) == len(self._requests), "a request is nowhere or twice"
         if not self._requests:
             assert self.kv_cache.usage == 0, "blocks without a request"
-            assert self.encoder_cache.num_uses() == 0, "rows are claimed by nobody"
+            assert self.encoder_cache.num_uses() == 0, "rows are needed without a request"
 
     # Assembling a step.
 
