@@ -2,17 +2,17 @@
 
 An ordinary LLaVA folder (SigLIP tower, Llama), loaded by the code that loads any other; its weights are set by hand:
 
-* A picture is a board of GRID × GRID squares in eight colours, one embedding row per square. Tower and projector turn
-  a square into the one-hot code of its colour.
-* The language model copies. Its two heads look at one distance each, whatever stands there: from the end of a prompt
-  the later head sees the first row of the last picture, the earlier head the first row of the picture before it. Both
-  go on row by row with every token that is generated. The chat template puts the pictures behind the text, so the
-  distances are the same in all prompts.
-* There is a token for each pair of codes (what the earlier head sees, what the later one sees), e.g. " rk": a red and a
-  black square. Text has codes, too; they tell text from text, loosely.
+* An image is a board of GRID × GRID squares in eight colours, one embedding row per square. Tower and projector turn a
+  square into the one-hot code of its colour.
+* The language model copies. Each of its two heads attends to a fixed distance: from the end of a prompt the later head
+  sees the first row of the last image, the earlier head the first row of the image before it. Both advance by one row
+  with every generated token. The chat template puts the images after the text, so the distances are the same in all
+  prompts.
+* There is one token per pair of codes (seen by the earlier head, seen by the later head), e.g. " rk": a red and a black
+  square. Text has codes, too, which distinguish texts loosely.
 
-So one wrong square in one row is a wrong token, and a row in another place is, too. A position that does not exist is
-the beginning of the sequence, which attracts both heads a little less than the place they look for.
+One wrong square in one row, or a row in the wrong place, therefore gives a wrong token. If the distance reaches before
+the start of the sequence, the heads attend to its first token, which attracts them a little less than the right place.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}{{ '" + _SUFFIX + "' }}{% endif %}"
 )
 
-# Features of a hidden state: a constant, what marks the beginning, the code, and what each head has seen.
+# Features of a hidden state: a constant, the mark of the first token, the code, and the codes that each head has seen.
 _HIDDEN_SIZE, _HEAD_DIM = 64, 64
 _CONSTANT, _BEGINNING, _CODE = 0, 1, slice(2, 2 + len(_CODES))
 _SEEN = [slice(start, start + len(_CODES)) for start in (_CODE.stop, _CODE.stop + len(_CODES))]
 _NORM = 10.0
 _SEEN_NORM = 20.0
 _HEAD_GAIN = 4.0
-# Attention: the score at the distance that is looked for, the frequencies that it is a sum of, and the beginning's
-# share of it. No other distance up to 4096 has more than 0.91 of the score.
+# Attention: the score at the right distance, the frequencies of which it is a sum, and the share of it that the first
+# token gets. No other distance up to 4096 has more than 0.91 of the score.
 _PEAK, _NUM_FREQUENCIES, _BEGINNING_SHARE = 600.0, 12, 0.955
 _ROPE_THETA = 10_000.0
 
@@ -71,7 +71,7 @@ Board: TypeAlias = tuple[int, ...]
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
-    """Writes the model's folder, as published models have it."""
+    """Writes the model's folder in the form of published models."""
     tokenizer = _tokenizer()
     config = transformers.LlavaConfig(
         vision_config=transformers.SiglipVisionConfig(
@@ -107,45 +107,45 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 
 
 def random_board(rng: random.Random) -> Board:
-    """No two boards of a test are equal in practice: there are 8^25."""
+    """Returns one of 8^25 boards, so two boards of a test are never equal in practice."""
     return tuple(rng.choices(range(len(COLOURS)), k=NUM_ROWS))
 
 
 def with_one_other_square(board: Board, rng: random.Random) -> Board:
-    """The same but for one channel of one square."""
+    """Returns the board with one channel of one square changed."""
     place = rng.randrange(NUM_ROWS)
     return (*board[:place], board[place] ^ 1 << rng.randrange(3), *board[place + 1 :])
 
 
 def draw(board: Board, width: int = 80, height: int = 80) -> PIL.Image.Image:
-    """The picture of a board, of any size."""
+    """Returns the image of a board, in any size."""
     image = PIL.Image.new("RGB", (GRID, GRID))
     image.putdata([tuple(_BRIGHT if colour >> bit & 1 else _DARK for bit in range(3)) for colour in board])
     return image.resize((width, height), PIL.Image.Resampling.NEAREST)
 
 
 def png(board: Board, width: int = 80, height: int = 80) -> bytes:
-    """The picture as a file."""
+    """Returns the image as a PNG file."""
     buffer = io.BytesIO()
     draw(board, width, height).save(buffer, "PNG")
     return buffer.getvalue()
 
 
 def large_jpeg(board: Board, side: int = 7000) -> bytes:
-    """The picture as a progressive JPEG near the limit of pixels, which takes more than a second to decode."""
+    """Returns the image as a progressive JPEG near the pixel limit, which takes more than a second to decode."""
     buffer = io.BytesIO()
     draw(board, side, side).save(buffer, "JPEG", quality=90, progressive=True)
     return buffer.getvalue()
 
 
 def squares_in(text: str) -> str:
-    """The later head's letters of an answer: for a prompt with one picture its squares."""
+    """Returns the later head's letters of an answer: for a prompt with one image, its squares."""
     return "".join(word[1] for word in text.split())
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What plain `transformers` generates."""
+    """The answer that plain `transformers` generates."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -154,20 +154,20 @@ class Answer:
 
     @property
     def margin(self) -> float:
-        """Smallest distance between the best and the second-best logit of a token."""
+        """Smallest difference between the best and the second-best logit over all tokens."""
         best = self.logits.topk(2).values
         return float((best[:, 0] - best[:, 1]).min())
 
 
 class Reference:
-    """The same folder in plain `transformers`, with rows of the caller's choice in the placeholders' places."""
+    """The same folder in plain `transformers`, with rows of the caller's choice at the placeholders."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._processor = tiny_models.load_processor(folder)
         self._model = tiny_models.load_model(folder)
 
     def rows(self, boards: Sequence[Board], width: int = 80, height: int = 80) -> torch.Tensor:
-        """The embedding rows of pictures, [num_pictures, NUM_ROWS, hidden_size]."""
+        """Returns the embedding rows of images, [num_images, NUM_ROWS, hidden_size]."""
         images = [draw(board, width, height) for board in boards]
         pixels = self._processor.image_processor(images=images, return_tensors="pt")
         with torch.inference_mode():
@@ -175,12 +175,12 @@ class Reference:
         return rows
 
     def answer(self, question: str, boards: Sequence[Board] = (), *, max_tokens: int = NUM_ROWS) -> Answer:
-        """The greedy answer to one user turn."""
+        """Returns the greedy answer to one user turn."""
         rows = self.rows(boards) if boards else torch.zeros(0, NUM_ROWS, _HIDDEN_SIZE)
         return self.answer_rows(question, rows[None], max_tokens=max_tokens)[0]
 
     def answer_rows(self, question: str, rows: torch.Tensor, *, max_tokens: int = NUM_ROWS) -> list[Answer]:
-        """Greedy answers of one batch: `rows` is [num_prompts, num_pictures, NUM_ROWS, hidden_size]."""
+        """Returns the greedy answers of one batch; `rows` is [num_prompts, num_images, NUM_ROWS, hidden_size]."""
         content = [{"type": "text", "text": question}, *({"type": "image"} for _ in range(rows.shape[1]))]
         text = self._processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         ids = self._processor.tokenizer(text.replace("<image>", "<image>" * NUM_ROWS), return_tensors="pt")["input_ids"]
@@ -199,7 +199,7 @@ class Reference:
 
 
 def _tokenizer() -> Any:
-    """Bytes, and the tokens of the answers, which no text can spell."""
+    """Builds a byte tokenizer with additional answer tokens, which no text contains."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["Ġ" + earlier + later for earlier, later in itertools.product(_CODES, repeat=2)]
     vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *letters, *words])}
@@ -214,13 +214,13 @@ def _tokenizer() -> Any:
 
 
 def _set_vision(tower: Any, projector: Any) -> None:
-    """Square → mean of each channel in −1 … 1 → one unit per colour → its code, beside the constant."""
+    """Sets square → mean of each channel in −1 … 1 → one unit per colour → its code, with a constant feature."""
     for bit in range(3):
         tower.embeddings.patch_embedding.weight[bit, bit] = 1.0 / _PATCH_SIZE**2
     level = (_BRIGHT - _DARK) / 255
     for colour in range(len(COLOURS)):
         signs = torch.tensor([1.0 if colour >> bit & 1 else -1.0 for bit in range(3)])
-        # 3 × level for this colour, 1 × level for the nearest other one; GELU lets nothing below zero pass.
+        # 3 × level for this colour, 1 × level for the nearest other one; GELU suppresses negative values.
         projector.linear_1.weight[colour, :3] = 8.0 / level * signs
         projector.linear_1.bias[colour] = -16.0
         projector.linear_2.weight[_CODE.start + colour, colour] = 1 / 8.0
@@ -238,7 +238,7 @@ def _set_language(model: Any, tokenizer: Any) -> None:
     for number, distance in enumerate(_distances(tokenizer)):
         _set_query(attention.q_proj.weight[number * _HEAD_DIM : (number + 1) * _HEAD_DIM], distance)
     _set_key(attention.k_proj.weight)
-    # What the norm in front of the layer makes of the features.
+    # The features after the norm in front of the layer.
     scale = (_HIDDEN_SIZE / (_NORM**2 + 1)) ** 0.5
     for code in range(len(_CODES)):
         attention.v_proj.weight[code, _CODE.start + code] = 1.0 / scale
@@ -250,19 +250,19 @@ def _set_language(model: Any, tokenizer: Any) -> None:
 
 
 def _distances(tokenizer: Any) -> tuple[int, int]:
-    """From the last token of a prompt to the first rows of the last two pictures."""
+    """Returns the distances from a prompt's last token to the first rows of the last two images."""
     later = NUM_ROWS - 1 + len(tokenizer.encode(_SUFFIX, add_special_tokens=False))
     return later + NUM_ROWS, later
 
 
 def _strength() -> float:
-    """Of a query's and of a key's component, so that the scores come to _PEAK after attention's 1/√head_dim."""
+    """Returns the size of a query's and a key's components that gives the score _PEAK after scaling by 1/√head_dim."""
     scale = (_HIDDEN_SIZE / (_NORM**2 + 1)) ** 0.5
     return float((_PEAK * _HEAD_DIM**0.5 / _NUM_FREQUENCIES) ** 0.5 / (_NORM * scale))
 
 
 def _set_query(weight: Any, distance: int) -> None:
-    """A constant query, turned back by the angles that rotary positions add over `distance`."""
+    """Sets a constant query, rotated back by the angles that rotary positions add over `distance`."""
     half = _HEAD_DIM // 2
     for pair in range(_NUM_FREQUENCIES):
         angle = torch.tensor(distance * _ROPE_THETA ** (-pair / half))
@@ -272,6 +272,6 @@ def _set_query(weight: Any, distance: int) -> None:
 
 
 def _set_key(weight: Any) -> None:
-    """The same key everywhere; the beginning's lies in the slowest frequency, where positions hardly matter."""
+    """Sets the same key for all tokens; the first token's part uses the slowest frequency, which ignores distance most."""
     weight[:_NUM_FREQUENCIES, _CONSTANT] = _strength()
     weight[_HEAD_DIM // 2 - 1, _BEGINNING] = _strength()

@@ -1,9 +1,9 @@
 """Builds tiny fp32 Hugging Face folders for tests: real architectures, tokenizers trained here, random weights.
 
-The weights are drawn with a gain, so that activations neither die nor explode and the greedy output really depends on
-the image and on every prompt token; a fresh initialisation of the library (std 0.02) would answer the same to anything.
-Each `build_…` fills one folder with config, safetensors, tokenizer, chat template and image processor, as a published
-model has them. Nothing here needs torchvision.
+The weights are drawn with a gain, so that activations neither vanish nor explode and the greedy output depends on the
+image and on every prompt token. With the library's own initialisation (std 0.02) every answer would be the same.
+Each `build_…` writes one folder with config, safetensors, tokenizer, chat template and image processor, in the form of
+published models. Nothing here needs torchvision.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 HIDDEN_SIZE = 64
 NUM_LAYERS = 3
 MAX_POSITIONS = 4096
-# Tokens that the tokenizers are trained to; the model's vocabulary is the tokenizer's.
+# Vocabulary size that the tokenizers are trained to; the model has the tokenizer's.
 VOCAB_SIZE = 1024
 
-# Roles in capitals, content parts in order, the images where they stand: the shape of LLaVA-1.5's template.
+# Roles in capitals, content parts in order, images at their positions: the form of LLaVA-1.5's template.
 _LLAVA_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -42,9 +42,9 @@ _LLAVA_TEMPLATE = (
     "{{ eos_token if message['role'] == 'assistant' else ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
-# The same, but the template itself writes the beginning-of-sequence token and the tokenizer adds none.
+# The same, but the template writes BOS and the tokenizer adds none.
 _LLAVA_TEMPLATE_WITH_BOS = "{{ bos_token }}" + _LLAVA_TEMPLATE
-# What of a message follows its role in the templates of Qwen's models; then the answer's beginning.
+# The part of a message after its role in the templates of Qwen's models, then the start of the answer.
 QWEN_TURN = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
@@ -54,7 +54,7 @@ QWEN_TURN = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# ChatML with vision markers around each image: the shape of Qwen2-VL's template.
+# ChatML with vision markers around each image: the form of Qwen2-VL's template.
 QWEN_TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}" + QWEN_TURN
 
 
@@ -124,7 +124,7 @@ BUILDERS = {"llava_clip": build_llava_clip, "llava_siglip": build_llava_siglip, 
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole Hugging Face processor of a folder on the PIL backend, without a video processor."""
+    """Returns the whole Hugging Face processor of a folder on the PIL backend, without a video processor."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     config = json.loads((folder / "config.json").read_text())
@@ -136,19 +136,19 @@ def load_processor(folder: pathlib.Path) -> Any:
 
 
 def load_model(folder: pathlib.Path) -> Any:
-    """The whole Hugging Face model of a folder, fp32, in evaluation mode."""
+    """Returns the whole Hugging Face model of a folder in float32, in evaluation mode."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
 def random_image(seed: int, width: int = 80, height: int = 60) -> PIL.Image.Image:
-    """An RGB picture of coarse coloured noise that differs widely between seeds."""
+    """Returns an RGB image of coarse coloured noise that differs widely between seeds."""
     noise = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     return PIL.Image.fromarray(noise).resize((width, height), PIL.Image.Resampling.BICUBIC)
 
 
 class _ImagesOnlyQwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
-    """Qwen2-VL's processor demands a video processor, and that one torchvision; pictures need neither."""
+    """Qwen2-VL's processor without a video processor, which needs torchvision and is useless for images."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
         """Accepts a missing video processor."""
@@ -193,7 +193,7 @@ def _build_llava(
 
 
 def _text_config(tokenizer: Any) -> dict[str, Any]:
-    """Fields that Llama's and Qwen2's text configurations share: grouped queries, 4 heads on 2."""
+    """Returns fields that Llama's and Qwen2's text configurations share: 4 query heads on 2 key heads."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN_SIZE,
@@ -212,7 +212,7 @@ def _text_config(tokenizer: Any) -> dict[str, Any]:
 def _tokenizer(
     special: list[str], *, bos: str | None, eos: str, pad: str, template: str, adds_bos: bool = False
 ) -> Any:
-    """A byte-level BPE tokenizer trained on made-up sentences, special tokens first."""
+    """Trains a byte-level BPE tokenizer on synthetic sentences, special tokens first."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -240,7 +240,7 @@ def _tokenizer(
 
 @functools.cache
 def _corpus() -> tuple[str, ...]:
-    """4000 sentences over 600 made-up words and the words of the templates."""
+    """Returns 4000 sentences over 600 synthetic words and the words of the templates."""
     draw = random.Random(20240807)
     syllables = [first + second for first in "bdfgklmnprstvz" for second in ("a", "e", "i", "o", "u", "an", "er", "is")]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 3))) for _ in range(600)]
@@ -249,14 +249,14 @@ def _corpus() -> tuple[str, ...]:
 
 
 def _random_model(model_class: Any, config: Any, tokenizer: Any, seed: int) -> Any:
-    """A model with std ≈ 1/√fan_in weights, sharper attention, and special tokens that are never the greedy choice."""
+    """Returns a model with std ≈ 1/√fan_in weights, sharper attention, and special tokens that are never the argmax."""
     config.dtype = torch.float32
     model = model_class(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _draw(name, parameter, generator)
-        # A trained model does not answer with placeholders; only the end of sequence may come.
+        # A trained model answers with no placeholders; of the special tokens only EOS may come.
         quiet = [index for index in tokenizer.all_special_ids if index != tokenizer.eos_token_id]
         model.lm_head.weight[quiet] = 0.0
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -281,7 +281,7 @@ def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> Non
 def _save(
     folder: pathlib.Path, model: Any, tokenizer: Any, processor: Any, processor_config: dict[str, Any]
 ) -> pathlib.Path:
-    """Writes everything; on failure no half-written folder stays behind."""
+    """Writes all files; a failure leaves no half-written folder."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         model.save_pretrained(folder)

@@ -88,15 +88,15 @@ class FamilySource:
     video: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _the_token(token: str) -> str:
+def _same_text(token: str) -> str:
     return token
 
 
-def _nothing_around(_seconds: float) -> tuple[str, str]:
+def _no_surrounding_text(_seconds: float) -> tuple[str, str]:
     return "", ""
 
 
-def _no_tick(_config: Any, _seconds: float) -> float | None:
+def _no_time_axis(_config: Any, _seconds: float) -> float | None:
     return None
 
 
@@ -112,11 +112,11 @@ class VideoRule:
     # Maps a video's number of frames to the number of frames that share the processor's pixel bounds.
     bounded_frames: Callable[[int], int]
     # Maps the video token that the chat template writes to the text that the pairs replace.
-    placeholder: Callable[[str], str] = _the_token
+    placeholder: Callable[[str], str] = _same_text
     # Maps a pair's time in seconds to the text before and after its rows.
-    around: Callable[[float], tuple[str, str]] = _nothing_around
+    surrounding_text: Callable[[float], tuple[str, str]] = _no_surrounding_text
     # Maps (configuration, seconds between pairs) to steps on the time axis; None: a pair is positioned like an image.
-    tick: Callable[[Any, float], float | None] = _no_tick
+    time_steps: Callable[[Any, float], float | None] = _no_time_axis
 
 
 def _no_levels(_config: Any) -> int:
@@ -127,7 +127,7 @@ def _no_arguments(_source: FamilySource, _options: ProcessorOptions) -> Mapping[
     return {}
 
 
-def _nothing_of_text(_config: Any) -> Mapping[str, Any]:
+def _no_text_settings(_config: Any) -> Mapping[str, Any]:
     return {}
 
 
@@ -143,7 +143,7 @@ def _one_copy(_shape: ImageShape, _options: ProcessorOptions) -> int:
     return 1
 
 
-def _nothing_wrong(_source: FamilySource) -> None:
+def _no_refusal(_source: FamilySource) -> None:
     return None
 
 
@@ -178,13 +178,13 @@ class Family:
     # Whether an image is processed differently if its prompt has several images.
     depends_on_image_count: bool = False
     # Maps the whole configuration to those settings of the language model that also influence rows.
-    text_settings: Callable[[Any], Mapping[str, Any]] = _nothing_of_text
+    text_settings: Callable[[Any], Mapping[str, Any]] = _no_text_settings
     # Number of copies of an image in its forward pass; only the first copy's rows are used.
     num_copies: Callable[[ImageShape, ProcessorOptions], int] = _one_copy
     # Maps (rendered text, BOS token) to the text that the model expects; None: the text is not changed.
     finish_text: Callable[[str, str], str] | None = None
     # Returns why a folder of this type cannot be served, or None if it can.
-    refusal: Callable[[FamilySource], str | None] = _nothing_wrong
+    refusal: Callable[[FamilySource], str | None] = _no_refusal
 
     @property
     def has_levels(self) -> bool:

@@ -18,5 +18,5 @@ FAMILY = replace(
     title="Qwen2.5-VL",
     model_type="qwen2_5_vl",
     architecture="Qwen2_5_VLForConditionalGeneration",
-    video=replace(qwen2_vl.VIDEO, tick=_real_time),
+    video=replace(qwen2_vl.VIDEO, time_steps=_real_time),
 )

@@ -45,7 +45,7 @@ VIDEO = VideoRule(
     },
     frame_size=_frame_size,
     bounded_frames=lambda _num_frames: 1,
-    tick=_one_step,
+    time_steps=_one_step,
 )
 
 FAMILY = Family(

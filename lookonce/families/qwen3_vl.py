@@ -56,7 +56,7 @@ VIDEO = VideoRule(
     frame_size=_frame_size,
     bounded_frames=lambda num_frames: num_frames,
     placeholder=_placeholder,
-    around=_time_in_words,
+    surrounding_text=_time_in_words,
 )
 
 FAMILY = replace(

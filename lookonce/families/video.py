@@ -25,7 +25,7 @@ _PIXEL_SETTINGS = ("image_mean", "image_std", "rescale_factor", "resample")
 # Steps of the processor that must not be switched off.
 _STEPS = ("do_resize", "do_rescale", "do_normalize")
 # Bound of time steps; no model has positions beyond it.
-_MAX_TICK = 1 << 20
+_MAX_STEP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class VideoModel:
         if token_id is None:
             return None
         settings = _settings(source, rule)
-        tick = rule.tick(source.config, FRAMES_PER_PAIR / MIN_FPS)
-        if tick is not None and not 0 < tick < _MAX_TICK:
-            raise ValueError(f"{tick:g} time steps between pairs at {MIN_FPS} frames per second are out of range")
+        step = rule.time_steps(source.config, FRAMES_PER_PAIR / MIN_FPS)
+        if step is not None and not 0 < step < _MAX_STEP:
+            raise ValueError(f"{step:g} time steps between pairs at {MIN_FPS} frames per second are out of range")
         elongated = rule.frame_size(settings, ELONGATED_PIXELS * MAX_ASPECT, ELONGATED_PIXELS, FRAMES_PER_PAIR, None)
         least, most = (
             pixels // rule.bounded_frames(FRAMES_PER_PAIR) for pixels in (settings.least_pixels, settings.most_pixels)
@@ -104,15 +104,15 @@ class VideoModel:
     def shapes(self, frame_size: tuple[int, int], num_frames: int, fps: float) -> list[ImageShape]:
         """Returns the expansion of each pair of a video; together they replace the video's placeholder."""
         alone = self.pair_shape(frame_size)
-        tick = self.rule.tick(self._config, _single(FRAMES_PER_PAIR / fps))
-        tick = None if tick is None else _single(tick)
+        step = self.rule.time_steps(self._config, _single(FRAMES_PER_PAIR / fps))
+        step = None if step is None else _single(step)
         shapes = []
         for index in range(-(-num_frames // FRAMES_PER_PAIR)):
             first = FRAMES_PER_PAIR * index
             last = min(first + 1, num_frames - 1)
-            before, after = self.rule.around((first + last) / 2 / fps)
+            before, after = self.rule.surrounding_text((first + last) / 2 / fps)
             parts = [part for part in (before, *alone.parts, after) if part != ""]
-            place = None if tick is None else FramePlace(index, int(_single(index * tick)))
+            place = None if step is None else FramePlace(index, int(_single(index * step)))
             shapes.append(ImageShape(tuple(parts), alone.grid, place))
         return shapes
 

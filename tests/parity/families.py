@@ -1,4 +1,4 @@
-"""A tiny model of every family: our two halves, and what Hugging Face `generate` answers with the whole.
+"""A tiny model of every family: our two halves, and the answers of Hugging Face `generate` with the whole model.
 
 Prompts are built as the decoder builds them, rows are made by the encoder's adapter on the vision half, and the
 language half runs in the runner; the reference is the family's own processor and model.
@@ -49,35 +49,35 @@ from tests.parity.offline import Question
 
 BLOCK_SIZE = 8
 MAX_NEW_TOKENS = 8
-# Of the one long answer of families that have layers with a window.
+# Length of the long answer that families with a sliding window are asked for.
 NUM_LONG_ANSWER_TOKENS = 96
-# The last one is so elongated that every family resizes it to something odd.
+# The last image is so elongated that every family resizes it to an unusual size.
 SIZES = [(80, 60), (56, 140), (112, 112), (300, 40)]
 IMAGES_PER_PROMPT = (0, 1, 3)
 _NUM_PROMPTS = 15
-# This one's only picture is so small that it has one row where sizes decide.
+# The only image of this question is so small that it has one row in families with rows by size.
 _ONE_ROW = 4
-# transformers 5.23 itself fails on it.
+# transformers 5.23 itself fails on such an image.
 _FAIL_ON_ONE_ROW = frozenset({"mistral3"})
 
 
 @dataclass(frozen=True, slots=True)
 class Conformance:
-    """One family's model, questions and reference answers."""
+    """One family's model with questions and reference answers."""
 
     name: str
     offline: offline.OfflineModel
     adapter: VisionAdapter
-    # Ids of each question as the family's own processor writes them.
+    # Prompt ids of each question from the family's own processor.
     reference_ids: list[list[int]]
-    # With an answer many times as long as the window; None where no layer has one.
+    # A question whose answer is many times longer than the window; None without a window.
     long_question: Question | None
     builder: PromptBuilder
     # Width and height of each question's images.
     sizes: dict[Prompt, list[tuple[int, int]]]
 
     def as_tokens(self) -> Iterator[tuple[TokenPrompt, list[ResolvedImage]]]:
-        """Each question as Tokenize would have answered it, and its images."""
+        """Yields each question as the Tokenize call would return it, with its images."""
         for question in self.offline.questions:
             sizes = self.sizes[question.prompt]
             items = question.prompt.images
@@ -89,7 +89,7 @@ class Conformance:
 
 
 def build(family: ModuleType, folder: pathlib.Path) -> Conformance:
-    """Everything for one family; `folder` is filled."""
+    """Builds a family's model in `folder`, with its questions and reference answers."""
     family.build(folder)
     maker = _Maker(family, folder)
     rng = random.Random(11)
@@ -122,7 +122,7 @@ def _parts(images: Sequence[PIL.Image.Image], rng: random.Random) -> list[str | 
 
 
 class _Maker:
-    """Asks the reference, and says the same in our words."""
+    """Builds the same question for the reference and for our runner."""
 
     def __init__(self, family: ModuleType, folder: pathlib.Path) -> None:
         self.processor: Any = family.load_processor(folder)
@@ -164,7 +164,7 @@ class _Maker:
         return self.processor(text=rendered, images=nested, return_tensors="pt", add_special_tokens=not has_bos)
 
     def _inputs_without_template(self, parts: Sequence[str | PIL.Image.Image], images: list[PIL.Image.Image]) -> Any:
-        """The processor of a prefix model wants images; without any its prompt is written out here."""
+        """Returns a prompt's inputs, built here if it has no images: a prefix model's processor demands one."""
         if images:
             return self.processor(text=self._joined(parts), images=[images], return_tensors="pt")
         tokenizer = self.processor.tokenizer
@@ -180,7 +180,7 @@ class _Maker:
         return ChatPrompt((ChatMessage(Role.USER, tuple(said)),))
 
     def _joined(self, parts: Sequence[str | PIL.Image.Image]) -> str:
-        """Images first, as these models were trained."""
+        """Joins a prompt with all images first, as these models were trained."""
         texts = [part for part in parts if isinstance(part, str)]
         return self.text.family.placeholder * (len(parts) - len(texts)) + " ".join(texts)
 

@@ -1,4 +1,4 @@
-"""Scheduler and runner driven in one thread, without services: rows come straight from the Hugging Face vision half."""
+"""Scheduler and runner driven in one thread, without services. Rows come directly from the Hugging Face vision half."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WORDS = "what colour is the small cat near a red boat and why do you see it".spl
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt with its pictures and what Hugging Face `generate` answers."""
+    """A prompt with its images and the answer of Hugging Face `generate`."""
 
     prompt: Prompt
     expected: list[int]
@@ -58,7 +58,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class OfflineModel:
-    """One tiny model: our runner, and the rows of every picture that its questions use."""
+    """One tiny model: our runner, and the rows of every image in its questions."""
 
     runner: ModelRunnerBase
     questions: list[Question]
@@ -66,7 +66,7 @@ class OfflineModel:
     end_token_ids: frozenset[int]
 
     def with_block_size(self, block_size: int) -> OfflineModel:
-        """The same model and questions with KV blocks of another size."""
+        """Returns the same model and questions with another KV block size."""
         runner = self.runner
         return replace(self, runner=type(runner)(replace(runner.config, block_size=block_size), runner.family))
 
@@ -74,7 +74,7 @@ class OfflineModel:
 def build(
     folder: pathlib.Path, num_prompts: int, images_per_prompt: tuple[int, ...], block_size: int = 8
 ) -> OfflineModel:
-    """Questions with 0, 1, 3, … pictures in turn, answered by Hugging Face `generate` in fp32."""
+    """Builds questions with 0, 1, 3, … images in turn, answered by Hugging Face `generate` in float32."""
     processor = tiny_models.load_processor(folder)
     reference = tiny_models.load_model(folder)
     family = load_family(ModelFolder.open(folder), processor.tokenizer)
@@ -162,7 +162,7 @@ class Session:
         store: EmbeddingStore | None = None,
         speculation: SpeculationLimits = NO_SPECULATION,
     ) -> None:
-        """With a `store` every row comes from there, and must be there."""
+        """With a `store` every row is read from it, and must be in it."""
         self.model = model
         self._store = store
         block_size = model.runner.config.block_size
@@ -180,7 +180,7 @@ class Session:
             )
         )
         model.runner.initialize_kv_cache(num_blocks, 0 if sliding is None else sliding.num_blocks)
-        # The runner is shared by sessions; their rows are not.
+        # Sessions share the runner but not their rows.
         model.runner.row_cache = RowCache(model.runner.transfer, model.runner.model.dtype)
         self.scheduler = Scheduler(
             SchedulerLimits(
@@ -201,8 +201,8 @@ class Session:
         logprobs: int | None = None,
         params: SamplingParams | None = None,
     ) -> Answers:
-        """All prompts at once; returns when all are answered. `params` None: greedily, `max_tokens` each."""
-        # As the reference does: no end before the last token.
+        """Answers all prompts concurrently. `params` None: greedy, with `max_tokens` each."""
+        # Like the reference: no answer ends before its last token.
         params = params or SamplingParams(
             max_tokens=max_tokens, min_tokens=max_tokens, stop_token_ids=self.model.end_token_ids, logprobs=logprobs
         )
@@ -242,7 +242,7 @@ class Session:
 
 
 def fill_store(store: EmbeddingStore, model: OfflineModel) -> None:
-    """Writes the rows of every picture that the model's questions show."""
+    """Writes the rows of every image in the model's questions to the store."""
     for key, rows in model.rows.items():
         width = model.runner.model.config.get_text_config().hidden_size
         meta = EmbeddingMeta(len(rows), width, rows.shape[1] // width - 1, RowDtype.FLOAT32, 100, 100)
@@ -251,7 +251,7 @@ def fill_store(store: EmbeddingStore, model: OfflineModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What came out of one run, in the order of the prompts."""
+    """The results of one run, in the order of the prompts."""
 
     requests: list[Request]
     token_ids: list[list[int]]
@@ -266,7 +266,7 @@ def run(
     cache_rows: int = 400,
     rows_arrive_after: int = 0,
 ) -> tuple[list[list[int]], Scheduler, list[SchedulerOutput]]:
-    """All questions at once; returns the answers in order, the scheduler afterwards, and every step."""
+    """Answers all questions concurrently; returns the answers in order, the scheduler and all steps."""
     session = Session(
         model,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""Every family gives the tokens of Hugging Face `generate`, whatever is cached, chunked or preempted."""
+"""Every family gives the tokens of Hugging Face `generate`, with any caching, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests import tiny_models
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 
-# Tokens of a step that is cut wherever cutting is allowed.
+# Token budget of a step that cuts prompts wherever cutting is allowed.
 SMALL_STEP = 23
-# Some layers of these have a window.
+# Families with sliding-window layers.
 WINDOWED = ("aya_vision", "gemma3", "paligemma2")
 
 
@@ -55,7 +55,7 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 
 
 def smallest_step(family: families.Conformance, prompts: list[Prompt]) -> int:
-    """The smallest token budget that serves the prompts in steps that are cut."""
+    """Returns the smallest token budget with which the prompts can be served in cut steps."""
     return max([SMALL_STEP, *(span.length for prompt in prompts for span in prompt.mutual_spans)])
 
 
@@ -99,7 +99,7 @@ def test_chunked(family: families.Conformance, prompts: list[Prompt], expected: 
 
 
 def test_preempted(family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]) -> None:
-    """Blocks for about half of the prompts; everybody's answer takes one more than its prompt."""
+    """There are blocks for about half of the prompts, and each answer needs one more block than its prompt."""
     sizes = [-(-len(prompt.token_ids) // families.BLOCK_SIZE) for prompt in prompts]
     session = offline.Session(family.offline, num_blocks=max(max(sizes) + 1, sum(sizes) // 2))
     assert session.ask(prompts).token_ids == expected
@@ -109,7 +109,7 @@ def test_preempted(family: families.Conformance, prompts: list[Prompt], expected
 def test_prefix_hits_that_end_inside_an_image(
     family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
-    """Everything was computed; then only the blocks up to the middle of each prompt's last image are kept."""
+    """All prompts have been computed; then only the blocks up to the middle of each last image are kept."""
     session = offline.Session(family.offline, num_blocks=5000, cache_rows=4000)
     first = session.ask(prompts)
     pool = session.scheduler.kv_cache.pool
@@ -120,7 +120,7 @@ def test_prefix_hits_that_end_inside_an_image(
             pool.withdraw([block for block in named if block is not None])
     again = session.ask(prompts)
     assert again.token_ids == expected
-    # A hit may end inside where half of the image is at least a block.
+    # A hit can end inside an image only if half of the image is at least one block.
     is_inside = [
         item.span.offset < request.usage.cached_prompt_tokens < item.span.stop
         for request in again.requests
@@ -130,10 +130,10 @@ def test_prefix_hits_that_end_inside_an_image(
     assert sum(is_inside) > max(1, len(is_inside) // 2), "hits end inside images"
 
 
-def test_bfloat16_is_as_good_as_its_bits(
+def test_bfloat16_answers_are_within_its_precision(
     family: families.Conformance, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
-    """Published models come in it. Rows nearly as in fp32; the first token where no other one comes close."""
+    """Published models are in bfloat16. Rows must be close to float32, and the first token equal where it is clear."""
     config = replace(family.offline.runner.config, dtype=torch.bfloat16)
     vision, picture = load_vision_half(config.folder, torch.bfloat16), tiny_models.random_image(0, 80, 60)
     with torch.inference_mode():
@@ -178,13 +178,13 @@ def test_a_long_answer_holds_no_more_than_a_window_where_layers_have_one(
     assert pool.num_free_blocks == pool.num_blocks
 
 
-# What was generated is seen otherwise when it comes as a prompt of PaliGemma's.
+# In PaliGemma, generated tokens see less than the same tokens in a prompt, so a prefix cannot be reused.
 @pytest.mark.parametrize("name", [name for name in WINDOWED if name != "paligemma2"])
 @pytest.mark.parametrize("num_lost_blocks", [0, 2, 100])
 def test_a_prefix_is_used_where_layers_with_a_window_have_it_too(
     name: str, num_lost_blocks: int, built: Callable[[str], families.Conformance]
 ) -> None:
-    """The prompt comes again with half of its answer, and the other half is the answer to that."""
+    """Asks the prompt with half of its answer; the other half must be the answer."""
     family = built(name)
     long_question = family.long_question
     assert long_question is not None

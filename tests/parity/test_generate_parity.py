@@ -1,4 +1,4 @@
-"""Greedy answers equal Hugging Face `generate` token for token, whatever the batch, the chunks and the preemptions."""
+"""Greedy answers equal Hugging Face `generate` token for token, with any batch, chunks and preemptions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_late_rows_and_a_small_row_budget_change_nothing(
 
 
 def test_swapped_rows_change_the_answers(model: offline.OfflineModel, expected: list[list[int]]) -> None:
-    """The models really look: without this, the parity above would not show a wrong image."""
+    """Answers depend on the images; otherwise the parity above would not reveal a wrong image."""
     keys = sorted(model.rows, key=lambda key: (len(model.rows[key]), key.value))
     swapped = dict(model.rows)
     for first, second in zip(keys[::2], keys[1::2], strict=False):

@@ -1,4 +1,4 @@
-"""Greedy answers equal Hugging Face `generate` whatever the caches have; in deterministic mode the bits, too."""
+"""Greedy answers equal Hugging Face `generate` with any cache contents; in deterministic mode also bit by bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected(model: offline.OfflineModel) -> list[list[int]]:
 
 
 def cut(prompt: Prompt, num_tokens: int) -> Prompt:
-    """The first tokens of a prompt; an image that reaches over the cut is shown as far as that."""
+    """Returns the first tokens of a prompt; an image that reaches over the cut is shortened."""
     images = tuple(
         replace(item, span=Span(item.span.offset, min(item.span.stop, num_tokens) - item.span.offset))
         for item in prompt.images
@@ -54,7 +54,7 @@ def cut(prompt: Prompt, num_tokens: int) -> Prompt:
     return Prompt(prompt.token_ids[:num_tokens], images, positions)
 
 
-def test_whole_prompts_hit_at_the_second_time(
+def test_whole_prompts_hit_the_cache_the_second_time(
     model: offline.OfflineModel, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     session = offline.Session(model, num_blocks=20_000, cache_rows=2000)
@@ -66,7 +66,7 @@ def test_whole_prompts_hit_at_the_second_time(
         assert cached in (request.num_prompt_tokens - 1, request.num_prompt_tokens // BLOCK_SIZE * BLOCK_SIZE)
 
 
-def test_hits_that_end_inside_images_and_chunks_that_do(
+def test_hits_and_chunks_may_end_inside_images(
     model: offline.OfflineModel, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
     session = offline.Session(model, num_blocks=20_000, cache_rows=2000, max_num_batched_tokens=23)
@@ -97,14 +97,14 @@ def test_rows_on_the_device_serve_when_the_prefix_cache_is_empty(
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [2048, 23])
-def test_rows_from_redis_in_any_range_serve_a_decoder_that_has_nothing(
+def test_rows_from_redis_in_any_range_serve_a_decoder_with_empty_caches(
     model: offline.OfflineModel,
     prompts: list[Prompt],
     expected: list[list[int]],
     max_num_batched_tokens: int,
     redis_server: EmbeddedRedis,
 ) -> None:
-    """Little room on the device: rows are evicted in parts and come again, by ranges that begin anywhere."""
+    """With little room on the device, rows are evicted in parts and fetched again in arbitrary ranges."""
     store = EmbeddingStore(redis_server.url, budget_s=5.0, ttl_s=600, max_entry_bytes=1 << 20)
     offline.fill_store(store, model)
     session = offline.Session(
@@ -122,7 +122,7 @@ def test_rows_from_redis_in_any_range_serve_a_decoder_that_has_nothing(
 def test_eight_blocks_and_twenty_clients(
     model: offline.OfflineModel, prompts: list[Prompt], expected: list[list[int]]
 ) -> None:
-    """A pool that holds little more than the longest request: everybody is preempted, all is computed again."""
+    """The pool holds little more than the longest request, so every request is preempted and computed again."""
     longest = max(len(prompt.token_ids) for prompt in prompts) + offline.MAX_NEW_TOKENS
     model = model.with_block_size(-(-longest // 8))
     session = offline.Session(model, num_blocks=8, max_num_seqs=20, max_num_batched_tokens=64)

@@ -1,4 +1,4 @@
-"""With prompt lookup every answer is what it is without: the tokens of `generate`, and whatever is sampled."""
+"""Prompt lookup changes no answer, greedy or sampled: greedy ones are the tokens of `generate`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.decoder_svc.scheduling.mutation import Mutations, Patch
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 
-# With no, one and three images in turn.
+# Questions with no, one and three images in turn.
 NUM_PROMPTS = 9
-# Plain; M-RoPE; windows and images that see themselves; windows and prompts that see themselves.
+# Plain; M-RoPE; windows with images that see themselves; windows with prompts that see themselves.
 NAMES = ("llava_clip", "qwen2_vl", "gemma3", "paligemma2")
 LIMITS = SpeculationLimits(5, ngram_min=1, ngram_max=3)
 NUM_TOKENS = 48
-# Tiny models with random weights seldom repeat themselves; with so few words they do, and break off as often.
+# Tiny models with random weights seldom repeat themselves. With so few allowed words they do, and also deviate often.
 FEW_WORDS = ((20, 50.0), (30, 50.0), (40, 50.0))
-# Of every kind of choosing something. What a row may not see shows in its token.
+# One set of parameters per sampling feature. A row that saw a forbidden token would sample another token.
 SAMPLINGS = {
     "free": SamplingParams(),
     "greedy": SamplingParams(logit_bias=FEW_WORDS),
@@ -55,7 +55,7 @@ def num_accepted(answers: offline.Answers) -> int:
 
 
 def assert_same(answers: offline.Answers, plain: offline.Answers) -> None:
-    """Tokens, ends and log probabilities."""
+    """Asserts equal tokens, finish reasons and log probabilities."""
     assert answers.token_ids == plain.token_ids
     assert [one.finish_reason for one in answers.requests] == [one.finish_reason for one in plain.requests]
     for found, expected in zip(answers.logprobs, plain.logprobs, strict=True):
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_generate(family: families.Conformance, model: offli
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_whatever_is_sampled_is_the_same(model: offline.OfflineModel, prompts: list[Prompt], name: str) -> None:
+def test_sampled_answers_are_the_same(model: offline.OfflineModel, prompts: list[Prompt], name: str) -> None:
     params = replace(SAMPLINGS[name], max_tokens=NUM_TOKENS, logprobs=2)
     plain = offline.Session(model).ask(prompts, params=params)
     session = offline.Session(model, speculation=LIMITS)
@@ -86,18 +86,18 @@ def test_whatever_is_sampled_is_the_same(model: offline.OfflineModel, prompts: l
     assert name == "free" or speculation.num_accepted > 20
 
 
-def test_a_loop_takes_fewer_steps(model: offline.OfflineModel, prompts: list[Prompt]) -> None:
+def test_a_repeating_answer_takes_fewer_steps(model: offline.OfflineModel, prompts: list[Prompt]) -> None:
     plain, session = offline.Session(model), offline.Session(model, speculation=LIMITS)
     params = replace(SAMPLINGS["greedy"], max_tokens=150)
     expected = plain.ask(prompts[:1], params=params)
     answers = session.ask(prompts[:1], params=params)
     assert answers.token_ids == expected.token_ids
-    # Every step gives one token, and those that were guessed.
+    # Every step gives one token and the accepted drafts.
     assert len(plain.steps) - len(session.steps) == num_accepted(answers) > 0
 
 
 @pytest.mark.parametrize("session", ["chunked", "preempted", "late rows"])
-def test_nor_do_chunks_preemptions_and_late_rows_change_it(
+def test_chunks_preemptions_and_late_rows_do_not_change_answers(
     model: offline.OfflineModel, prompts: list[Prompt], session: str
 ) -> None:
     longest_span = max([16, *(span.length for prompt in prompts for span in prompt.mutual_spans)])
@@ -120,10 +120,10 @@ def test_nor_do_chunks_preemptions_and_late_rows_change_it(
         assert sum(one.num_preemptions for one in answers.requests) > 0
 
 
-def test_what_was_guessed_rightly_is_found_and_what_was_not_is_not(
+def test_accepted_drafts_are_cached_and_rejected_ones_are_not(
     model: offline.OfflineModel, prompts: list[Prompt]
 ) -> None:
-    """The next turn: a prompt that goes on where an answer ended, and one that ends it otherwise."""
+    """The next turn of a chat: one prompt continues the answer, another one ends it differently."""
     params = replace(SAMPLINGS["greedy"], max_tokens=NUM_TOKENS)
     session = offline.Session(model, speculation=LIMITS)
     answers = session.ask(prompts, params=params)
@@ -133,18 +133,18 @@ def test_what_was_guessed_rightly_is_found_and_what_was_not_is_not(
         for turn in (continued(prompt, answer), continued(prompt, [*answer[:-9], 7, 5]))
     ]
     again = session.ask(following, params=params)
-    # Sessions share the runner: a new one ends those before.
+    # Sessions share the runner, so a new session ends the earlier ones.
     expected = offline.Session(model).ask(following, params=params)
     assert again.token_ids == expected.token_ids
     if not prompts[0].mutual_spans or prompts[0].mutual_spans[0].length < len(prompts[0].token_ids):
-        # Where whole prompts see themselves, a longer one has nothing in common with it.
+        # A longer prompt shares no prefix in families whose whole prompts see themselves.
         size = model.runner.config.block_size
         for request, prompt, answer in zip(again.requests[::2], prompts, answers.token_ids, strict=True):
             assert request.usage.cached_prompt_tokens == (len(prompt.token_ids) + len(answer) - 1) // size * size
 
 
 def continued(prompt: Prompt, answer: Sequence[int]) -> Prompt:
-    """A prompt and what was answered; its rotary positions go on one by one."""
+    """Returns a prompt followed by its answer; rotary positions continue one by one."""
     positions = prompt.positions
     if positions is not None:
         stop = len(prompt.token_ids) + len(answer)
@@ -154,7 +154,7 @@ def continued(prompt: Prompt, answer: Sequence[int]) -> Prompt:
 
 
 def test_answers_end_at_the_same_token(model: offline.OfflineModel, prompts: list[Prompt]) -> None:
-    """At a stop id, which min_tokens may put off, or at the last token that may come."""
+    """Answers end at a stop id, which min_tokens may delay, or at max_tokens."""
     endings = [
         replace(
             SAMPLINGS["greedy"],
@@ -238,7 +238,9 @@ def answers_of(model: offline.OfflineModel, speculation: SpeculationLimits) -> l
 
 
 @pytest.mark.parametrize("name", sorted(mutation))
-def test_a_fault_would_show(small_model: offline.OfflineModel, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_speculation_changes_answers(
+    small_model: offline.OfflineModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = answers_of(small_model, NO_SPECULATION)
     mutation[name](monkeypatch)
     assert answers_of(small_model, LIMITS) != expected

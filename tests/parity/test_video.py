@@ -1,4 +1,4 @@
-"""Videos of the Qwen-VL families give the tokens of `generate`, whatever is cached, chunked or preempted."""
+"""Videos of the Qwen-VL families give the tokens of `generate`, with any caching, chunking and preemption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_STEP = 11
 
 
 class Asked:
-    """A model, its questions, and the prompt ids of the reference."""
+    """A model with its questions and the reference's prompt ids."""
 
     def __init__(self, model: VideoModel) -> None:
         self.model = model
@@ -79,8 +79,8 @@ def test_prefix_hits_at_each_block_of_a_video(asked: Asked) -> None:
     assert sum(request.usage.cached_prompt_tokens > 0 for request in again.requests) > len(asked.prompts) // 2
 
 
-def test_pairs_are_shared_between_videos_and_places(asked: Asked) -> None:
-    """The same two frames, first and last of two videos, are one entry; the other order of them is another one."""
+def test_pairs_are_shared_between_videos_and_positions(asked: Asked) -> None:
+    """The same two frames, first and last of two videos, are one entry; in reverse order they are another."""
     one, other = asked.prompts[7].images, asked.prompts[8].images
     assert [item.key for item in one] == [item.key for item in other][::-1]
     (first, second) = frames(1, 2)
@@ -89,7 +89,7 @@ def test_pairs_are_shared_between_videos_and_places(asked: Asked) -> None:
 
 
 def test_blocks_are_not_shared_where_the_time_differs(asked: Asked) -> None:
-    """The same frames, shown faster: tokens and keys are equal where times are not written out, positions are not."""
+    """The same frames at another speed: positions differ even where tokens and keys are equal."""
     shown = frames(9, 6)
     session = offline.Session(asked.offline, num_blocks=5000, cache_rows=4000)
     slow, fast = (asked.model.question([Video(shown, fps=fps), "what"])[0] for fps in (0.25, 1.0))
@@ -99,7 +99,7 @@ def test_blocks_are_not_shared_where_the_time_differs(asked: Asked) -> None:
 
 
 def test_positions_are_those_of_transformers_where_space_outlasts_time(asked: Asked) -> None:
-    """Its own rule (5.23) begins the text behind a video's height and width, whatever its time."""
+    """The rule of transformers 5.23 starts the text after a video's height and width, regardless of its time."""
     model = asked.model
     parts: list[Part] = [Video(frames(1, 4, 140, 56), fps=4.0), "what", Video(frames(2, 2, 56, 140)), "is it"]
     prompt, inputs = model.prompt(parts), model._inputs(parts)

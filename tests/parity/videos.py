@@ -1,8 +1,8 @@
-"""Prompts with videos for the Qwen-VL families: as the product builds them, and what the whole model answers.
+"""Prompts with videos for the Qwen-VL families, built by the product, and the whole model's answers.
 
-The reference's pixels, prompt text and rotary positions are written out here by their definitions: transformers' own
-video processors need torchvision, and from 5.3 on its positions and timestamps are not those of the models' authors
-(docs/adr/0010).
+The reference's pixels, prompt text and rotary positions are computed here from their definitions: transformers' own
+video processors need torchvision, and from 5.3 on its positions and timestamps differ from those of the models'
+authors (docs/adr/0010).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tests.parity import offline
 BLOCK_SIZE = 8
 LIMITS = ImageLimits(1 << 24, 1 << 24, 200.0)
 MEAN, STD = [0.4, 0.5, 0.6], [0.3, 0.25, 0.2]
-# Of all frames together for Qwen3-VL, of each for the others.
+# Pixel bounds: of all frames together for Qwen3-VL, of each frame for the others.
 LEAST_ROWS, MOST_ROWS = 4, 60
 _TEXT, _IMAGE, _VIDEO = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Frames of one size."""
+    """A video: frames of one size and their speed."""
 
     frames: list[PIL.Image.Image]
     fps: float = 2.0
@@ -67,19 +67,19 @@ Part = str | PIL.Image.Image | Video
 
 
 def frames(seed: int, number: int, width: int = 80, height: int = 60) -> list[PIL.Image.Image]:
-    """Different pictures of one size."""
+    """Returns different images of one size."""
     return [tiny_models.random_image(100 * seed + index, width, height) for index in range(number)]
 
 
 def png(image: PIL.Image.Image) -> bytes:
-    """The file that a client sends."""
+    """Returns the file that a client sends for a frame."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
 class VideoModel:
-    """One family's tiny model: both halves of ours, and the whole one as the reference."""
+    """One family's tiny model: our two halves, and the whole model as the reference."""
 
     def __init__(self, family: ModuleType, folder: pathlib.Path) -> None:
         family.build(folder)
@@ -106,11 +106,11 @@ class VideoModel:
 
     @property
     def has_clock(self) -> bool:
-        """Whether the pairs of a video share a clock; otherwise each stands behind its time in words."""
+        """Whether the pairs of a video share a time axis; otherwise each follows its time as text."""
         return not self.name.startswith("qwen3")
 
     def offline_model(self, questions: Sequence[offline.Question]) -> offline.OfflineModel:
-        """For sessions of scheduler and runner."""
+        """Returns the model for sessions of scheduler and runner."""
         ends = self.reference.generation_config.eos_token_id
         runner = CPUModelRunner(self.config, self.text.family)
         return offline.OfflineModel(
@@ -118,7 +118,7 @@ class VideoModel:
         )
 
     def question(self, parts: Sequence[Part]) -> tuple[offline.Question, list[int]]:
-        """The product's prompt with the reference's answer, and the reference's prompt ids."""
+        """Returns the product's prompt with the reference's answer, and the reference's prompt ids."""
         inputs = self._inputs(parts)
         num_tokens = offline.MAX_NEW_TOKENS
         with torch.inference_mode():
@@ -129,7 +129,7 @@ class VideoModel:
         return offline.Question(self.prompt(parts), output[0, len(ids) :].tolist()), ids
 
     def prompt(self, parts: Sequence[Part]) -> Any:
-        """As the decoder builds it from a chat."""
+        """Builds the prompt from a chat as the decoder does."""
         spec = ChatPrompt((ChatMessage(Role.USER, tuple(map(_said, parts))),))
         self.builder.check(spec)
         videos = self.splitter.split_all(spec.visuals)
@@ -150,7 +150,7 @@ class VideoModel:
         return ResolvedImage(key, *images[0].size, source.options, source.data)
 
     def _inputs(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """What the whole model's `generate` takes."""
+        """Returns the arguments of the whole model's `generate`."""
         content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": _type(part)} for part in parts]
         text = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         videos = [part for part in parts if isinstance(part, Video)]
@@ -181,14 +181,14 @@ class VideoModel:
         return inputs
 
     def _frame_size(self, video: Video) -> tuple[int, int]:
-        """(width, height), by the rule in each family's paper and published processor."""
+        """Returns (width, height) by the rule in each family's paper and published processor."""
         width, height = video.frames[0].size
         factor = self.patch * self.merge
         share = 1 if self.has_clock else len(video.frames)
         least, most = LEAST_ROWS * self.square / share, MOST_ROWS * self.square / share
         most = min(most, video.max_pixels or most)
         columns, rows = round(width / factor), round(height / factor)
-        # Pairs count as two frames each when all of them together are compared with the bounds.
+        # Each pair counts as two frames when all frames together are compared with the bounds.
         counted = 1 if self.has_clock else round(len(video.frames) / 2) * 2 / len(video.frames)
         if counted * columns * rows * self.square > most:
             shrink = (width * height / most) ** 0.5
@@ -199,7 +199,7 @@ class VideoModel:
         return columns * factor, rows * factor
 
     def _patches(self, video: Video, size: tuple[int, int]) -> torch.Tensor:
-        """[patches, channels × 2 × side × side]: in each pair the patches go through merged squares row by row."""
+        """Returns [patches, channels × 2 × side × side]; a pair's patches are ordered by merged squares, row by row."""
         pictures = [np.asarray(frame.resize(size, PIL.Image.Resampling.BICUBIC)) for frame in video.frames]
         values = [(picture / 255.0 - np.array(MEAN)) / np.array(STD) for picture in pictures]
         if len(values) % 2:
@@ -218,8 +218,8 @@ class VideoModel:
         return torch.tensor(np.stack(found), dtype=torch.float32)
 
     def _with_video(self, text: str, video: Video, grid: list[int]) -> str:
-        """The text with the first video's tokens in place of its placeholder."""
-        # Marked, since a video's own tokens must not be taken for the next one's placeholder.
+        """Replaces the first video's placeholder in the text with its tokens."""
+        # Marked, so that a video's own tokens are not taken for the next video's placeholder.
         rows = "<|video_row|>" * (grid[1] * grid[2] // self.merge**2)
         if self.has_clock:
             written = text.replace("<|video_pad|>", rows * grid[0], 1)
@@ -233,7 +233,7 @@ class VideoModel:
         return written if "<|video_pad|>" in written else written.replace("<|video_row|>", "<|video_pad|>")
 
     def _step(self, video: Video) -> float:
-        """Of the time axis, from pair to pair."""
+        """Returns the step on the time axis between pairs."""
         if self.name == "qwen2_vl":
             return 1.0
         return float(getattr(self.reference.config.vision_config, "tokens_per_second", 0) * 2 / video.fps)
@@ -246,7 +246,10 @@ class VideoModel:
         video_grid_thw: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """M-RoPE as arXiv:2409.12191 and arXiv:2502.13923 have it: what follows begins behind the largest position."""
+        """Returns M-RoPE positions as arXiv:2409.12191 and arXiv:2502.13923 define them.
+
+        Text after an image or video starts behind the largest position so far.
+        """
         grids = {
             _IMAGE: iter([] if image_grid_thw is None else image_grid_thw.tolist()),
             _VIDEO: iter([] if video_grid_thw is None else video_grid_thw.tolist()),
@@ -288,7 +291,7 @@ def _opened(file: ImageFile) -> list[PIL.Image.Image]:
 
 
 def questions(model: VideoModel, rng: random.Random) -> list[list[Part]]:
-    """Parts of prompts: short and long videos, odd ones, slow and fast, two at once, beside images, elongated."""
+    """Returns prompts with short and long, odd, slow and fast, and elongated videos, two at once, and with images."""
 
     def say() -> str:
         return " ".join(rng.choices(offline.WORDS, k=rng.randint(3, 9)))

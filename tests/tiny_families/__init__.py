@@ -1,4 +1,4 @@
-"""A tiny model folder of every family that is served, for conformance tests; a new family adds a module."""
+"""A tiny model folder of every served family, for conformance tests; a new family adds a module."""
 
 from __future__ import annotations
 

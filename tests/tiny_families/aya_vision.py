@@ -15,7 +15,7 @@ NAME = "aya_vision"
 TILE = 56
 SLIDING_WINDOW = 16
 
-# A turn is one token for its start, one for its speaker and one for its end; the assistant's answer has two more.
+# A turn has one token each for its start, its speaker and its end; the assistant's answer has two more.
 _TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}"
@@ -33,11 +33,11 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Fills the folder."""
+    """Writes the model's folder and returns its path."""
     turns = ["<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"]
     turns += ["<|START_RESPONSE|>", "<|END_RESPONSE|>"]
     image = ["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "<|IMG_PATCH|>"]
-    # `<image>` is no token: it is text that the processor replaces before it tokenizes.
+    # `<image>` is not a token but text, which the processor replaces before tokenizing.
     tiles = [*(f"TILE_{number}" for number in range(1, 13)), "TILE_GLOBAL"]
     tokenizer = parts.named_tokenizer(
         ["<PAD>", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", *turns, *image, *tiles],
@@ -60,7 +60,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, transformers.AyaVisionProcessor)
 
 
@@ -77,7 +77,7 @@ def _text_config(tokenizer: Any) -> Any:
 
 
 def _processor_settings() -> dict[str, Any]:
-    """Saving multiplies the factor of downsampling into the patch size and leaves it out."""
+    """Restores the downsampling factor: saving multiplies it into the patch size and omits it."""
     return {
         "processor_class": "AyaVisionProcessor",
         "patch_size": 28,

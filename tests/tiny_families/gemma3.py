@@ -1,4 +1,4 @@
-"""Builds a tiny Gemma 3 folder: 16 rows per image, four of six layers with a window of 10 tokens, less than that."""
+"""Builds a tiny Gemma 3 folder: 16 rows per image, four of six layers with a window of 10 tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "gemma3"
 ROWS_PER_IMAGE = 16
 SLIDING_WINDOW = 10
 
-# A system message goes in front of the first user turn; texts are trimmed; the assistant is called "model".
+# A system message is put before the first user turn; texts are trimmed; the assistant is called "model".
 _TEMPLATE = (
     "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}"
@@ -39,7 +39,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Fills the folder."""
+    """Writes the model's folder and returns its path."""
     named = {
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
@@ -76,7 +76,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, transformers.Gemma3Processor)
 
 

@@ -1,4 +1,4 @@
-"""A tiny GLM-4.1V: a row per 28 px square, learned tower positions, fused gates, several tokens that end an answer."""
+"""A tiny GLM-4.1V: one row per 28 px square, learned tower positions, fused gates, several stop tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEMPLATE = (
     "{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-# Configuration field → token.
+# Configuration fields and their tokens.
 _TOKENS = {
     "image_token_id": "<|image|>",
     "video_token_id": "<|video|>",
@@ -39,7 +39,7 @@ _TOKENS = {
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """4 to 36 rows; no beginning-of-sequence token, the template begins with a prefix of its own."""
+    """Builds a model with 4 to 36 rows per image. It has no BOS; the template starts with its own prefix."""
     special = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
     special += _TOKENS.values()
     tokenizer = tiny_models._tokenizer(special, bos=None, eos="<|endoftext|>", pad="<|endoftext|>", template=_TEMPLATE)
@@ -81,12 +81,12 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, parts.without_video(_ListsOfTokensProcessor))
 
 
 class _ListsOfTokensProcessor(transformers.Glm4vProcessor):  # type: ignore[misc]
-    """The original makes NumPy arrays of tensors, which NumPy 2 warns about."""
+    """The processor with lists of tokens: the original makes NumPy arrays of tensors, which NumPy 2 warns about."""
 
     def create_mm_token_type_ids(self, input_ids: Any) -> Any:
         return super().create_mm_token_type_ids([torch.as_tensor(tokens).tolist() for tokens in input_ids])

@@ -14,10 +14,10 @@ from tests.tiny_families import parts
 NAME = "idefics3"
 TILE = 56
 ROWS_PER_TILE = 4
-# The published tokenizers name the tiles of 6 lines of 6.
+# Published tokenizers have tokens for 6 × 6 tiles.
 TILE_NAMES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 
-# Roles capitalised, a colon without a space before an image that comes first.
+# Roles are capitalised; there is no space between the colon and a leading image.
 MESSAGES = (
     "{% for message in messages %}{{ message['role'] | capitalize }}"
     "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
@@ -29,7 +29,7 @@ MESSAGES = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Fills the folder."""
+    """Writes the model's folder and returns its path."""
     special = ["<|end_of_text|>", "<|begin_of_text|>", "<fake_token_around_image>", "<image>", "<end_of_utterance>"]
     tokenizer = parts.named_tokenizer(
         [*special, "<global-img>", *TILE_NAMES],
@@ -49,7 +49,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, transformers.Idefics3Processor)
 
 

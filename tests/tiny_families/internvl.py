@@ -16,7 +16,7 @@ NAME = "internvl"
 TILE = 84
 ROWS_PER_TILE = 9
 
-# ChatML; an image stands as the token of one row and a line break.
+# ChatML; an image is the token of one row and a line break.
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -30,7 +30,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Fills the folder."""
+    """Writes the model's folder and returns its path."""
     named = {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -57,14 +57,14 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
     )
     model = parts.random_model(transformers.InternVLForConditionalGeneration, config, tokenizer, seed)
     _open_layers(model.model.vision_tower)
-    # The published files leave tiling off; the whole processor turns it on.
+    # Published files leave tiling off, and the whole processor switches it on.
     images = GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, crop_to_patches=False, max_patches=4)
     settings = {"processor_class": "InternVLProcessor", "image_seq_length": ROWS_PER_TILE}
     return tiny_models._save(folder, model, tokenizer, images, settings)
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend, without a video processor."""
+    """Returns the whole processor on the PIL backend, without a video processor."""
     return parts.load(folder, parts.without_video(transformers.InternVLProcessor))
 
 
@@ -81,7 +81,7 @@ def _vision_config() -> dict[str, Any]:
 
 
 def _open_layers(tower: Any) -> None:
-    """The scales in front of each residual are drawn around 0, which would shut attention and MLP out."""
+    """Sets the scales before each residual to larger values: around 0 they would suppress attention and MLP."""
     with torch.no_grad():
         for name, parameter in tower.named_parameters():
             if "lambda_" in name:

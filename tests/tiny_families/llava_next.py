@@ -16,7 +16,7 @@ NAME = "llava_next"
 _SIDE = 72
 _PATCH = 24
 _PINPOINTS = [[72, 144], [144, 72], [144, 144], [216, 72], [72, 216]]
-# Instruction markers are plain text; the images of a turn come before its text.
+# Instruction markers are plain text; a turn's images come before its text.
 _TEMPLATE = (
     "{% for message in messages %}"
     "{% set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string"
@@ -31,7 +31,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """9 rows for the whole image, then those of its tiles with a row after each line: up to 51 in all."""
+    """Builds a model with 9 rows for the whole image, then those of its tiles with a row after each line: up to 51."""
     special = ["<unk>", "<s>", "</s>", "<image>", "<pad>"]
     tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE, adds_bos=True)
     config = transformers.LlavaNextConfig(
@@ -73,5 +73,5 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, transformers.LlavaNextProcessor)

@@ -18,7 +18,7 @@ _SIDE = 64
 _PATCH = 16
 _PINPOINTS = [[_SIDE * lines, _SIDE * columns] for lines, columns in itertools.product((1, 2, 3), repeat=2)]
 _ASPECT = "anyres_max_2"
-# ChatML with a space after the role; the images of a turn come before its text, and that after a line break.
+# ChatML with a space after the role; a turn's images come before its text, separated by a line break.
 _TEMPLATE = (
     "{% for message in messages %}"
     "{% set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string"
@@ -33,7 +33,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """16 rows for the whole image, then the tiles' (with a row after each line): up to 56; 17 beside other images."""
+    """Builds a model with 16 rows for the whole image and more for its tiles: up to 56, or 17 next to other images."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]
     tokenizer = tiny_models._tokenizer(special, bos=None, eos="<|im_end|>", pad="<|endoftext|>", template=_TEMPLATE)
     config = transformers.LlavaOnevisionConfig(
@@ -81,7 +81,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, _processor_class())
 
 

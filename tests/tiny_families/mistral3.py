@@ -1,4 +1,4 @@
-"""A tiny Mistral Small 3: Pixtral's tower, a row per two by two patches of 14 px, a break token after each line."""
+"""A tiny Mistral Small 3: Pixtral's tower, one row per two by two patches of 14 px, a break token after each line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "mistral3"
 _PATCH = 14
 _MERGE = 2
 _LONGEST = 7 * _PATCH * _MERGE
-# The template writes the beginning-of-sequence token, so the tokenizer adds none.
+# The template writes BOS, so the tokenizer adds none.
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string"
@@ -32,7 +32,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Up to 7 × 7 rows by size; heads wider than the hidden size divided by their number."""
+    """Builds a model with up to 7 × 7 rows by size, and heads wider than the hidden size divided by their number."""
     special = [*parts.MISTRAL_SPECIAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
     tokenizer = tiny_models._tokenizer(special, bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE)
     config = transformers.Mistral3Config(
@@ -48,7 +48,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
         vision_feature_layer=-1,
         tie_word_embeddings=False,
     )
-    # The patch size is the tower's; the whole processor multiplies it by the merge.
+    # The tower's patch size; the whole processor multiplies it by the merge size.
     images = PixtralImageProcessorPil(size={"longest_edge": _LONGEST}, patch_size={"height": _PATCH, "width": _PATCH})
     settings = {"patch_size": _PATCH, "spatial_merge_size": _MERGE}
     processor = parts.whole_processor(parts.pixtral_processor_class(), images, tokenizer, settings)
@@ -59,5 +59,5 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, parts.pixtral_processor_class())

@@ -1,4 +1,4 @@
-"""A tiny PaddleOCR-VL: a row per 28 px square, tower positions by grid, ERNIE 4.5 text with three rotary axes."""
+"""A tiny PaddleOCR-VL: one row per 28 px square, tower positions by grid, ERNIE 4.5 text with three rotary axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny_families import parts
 NAME = "paddleocr_vl"
 
 _SQUARE = 28 * 28
-# The template begins with a token of its own, and writes a turn's pictures before its texts.
+# The template starts with its own token and writes a turn's images before its texts.
 _TEMPLATE = (
     "{{ '<|begin_of_sentence|>' }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'User: ' }}{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' }}"
@@ -25,7 +25,7 @@ _TEMPLATE = (
     "{% endif %}{{ eos_token if message['role'] == 'assistant' else '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
-# Configuration field → token. There are no videos; the configuration names a token for them all the same.
+# Configuration fields and their tokens. The configuration names a video token although there are no videos.
 _TOKENS = {
     "image_token_id": "<|IMAGE_PLACEHOLDER|>",
     "video_token_id": "<|video_pad|>",
@@ -35,7 +35,7 @@ _TOKENS = {
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """4 to 36 rows."""
+    """Builds a model with 4 to 36 rows per image."""
     tokenizer = parts.named_tokenizer(
         ["<unk>", "<s>", "</s>", "<|begin_of_sentence|>", "<|end_of_sentence|>", *_TOKENS.values()],
         {"image_token": "<|IMAGE_PLACEHOLDER|>"},
@@ -76,5 +76,5 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, transformers.PaddleOCRVLProcessor)

@@ -19,7 +19,7 @@ ROWS_PER_IMAGE = 16
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Fills the folder."""
+    """Writes the model's folder and returns its path."""
     tokenizer = prefix_tokenizer()
     text = transformers.GemmaConfig(
         **parts.gemma_text_config(tokenizer) | {"num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"}
@@ -28,7 +28,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, _QuietPaliGemmaProcessor)
 
 
@@ -36,7 +36,7 @@ class _QuietPaliGemmaProcessor(transformers.PaliGemmaProcessor):  # type: ignore
     """PaliGemma's processor without NumPy's warning about how it copies tensors into labels."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class above does."""
+        """Calls the class above, with that warning suppressed."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
             return super().__call__(*args, **kwargs)
@@ -55,13 +55,13 @@ def prefix_tokenizer() -> Any:
         adds_bos=True,
     )
     parts.add_gemma_whitespace(tokenizer)
-    # Places and segments, which the processor adds where they are missing.
+    # Places and segments, which the processor adds if they are missing.
     tokenizer.add_tokens(EXTRA_TOKENS)
     return tokenizer
 
 
 def build_with(folder: pathlib.Path, tokenizer: Any, text_config: Any, seed: int) -> pathlib.Path:
-    """Fills the folder with PaliGemma around a Gemma of any generation."""
+    """Writes the folder of a PaliGemma with a Gemma of any generation."""
     config = transformers.PaliGemmaConfig(
         text_config=text_config,
         vision_config=parts.siglip_config(image_size=56, patch_size=14),
@@ -73,7 +73,7 @@ def build_with(folder: pathlib.Path, tokenizer: Any, text_config: Any, seed: int
     model = parts.random_model(transformers.PaliGemmaForConditionalGeneration, config, tokenizer, seed)
     parts.centre_gemma(model.model.language_model)
     with torch.no_grad():
-        # There are more places than words; answers shall be words.
+        # There are more place tokens than words, but answers should be words.
         model.lm_head.weight[tokenizer.convert_tokens_to_ids(EXTRA_TOKENS)] = 0.0
     images = SiglipImageProcessorPil(size={"height": 56, "width": 56}, image_seq_length=ROWS_PER_IMAGE)
     return tiny_models._save(folder, model, tokenizer, images, {"processor_class": "PaliGemmaProcessor"})

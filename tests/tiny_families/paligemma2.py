@@ -1,4 +1,4 @@
-"""Builds a tiny PaliGemma 2 folder: PaliGemma around Gemma 2 text, soft caps, a window of 16 in every second layer."""
+"""Builds a tiny PaliGemma 2 folder: PaliGemma with Gemma 2 text, soft caps, a window of 16 in every second layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLIDING_WINDOW = 16
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Fills the folder; its model type is `paligemma`, as in the published ones."""
+    """Writes the model's folder; its model type is `paligemma`, as in published folders."""
     tokenizer = paligemma.prefix_tokenizer()
     text = transformers.Gemma2Config(
         **parts.gemma_text_config(tokenizer)
@@ -22,7 +22,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
             "num_hidden_layers": 4,
             "sliding_window": SLIDING_WINDOW,
             "query_pre_attn_scalar": 16,
-            # Tighter than the published 50 and 30: weights of this size would not feel those.
+            # Tighter than the published 50 and 30, which would have no effect with such weights.
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
         }
@@ -31,5 +31,5 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return paligemma.load_processor(folder)

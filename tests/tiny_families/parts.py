@@ -1,4 +1,4 @@
-"""Pieces that the tiny folders of several families are made of."""
+"""Parts that the tiny folders of several families share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests import tiny_models
 
 _MODALITIES = ("image_processor", "video_processor")
 
-# Gains with which an answer depends more on what the text model attends to than on the last token of the prompt.
+# Gains that make an answer depend more on attention than on the last token of the prompt.
 ATTENTIVE = {"embed_tokens": 0.5, "self_attn.q_proj": 1.5, "self_attn.o_proj.weight": 2.0}
-# The same where queries and keys are normed: there their projections' scale is without effect.
+# The same for models that norm queries and keys, where the scale of their projections has no effect.
 ATTENTIVE_NORMED = {"embed_tokens": 0.5, "self_attn.q_norm": 2.0, "self_attn.k_norm": 2.0}
 
 
@@ -35,10 +35,10 @@ def random_model(
     ends: Sequence[str] = (),
     gains: Mapping[str, float] = types.MappingProxyType({}),
 ) -> Any:
-    """A model with random weights as `tiny_models` draws them.
+    """Returns a model with random weights drawn as in `tiny_models`.
 
-    `ends` are tokens that end an answer besides EOS. `gains` are factors on weights by a part of their name, for what
-    would otherwise drown the picture.
+    `ends` are tokens that end an answer besides EOS. `gains` are factors on weights by a part of their name, to keep
+    other inputs from drowning out the image.
     """
     model = tiny_models._random_model(model_class, config, tokenizer, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -57,13 +57,13 @@ def random_model(
 
 
 def save(folder: pathlib.Path, model: Any, processor: Any) -> pathlib.Path:
-    """Writes a folder as published ones are: the image processor's settings in a file beside the processor's own."""
+    """Writes a folder in the form of published ones, with separate files for image processor and processor."""
     settings = {name: value for name, value in processor.to_dict().items() if name not in _MODALITIES}
     return tiny_models._save(folder, model, processor.tokenizer, processor.image_processor, settings)
 
 
 def load(folder: pathlib.Path, processor_class: Any) -> Any:
-    """The whole processor of a folder that `save` wrote, on the PIL backend."""
+    """Returns the whole processor of a folder that `save` wrote, on the PIL backend."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     settings = json.loads((folder / "processor_config.json").read_text())
@@ -74,7 +74,7 @@ def load(folder: pathlib.Path, processor_class: Any) -> Any:
 def whole_processor(
     processor_class: Any, images: Any, tokenizer: Any, settings: Mapping[str, Any] = types.MappingProxyType({})
 ) -> Any:
-    """A processor of its parts; the chat template is the tokenizer's."""
+    """Builds a processor from its parts; the chat template is the tokenizer's."""
     return processor_class(
         image_processor=images, tokenizer=tokenizer, chat_template=tokenizer.chat_template, **settings
     )
@@ -82,7 +82,7 @@ def whole_processor(
 
 @functools.cache
 def without_video(processor_class: Any) -> Any:
-    """The same processor, of the same name, that accepts a missing video processor: that one needs torchvision."""
+    """Returns a processor class of the same name that accepts a missing video processor, which needs torchvision."""
 
     def check(self: Any, argument_name: str, argument: object) -> object:
         if argument is None and argument_name == "video_processor":
@@ -102,14 +102,14 @@ def named_tokenizer(
     template: str | None,
     adds_bos: bool = False,
 ) -> Any:
-    """A tokenizer as `tiny_models` trains it, with line breaks that merge.
+    """Trains a tokenizer as in `tiny_models`, with line breaks that merge.
 
-    `named` are those of the special tokens that have a name of their own (`boi_token`, …).
+    `named` are the special tokens that have a name (`boi_token`, …).
     """
     trained = tiny_models._tokenizer(list(special), bos=bos, eos=eos, pad=pad, template="", adds_bos=adds_bos)
     standard = {"eos_token": eos, "pad_token": pad} | ({"bos_token": bos} if bos else {})
     others = [token for token in special if token not in {*standard.values(), *named.values()}]
-    # What there is none of shall have no entry in the saved file either.
+    # Remove unset tokens, so that the saved file has no entries for them.
     optional = {
         "extra_special_tokens": others,
         "model_specific_special_tokens": dict(named),
@@ -124,14 +124,14 @@ def named_tokenizer(
 
 
 def add_gemma_whitespace(tokenizer: Any) -> None:
-    """Gemma's tokenizers have runs of line breaks as added tokens that are plain text."""
+    """Adds runs of line breaks as plain-text tokens, as in Gemma's tokenizers."""
     tokenizer.add_tokens(["\n" * length for length in range(1, 5)])
 
 
 def _merging_line_breaks(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer with one token for two line breaks, as published ones have it.
+    """Returns the tokenizer with one token for two line breaks, as in published ones.
 
-    So the text around an image and the text that its placeholder becomes may share a token. `Ċ` is a line break among
+    The text around an image and the expansion of its placeholder may therefore share a token. `Ċ` is a line break among
     the byte-level letters.
     """
     state = json.loads(tokenizer.to_str())
@@ -141,7 +141,7 @@ def _merging_line_breaks(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenize
 
 
 def siglip_config(image_size: int, patch_size: int) -> Any:
-    """A SigLIP tower without its pooling head."""
+    """Returns the configuration of a SigLIP tower without its pooling head."""
     return transformers.SiglipVisionConfig(
         hidden_size=tiny_models.HIDDEN_SIZE,
         intermediate_size=2 * tiny_models.HIDDEN_SIZE,
@@ -154,14 +154,14 @@ def siglip_config(image_size: int, patch_size: int) -> Any:
 
 
 def gemma_text_config(tokenizer: Any) -> dict[str, Any]:
-    """Fields that the text configurations of all Gemmas share."""
+    """Returns fields that the text configurations of all Gemmas share."""
     return tiny_models._text_config(tokenizer) | {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def centre_gemma(text_model: Any) -> None:
-    """Gemma's norms multiply by 1 + weight and its embeddings by √width; here both shall come out near 1.
+    """Draws norms and embeddings again: Gemma multiplies by 1 + weight and by √width, and both should give about 1.
 
-    Norms of queries and keys stay at 1.5: attention that is nearly even would tell no token from another.
+    Norms of queries and keys stay at 1.5, because nearly uniform attention would not distinguish tokens.
     """
     with torch.no_grad():
         text_model.embed_tokens.weight /= math.sqrt(text_model.config.hidden_size)
@@ -173,7 +173,7 @@ def centre_gemma(text_model: Any) -> None:
 
 
 def _redraw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Draws again what Llama, Qwen2 and their towers do not have."""
+    """Draws again the weights of modules that Llama, Qwen2 and their towers do not have."""
     noise = torch.randn(parameter.shape, generator=generator)
     if name.endswith("image_newline") or "pos_embed" in name:
         parameter.copy_(noise)
@@ -186,9 +186,10 @@ def _redraw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> N
 
 @functools.cache
 def pixtral_processor_class() -> Any:
-    """PixtralProcessor. Its module needs torchvision for one function, which the PIL image processor's module has too.
+    """Imports PixtralProcessor without torchvision.
 
-    A module with that function alone stands in for the torchvision one, only while the processor's is imported.
+    Its module needs torchvision for one function, which the PIL image processor's module has, too. A stand-in module
+    with that function replaces the torchvision one during the import.
     """
     package = "transformers.models.pixtral"
     original = f"{package}.image_processing_pixtral"
@@ -212,7 +213,7 @@ QWEN_SPECIAL = (
 
 
 def pixtral_vision(longest: int, patch: int) -> Any:
-    """Pixtral's tower for images of at most `longest` pixels a side."""
+    """Returns Pixtral's tower for images of at most `longest` pixels a side."""
     return transformers.PixtralVisionConfig(
         hidden_size=tiny_models.HIDDEN_SIZE,
         intermediate_size=2 * tiny_models.HIDDEN_SIZE,
@@ -225,14 +226,14 @@ def pixtral_vision(longest: int, patch: int) -> Any:
 
 
 def qwen_tokenizer(template: str) -> Any:
-    """A tokenizer with the special tokens of Qwen's vision-language models."""
+    """Trains a tokenizer with the special tokens of Qwen's vision-language models."""
     return tiny_models._tokenizer(
         list(QWEN_SPECIAL), bos=None, eos="<|im_end|>", pad="<|endoftext|>", template=template
     )
 
 
 def qwen_token_ids(tokenizer: Any) -> dict[str, int]:
-    """The fields of a Qwen configuration that name tokens."""
+    """Returns the fields of a Qwen configuration that name tokens."""
     fields = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     fields |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
     return {f"{field}_token_id": tokenizer.convert_tokens_to_ids(token) for field, token in fields.items()}

@@ -1,4 +1,4 @@
-"""A tiny Pixtral, which is a LLaVA with Pixtral's tower: a row per 16 px patch, a break token after each line."""
+"""A tiny Pixtral, which is a LLaVA with Pixtral's tower: one row per 16 px patch, a break token after each line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "pixtral"
 
 _PATCH = 16
 _LONGEST = 7 * _PATCH
-# The template writes the beginning-of-sequence token, so the tokenizer adds none. The system text joins the last turn.
+# The template writes BOS, so the tokenizer adds none. The system text is part of the last turn.
 _TEMPLATE = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
     "{% else %}{% set turns = messages %}{% endif %}"
@@ -32,7 +32,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Up to 7 × 7 rows by size."""
+    """Builds a model with up to 7 × 7 rows by size."""
     tokenizer = tiny_models._tokenizer(
         list(parts.MISTRAL_SPECIAL), bos="<s>", eos="</s>", pad="<pad>", template=_TEMPLATE
     )
@@ -57,5 +57,5 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, parts.pixtral_processor_class())

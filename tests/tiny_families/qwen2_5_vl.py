@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL: a row per 28 px square, tower layers with windows around one without, three rotary axes."""
+"""A tiny Qwen2.5-VL: one row per 28 px square, tower layers with windows and one without, three rotary axes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEMPLATE = (
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """4 to 36 rows; windows of two by two rows, so that images have several and uneven ones."""
+    """Builds a model with 4 to 36 rows and windows of two by two rows, so images have several unequal windows."""
     tokenizer = parts.qwen_tokenizer(_TEMPLATE)
     config = transformers.Qwen2_5_VLConfig(
         text_config=tiny_models._text_config(tokenizer)
@@ -60,7 +60,7 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, _processor_class())
 
 

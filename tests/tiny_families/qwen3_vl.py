@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL: a row per 32 px square, features of two tower layers that join the first text layers."""
+"""A tiny Qwen3-VL: one row per 32 px square, features of two tower layers added to the first text layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SQUARE = 32 * 32
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """4 to 36 rows, three levels of features each."""
+    """Builds a model with 4 to 36 rows of three feature levels each."""
     tokenizer = parts.qwen_tokenizer(tiny_models.QWEN_TEMPLATE)
     config = transformers.Qwen3VLConfig(
         text_config=text_config(tokenizer) | {"model_type": "qwen3_vl_text"},
@@ -36,12 +36,12 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return parts.load(folder, _processor_class())
 
 
 def text_config(tokenizer: Any) -> dict[str, Any]:
-    """Four layers, heads wider than the hidden size divided by their number, rotary axes that take turns."""
+    """Returns four layers, heads wider than the hidden size divided by their number, interleaved rotary axes."""
     return tiny_models._text_config(tokenizer) | {
         "num_hidden_layers": 4,
         "head_dim": 32,
@@ -55,7 +55,7 @@ def text_config(tokenizer: Any) -> dict[str, Any]:
 
 
 def vision_config() -> dict[str, Any]:
-    """Learned positions on a grid of 8 × 8, interpolated to the image's; features of the first and the third layer."""
+    """Returns a tower with learned positions on an 8 × 8 grid, and features of the first and the third layer."""
     return {
         "depth": 4,
         "hidden_size": tiny_models.HIDDEN_SIZE,
@@ -71,7 +71,7 @@ def vision_config() -> dict[str, Any]:
 
 
 def processor(tokenizer: Any) -> Any:
-    """The whole processor of a new folder."""
+    """Returns the whole processor of a new folder."""
     images = Qwen2VLImageProcessorPil(
         size={"shortest_edge": 4 * _SQUARE, "longest_edge": 36 * _SQUARE},
         patch_size=16,

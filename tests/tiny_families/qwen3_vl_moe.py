@@ -14,7 +14,7 @@ NAME = "qwen3_vl_moe"
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Everything but the experts is Qwen3-VL's."""
+    """Builds the model; everything but the experts is Qwen3-VL's."""
     tokenizer = parts.qwen_tokenizer(tiny_models.QWEN_TEMPLATE)
     config = transformers.Qwen3VLMoeConfig(
         text_config=qwen3_vl.text_config(tokenizer)
@@ -39,5 +39,5 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend."""
+    """Returns the whole processor on the PIL backend."""
     return qwen3_vl.load_processor(folder)

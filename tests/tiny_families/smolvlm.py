@@ -19,7 +19,7 @@ NAME = "smolvlm"
 
 
 def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
-    """Fills the folder."""
+    """Writes the model's folder and returns its path."""
     named = {
         "fake_image_token": "<fake_token_around_image>",
         "image_token": "<image>",
@@ -44,10 +44,10 @@ def build(folder: pathlib.Path, *, seed: int = 0) -> pathlib.Path:
 
 
 def load_processor(folder: pathlib.Path) -> Any:
-    """The whole processor on the PIL backend, for images only.
+    """Returns the whole processor on the PIL backend, for images only.
 
-    It insists on num2words and on a video processor (which needs torchvision), both for videos alone; a plain `str` and
-    an object with the two fields that every chat template call reads do for images.
+    It demands num2words and a video processor (which needs torchvision), although only videos use them. A plain `str`
+    and an object with the two fields that every chat template call reads replace them.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     images = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -59,10 +59,10 @@ def load_processor(folder: pathlib.Path) -> Any:
 
 
 class _ImagesOnlySmolVLMProcessor(transformers.SmolVLMProcessor):  # type: ignore[misc]
-    """SmolVLM's processor that asks nothing of its video processor."""
+    """SmolVLM's processor without the check of its video processor."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
-        """Accepts any video processor."""
+        """Accepts any object as the video processor."""
         if argument_name == "video_processor":
             return None
         return super().check_argument_for_proper_class(argument_name, argument)

@@ -1,4 +1,4 @@
-"""Attention with loops over every query, head and key in float64, and the rule of who sees whom."""
+"""Reference attention: loops over every query, head and key in float64, and the rule of visible tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from decoder_svc.scheduling.request import Span
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a prompt of `num_tokens`; those before `write_start` are in the cache already."""
+    """Tokens [start, stop) of a prompt of `num_tokens`; those before `write_start` are already in the cache."""
 
     num_tokens: int
     start: int
     write_start: int
     stop: int
     spans: tuple[Span, ...] = ()
-    # Beyond the prompt.
+    # Tokens generated after the prompt.
     num_generated: int = 0
 
 
@@ -35,7 +35,7 @@ class Contents:
 
 
 def sees(token: int, other: int, spans: Sequence[Span], window: int | None, *, is_mutual_beyond_window: bool) -> bool:
-    """The rule, word by word."""
+    """Whether `token` sees `other`, written out as the rule defines it."""
     is_mutual = any(span.offset <= token < span.stop and span.offset <= other < span.stop for span in spans)
     is_near = window is None or token - other < window
     if is_mutual and is_mutual_beyond_window:
@@ -44,7 +44,7 @@ def sees(token: int, other: int, spans: Sequence[Span], window: int | None, *, i
 
 
 def expected(chunk: Chunk, contents: Contents, options: LayerOptions, *, is_mutual_beyond_window: bool) -> Tensor:
-    """Attention as the papers have it, one query and one head at a time."""
+    """Returns the attention as the papers define it, one query and one head at a time."""
     query, keys, values = contents.query.double(), contents.keys.double(), contents.values.double()
     num_groups = query.shape[1] // keys.shape[1]
     result = torch.zeros_like(query)

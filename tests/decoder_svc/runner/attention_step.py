@@ -25,13 +25,13 @@ from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledCh
 from tests.decoder_svc.runner.attention_reference import Chunk, Contents, expected, sees
 
 LAYER, NUM_LAYERS = 1, 2
-# A few roundings of the dtype in which scores are added up; bent scores always go through fp32.
+# A few rounding errors of the dtype in which scores are summed; soft-capped scores always use float32.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer and of the pool's blocks."""
+    """Sizes of a layer's heads and of the pool's blocks."""
 
     block_size: int = 4
     num_kv_heads: int = 2
@@ -40,13 +40,13 @@ class Sizes:
 
 
 def block_metadata(inputs: BlockInputs) -> BlockMetadata:
-    """As the runner makes it."""
+    """Builds block metadata as the runner does."""
     tables = tuple(torch.from_numpy(table) for table in inputs.block_tables)
     return BlockMetadata(torch.from_numpy(inputs.slot_mapping), tables, inputs.first_tokens)
 
 
 class Step:
-    """One step of random sequences on a fresh backend, whose pools are NaN but for the sequences' context."""
+    """One step of random sequences on a fresh backend. Pools are NaN except for the sequences' context."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Step:
         window: int | None = None,
         backend: Callable[[], AttentionBackend] = SdpaBackend,
     ) -> None:
-        """`window`: the layer is in the sliding group, which has let go of blocks that no token of a chunk sees."""
+        """`window` puts the layer into the sliding group, whose blocks that no token of a chunk sees are released."""
         self.chunks = chunks
         self._window = window
         self._sizes = sizes
@@ -65,7 +65,7 @@ class Step:
         self._dtype = dtype
         self.contents = [self._random_contents(chunk) for chunk in chunks]
         num_blocks = [-(-chunk.stop // sizes.block_size) for chunk in chunks]
-        # Two blocks belong to nobody.
+        # Two blocks belong to no sequence.
         order = torch.randperm(sum(num_blocks) + 2, generator=self._generator).tolist()
         self.tables = [tuple(order[sum(num_blocks[:i]) : sum(num_blocks[: i + 1])]) for i in range(len(chunks))]
         self.backend = backend()
@@ -74,7 +74,7 @@ class Step:
             NUM_LAYERS, sizes.num_kv_heads, sizes.head_dim, dtype, sizes.block_size, sliding_layers, window
         )
         self.num_blocks = len(order)
-        # One block more than the pool has, for what nobody reads.
+        # One extra block that nobody reads.
         self.pools = self.backend.allocate(spec, len(order) + 1, len(order) + 1, torch.device("cpu"))
         self.unread_slot = len(order) * sizes.block_size
         for pool in (pool for pair in self.pools for pool in pair):
@@ -95,11 +95,11 @@ class Step:
         )
 
     def noise(self, *shape: int) -> Tensor:
-        """With scores far enough from each other that every key counts."""
+        """Returns random numbers that give scores far enough apart for every key to matter."""
         return torch.randn(*shape, dtype=torch.float64, generator=self._generator).to(self._dtype)
 
     def metadata(self, *, is_mutual_beyond_window: bool) -> AttentionMetadata:
-        """As the runner makes it."""
+        """Builds the step's metadata as the runner does."""
         batch = InputBatch(self._sizes.block_size, 1, has_sliding_group=self._window is not None)
         batch.set_num_blocks(self.num_blocks, self.num_blocks)
         scheduled = []
@@ -110,7 +110,7 @@ class Step:
             batch.add(AdmittedRequest(name, token_ids, chunk.num_tokens, (), None, chunk.spans, params))
             length = chunk.stop - chunk.start
             sliding = self._sliding_table(chunk, table, is_mutual_beyond_window=is_mutual_beyond_window)
-            # Where the layer is in the sliding group, the other group's table leads elsewhere.
+            # The full group gets other blocks than the sliding one, so that mixed-up groups show.
             full = table if sliding is None else table[::-1]
             scheduled.append(ScheduledChunk(name, chunk.start, length, chunk.write_start, 0, full, False, sliding))
             batch[name].set_blocks(scheduled[-1])
@@ -140,7 +140,7 @@ class Step:
         return SlidingTable(first, first, table[first:])
 
     def run(self, options: LayerOptions, *, is_mutual_beyond_window: bool = False) -> list[Tensor]:
-        """The backend's result per sequence. Tokens that are in the cache already come with other keys and values."""
+        """Returns the backend's result per sequence. Cached tokens come with wrong keys and values, to be ignored."""
         keys, values = [], []
         for chunk, contents in zip(self.chunks, self.contents, strict=True):
             num_cached = chunk.write_start - chunk.start
@@ -154,7 +154,7 @@ class Step:
         return list(output.split([chunk.stop - chunk.start for chunk in self.chunks]))
 
     def check(self, options: LayerOptions, *, is_mutual_beyond_window: bool = False) -> None:
-        """The backend's result is the reference's."""
+        """Asserts that the backend's result is the reference's."""
         tolerance = TOLERANCES[self._dtype]
         if options.softcap is not None:
             tolerance = max(tolerance, TOLERANCES[torch.float32])
@@ -166,7 +166,7 @@ class Step:
 
 @st.composite
 def chunk_of_a_prompt(draw: st.DrawFn, *, with_spans: bool = True) -> Chunk:
-    """It may begin inside a span, where a prefix of it was cached, and never ends inside one."""
+    """Draws a chunk. It may start inside a span, after a cached prefix, but never ends inside one."""
     spans: list[Span] = []
     end = 0
     for _ in range(draw(st.integers(0, 3)) if with_spans else 0):
@@ -202,7 +202,7 @@ SEEDS = st.integers(0, 1 << 30)
 
 @dataclass(frozen=True)
 class StepCase:
-    """All that a test of any step is given."""
+    """The arguments of a test that holds for any step."""
 
     chunks: list[Chunk]
     sizes: Sizes
@@ -213,14 +213,14 @@ class StepCase:
     seed: int
 
     def check(self, backend: Callable[[], AttentionBackend]) -> None:
-        """The backend's result is the reference's."""
+        """Asserts that the backend's result is the reference's."""
         window = self.options.window if self.has_sliding_group else None
         step = Step(self.chunks, self.sizes, self.seed, self.dtype, window, backend)
         step.check(self.options, is_mutual_beyond_window=self.is_mutual_beyond_window)
 
 
-# A span that the chunk begins inside of, with a window shorter than the span; a whole prompt and what followed; and a
-# chunk that needs only the last blocks of its context, and not all of the very last one.
+# A chunk that starts inside a span longer than the window; a whole prompt and generated tokens; and a chunk that needs
+# only the last blocks of its context and a part of the very last one.
 _EXAMPLES = (
     (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), False),
     (Chunk(12, 5, 5, 12, (Span(2, 8),)), LayerOptions(1.0, window=3), True),
@@ -236,9 +236,9 @@ def any_step(
     sizes: st.SearchStrategy[Sizes] = SIZES,
     example_sizes: Sizes = Sizes(),
 ) -> Callable[[Callable[[StepCase], None]], Callable[..., None]]:
-    """Decorates a test with random steps of these dtypes, and with some that are the same for every backend.
+    """Decorates a test with random steps of these dtypes, and with fixed steps that are the same for every backend.
 
-    `chunk`: another strategy than `chunk_of_a_prompt`. `example_sizes`: of the steps that are not random.
+    `chunk` replaces the strategy `chunk_of_a_prompt`. `example_sizes` are the sizes of the fixed steps.
     """
     cases = st.builds(
         StepCase,

@@ -1,7 +1,7 @@
-"""A graph that runs anywhere: the operators that ran while it was recorded, run again into the same memory.
+"""A graph that runs on any device: it repeats the operators that ran during recording, into the same memory.
 
-As of a CUDA graph, all that is left of a recorded function are operators on fixed memory: Python's decisions and
-numbers are those of the recording, and asking a tensor for a number while recording raises.
+As in a CUDA graph, only operators on fixed memory remain of a recorded function. Python's decisions and numbers are
+those of the recording, and reading a tensor's value on the host during recording raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Their results, or the shapes of those, are known to the host only when the device has come so far.
+# Operators that must wait for the device, because the host needs their result or its shape.
 _ASK_THE_DEVICE = frozenset(
     {
         torch.ops.aten._local_scalar_dense.default,
@@ -25,14 +25,14 @@ _ASK_THE_DEVICE = frozenset(
 
 
 class OperatorTape(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
-    """Records inside its `with` block."""
+    """Records the operators that run inside its `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
         self._steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operator and notes it."""
+        """Runs and records one operator."""
         if func in _ASK_THE_DEVICE:
             raise RuntimeError("operation not permitted when stream is capturing")
         output = func(*args, **(kwargs or {}))
@@ -40,7 +40,7 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped
         return output
 
     def play(self) -> None:
-        """Runs all again; results go where they were."""
+        """Runs all recorded operators again; results go to the same memory."""
         for func, args, kwargs, output in self._steps:
             again = func(*args, **kwargs)
             for target, source in zip(tree_leaves(output), tree_leaves(again), strict=True):

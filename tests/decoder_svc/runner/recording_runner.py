@@ -1,4 +1,4 @@
-"""A device with graphs that runs anywhere, as `operator_tape.py` has them."""
+"""A runner with graphs that works on any machine; its graphs are those of `operator_tape.py`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FREE_BYTES = 1 << 30
 
 
 class RecordingRunner(ModelRunnerBase):
-    """Overrides what a device must, and nothing else."""
+    """Overrides the four methods that a device must, and nothing else."""
 
-    # Tokens of each graph, in the order of their recording, and of each replay.
+    # Batch sizes of the graphs in the order of their recording, and of the replays.
     recorded: list[int]
     replayed: list[int]
 

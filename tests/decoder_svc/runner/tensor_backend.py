@@ -1,4 +1,4 @@
-"""Attention by plain tensor operations on a step's tensors: slow, on any device, and fit to be recorded as a graph."""
+"""Attention by plain tensor operations on a step's tensors: slow, for any device, recordable as a graph."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 
 class TensorBackend(PagedBackend):
-    """Gathers every token's whole block table, and hides what the token does not see."""
+    """Gathers the whole block table of every token and masks the keys that it does not see."""
 
     name = "tensor"
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
-        """See PagedBackend."""
+        """Implements PagedBackend.attend_paged with gather and einsum."""
         keys, values = self._pools[layer]
         num_tokens, num_heads, head_dim = query.shape
         index = torch.arange(num_tokens, device=query.device)
         sequence = torch.searchsorted(step.query_starts[1:], index, right=True)
-        # The new tokens are a sequence's last.
+        # New tokens are the last ones of a sequence.
         token = (step.kv_lens - step.query_starts[1:])[sequence] + index
         start, stop = _seen(token, step, options.window)
         slots = torch.arange(group.block_table.shape[1] * keys.shape[1], device=query.device)
         other = group.first_keys[sequence][:, None] + slots
         is_seen = (other >= start[:, None]) & (other < stop[:, None])
-        # [num_tokens, keys, kv_heads, head_dim]; what nobody may read might be anything.
+        # [num_tokens, keys, kv_heads, head_dim]. Set invisible keys to 0, since they may be NaN.
         gathered = [
             pool[group.block_table[sequence]].flatten(1, 2).masked_fill(~is_seen[:, :, None, None], 0.0)
             for pool in (keys, values)
@@ -43,7 +43,7 @@ class TensorBackend(PagedBackend):
 
 
 def _seen(token: Tensor, step: PagedStep, window: int | None) -> tuple[Tensor, Tensor]:
-    """Every token sees the tokens [start, stop) of its sequence."""
+    """Returns the tokens [start, stop) of its sequence that every token sees."""
     start = torch.zeros_like(token) if window is None else (token - window + 1).clamp(min=0)
     stop = token + 1
     if step.mutual is not None:

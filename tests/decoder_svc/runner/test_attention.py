@@ -1,7 +1,7 @@
-"""The plain attention backend against loops over every query, head and key in float64.
+"""The SDPA backend against loops over every query, head and key in float64.
 
-Metadata comes from the runner's own input batch, as in a real step. Whatever a sequence must not read is NaN, which no
-weight of zero could hide.
+Metadata comes from the runner's own input batch, as in a real step. Everything that a sequence must not read is NaN,
+which a weight of zero would not hide.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_attention_is_the_reference(case: StepCase) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 5])
-def test_smaller_dtypes_are_as_good_as_their_bits(
+def test_results_in_smaller_dtypes_are_within_their_precision(
     dtype: torch.dtype, softcap: float | None, window: int | None
 ) -> None:
     chunks = [Chunk(20, 6, 6, 20, (Span(4, 8), Span(14, 3))), Chunk(7, 6, 6, 7), Chunk(9, 0, 0, 9)]
@@ -67,8 +67,8 @@ def test_a_window_of_one_token_is_the_token_itself() -> None:
     torch.testing.assert_close(step.run(LayerOptions(1.0, window=1))[0], step.contents[0].values[2:])
 
 
-def test_tokens_of_a_span_see_those_behind_them_and_no_others_do() -> None:
-    """What changes when the span's last token changes: its span, and what follows."""
+def test_only_tokens_of_a_span_see_later_tokens() -> None:
+    """Changing the span's last token changes the results of its span and of all later tokens."""
     chunk = Chunk(10, 0, 0, 10, (Span(2, 4),))
     step, other = Step([chunk], Sizes(), 0), Step([chunk], Sizes(), 0)
     other.contents[0].keys[5] += 1.0
@@ -76,8 +76,8 @@ def test_tokens_of_a_span_see_those_behind_them_and_no_others_do() -> None:
     assert changed.tolist() == [False] * 2 + [True] * 8
 
 
-def test_spans_behind_the_chunk_do_not_count() -> None:
-    """An image that a later step computes."""
+def test_spans_after_the_chunk_are_ignored() -> None:
+    """The later spans are images that a later step computes."""
     spans = (Span(2, 3), Span(6, 4), Span(12, 2))
     with_later = Step([Chunk(15, 1, 1, 6, spans)], Sizes(), 0).run(LayerOptions(1.0, window=4))[0]
     assert torch.equal(
@@ -87,9 +87,7 @@ def test_spans_behind_the_chunk_do_not_count() -> None:
 
 @thorough
 @given(chunks=st.lists(chunk_of_a_prompt(), min_size=2, max_size=4), options=OPTIONS, seed=SEEDS)
-def test_nothing_in_the_blocks_of_others_changes_a_result(
-    chunks: list[Chunk], options: LayerOptions, seed: int
-) -> None:
+def test_blocks_of_other_requests_do_not_change_a_result(chunks: list[Chunk], options: LayerOptions, seed: int) -> None:
     step, other = Step(chunks, Sizes(), seed), Step(chunks, Sizes(), seed)
     own = set(step.tables[0])
     for pool in other.pools[LAYER]:
@@ -104,7 +102,7 @@ def test_nothing_in_the_blocks_of_others_changes_a_result(
 @thorough
 @given(chunks=st.lists(chunk_of_a_prompt(), min_size=1, max_size=4), sizes=SIZES, seed=SEEDS)
 def test_only_slots_of_new_tokens_are_written(chunks: list[Chunk], sizes: Sizes, seed: int) -> None:
-    """What was found in the cache is computed for its results alone; one slot, which nobody reads, takes the rest."""
+    """Keys and values of cached tokens are not written to their slots, but to the slot that nobody reads."""
     step = Step(chunks, sizes, seed)
     wanted = [(keys.clone(), values.clone()) for keys, values in step.pools]
     for chunk, table, contents in zip(chunks, step.tables, step.contents, strict=True):
@@ -116,18 +114,18 @@ def test_only_slots_of_new_tokens_are_written(chunks: list[Chunk], sizes: Sizes,
     for layer in range(NUM_LAYERS):
         for pool, want in zip(step.pools[layer], wanted[layer], strict=True):
             slots, want_slots = pool.flatten(0, 1), want.flatten(0, 1)
-            # The one slot may hold anything.
+            # The slot that nobody reads may hold anything.
             slots[step.unread_slot] = want_slots[step.unread_slot] = 0.0
             assert torch.equal(slots.nan_to_num(7e7), want_slots.nan_to_num(7e7))
 
 
 def test_a_sequence_reads_what_another_writes_in_the_same_step() -> None:
-    """A prefix that was found as soon as the chunk that computes it was scheduled, whoever comes first in the batch."""
+    """A prefix may be shared by a request in the very step that computes it, in any order within the batch."""
     writer, reader = Chunk(8, 0, 0, 8), Chunk(11, 8, 8, 11)
     for order in ((writer, reader), (reader, writer)):
         step = Step(order, Sizes(), 0)
         first, second = order.index(writer), order.index(reader)
-        # The reader's own first two blocks are forgotten for the writer's.
+        # The reader uses the writer's first two blocks instead of its own.
         step.tables[second] = step.tables[first] + step.tables[second][2:]
         for name in ("keys", "values"):
             getattr(step.contents[second], name)[:8] = getattr(step.contents[first], name)
@@ -144,7 +142,7 @@ def test_layers_have_pools_of_their_own() -> None:
 
 
 def test_transformers_calls_the_backend_of_the_step() -> None:
-    """The flattened batch has heads in front of tokens there; the layer's own options arrive."""
+    """transformers puts heads before tokens; the layer's own options must arrive."""
     step = Step([Chunk(9, 4, 4, 9)], Sizes(), 0)
     contents = step.contents[0]
     query, keys, values = contents.query, contents.keys[4:], contents.values[4:]
@@ -161,8 +159,8 @@ def test_transformers_calls_the_backend_of_the_step() -> None:
         _paged_attention(layer, *tensors, scaling=0.5)
 
 
-def test_a_scale_is_not_the_heads_default() -> None:
-    """Gemma's is another: scores must be what the layer says."""
+def test_the_layers_scale_is_used_instead_of_the_default() -> None:
+    """Gemma sets another scale: the layer's own must be used."""
     chunk = Chunk(6, 0, 0, 6)
     outputs = [Step([chunk], Sizes(), 0).run(LayerOptions(scale))[0] for scale in (1 / math.sqrt(4), 2.0)]
     assert not torch.allclose(*outputs)

@@ -1,4 +1,4 @@
-"""What is free by the machine and by the container, and what a piece of work takes at its peak."""
+"""Free memory of machine and container, and the peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOWHERE = pathlib.Path("/nowhere")
 
 
 def group(folder: pathlib.Path, limit: str, usage: int, droppable: int = 0) -> None:
-    """A cgroup of version 2."""
+    """Writes the files of a version 2 cgroup."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{usage}\n")
@@ -28,12 +28,12 @@ def own(tmp_path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def test_without_a_container_it_is_what_the_machine_has() -> None:
+def test_without_a_container_the_machines_free_memory_counts() -> None:
     free = free_bytes(NOWHERE, NOWHERE)
     assert 0 < free <= psutil.virtual_memory().total
 
 
-def test_the_container_s_limit_counts_less_what_is_used(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
+def test_the_containers_limit_minus_its_usage_counts(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
     group(tmp_path / "root/pods/decoder", str(30 * MIB), 10 * MIB)
     assert free_bytes(tmp_path / "root", own) == 20 * MIB
 
@@ -50,12 +50,12 @@ def test_the_tightest_of_nested_limits_counts(tmp_path: pathlib.Path, own: pathl
     assert free_bytes(tmp_path / "root", own) == MIB
 
 
-def test_the_path_of_the_host_leads_to_the_mounted_root(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
+def test_a_cgroup_path_of_the_host_falls_back_to_the_mounted_root(tmp_path: pathlib.Path, own: pathlib.Path) -> None:
     group(tmp_path / "root", str(8 * MIB), 5 * MIB)
     assert free_bytes(tmp_path / "root", own) == 3 * MIB
 
 
-def test_groups_of_the_first_version_are_known_too(tmp_path: pathlib.Path) -> None:
+def test_version_1_cgroups_are_supported(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "root/memory"
     folder.mkdir(parents=True)
     (folder / "memory.limit_in_bytes").write_text(str(9 * MIB))
@@ -69,7 +69,7 @@ def test_over_the_limit_nothing_is_free(tmp_path: pathlib.Path, own: pathlib.Pat
     assert free_bytes(tmp_path / "root", own) == 0
 
 
-def test_the_peak_counts_what_is_given_back_before_the_end() -> None:
+def test_the_peak_includes_memory_released_before_the_end() -> None:
     with measured_peak() as peak:
         taken = bytearray(b"\1") * (200 * MIB)
         del taken

@@ -1,4 +1,4 @@
-"""What graphs read: sizes, the order of recording, numbers of a step and padding behind them."""
+"""Inputs of graphs: batch sizes, order of recording, a step's numbers and the padding after them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shape(*, has_sliding_group: bool) -> StepShape:
 
 
 def step(num_tokens: int, width: int, seed: int, *, has_sliding_group: bool) -> DecodeInputs:
-    """Numbers that are no padding's."""
+    """Returns a step whose numbers differ from all padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -73,7 +73,7 @@ def test_the_largest_is_recorded_first() -> None:
     batches=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 3), st.integers(0, 99)), min_size=1, max_size=4),
     has_sliding_group=st.booleans(),
 )
-def test_whatever_was_there_before_a_graph_reads_the_step_and_padding_behind_it(
+def test_a_graph_reads_the_step_and_padding_after_it_regardless_of_earlier_contents(
     batches: list[tuple[int, int, int]], has_sliding_group: bool
 ) -> None:
     table = GraphTable(SIZES, shape(has_sliding_group=has_sliding_group), CPU)
@@ -96,7 +96,7 @@ def test_whatever_was_there_before_a_graph_reads_the_step_and_padding_behind_it(
             assert torch.equal(group.slot_mapping[:num_tokens], of_step.slot_mapping)
             assert torch.equal(group.block_table[:num_tokens, :width], of_step.block_table)
             assert torch.equal(group.first_keys[:num_tokens], of_step.first_keys)
-            # A key of a block that nobody reads, written there by the padding itself.
+            # Padding reads and writes only the block that nobody else reads.
             assert set(group.slot_mapping[num_tokens:].tolist()) <= {pool.unread_block * 4}
             assert set(group.block_table[num_tokens:].flatten().tolist()) <= {pool.unread_block}
             assert set(group.first_keys[num_tokens:].tolist()) <= {0}

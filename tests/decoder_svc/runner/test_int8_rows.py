@@ -1,4 +1,4 @@
-"""Int8 rows from the encoder to the device: every way in gives the same, and nothing is taken for what it is not."""
+"""Int8 rows from the encoder to the device: every path gives the same rows, and unknown element types are refused."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 
 
 def int8_part(data: torch.Tensor, rows: RowRange, num_levels: int = 0) -> FetchedRows:
-    """Some rows of KEY as the fetcher gives them."""
+    """Returns some rows of KEY as the fetcher delivers them."""
     part = bytearray(data[rows.start : rows.stop].numpy().tobytes())
     return FetchedRows(KEY, rows, part, RowDtype.INT8_SCALED, RowSource.ENCODED, num_levels)
 
 
 def on_device(*parts: FetchedRows, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> torch.Tensor:
-    """The rows [NUM_ROWS, width] that a prompt of nothing but the image would see."""
+    """Returns the rows [NUM_ROWS, width] of a prompt that consists of the image only."""
     cache = RowCache(HostTransfer(torch.device("cpu")), dtype)
     for part in parts:
         cache.put(part)
@@ -59,7 +59,7 @@ def on_device(*parts: FetchedRows, dtype: torch.dtype = torch.float32, width: in
     return embeddings
 
 
-async def test_every_way_in_gives_the_same_rows_near_the_native_ones(
+async def test_every_path_gives_the_same_rows_close_to_the_native_ones(
     folder: pathlib.Path, redis_server: EmbeddedRedis
 ) -> None:
     async with running_encoder(folder) as target, open_fetcher(target, None) as decoder:
@@ -103,7 +103,7 @@ def test_levels_have_scales_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("dtype", [common_pb2.DATA_TYPE_UNSPECIFIED, 5, 99])
-async def test_rows_of_a_dtype_from_the_future_are_refused(dtype: Any) -> None:
+async def test_rows_of_an_unknown_dtype_are_refused(dtype: Any) -> None:
     class Newer(Scripted):
         def info(self) -> pb.GetEncoderInfoResponse:
             response = super().info()
@@ -115,7 +115,7 @@ async def test_rows_of_a_dtype_from_the_future_are_refused(dtype: Any) -> None:
             await encoder.info()
 
 
-async def test_a_result_of_another_dtype_than_the_encoders_is_never_taken() -> None:
+async def test_a_result_of_another_dtype_than_the_encoders_is_refused() -> None:
     class Changed(Scripted):
         def results(self, request: pb.EncodeRequest) -> list[pb.EncodeResult]:
             results = super().results(request)

@@ -1,4 +1,4 @@
-"""A step as tensors says what the step's lists say: plain attention on it is the reference."""
+"""A step as tensors describes the same step as its lists: attention computed from it equals the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tables_are_padded_and_numbers_are_those_of_the_sequences() -> None:
     assert paged.full.slot_mapping.tolist()[6:8] == [step.unread_slot] * 2, "tokens that are in the cache already"
 
 
-def test_a_token_of_no_span_has_a_stretch_of_its_own() -> None:
+def test_a_token_outside_of_any_span_has_a_span_of_one_token() -> None:
     chunks = [Chunk(3, 2, 2, 3), Chunk(10, 3, 3, 10, (Span(1, 4), Span(6, 2)))]
     paged = Step(chunks, Sizes(), 0).metadata(is_mutual_beyond_window=False).paged
     assert paged is not None

@@ -1,7 +1,7 @@
-"""Every device's runner gives the tokens of Hugging Face `generate`, whatever steps look like.
+"""Every device's runner gives the tokens of Hugging Face `generate`, for steps of any shape.
 
-A device is one entry of RUNNERS. The third one stands for a device that nobody has yet: it overrides the four methods
-that a device must, has graphs, and passes all the same.
+A device is one entry of RUNNERS. The third one represents a new device: it overrides only the four methods that a
+device must, has graphs, and must pass the same tests.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 
 RUNNERS: dict[str, type[ModelRunnerBase]] = {"cpu": CPUModelRunner, "cuda": GPUModelRunner, "third": RecordingRunner}
-# What a device must override.
+# The methods that a device must override.
 HOOKS = {"_cache_device_properties", "load_model", "profile_run", "capture_model"}
-# Plain positions, three axes of them, further feature levels, a window with spans that see each other, and prompts that
-# see themselves beyond the window, with bent scores.
+# Families with plain positions; with three position axes; with feature levels; with a window and mutual spans; and with
+# prompts that see themselves beyond the window and soft-capped scores.
 FAMILY_NAMES = ("llava_clip", "qwen2_vl", "qwen3_vl", "gemma3", "paligemma2")
-# Tokens of a step that is cut wherever cutting is allowed.
+# Token budget of a step that cuts prompts wherever cutting is allowed.
 SMALL_STEP = 23
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One device's runner of one family's model, and the questions to it."""
+    """One device's runner with one family's model, and the questions to it."""
 
     folder: pathlib.Path
     model: offline.OfflineModel
@@ -48,7 +48,7 @@ class Subject:
 
     @property
     def runner(self) -> ModelRunnerBase:
-        """Of the device."""
+        """The runner of the device under test."""
         return self.model.runner
 
     def session(
@@ -59,7 +59,7 @@ class Subject:
         cache_rows: int = 400,
         rows_arrive_after: int = 0,
     ) -> offline.Session:
-        """A fresh KV cache, with graphs over it where the device has graphs."""
+        """Returns a session with a fresh KV cache, and graphs if the device has any."""
         session = offline.Session(
             self.model,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -73,7 +73,7 @@ class Subject:
 
     @property
     def small_step(self) -> int:
-        """The smallest token budget that serves the prompts in steps that are cut."""
+        """Returns the smallest token budget with which the prompts can be served in cut steps."""
         return max([SMALL_STEP, *(span.length for prompt in self.prompts for span in prompt.mutual_spans)])
 
 
@@ -121,7 +121,7 @@ def test_all_at_once(subject: Subject) -> None:
     assert subject.session().ask(subject.prompts).token_ids == subject.expected
 
 
-def test_chunks_of_prompts_beside_single_tokens(subject: Subject) -> None:
+def test_chunks_of_prompts_and_single_tokens_in_one_step(subject: Subject) -> None:
     session = subject.session(max_num_batched_tokens=subject.small_step)
     assert session.ask(subject.prompts).token_ids == subject.expected
     lengths = [{chunk.num_tokens for chunk in step.chunks} for step in session.steps]
@@ -129,10 +129,10 @@ def test_chunks_of_prompts_beside_single_tokens(subject: Subject) -> None:
 
 
 def test_rows_arrive_late_and_in_ranges(subject: Subject) -> None:
-    """Room for the largest image's rows and little more, so that later ranges push out earlier ones."""
+    """There is room for little more than the largest image's rows, so later ranges evict earlier ones."""
     most = max(len(rows) for rows in subject.model.rows.values())
     if subject.runner.family.mask is not Mask.CAUSAL:
-        # All images of a prompt that sees itself are needed at the same time.
+        # A prompt that sees itself needs all its images at the same time.
         most = max(sum(item.num_rows for item in prompt.images) for prompt in subject.prompts)
     session = subject.session(max_num_batched_tokens=subject.small_step, cache_rows=most + 8, rows_arrive_after=2)
     assert session.ask(subject.prompts).token_ids == subject.expected
@@ -155,13 +155,13 @@ def test_everything_is_in_the_prefix_cache(subject: Subject) -> None:
     again = session.ask(subject.prompts)
     assert again.token_ids == subject.expected
     assert all(request.usage.cached_prompt_tokens > 0 for request in again.requests)
-    # Those that found all of their prompt start with a single token, which is not written.
+    # Requests whose whole prompt is cached start with a single token, which is not written.
     is_single = [chunk.num_tokens == 1 for step in session.steps[num_steps:] for chunk in step.chunks]
     assert any(is_single)
 
 
 def test_logits_are_those_of_the_whole_model(llava: Subject) -> None:
-    """Of the prompts without a picture; the log probabilities of the five likeliest tokens at each place."""
+    """Compares the log probabilities of the five most likely tokens at each position, for prompts without an image."""
     reference = tiny_models.load_model(llava.folder)
     prompts = [prompt for prompt in llava.prompts if not prompt.images]
     answers = llava.session(max_num_batched_tokens=SMALL_STEP).ask(prompts, logprobs=5)
@@ -179,7 +179,7 @@ def test_logits_are_those_of_the_whole_model(llava: Subject) -> None:
 def test_the_dummy_run_leaves_nothing_behind(subject: Subject) -> None:
     row_elements = (1 + subject.runner.family.num_levels) * tiny_models.HIDDEN_SIZE
     worst = WorstCase(64, 4, 300, 3, 16, row_elements, RowDtype.FLOAT32)
-    # Without rows from before.
+    # A session without rows of earlier runs.
     subject.session()
     assert subject.runner.profile_run(worst) > 0
     assert len(subject.runner.batch) == 0
@@ -230,7 +230,7 @@ def test_more_sequences_than_the_largest_graph_holds_run_without(recording: Subj
 
 
 def test_a_graph_gives_the_bits_of_the_same_step_without(recording: Subject) -> None:
-    """Four sequences are not padded: the same operators on the same shapes."""
+    """With four sequences there is no padding, so the same operators run on the same shapes."""
     prompts = recording.prompts[:4]
     with_graphs = recording.session().ask(prompts, logprobs=5)
     runner = recording.runner
@@ -244,7 +244,7 @@ def test_a_graph_gives_the_bits_of_the_same_step_without(recording: Subject) -> 
 
 
 def test_graphs_of_an_earlier_cache_are_forgotten(recording: Subject) -> None:
-    """They hold the addresses of its pools."""
+    """Old graphs hold the addresses of the old pools."""
     recording.session()
     runner = recording.runner
     assert runner.graphs is not None
@@ -252,7 +252,7 @@ def test_graphs_of_an_earlier_cache_are_forgotten(recording: Subject) -> None:
     assert runner.graphs is None
 
 
-def test_a_backend_that_reads_numbers_on_the_host_is_not_recorded(
+def test_a_backend_that_reads_metadata_on_the_host_is_not_recorded(
     recording: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(type(recording.runner.backend), "reads_tensors", False)
@@ -262,12 +262,12 @@ def test_a_backend_that_reads_numbers_on_the_host_is_not_recorded(
     assert "reads step metadata on the host" in caplog.text
 
 
-def test_a_model_that_asks_for_a_number_while_it_runs_is_not_recorded(
+def test_a_model_that_reads_tensor_values_on_the_host_is_not_recorded(
     recording: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = recording.runner.get_model().lm_head
     right = head.forward
-    # As a mixture of experts might ask how many tokens an expert gets.
+    # Like a mixture of experts that reads the number of tokens per expert.
     monkeypatch.setattr(head, "forward", lambda hidden: right(hidden) * int(hidden.isfinite().any()))
     session = offline.Session(recording.model)
     recording.runner.capture_model()

@@ -19,7 +19,7 @@ def row(params: SamplingParams, prompt: tuple[int, ...] = (0,), output: tuple[in
 
 
 def draw(params: SamplingParams, num_draws: int = 3000, logits: torch.Tensor = LOGITS) -> dict[int, float]:
-    """Relative frequencies over seeds."""
+    """Returns the relative frequencies of sampled tokens over seeds."""
     counts: collections.Counter[int] = collections.Counter()
     for seed in range(num_draws):
         seeded = SamplingParams(
@@ -89,8 +89,8 @@ def test_a_very_small_repetition_penalty_makes_seen_tokens_sure(penalty: float, 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("narrowing", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
-def test_numbers_that_are_none_fail_nobody_else(wrong: float, narrowing: dict[str, Any]) -> None:
-    """A model whose numbers ran over answers its own request with anything, and the others as ever."""
+def test_nan_logits_do_not_affect_other_requests(wrong: float, narrowing: dict[str, Any]) -> None:
+    """NaN logits may give their own request any token, but the other requests must get theirs as usual."""
     sick = torch.full_like(LOGITS, wrong)
     params = SamplingParams(temperature=0.7, seed=3, **narrowing)
     (of_sick, of_well), _ = sample(torch.stack([sick, LOGITS]), [row(params), row(params)])
@@ -99,7 +99,7 @@ def test_numbers_that_are_none_fail_nobody_else(wrong: float, narrowing: dict[st
 
 
 def test_ids_beyond_the_vocabulary_have_no_logits_to_penalise() -> None:
-    """Of placeholders, whose rows come from the encoder."""
+    """Placeholders of images have such ids."""
     params = SamplingParams(repetition_penalty=1.5)
     logits = torch.tensor([[2.0, 1.9, 0.0]])
     assert sample(logits, [row(params, prompt=(0, 3, 99, 99))])[0] == [1]

@@ -12,7 +12,7 @@ from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledCh
 
 
 def flat_inputs(*, has_sliding_group: bool = True) -> FlatInputs:
-    """Two new tokens behind four that are cached, and a single one, in blocks of 4."""
+    """Returns a step with two new tokens after four cached ones, and a request of one token, in blocks of 4."""
     batch = InputBatch(4, 1, has_sliding_group=has_sliding_group)
     batch.set_num_blocks(8, 8)
     chunks = []

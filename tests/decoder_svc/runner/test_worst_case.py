@@ -1,4 +1,4 @@
-"""The made-up heaviest step, and start-up that runs it with a real tiny model."""
+"""The synthetic heaviest step, and start-up that runs it with a tiny model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 class WatchedRunner(CPUModelRunner):
-    """Remembers which steps it ran."""
+    """A runner that records the steps that it ran."""
 
     steps: list[SchedulerOutput]
 
@@ -63,11 +63,11 @@ def runner(folder: pathlib.Path) -> WatchedRunner:
     return load(folder)
 
 
-def test_each_other_request_has_its_drafts() -> None:
+def test_every_decoding_request_has_its_drafts() -> None:
     worst = replace(worst_case(num_tokens=64, num_requests=5), num_draft_tokens=6)
     step = worst_case_step(worst, BLOCK_SIZE, window=3)
     assert [(chunk.num_tokens, len(chunk.draft_ids)) for chunk in step.chunks] == [(36, 0), *[(7, 6)] * 4]
-    # Where the budget is short, all have fewer, and the longest one has a token.
+    # With a small budget every request has fewer drafts, and the longest request has one token.
     step = worst_case_step(replace(worst, num_tokens=14), BLOCK_SIZE)
     assert [(chunk.num_tokens, len(chunk.draft_ids)) for chunk in step.chunks] == [(2, 0), *[(3, 2)] * 4]
 
@@ -78,7 +78,7 @@ def test_each_other_request_has_its_drafts() -> None:
     context_tokens=st.integers(2, 300),
     num_drafts=st.integers(0, 9),
 )
-def test_with_drafts_the_step_keeps_to_the_budget(
+def test_a_step_with_drafts_stays_within_the_token_budget(
     num_tokens: int, num_requests: int, context_tokens: int, num_drafts: int
 ) -> None:
     worst = replace(worst_case(num_tokens, num_requests, context_tokens, 0), num_draft_tokens=num_drafts)
@@ -90,7 +90,7 @@ def test_with_drafts_the_step_keeps_to_the_budget(
 
 def test_the_runner_runs_a_step_with_drafts(runner: WatchedRunner) -> None:
     assert runner.profile_run(replace(worst_case(), num_draft_tokens=4)) > 0
-    # Of the chunks with drafts, which are all zeros, some token each; of the longest one its next.
+    # Each chunk with drafts (all zeros) gives some token, and the longest request gives its next one.
     assert any(chunk.draft_ids for step in runner.steps for chunk in step.chunks)
 
 
@@ -100,7 +100,7 @@ def test_the_runner_runs_a_step_with_drafts(runner: WatchedRunner) -> None:
     context_tokens=st.integers(2, 300),
     num_images=st.integers(0, 4),
 )
-def test_the_step_fills_the_budget_and_no_more(
+def test_the_step_uses_exactly_the_token_budget(
     num_tokens: int, num_requests: int, context_tokens: int, num_images: int
 ) -> None:
     worst = worst_case(num_tokens, num_requests, context_tokens, num_images)
@@ -118,17 +118,17 @@ def test_the_step_fills_the_budget_and_no_more(
     assert len(set(keys)) == num_images
 
 
-def test_with_a_window_the_step_sees_it_before_its_first_token() -> None:
+def test_the_sliding_table_reaches_a_window_back_from_the_first_token() -> None:
     step = worst_case_step(worst_case(num_tokens=20, num_requests=2, context_tokens=100), BLOCK_SIZE, window=10)
     longest, other = (chunk.sliding for chunk in step.chunks)
-    # 19 tokens from 81 on, the first of which sees 72 … 81.
+    # 19 tokens from 81 on; the first of them sees tokens 72 … 81.
     assert longest is not None
     assert (longest.first, longest.start, len(longest.block_ids)) == (9, 9, 4)
     assert other is not None
     assert (other.first, len(other.block_ids)) == (0, 1)
 
 
-def test_start_up_runs_it_once_and_forgets_it(runner: WatchedRunner) -> None:
+def test_start_up_runs_the_heaviest_step_once_and_keeps_nothing_of_it(runner: WatchedRunner) -> None:
     runner.steps.clear()
     free = runner.profile_run(worst_case())
     assert free > 0
@@ -137,7 +137,7 @@ def test_start_up_runs_it_once_and_forgets_it(runner: WatchedRunner) -> None:
     assert len(runner.row_cache) == 0
 
 
-# In a process of its own: memory that an earlier test gave back would be there to be taken.
+# Run in a separate process: memory that an earlier test released would be reused without being measured.
 _PROFILES_TWO_STEPS = """
 import pathlib, sys
 from decoder_svc.runner.cpu import runner as cpu
@@ -153,11 +153,11 @@ print(small - runner.profile_run(tests.worst_case(num_tokens=8192, context_token
 def test_more_tokens_leave_less_memory(folder: pathlib.Path) -> None:
     command = [sys.executable, "-c", _PROFILES_TWO_STEPS, str(folder)]
     finished = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    # Hidden states, what they are projected to and what comes back: no less than three of them for each token.
+    # Hidden states, their projections and the results: at least three buffers per token.
     assert int(finished.stdout) > 3 * 8192 * tiny_models.HIDDEN_SIZE * 4
 
 
-# In a process each, for the same reason.
+# Run in one process each, for the same reason.
 _PROFILES_ALL_LAYERS = """
 import contextlib, pathlib, sys, torch
 from decoder_svc.runner.cpu import runner as cpu
@@ -177,7 +177,7 @@ print(small - runner.profile_run(tests.worst_case(num_tokens=8192, context_token
 
 @pytest.mark.usefixtures("library")
 def test_one_layer_takes_as_much_memory_as_all(folder: pathlib.Path) -> None:
-    """So that a profile of a step need not run them all."""
+    """Therefore a memory profile need not run all layers."""
     taken = {}
     for layers in ("one", "all"):
         command = [sys.executable, "-c", _PROFILES_ALL_LAYERS, str(folder), layers]
@@ -186,7 +186,7 @@ def test_one_layer_takes_as_much_memory_as_all(folder: pathlib.Path) -> None:
     assert taken["one"] == pytest.approx(taken["all"], rel=0.1)
 
 
-async def test_a_pool_that_nobody_sized_holds_all_requests_at_their_longest(folder: pathlib.Path) -> None:
+async def test_a_pool_without_a_set_size_holds_all_requests_at_full_length(folder: pathlib.Path) -> None:
     sizes: dict[str, Any] = {
         "num_kv_blocks": None,
         "max_num_seqs": 3,
@@ -216,7 +216,7 @@ async def test_layers_with_a_window_get_a_pool_of_their_own(tmp_path: pathlib.Pa
     async with running_decoder(folder, **sizes) as decoder:
         limits = decoder.service.engine.limits
     assert limits.num_kv_blocks == 3 * 50
-    # 9 tokens of the window before a step of 40, and one block more where they begin inside a block.
+    # 9 tokens of the window before a step of 40 tokens, and one more block if they start inside a block.
     assert limits.num_sliding_kv_blocks == 3 * 8
     async with running_decoder(folder, **sizes | {"num_kv_blocks": 10}) as decoder:
         assert decoder.service.engine.limits.num_sliding_kv_blocks == 10

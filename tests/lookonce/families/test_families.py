@@ -1,4 +1,4 @@
-"""What an image becomes by its size alone is what its family's own processor makes of it, and its rows are as many."""
+"""The expansion computed from an image's size alone equals the family's own processor, and so does its row count."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_family_has_a_tiny_model(folders: Folders) -> None:
     assert all(model_type == data.model_type for model_type, data in DATA.items())
 
 
-def test_sizes_say_how_many_rows_there_are_and_the_largest_is_the_largest(family: ModuleType, folders: Folders) -> None:
+def test_row_counts_from_sizes_are_right_and_none_exceeds_the_largest(family: ModuleType, folders: Folders) -> None:
     folder = ModelFolder.open(folders(family.NAME))
     model, adapter = FamilyModel.load(folder), VisionAdapter.load(folder)
     vision = load_vision_half(folder.path, torch.float32)
@@ -112,7 +112,7 @@ def test_max_pixels_bounds_the_pixels_of_an_image(name: str, folders: Folders) -
 
 
 def test_a_grid_that_is_not_scaled_down_counts_as_the_largest(folders: Folders, tmp_path: pathlib.Path) -> None:
-    """LLaVA-OneVision with the published canvases: 1200 × 1000 pixels have more rows than any full canvas."""
+    """LLaVA-OneVision with the published canvases: 1200 × 1000 pixels give more rows than any full canvas."""
     model = FamilyModel.load(ModelFolder.open(folders("llava_onevision")))
     source = model.source
     source.config.vision_config.image_size, source.config.vision_config.patch_size = 384, 14

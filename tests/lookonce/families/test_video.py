@@ -52,13 +52,13 @@ def test_a_video_is_one_expansion_per_pair_and_the_last_pair_may_be_half_full() 
 
 
 def test_text_around_a_pair_tells_the_time_between_its_frames() -> None:
-    rule = replace(RULE, around=lambda seconds: (f"<{seconds:.2f}>", ""))
+    rule = replace(RULE, surrounding_text=lambda seconds: (f"<{seconds:.2f}>", ""))
     shapes = model(rule).shapes((FACTOR, FACTOR), num_frames=3, fps=2.0)
     assert [shape.parts for shape in shapes] == [("<0.25>", 1), ("<1.00>", 1)]
 
 
 def test_a_rule_with_a_time_axis_places_each_pair_on_it() -> None:
-    rule = replace(RULE, tick=lambda _config, seconds: 3 * seconds)
+    rule = replace(RULE, time_steps=lambda _config, seconds: 3 * seconds)
     shapes = model(rule).shapes((FACTOR, FACTOR), num_frames=6, fps=4.0)
     assert [shape.place for shape in shapes] == [FramePlace(0, 0), FramePlace(1, 1), FramePlace(2, 3)]
 
@@ -66,7 +66,7 @@ def test_a_rule_with_a_time_axis_places_each_pair_on_it() -> None:
 @pytest.mark.parametrize("ticks", [0.0, 1e9])
 def test_time_steps_out_of_range_are_refused(ticks: float) -> None:
     with pytest.raises(ValueError, match="time steps"):
-        VideoModel.load(source(), replace(RULE, tick=lambda _config, _seconds: ticks))
+        VideoModel.load(source(), replace(RULE, time_steps=lambda _config, _seconds: ticks))
 
 
 @pytest.mark.parametrize(

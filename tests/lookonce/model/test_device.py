@@ -1,4 +1,4 @@
-"""The device behind the setting's word."""
+"""The PyTorch device that each value of `--device` selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each half is loaded from the same folder, complete, and without a single weight of the other."""
+"""Each half is loaded completely from the same folder, without any weight of the other half."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import tiny_models
 from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
-# What both halves hold: direct parameters of the inner model, which are one row and the vision half's to use.
+# Parameters that both halves hold: direct parameters of the inner model, one row each, used by the vision half.
 IN_BOTH = {"llava_next": {"model.image_newline"}, "llava_onevision": {"model.image_newline"}}
 
 Tensors = dict[str, Tensor]
@@ -30,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A tiny model's folder, and what is loaded from it in fp32."""
+    """A tiny model's folder, with the whole model and both halves loaded in float32."""
 
     name: str
     folder: pathlib.Path
@@ -41,7 +41,7 @@ class Loaded:
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], pathlib.Path]:
-    """Folder of a tiny model by name, built once."""
+    """Returns the folder of a tiny model by name; builds it once."""
     built: dict[str, pathlib.Path] = {}
 
     def folder(name: str) -> pathlib.Path:
@@ -79,7 +79,7 @@ def is_language(name: str, whole: Any) -> bool:
 
 
 def changed_folder(folder: pathlib.Path, to: pathlib.Path, change: Callable[[Tensors], Tensors]) -> pathlib.Path:
-    """The same model with other tensors in its file."""
+    """Returns a copy of the model's folder with other tensors in its file."""
     shutil.copytree(folder, to)
     contents = {name: tensor.contiguous() for name, tensor in change(load_file(to / WEIGHTS)).items()}
     save_file(contents, to / WEIGHTS, metadata={"format": "pt"})
@@ -87,7 +87,7 @@ def changed_folder(folder: pathlib.Path, to: pathlib.Path, change: Callable[[Ten
 
 
 def check_halves(folder: pathlib.Path, expected: Loaded) -> None:
-    """The folder's halves are those of `expected`, bit by bit."""
+    """Asserts that the folder's halves are bit-equal to those of `expected`."""
     for half, model in ((Half.TEXT, expected.text), (Half.VISION, expected.vision)):
         wanted, found = parameters(model), parameters(load_half(half, folder, torch.float32))
         assert found.keys() == wanted.keys()
@@ -113,7 +113,7 @@ def test_the_halves_are_the_whole_bit_by_bit(loaded: Loaded) -> None:
 
 
 def test_buffers_that_no_file_holds_are_those_of_the_whole(loaded: Loaded) -> None:
-    """They are computed at loading: rotary frequencies, position ids, the scale of embeddings."""
+    """These buffers are computed at loading: rotary frequencies, position ids, the scale of embeddings."""
     whole = dict(loaded.whole.named_buffers())
     for half in (loaded.text, loaded.vision):
         for name, buffer in half.named_buffers():
@@ -144,14 +144,14 @@ def test_dtype_is_the_checkpoints_unless_overridden(loaded: Loaded) -> None:
         assert {tensor.dtype for _, tensor in load_half(half, loaded.folder).named_parameters()} == {torch.float32}
         model = load_half(half, loaded.folder, torch.bfloat16)
         assert {tensor.dtype for _, tensor in model.named_parameters()} == {torch.bfloat16}
-        # Rotary frequencies lose too much in bfloat16.
+        # Rotary frequencies must stay in float32; bfloat16 is too coarse.
         rotary = [tensor for name, tensor in model.named_buffers() if "inv_freq" in name]
         assert {tensor.dtype for tensor in rotary} <= {torch.float32}
         assert rotary or half is Half.VISION
 
 
 def test_the_head_of_a_tied_model_is_its_embedding(loaded: Loaded, tmp_path: pathlib.Path) -> None:
-    """Such a file holds no head."""
+    """The file of a tied model has no tensor for the head."""
     tied = changed_folder(
         loaded.folder,
         tmp_path / "tied",
@@ -167,15 +167,15 @@ def test_the_head_of_a_tied_model_is_its_embedding(loaded: Loaded, tmp_path: pat
 
 
 def set_config(folder: pathlib.Path, **fields: Any) -> None:
-    """Changes the configuration at its top, and where the text model has the same fields."""
+    """Changes fields of the configuration, and of its text configuration if it has them, too."""
     config = json.loads((folder / "config.json").read_text())
     config |= fields
     config["text_config"] |= {name: value for name, value in fields.items() if name in config["text_config"]}
     (folder / "config.json").write_text(json.dumps(config))
 
 
-# Names of tensors as published files have them, from names of parameters; first rule that matches. They are written
-# down rather than left to `save_pretrained`, which undoes the library's own renaming.
+# Rules from parameter names to tensor names of published files; the first match counts. They are written out, because
+# `save_pretrained` undoes the library's own renaming.
 _LLAVA = {
     r"^lm_head\.": "language_model.lm_head.",
     r"^model\.language_model\.": "language_model.model.",
@@ -189,7 +189,7 @@ LAYOUTS = {
     **dict.fromkeys(("pixtral", "mistral3", "internvl"), _LLAVA),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN),
 }
-# What older versions saved besides, in LLaVA-1.5's case.
+# Tensors that older versions also saved for LLaVA-1.5.
 _OLD_BUFFERS = (
     "language_model.model.layers.0.self_attn.rotary_emb.inv_freq",
     "vision_tower.vision_model.embeddings.position_ids",
@@ -197,7 +197,7 @@ _OLD_BUFFERS = (
 
 
 def published(name: str, rules: Mapping[str, str]) -> str:
-    """The name of a parameter's tensor in a published file."""
+    """Returns the name of a parameter's tensor in a published file."""
     for pattern, replacement in rules.items():
         if re.search(pattern, name):
             return re.sub(pattern, replacement, name)
@@ -211,7 +211,7 @@ def test_names_of_published_files_give_the_same_halves(
 ) -> None:
     folder = build(name)
     whole = parameters(tiny_models.load_model(folder))
-    # Since transformers 4.52 many were saved under the names of their parameters.
+    # Since transformers 4.52 many files use the parameter names.
     rules = LAYOUTS[name] if is_old else {}
     renamed = changed_folder(
         folder, tmp_path / "old", lambda _: {published(key, rules): tensor for key, tensor in whole.items()}
@@ -222,7 +222,7 @@ def test_names_of_published_files_give_the_same_halves(
 
 
 def test_the_old_names_are_those_of_llava_and_qwen2_vl() -> None:
-    """The table above is what the tests stand on: here it is spelled out."""
+    """Spells out the results of the rules above, on which the other tests rely."""
     assert [published(name, LAYOUTS["llava_clip"]) for name in (
         "model.language_model.embed_tokens.weight",
         "lm_head.weight",
@@ -239,7 +239,7 @@ def test_the_old_names_are_those_of_llava_and_qwen2_vl() -> None:
     )] == ["model.embed_tokens.weight", "lm_head.weight", "visual.blocks.0.attn.qkv.weight"]  # fmt: skip
 
 
-def test_buffers_that_old_versions_saved_are_no_surprise(
+def test_buffers_that_old_versions_saved_are_accepted(
     build: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     old = changed_folder(
@@ -251,7 +251,7 @@ def test_buffers_that_old_versions_saved_are_no_surprise(
         load_half(half, old)
 
 
-# A tensor of each half as the file names it, and as the model does.
+# Per half, one tensor's name in the file and in the model.
 VICTIMS = {
     Half.TEXT: ("model.layers.1.mlp.up_proj.weight", "model.language_model.layers.1.mlp.up_proj.weight"),
     Half.VISION: ("visual.merger.mlp.0.weight", "model.visual.merger.mlp.0.weight"),
@@ -290,10 +290,10 @@ def test_a_tensor_of_another_shape_is_refused_by_name(
 
 
 @each_half
-def test_a_tensor_that_nobody_takes_is_refused_by_name(
+def test_an_unexpected_tensor_is_refused_by_name(
     build: Callable[[str], pathlib.Path], half: Half, tmp_path: pathlib.Path
 ) -> None:
-    """One more layer than the configuration has: another model's weights."""
+    """The file has one layer more than the configuration, as if it belonged to another model."""
     saved, name = (each.replace("1.", "9.").replace("0.", "9.") for each in VICTIMS[half])
     broken = changed_folder(
         build("qwen2_vl"), tmp_path / "broken", lambda contents: contents | {saved: torch.zeros(2, 2)}

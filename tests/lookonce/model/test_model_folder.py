@@ -1,4 +1,4 @@
-"""Which model folders are accepted, and what is said about the others."""
+"""Model folders that are accepted, and the messages with which others are refused."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests import tiny_models
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A good folder; tests change copies of it."""
+    """Returns a valid folder; tests change copies of it."""
     return tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
 
 
 @pytest.fixture
 def folder(built: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
-    """A copy of the good folder."""
+    """Returns a copy of the valid folder."""
     return pathlib.Path(shutil.copytree(built, tmp_path / "llava"))
 
 
@@ -35,13 +35,13 @@ def edit(file: pathlib.Path, change: Callable[[dict[str, Any]], object]) -> None
 
 
 def refusal(folder: pathlib.Path) -> str:
-    """Why a folder is refused."""
+    """Returns the message with which a folder is refused."""
     with pytest.raises(ModelFolderError) as caught:
         ModelFolder.open(folder)
     return caught.value.message
 
 
-def test_a_good_folder_is_described(folder: pathlib.Path) -> None:
+def test_a_valid_folder_is_described(folder: pathlib.Path) -> None:
     found = ModelFolder.open(folder)
     assert (found.model_type, found.architecture) == ("llava", "LlavaForConditionalGeneration")
     assert found.weight_files == (folder / "model.safetensors",)
@@ -111,7 +111,7 @@ def test_another_architecture_of_a_known_type_is_refused(folder: pathlib.Path) -
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "preprocessor_config.json"])
-def test_code_of_its_own_is_refused(folder: pathlib.Path, name: str) -> None:
+def test_custom_code_is_refused(folder: pathlib.Path, name: str) -> None:
     edit(folder / name, lambda config: config.update(auto_map={"AutoModel": "modeling_own.OwnModel"}))
     assert "auto_map" in refusal(folder)
 

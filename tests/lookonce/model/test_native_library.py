@@ -1,4 +1,4 @@
-"""C++ folders become libraries once per machine, or an error that says why not."""
+"""A folder of C++ files is compiled once per machine, or an error gives the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """An empty cache folder of our own."""
+    """Sets and returns an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     load_library.cache_clear()
     yield tmp_path / "cache/lookonce"
@@ -34,7 +34,7 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[p
 
 
 def sources(folder: pathlib.Path, number: str) -> pathlib.Path:
-    """A folder whose function writes 16 times this number."""
+    """Returns a folder with a C++ function that writes 16 · `number`."""
     folder.mkdir(exist_ok=True)
     (folder / "number.cpp").write_text(SOURCE % number)
     return folder
@@ -61,9 +61,9 @@ def test_a_folder_is_compiled_with_the_shared_headers_once_and_anew_when_it_chan
     assert written(folder) == 32.0
 
 
-def test_a_library_that_was_damaged_is_made_anew(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
+def test_a_damaged_library_is_compiled_again(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
     folder = sources(tmp_path / "sources", "0.5f")
-    # In another process: this one would still have the library that it had loaded.
+    # In another process, because this one would reuse the library that it has loaded.
     program = (
         "import pathlib, sys; from lookonce.model.native_library import load_library; "
         "load_library(pathlib.Path(sys.argv[1]))"
@@ -90,7 +90,7 @@ def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> Non
     assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["write_number"] * 3
 
 
-def test_a_compiler_that_fails_is_told_by_its_first_line(
+def test_a_failing_compiler_is_reported_with_its_first_line(
     tmp_path: pathlib.Path, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "broken-c++"
@@ -102,13 +102,13 @@ def test_a_compiler_that_fails_is_told_by_its_first_line(
     assert not list(cache.iterdir()), "nothing half-made is left"
 
 
-def test_without_a_compiler_the_reason_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(NativeLibraryError, match="no C\\+\\+ compiler"):
         load_library(sources(tmp_path / "sources", "1.0f"))
 
 
-def test_a_library_that_somebody_else_could_have_put_there_is_not_loaded(
+def test_a_library_from_a_folder_that_others_can_write_is_not_loaded(
     tmp_path: pathlib.Path, cache: pathlib.Path
 ) -> None:
     cache.mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_a_library_that_somebody_else_could_have_put_there_is_not_loaded(
         load_library(sources(tmp_path / "sources", "1.0f"))
 
 
-def test_without_a_place_to_write_there_is_none(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
+def test_without_a_writable_cache_there_is_no_library(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
     cache.parent.write_text("no folder")
     with pytest.raises(NativeLibraryError, match="could not be compiled"):
         load_library(sources(tmp_path / "sources", "1.0f"))

@@ -1,4 +1,4 @@
-"""Packed layers give what plain ones give, and plain ones stay where packing is not possible."""
+"""Packed layers give the results of plain ones, and plain layers stay where packing is not possible."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PACKABLE = [dtype for dtype in TOLERANCES if unpackable_reason(dtype, CPU) is No
 
 @pytest.fixture(params=TOLERANCES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """Every element type that can be packed on this machine."""
+    """Parametrises over the element types that can be packed on this machine."""
     if request.param not in PACKABLE:
         pytest.skip(f"not packed here: {unpackable_reason(request.param, CPU)}")
     return request.param
 
 
 def linear(dtype: torch.dtype, *, bias: bool = True, num_outputs: int = 40) -> torch.nn.Linear:
-    """A layer whose inputs have 48 numbers."""
+    """Returns a layer with 48 inputs."""
     torch.manual_seed(1)
     return torch.nn.Linear(48, num_outputs, bias=bias, dtype=dtype).requires_grad_(False)
 
@@ -75,7 +75,7 @@ def test_inputs_of_any_shape_and_layout_are_taken(dtype: torch.dtype, shape: tup
     ],
     ids=["bias", "weight", "activation"],
 )
-def test_a_layer_that_gives_something_else_is_noticed(dtype: torch.dtype, spoil: Any) -> None:
+def test_a_layer_with_wrong_results_is_detected(dtype: torch.dtype, spoil: Any) -> None:
     plain = linear(dtype)
     layer = PackedLinear(plain.weight, plain.bias)
     assert layer.agrees_with(plain.weight, plain.bias)
@@ -86,7 +86,7 @@ def test_a_layer_that_gives_something_else_is_noticed(dtype: torch.dtype, spoil:
 def test_all_plain_layers_of_a_model_are_replaced_and_their_weights_freed(dtype: torch.dtype) -> None:
     shared = linear(dtype, num_outputs=48)
     model = torch.nn.Sequential(shared, torch.nn.Tanh(), torch.nn.Sequential(shared, linear(dtype, bias=False)))
-    # Attention's own subclass reads its weight past `forward`.
+    # The subclass in attention reads its weight without calling `forward`.
     model.append(torch.nn.MultiheadAttention(40, 2, dtype=dtype).requires_grad_(False))
     rows = torch.randn(7, 48).to(dtype)
     expected = model[:3](rows)
@@ -148,7 +148,7 @@ def test_where_packing_is_not_possible_plain_layers_stay_with_the_reason_in_the_
     assert reason in logs[0]["reason"]
 
 
-def test_only_what_pays_is_packed() -> None:
+def test_only_layers_that_gain_are_packed() -> None:
     assert "float16" in str(unpackable_reason(torch.float16, CPU))
     assert "meta" in str(unpackable_reason(torch.float32, torch.device("meta")))
     assert pack_linears(torch.nn.Sequential(torch.nn.Tanh())) == 0

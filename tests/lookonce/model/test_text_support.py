@@ -24,7 +24,7 @@ BUILDERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     **{name: module.build for name, module in FAMILIES.items()},
     **tiny_models.BUILDERS,
 }
-# Fields that all text models below need to be read as a configuration.
+# Fields without which the text models below cannot be read as a configuration.
 SMALL = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 1024}
 
@@ -39,7 +39,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, pathlib.Pa
 
 @pytest.fixture
 def edited(folders: Mapping[str, pathlib.Path], tmp_path: pathlib.Path) -> Callable[..., ModelFolder]:
-    """A family's folder with changed fields of its text model; `replaced`: with no others. Its weights are garbage."""
+    """Returns a function that copies a family's folder and changes fields of its text model.
+
+    With `replaced` the text model has only these fields. The weight files are garbage.
+    """
 
     def edit(name: str, fields: Mapping[str, Any], *, replaced: bool = False) -> ModelFolder:
         path = tmp_path / name
@@ -127,7 +130,7 @@ def test_text_models_of_other_kinds_are_refused(
             "llava_clip",
             {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
         ),
-        # As folders from before transformers 5 have it.
+        # The form in folders from before transformers 5.
         ("qwen2_vl", {"rope_parameters": None, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
         (
             "gemma3",
@@ -143,7 +146,7 @@ def test_other_variants_are_accepted(name: str, fields: Mapping[str, Any], edite
 
 
 def test_all_text_models_with_sinks_are_known() -> None:
-    """transformers hands sinks to the attention function as `s_aux`."""
+    """Models with sinks pass `s_aux` to the attention function, which transformers' sources show."""
     models = pathlib.Path(str(importlib.import_module("transformers.models").__file__)).parent
     found = {file.parent.name for file in models.glob("*/modeling_*.py") if "s_aux=" in file.read_text("utf-8")}
     assert found, f"transformers {transformers.__version__} names them otherwise"

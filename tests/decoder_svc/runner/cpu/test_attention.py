@@ -1,4 +1,4 @@
-"""The CPU's own kernel against loops in float64, in mixed steps too; and what happens where it cannot be had."""
+"""The native CPU kernel against loops in float64, also in mixed steps; and the fallback where it is not available."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_THREADS = 2
 
 
 class Native(NativeBackend):
-    """The kernel, its pools filled from others that are laid out token by token, as the steps of these tests are."""
+    """The kernel with pools copied from pools in token order, as the steps of these tests fill them."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         super().__init__(load_library(SOURCES), num_threads)
@@ -43,7 +43,7 @@ class Native(NativeBackend):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions
     ) -> Tensor:
         for plain, own, arranged in zip(self._plain[layer], self._tensors[layer], (keys_in, values_in), strict=True):
-            # Nobody reads a block's slots behind its last token.
+            # Slots after a block's last token are never read.
             room = torch.full((len(plain), own.shape[2], *plain.shape[2:]), torch.nan, dtype=plain.dtype)
             room[:, : plain.shape[1]] = plain
             own.copy_(arranged(room).reshape(own.shape))
@@ -51,15 +51,15 @@ class Native(NativeBackend):
 
 
 def keys_in(slots: Tensor) -> Tensor:
-    """`[blocks, slots, heads, dim]` as `[blocks, heads, slots / 16, dim in words, 16, elements of a word]`."""
+    """Reorders `[blocks, slots, heads, dim]` to `[blocks, heads, slots / 16, dim in words, 16, elements of a word]`."""
     per_word = 4 // slots.itemsize
     return slots.unflatten(1, (-1, 16)).unflatten(-1, (-1, per_word)).permute(0, 3, 1, 4, 2, 5)
 
 
 def values_in(slots: Tensor) -> Tensor:
-    """`[blocks, slots, heads, dim]` as `[blocks, heads, slots in words, dim, elements of a word]`."""
+    """Reorders `[blocks, slots, heads, dim]` to `[blocks, heads, slots in words, dim, elements of a word]`."""
     words = slots.unflatten(1, (-1, 4 // slots.itemsize)).permute(0, 3, 1, 4, 2).clone()
-    # As a token is written: nothing that is no number shares a word with it.
+    # The kernel does the same when it writes a token: no NaN may share a word with it.
     is_shared = ~words.isnan().all(dim=-1, keepdim=True)
     return torch.where(is_shared & words.isnan(), 0.0, words)
 
@@ -75,7 +75,7 @@ SIZES = st.builds(
 
 @st.composite
 def decoding(draw: st.DrawFn) -> Chunk:
-    """One new token behind any number of others."""
+    """Draws a chunk of one new token after any number of cached ones."""
     stop = draw(st.integers(1, 40))
     return Chunk(stop, stop - 1, draw(st.integers(stop - 1, stop)), stop)
 
@@ -89,17 +89,17 @@ def decoding(draw: st.DrawFn) -> Chunk:
     sizes=SIZES,
     example_sizes=Sizes(head_dim=16),
 )
-def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+def test_any_step_equals_the_reference(case: StepCase) -> None:
     case.check(Native)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(("num_kv_heads", "num_groups", "head_dim"), [(3, 3, 64), (1, 8, 256), (8, 1, 80), (2, 7, 32)])
-def test_long_contexts_are_put_together_from_pieces(
+def test_results_of_long_contexts_are_combined_from_pieces(
     dtype: torch.dtype, window: int | None, num_kv_heads: int, num_groups: int, head_dim: int
 ) -> None:
-    """Around multiples of a piece's 256 tokens, in blocks that no piece ends with, beside a longer chunk."""
+    """Lengths around multiples of a piece's 256 tokens, where no block ends with a piece, next to a longer chunk."""
     sizes = Sizes(48, num_kv_heads, num_groups, head_dim)
     stops = (1, 255, 256, 257, 511, 800)
     chunks = [Chunk(stop, stop - 1, stop - 1, stop) for stop in stops] + [Chunk(300, 290, 290, 300)]
@@ -113,8 +113,8 @@ def test_long_contexts_are_put_together_from_pieces(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_tokens_result_does_not_depend_on_its_company(dtype: torch.dtype, window: int | None) -> None:
-    """The same bits with others in the step or alone, in a chunk of a prompt or as a single token, on any threads."""
+def test_a_tokens_result_does_not_depend_on_the_batch(dtype: torch.dtype, window: int | None) -> None:
+    """Bit-equal with others in the step or alone, in a chunk or as a single token, on any number of threads."""
     num_tokens, sizes, options = 700, Sizes(16, 2, 3, 64), LayerOptions(0.125, window)
     prompt = Step([Chunk(num_tokens, 0, 0, num_tokens)], sizes, 5, dtype, backend=Native)
     (wanted,) = prompt.run(options)
@@ -149,8 +149,8 @@ def test_any_shape_is_taken(sizes: Sizes) -> None:
     Step([Chunk(9, 8, 8, 9)], sizes, 0, torch.float32, backend=Native).check(LayerOptions(0.1))
 
 
-def test_what_is_not_a_number_stays_with_its_request() -> None:
-    """A block may hold what a broken request left behind, and its own answer may not look sound."""
+def test_nan_stays_within_its_request() -> None:
+    """A block may hold NaN from a broken request; others must not see it, and the request's own answer must show it."""
     for dtype in (torch.float32, torch.bfloat16):
         chunks = [Chunk(40, 35, 35, 40), Chunk(7, 6, 6, 7)]
         step = Step(chunks, Sizes(16, 1, 2, 16), 3, dtype, backend=Native)
@@ -160,8 +160,8 @@ def test_what_is_not_a_number_stays_with_its_request() -> None:
         assert broken.isnan().all()
 
 
-def test_each_step_is_read_anew() -> None:
-    """Its arrays are kept for the layers of one step only, also where the next one looks alike."""
+def test_arrays_of_a_step_are_not_reused_for_the_next() -> None:
+    """Arrays are kept for the layers of one step only, even if the next step looks the same."""
     backend = Native()
     step = Step([Chunk(9, 8, 8, 9), Chunk(5, 4, 4, 5)], Sizes(head_dim=16), 0, torch.float32, backend=lambda: backend)
     step.check(LayerOptions(1.0))
@@ -170,8 +170,8 @@ def test_each_step_is_read_anew() -> None:
     assert backend.step(dataclasses.replace(metadata)) is not backend.step(metadata)
 
 
-def test_nothing_outside_of_the_pools_is_read() -> None:
-    """The kernel looks at no bounds, so this is looked at before."""
+def test_slots_and_blocks_outside_of_the_pools_are_refused() -> None:
+    """The kernel checks no bounds, so they are checked before it is called."""
     step = Step([Chunk(9, 8, 8, 9)], Sizes(head_dim=16), 0, torch.float32, backend=Native)
     metadata = step.metadata(is_mutual_beyond_window=False)
     group = metadata.full
@@ -206,14 +206,14 @@ def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64, block_size: i
         (torch.bfloat16, 64, 5, "not 5"),
     ],
 )
-def test_what_the_kernel_does_not_know_goes_to_pytorch(
+def test_unsupported_models_use_pytorch(
     caplog: pytest.LogCaptureFixture, dtype: torch.dtype, head_dim: int, block_size: int, reason: str
 ) -> None:
     assert type(chosen(dtype, head_dim, block_size)) is SdpaBackend
     assert reason in caplog.text
 
 
-def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_pytorch_is_used_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     load_library.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     try:
@@ -223,7 +223,7 @@ def test_without_a_compiler_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, cap
         load_library.cache_clear()
 
 
-def test_without_a_place_to_write_pytorch_does_it(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_pytorch_is_used_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     load_library.cache_clear()

@@ -1,4 +1,4 @@
-"""Our own layers for models like Llama: who gets them, what they must agree with, and that company changes no bit."""
+"""The native stack: which models get it, what it must agree with, and that the batch changes no bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_model_like_llama_gets_a_stack_and_others_our_linear_layers(name: str,
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_file_of_weights_is_mapped_no_longer_unless_experts_lie_in_it(
+def test_the_weight_file_is_unmapped_unless_it_holds_experts(
     name: str, dtype: torch.dtype, tmp_path: pathlib.Path
 ) -> None:
     if not (maps := pathlib.Path("/proc/self/maps")).exists():
@@ -85,7 +85,7 @@ def test_the_file_of_weights_is_mapped_no_longer_unless_experts_lie_in_it(
     assert was_mapped or dtype is torch.bfloat16, "else there is nothing to see here"
 
 
-def test_a_stack_that_gives_other_numbers_is_not_used(
+def test_a_stack_with_wrong_results_is_not_used(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Crooked(NativeStack):
@@ -100,7 +100,7 @@ def test_a_stack_that_gives_other_numbers_is_not_used(
     assert "results differ from" in caplog.text
 
 
-def test_nor_one_that_gives_no_numbers(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_that_gives_nan_is_not_used(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(NativeStack):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_nor_one_that_gives_no_numbers(folder: pathlib.Path, monkeypatch: pytest
 def test_bfloat16_is_no_further_from_float32_than_transformers_modules_are(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the same weights, which are numbers of bfloat16 in all three."""
+    """All three have the same weights, which are exact in bfloat16."""
     runs: list[torch.Tensor] = []
     run = stack_check.Trial.run
 
@@ -147,7 +147,7 @@ OTHERS = ((9,) * 30, tuple(range(20, 37)))
 
 
 def answer(runner: CPUModelRunner, stops: Sequence[int], others: Sequence[tuple[int, ...]]) -> TokenLogprobs:
-    """Of PROMPT, computed in chunks that end at `stops`, beside all of `others` in the last step."""
+    """Answers PROMPT in chunks that end at `stops`, with all of `others` in the last step."""
     params = SamplingParams(max_tokens=2, logprobs=20)
     name = RequestId("asked")
     released: list[RequestId] = [name]
@@ -171,8 +171,8 @@ def answer(runner: CPUModelRunner, stops: Sequence[int], others: Sequence[tuple[
 
 
 @pytest.mark.parametrize("stops", [(60,), (1, 2, 3), (8, 16, 50), (7, 20, 33, 46, 59)])
-@pytest.mark.parametrize("others", [(), OTHERS], ids=["alone", "in company"])
-def test_neither_chunks_nor_company_change_a_bit(
+@pytest.mark.parametrize("others", [(), OTHERS], ids=["alone", "in a batch"])
+def test_neither_chunks_nor_the_batch_change_a_bit(
     runner: CPUModelRunner, stops: tuple[int, ...], others: tuple[tuple[int, ...], ...]
 ) -> None:
     assert answer(runner, stops, others) == answer(runner, (), ())

@@ -29,7 +29,7 @@ def sources() -> str:
 
 
 def structures() -> dict[str, str]:
-    """Bodies of the structures in the C++ sources by name."""
+    """Returns the bodies of the structures in the C++ sources by name."""
     return {match[1]: match[2] for match in _STRUCT.finditer(sources())}
 
 
@@ -39,7 +39,7 @@ def python_structure(name: str) -> type[ctypes.Structure]:
 
 
 def declared_fields(body: str) -> Iterator[tuple[str, object]]:
-    """(name, kind) of each field of a C++ structure; a pointer has the kind "pointer"."""
+    """Yields (name, kind) of each field of a C++ structure; a pointer has the kind "pointer"."""
     for kind, pointer, name, length in _FIELD.findall(body):
         if pointer:
             yield name, "pointer"
@@ -51,7 +51,7 @@ def declared_fields(body: str) -> Iterator[tuple[str, object]]:
 
 
 def mirrored_fields(structure: type[ctypes.Structure]) -> Iterator[tuple[str, object]]:
-    """The same for a ctypes structure."""
+    """Yields (name, kind) of each field of a ctypes structure, with the same kinds."""
     for field in structure._fields_:
         name, kind = field[0], field[1]
         if kind is ctypes.c_void_p or issubclass(kind, ctypes._Pointer):

@@ -1,4 +1,4 @@
-"""Linear layers by the kernel: the products that they should be, and for a token the same bits in any company."""
+"""Linear layers by the kernel: right products, bit-equal for a token in any batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.
     wants_float32=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-def test_it_is_the_product(
+def test_a_layer_computes_the_product(
     num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, has_bias: bool, wants_float32: bool, seed: int
 ) -> None:
     num_inputs += num_inputs % 2
@@ -44,7 +44,7 @@ def test_it_is_the_product(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_has_the_same_bits_alone_and_among_many(dtype: torch.dtype) -> None:
+def test_a_row_is_bit_equal_alone_and_in_a_batch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     layer = linear(torch.randn(96, 576, generator=generator).to(dtype), None)
     rows = torch.randn(700, 576, generator=generator).to(dtype)
@@ -53,17 +53,17 @@ def test_a_row_has_the_same_bits_alone_and_among_many(dtype: torch.dtype) -> Non
         assert torch.equal(layer(rows[index]), together[index])
 
 
-def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are() -> None:
+def test_rows_that_are_not_contiguous_are_read_correctly() -> None:
     weight, rows = torch.randn(8, 6), torch.randn(6, 5)
     torch.testing.assert_close(linear(weight, None)(rows.T), rows.T @ weight.T)
 
 
-def test_what_cannot_be_packed_is_left_alone() -> None:
+def test_layers_that_cannot_be_packed_are_left_alone() -> None:
     assert not packable(torch.zeros(4, 3, dtype=torch.bfloat16))
     assert not packable(torch.zeros(4, 4, dtype=torch.float16))
 
     class OwnLinear(torch.nn.Linear):  # type: ignore[misc]  # torch is untyped here
-        """With a forward of its own, which nobody may guess."""
+        """A subclass with its own `forward`, which must not be replaced."""
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(OwnLinear(4, 4), torch.nn.Linear(4, 2)))
     inputs = torch.randn(3, 4)

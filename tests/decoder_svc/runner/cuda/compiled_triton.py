@@ -1,7 +1,7 @@
-"""Compiles our Triton kernel for a GPU that need not be there, in the variants that models and steps lead to.
+"""Compiles our Triton kernel for a GPU that need not be present, in all variants that models and steps lead to.
 
-`python -m tests.decoder_svc.runner.cuda.compiled_triton CAPABILITY…` prints the most shared memory that a variant
-takes, bytes.
+`python -m tests.decoder_svc.runner.cuda.compiled_triton CAPABILITY…` prints the largest amount of shared memory that a
+variant takes, in bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from decoder_svc.runner.cuda.triton_attention import tile_sizes
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
 _NUM_GROUPS = 4
-# Element type, head dimension, and whether a sequence has more than one new token; each compiles for seconds.
+# Element type, head dimension, and whether a sequence has more than one new token; each takes seconds to compile.
 _VARIANTS = (("bf16", 64, False), ("bf16", 64, True), ("fp32", 256, True))
 
 

@@ -1,4 +1,4 @@
-"""As much of `torch.cuda` as our runner calls, on the CPU: streams that do nothing, graphs that repeat operators."""
+"""A fake of the parts of `torch.cuda` that our runner calls: streams that do nothing, graphs that repeat operators."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ NUM_PROCESSORS = 7
 
 
 class FakeGraph:
-    """`torch.cuda.CUDAGraph`."""
+    """Replaces `torch.cuda.CUDAGraph` by an operator tape."""
 
     tape: OperatorTape
-    # Those that hold memory.
+    # Graphs that hold memory.
     alive: ClassVar[weakref.WeakSet[FakeGraph]] = weakref.WeakSet()
 
     def replay(self) -> None:
-        """Runs what was recorded."""
+        """Runs the recorded operators again."""
         self.tape.play()
 
 
 class FakeStream:
-    """`torch.cuda.Stream`: there is one order of work here."""
+    """Replaces `torch.cuda.Stream`; all work runs in one order here."""
 
-    # The stream that work is given to; the steps' own outside of all blocks.
+    # The stream that work is submitted to; the steps' stream outside of `torch.cuda.stream` blocks.
     current: ClassVar[FakeStream]
     steps: ClassVar[FakeStream]
 
     def __init__(self, _device: object = None) -> None:
         self.num_waits = 0
-        # Addresses of memory that the allocator asks this stream for.
+        # Addresses of tensors that were passed to `record_stream`.
         self.recorded: set[int] = set()
 
     def wait_stream(self, _other: FakeStream) -> None:
-        """Everything has happened already."""
+        """Counts the call; there is nothing to wait for."""
         self.num_waits += 1
 
 
 class FakeGPURunner(GPUModelRunner):
-    """The CUDA runner, but for where its tensors are."""
+    """The CUDA runner with its tensors on the CPU."""
 
     def _cache_device_properties(self) -> None:
         super()._cache_device_properties()
@@ -60,7 +60,7 @@ class FakeGPURunner(GPUModelRunner):
 
 
 class FakeTriton(TensorBackend):
-    """Stands for the kernel where Triton does not run."""
+    """Replaces the kernel where Triton does not run."""
 
     name = "triton"
 
@@ -70,7 +70,7 @@ class FakeTriton(TensorBackend):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Until the end of the test; returns the list that the pools of recorded graphs are noted in."""
+    """Installs the fake for one test; returns a list that collects the memory pools of recorded graphs."""
     pools: list[object] = []
     FakeStream.current = FakeStream.steps = FakeStream()
 
@@ -89,7 +89,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[object]:
             yield
 
     def free() -> tuple[int, int]:
-        """Less while there are graphs."""
+        """Returns less free memory while graphs exist."""
         return (FREE_BYTES - (GRAPH_BYTES if FakeGraph.alive else 0), 2 * FREE_BYTES)
 
     properties = types.SimpleNamespace(name="a device", major=9, minor=0, multi_processor_count=NUM_PROCESSORS)

@@ -12,12 +12,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from decoder_svc.runner.cuda.triton_attention import TritonBackend, num_key_splits, tile_sizes
 
-# Of a device so small that keys are not divided, and of one so large that they are.
+# Numbers of multiprocessors: so few that keys are not divided, and so many that they are.
 FEW, MANY = 1, 132
 
 
 def interpreted(num_processors: int = FEW) -> TritonBackend:
-    """A backend whose pools are on the CPU."""
+    """Returns a backend whose pools are on the CPU."""
     return TritonBackend(num_processors)
 
 

@@ -1,4 +1,4 @@
-"""Which attention backend a CUDA device gets, and why; the device here is the CPU, on which the trials run as well."""
+"""The choice of a CUDA device's attention backend, and its logged reasons. Trials run on the CPU here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEEDS = AttentionNeeds(
 
 
 class WrongTriton(FakeTriton):
-    """Compiles, and forgets the scale."""
+    """A kernel that compiles but ignores the scale."""
 
     def attend_paged(
         self, layer: int, query: torch.Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
@@ -45,7 +45,7 @@ class WrongTriton(FakeTriton):
 
 
 class BrokenTriton(FakeTriton):
-    """Does not compile."""
+    """A kernel that fails to compile."""
 
     def attend_paged(self, *_arguments: object, **_options: object) -> torch.Tensor:
         raise RuntimeError("ptxas: /opt/somewhere: too many registers")
@@ -53,7 +53,7 @@ class BrokenTriton(FakeTriton):
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the two packages look installed or not."""
+    """Returns a function that makes the two packages look installed or not."""
 
     def installed(*, flash: bool, triton: type[FakeTriton] | None) -> None:
         def functions() -> FlashFunctions:
@@ -63,21 +63,23 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(cuda_attention, "load_flash_functions", functions)
         module = None if triton is None else types.SimpleNamespace(TritonBackend=triton)
-        # None there makes the import fail, as if Triton were not installed.
+        # None in sys.modules makes the import fail, as if Triton were not installed.
         monkeypatch.setitem(sys.modules, TRITON_MODULE, module)
 
     return installed
 
 
 def chosen(needs: AttentionNeeds, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
-    """The backend's name, and what was logged."""
+    """Returns the backend's name and the log."""
     caplog.clear()
     with caplog.at_level(logging.INFO):
         backend = cuda_attention.cuda_attention(needs)
     return backend.name, caplog.text
 
 
-def test_flash_attn_is_taken_where_it_fits(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+def test_flash_attn_is_chosen_if_it_supports_the_model(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
     install(flash=True, triton=FakeTriton)
     assert chosen(NEEDS, caplog)[0] == "flash-attn"
     with_spans = cuda_attention.cuda_attention(replace(NEEDS, has_mutual_spans=True))
@@ -95,7 +97,7 @@ def test_flash_attn_is_taken_where_it_fits(install: Callable[..., None], caplog:
         (replace(NEEDS, capability=(7, 5)), "flash-attn does not run on compute capability (7, 5)"),
     ],
 )
-def test_where_it_does_not_fit_our_kernel_is_taken_and_the_log_says_why(
+def test_our_kernel_is_chosen_with_a_logged_reason_if_flash_attn_does_not_fit(
     needs: AttentionNeeds, reason: str, install: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     install(flash=True, triton=FakeTriton)
@@ -104,7 +106,9 @@ def test_where_it_does_not_fit_our_kernel_is_taken_and_the_log_says_why(
     assert reason in text
 
 
-def test_without_flash_attn_our_kernel_is_taken(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+def test_our_kernel_is_chosen_without_flash_attn(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
     install(flash=False, triton=FakeTriton)
     name, text = chosen(NEEDS, caplog)
     assert name == "triton"
@@ -114,7 +118,7 @@ def test_without_flash_attn_our_kernel_is_taken(install: Callable[..., None], ca
     assert backend.num_processors == 132
 
 
-def test_without_both_pytorch_does_it(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+def test_pytorch_is_chosen_without_both(install: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     install(flash=False, triton=None)
     assert type(cuda_attention.cuda_attention(NEEDS)) is SdpaBackend
     name, text = chosen(NEEDS, caplog)
@@ -122,7 +126,7 @@ def test_without_both_pytorch_does_it(install: Callable[..., None], caplog: pyte
     assert "Triton cannot be imported" in text
 
 
-def test_spans_without_our_kernel_keep_flash_attn_away(
+def test_flash_attn_is_not_chosen_for_spans_without_our_kernel(
     install: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     install(flash=True, triton=None)
@@ -139,7 +143,7 @@ def test_a_kernel_that_does_not_compile_here_is_not_used(
     assert "triton fails on this device (RuntimeError)" in text
 
 
-def test_a_kernel_that_gives_something_else_is_not_used(
+def test_a_kernel_with_wrong_results_is_not_used(
     install: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     install(flash=False, triton=WrongTriton)
@@ -149,7 +153,7 @@ def test_a_kernel_that_gives_something_else_is_not_used(
         assert "triton differs from PyTorch by" in text
 
 
-def test_the_package_is_looked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_imported_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     package = types.SimpleNamespace(flash_attn_varlen_func=len, flash_attn_with_kvcache=max)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     assert flash_attention.load_flash_functions() == FlashFunctions(len, max)

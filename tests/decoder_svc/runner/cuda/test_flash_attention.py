@@ -1,6 +1,6 @@
-"""What the flash-attn backend says to the package, against functions that do what the package's documentation says.
+"""Calls of the flash-attn backend, against functions that follow the package's documentation.
 
-The package itself runs on CUDA alone; `make bench-gpu` compares it with the others there.
+The package itself runs on CUDA only; `make bench-gpu` compares it with the other backends there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALLS: list[str] = []
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, window: tuple[int, int], softcap: float
 ) -> Tensor:
-    """One sequence's `[tokens, heads, dim]` over `[keys, kv_heads, dim]`; the mask ends in the lower right corner."""
+    """Attends one sequence's `[tokens, heads, dim]` over `[keys, kv_heads, dim]`; the mask ends at the lower right."""
     num_groups = query.shape[1] // keys.shape[1]
     keys, values = (part.repeat_interleave(num_groups, dim=1) for part in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
@@ -79,11 +79,11 @@ def flash() -> FlashBackend:
 
 @settings(max_examples=100, deadline=None)
 @any_step(torch.float32)
-def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+def test_any_step_equals_the_reference(case: StepCase) -> None:
     case.check(flash)
 
 
-def test_single_tokens_go_to_the_function_for_decoding_and_spans_to_another_backend() -> None:
+def test_single_tokens_use_the_decode_function_and_spans_the_fallback() -> None:
     decode, chunk = Chunk(9, 8, 8, 9), Chunk(9, 4, 4, 9)
     for chunks, wanted in (
         ([decode, decode], ["with_kvcache"]),

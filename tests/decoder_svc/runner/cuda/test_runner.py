@@ -1,4 +1,4 @@
-"""The CUDA runner with a made-up CUDA: what it asks for, what it adds up, and that its graphs answer rightly."""
+"""The CUDA runner on a fake CUDA: its calls, its memory arithmetic, and correct answers from its graphs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_graphs_nothing_is_recorded(model: offline.OfflineModel, pools: 
     assert model.runner.profile_run(WORST) == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES)
 
 
-def test_what_is_free_is_what_the_heaviest_step_and_the_largest_graph_leave(
+def test_free_memory_excludes_the_heaviest_step_and_the_largest_graph(
     model: offline.OfflineModel, pools: list[object]
 ) -> None:
     free = model.runner.profile_run(WORST)
@@ -86,7 +86,7 @@ def test_what_is_free_is_what_the_heaviest_step_and_the_largest_graph_leave(
     assert len(model.runner.row_cache) == 0
 
 
-def test_the_kernel_knows_how_many_processors_it_is_to_fill(model: offline.OfflineModel) -> None:
+def test_the_kernel_gets_the_devices_number_of_multiprocessors(model: offline.OfflineModel) -> None:
     assert isinstance(model.runner.backend, FakeTriton)
     assert model.runner.backend.num_processors == NUM_PROCESSORS
 
@@ -94,7 +94,7 @@ def test_the_kernel_knows_how_many_processors_it_is_to_fill(model: offline.Offli
 def test_steps_wait_for_rows_before_they_read_them(
     model: offline.OfflineModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And only then: the copy of a row for a later step goes on beside this one."""
+    """Only a step that reads rows waits: the copy of rows for a later step runs concurrently."""
     settled: list[int] = []
     session = offline.Session(model)
     monkeypatch.setattr(model.runner.transfer, "wait_for_overlapping", lambda: settled.append(len(session.steps)))
@@ -106,8 +106,8 @@ def test_steps_wait_for_rows_before_they_read_them(
     assert settled
 
 
-def test_rows_memory_is_not_used_again_before_steps_have_read_them(model: offline.OfflineModel) -> None:
-    """Rows come on a stream of their own, so the allocator must be told of the steps' one."""
+def test_memory_of_rows_is_not_reused_before_steps_have_read_them(model: offline.OfflineModel) -> None:
+    """Rows are allocated on their own stream, so the allocator must learn that the steps' stream uses them."""
     session = offline.Session(model)
     with_images = next(question for question in model.questions if question.prompt.images)
     assert session.ask([with_images.prompt]).token_ids == [with_images.expected]

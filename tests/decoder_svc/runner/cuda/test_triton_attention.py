@@ -24,10 +24,10 @@ def decode(num_tokens: int) -> Chunk:
     return Chunk(num_tokens, num_tokens - 1, num_tokens - 1, num_tokens)
 
 
-# The interpreter takes some milliseconds for each program.
+# Few examples: the interpreter takes some milliseconds per program.
 @settings(max_examples=40, deadline=None)
 @any_step(torch.float32, max_chunks=3)
-def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
+def test_any_step_equals_the_reference(case: StepCase) -> None:
     case.check(interpreted)
 
 
@@ -41,10 +41,10 @@ def test_any_step_gives_what_the_reference_gives(case: StepCase) -> None:
     seed=SEEDS,
 )
 @example([1, 150], Sizes(), LayerOptions(1.0), False, MANY, 0)
-def test_keys_that_are_divided_give_what_the_reference_gives(
+def test_split_keys_give_the_reference_results(
     lengths: list[int], sizes: Sizes, options: LayerOptions, has_sliding_group: bool, num_processors: int, seed: int
 ) -> None:
-    """Most parts have no keys where the context is short."""
+    """With a short context most splits have no keys."""
     window = options.window if has_sliding_group else None
     backend = functools.partial(interpreted, num_processors)
     step = Step([decode(length) for length in lengths], sizes, seed, torch.float32, window=window, backend=backend)
@@ -56,15 +56,15 @@ def test_keys_that_are_divided_give_what_the_reference_gives(
 def test_chunks_longer_than_a_tile_and_contexts_longer_than_a_tile_of_keys(
     softcap: float | None, window: int | None
 ) -> None:
-    """Tiles begin inside spans, and a sequence's last one is not full."""
+    """Tiles start inside spans, and a sequence's last tile is not full."""
     chunks = [Chunk(150, 20, 20, 150, (Span(10, 45), Span(70, 60))), decode(90), Chunk(33, 0, 0, 33)]
     step = Step(chunks, Sizes(16, 2, 3, 16), 1, torch.float32, backend=interpreted)
     step.check(LayerOptions(0.25, window, softcap))
 
 
 @pytest.mark.parametrize("num_processors", [FEW, MANY])
-def test_float16_is_as_good_as_its_bits(num_processors: int) -> None:
-    """It stands for bfloat16, which the interpreter cannot compute with."""
+def test_float16_results_are_within_its_precision(num_processors: int) -> None:
+    """float16 replaces bfloat16, which the interpreter does not support."""
     backend = functools.partial(interpreted, num_processors)
     for chunks in ([Chunk(20, 6, 6, 20, (Span(4, 8), Span(14, 3))), decode(7)], [decode(100), decode(3)]):
         Step(chunks, Sizes(16, 2, 2, 64), 0, torch.float16, backend=backend).check(LayerOptions(0.125, 30, 3.0))
@@ -72,7 +72,7 @@ def test_float16_is_as_good_as_its_bits(num_processors: int) -> None:
 
 @pytest.mark.parametrize("sizes", [Sizes(16, 1, 7, 80), Sizes(256, 2, 1, 40), Sizes(3, 1, 20, 256)])
 def test_any_shape_is_taken(sizes: Sizes) -> None:
-    """Heads that are no power of two, more query heads of a key head than a tile's least rows."""
+    """Head sizes that are not a power of two, and more query heads per key head than the smallest tile has rows."""
     for chunks in ([Chunk(9, 2, 2, 9), decode(4)], [decode(9), decode(4)]):
         Step(chunks, sizes, 0, torch.float32, backend=interpreted).check(LayerOptions(0.1))
 
@@ -83,8 +83,8 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     step.check(LayerOptions(1.0))
 
 
-def test_a_sequences_numbers_do_not_depend_on_its_company() -> None:
-    """As long as the number of sequences, which decides how keys are divided, is the same."""
+def test_a_sequences_results_do_not_depend_on_the_batch() -> None:
+    """Holds for a fixed number of sequences, which decides how keys are divided."""
     together = Step([decode(70), decode(90)], Sizes(), 5, torch.float32, backend=functools.partial(interpreted, MANY))
     other = Step([decode(70), decode(20)], Sizes(), 5, torch.float32, backend=functools.partial(interpreted, MANY))
     for name in ("query", "keys", "values"):
@@ -95,7 +95,7 @@ def test_a_sequences_numbers_do_not_depend_on_its_company() -> None:
     assert torch.equal(together.run(LayerOptions(1.0))[0], other.run(LayerOptions(1.0))[0])
 
 
-def test_keys_are_divided_where_a_step_does_not_fill_the_device() -> None:
+def test_keys_are_split_if_a_step_does_not_fill_the_device() -> None:
     assert num_key_splits(8, 1, 132) == 16
     assert num_key_splits(64, 1, 132) == 4
     assert num_key_splits(264, 1, 132) == 1
@@ -111,12 +111,12 @@ def test_tiles_fit_into_shared_memory(element_bytes: int, head_dim: int, max_que
     rows, keys = tile_sizes(key_bytes, 4, max_query_len)
     assert rows >= 16
     assert keys >= 16
-    # Queries, and keys and values twice: one pair is worked on, one is on its way.
+    # Queries, and two stages of keys and values: one in use, one being loaded.
     assert (rows + 4 * keys) * key_bytes <= 96 << 10
 
 
-def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path: pathlib.Path) -> None:
-    """The interpreter takes more than the compiler does. In a process of its own, where nothing asks for it."""
+def test_the_kernel_compiles_for_an_absent_gpu(tmp_path: pathlib.Path) -> None:
+    """The interpreter accepts more than the compiler. Runs in a separate process, in which the interpreter is off."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.decoder_svc.runner.cuda.compiled_triton", "80"],
@@ -127,5 +127,5 @@ def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path: pathlib.Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # A processor of the smallest such GPU offers a program 99 KiB (CUDA C++ Programming Guide, capability 8.6).
+    # The smallest of these GPUs gives a program 99 KiB of shared memory (CUDA C++ Programming Guide, capability 8.6).
     assert int(done.stdout) < 99 << 10
