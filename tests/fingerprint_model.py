@@ -272,6 +272,6 @@ def _set_query(weight: Any, distance: int) -> None:
 
 
 def _set_key(weight: Any) -> None:
-    """Sets the same key for all tokens; the first token's part uses the slowest frequency, which ignores distance most."""
+    """Sets one key for all tokens; the first token's part uses the slowest frequency, to depend least on distance."""
     weight[:_NUM_FREQUENCIES, _CONSTANT] = _strength()
     weight[_HEAD_DIM // 2 - 1, _BEGINNING] = _strength()

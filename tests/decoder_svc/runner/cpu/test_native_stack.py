@@ -1,113 +1,27 @@
-"""The native stack: which models get it, what it must agree with, and that the batch changes no bit."""
+"""The native stack agrees with transformers' modules, and neither chunks nor the batch change a bit."""
 
 from __future__ import annotations
 
-import gc
-import logging
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from decoder_svc.prompt.family import load_family
-from decoder_svc.prompt.text_tokenizer import load_pretrained
-from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attention
-from decoder_svc.runner.base import RunnerConfig
-from decoder_svc.runner.cpu import native_model, stack_check
+from decoder_svc.runner.cpu import stack_check
 from decoder_svc.runner.cpu.native_stack import NativeStack
-from decoder_svc.runner.cpu.packed_weights import NativeLinear
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.request import RequestId, SamplingParams, TokenLogprobs
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
-from lookonce.model.half_model import load_text_half, text_child
-from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
-from tests.tiny_families import FAMILIES
+from tests.decoder_svc.runner.cpu.loaded_runner import BLOCK_SIZE, load, text_model
 
 pytestmark = pytest.mark.usefixtures("library")
-
-BLOCK_SIZE = 8
-HAVE_STACKS = {
-    "idefics3", "internvl", "llava_clip", "llava_next", "llava_onevision", "llava_siglip", "mistral3", "pixtral",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
-}  # fmt: skip
-HAVE_EXPERTS = {"qwen3_vl_moe"}
-Built = Callable[[torch.dtype], CPUModelRunner]
-
-
-def load(folder: pathlib.Path, dtype: torch.dtype) -> CPUModelRunner:
-    family = load_family(ModelFolder.open(folder), load_pretrained(folder))
-    return CPUModelRunner(RunnerConfig(folder, dtype, BLOCK_SIZE, num_threads=2), family)
-
-
-def text_model(runner: CPUModelRunner) -> object:
-    return getattr(runner.model.model, text_child(runner.model))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return tiny_models.build_llava_clip(tmp_path_factory.mktemp("llava"))
-
-
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_a_model_like_llama_gets_a_stack_and_others_our_linear_layers(name: str, tmp_path: pathlib.Path) -> None:
-    FAMILIES[name].build(tmp_path)
-    runner = load(tmp_path, torch.float32)
-    found = text_model(runner)
-    assert isinstance(found, NativeStack) == (name in HAVE_STACKS)
-    if not isinstance(found, NativeStack):
-        assert isinstance(found, torch.nn.Module)
-        assert any(isinstance(module, NativeLinear) for module in found.modules())
-        assert not any(type(module) is torch.nn.Linear for module in found.modules())
-    assert isinstance(runner.model.lm_head, NativeLinear)
-    assert runner.is_batch_invariant == (name in HAVE_STACKS)
-
-
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weight_file_is_unmapped_unless_it_holds_experts(
-    name: str, dtype: torch.dtype, tmp_path: pathlib.Path
-) -> None:
-    if not (maps := pathlib.Path("/proc/self/maps")).exists():
-        pytest.skip("this system does not tell what a process has mapped")
-    FAMILIES[name].build(tmp_path)
-    register_paged_attention()
-    model = load_text_half(tmp_path, dtype, PAGED_ATTENTION)
-    was_mapped = str(tmp_path) in maps.read_text()
-    del model
-    gc.collect()
-    runner = load(tmp_path, dtype)
-    gc.collect()
-    is_mapped = str(tmp_path) in maps.read_text()
-    assert is_mapped == (was_mapped and name in HAVE_EXPERTS)
-    assert runner.model is not None
-    assert was_mapped or dtype is torch.bfloat16, "else there is nothing to see here"
-
-
-def test_a_stack_with_wrong_results_is_not_used(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Crooked(NativeStack):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
-            self._last_norm[3] *= 1.001
-
-    monkeypatch.setattr(native_model, "NativeStack", Crooked)
-    with caplog.at_level(logging.WARNING):
-        runner = load(folder, torch.float32)
-    assert not isinstance(text_model(runner), NativeStack)
-    assert "results differ from" in caplog.text
-
-
-def test_a_stack_that_gives_nan_is_not_used(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(NativeStack):
-        def __init__(self, *arguments: object) -> None:
-            super().__init__(*arguments)  # type: ignore[arg-type]
-            self._last_norm.fill_(torch.nan)
-
-    monkeypatch.setattr(native_model, "NativeStack", Broken)
-    assert not isinstance(text_model(load(folder, torch.float32)), NativeStack)
 
 
 def test_bfloat16_is_no_further_from_float32_than_transformers_modules_are(
