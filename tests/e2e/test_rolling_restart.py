@@ -35,6 +35,9 @@ pytestmark = pytest.mark.services
 
 # In each of the two set-ups.
 NUM_CALLS = 5_000
+# Processes that are replaced. Each step begins with its share of the calls at full speed, which outlasts a drain.
+NUM_STEPS = 4
+SLOWDOWN = 5
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "60")
 FLAGS = (*ONE_THREAD, *DRAIN)
@@ -56,6 +59,8 @@ class Traffic:
         # Calls that have ended, by kind, failed ones too.
         self.ended: Counter[str] = Counter()
         self.failures: list[str] = []
+        # After so many calls the loops make longer pauses: a slow machine would else be slowed down by them alone.
+        self.num_dense = 0
         self._is_over = False
 
     async def count(self, kind: str, call: Awaitable[None]) -> None:
@@ -70,7 +75,7 @@ class Traffic:
         """One call after the other until `stop`."""
         while not self._is_over:
             await self.count(kind, call())
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s if self.ended.total() < self.num_dense else SLOWDOWN * pause_s)
 
     def stop(self) -> None:
         """Ends the loops; calls in flight are not cancelled."""
@@ -190,6 +195,7 @@ async def replace(stack: LocalStack, process: ChildProcess) -> None:
 async def replace_all(stack: LocalStack, clients: Clients, traffic: Traffic) -> None:
     """Step by step. Streams run on both decoders when one of them is told to end; encoders have no part in them."""
     for process in list(stack.decoders):
+        traffic.num_dense = traffic.ended.total() + NUM_CALLS // NUM_STEPS
         async with asyncio.TaskGroup() as group:
             begun = asyncio.Semaphore(0)
             for _ in range(NUM_STREAMS):
@@ -198,7 +204,9 @@ async def replace_all(stack: LocalStack, clients: Clients, traffic: Traffic) -> 
                 await asyncio.wait_for(begun.acquire(), STEP_TIMEOUT_S)
             await replace(stack, process)
     for process in list(stack.encoders):
+        traffic.num_dense = traffic.ended.total() + NUM_CALLS // NUM_STEPS
         await replace(stack, process)
+    traffic.num_dense = NUM_CALLS
 
 
 # It starts eight processes beside its load: a busy machine takes its time for that.
