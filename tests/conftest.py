@@ -19,8 +19,8 @@ from lookonce.store.embedding_store import EmbeddingStore
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
-# The services do the same, see lookonce/model/openmp.py. Waiting threads would spin on processors that tests share:
-# at a load of 20 a test took 180 s instead of 11 s, 2026-11-23.
+# Services set the same value, see lookonce/model/openmp.py. By default waiting threads spin on processors that others
+# need: at a load of 20 a test took 180 s instead of 11 s, 2026-11-23.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Triton, where it is installed, asks for its interpreter when it is imported, which other libraries do for us.
 if not pathlib.Path("/dev/nvidiactl").exists():
