@@ -123,7 +123,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A prompt that the caller has rendered, so control tokens spelled in the text count."""
+    """A prompt rendered by the caller. Control tokens spelled in its text become control tokens."""
 
     text: str
     # One per placeholder, in order.

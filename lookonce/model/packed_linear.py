@@ -41,7 +41,7 @@ class Activation(enum.Enum):
 
     @property
     def function(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The same activation in PyTorch's operators."""
+        """The activation as a PyTorch function, elementwise."""
         return _FUNCTIONS[self]
 
 

@@ -171,7 +171,7 @@ def _log_in(connection: Any, timeout_s: float) -> None:
 def _expect_ok(exchange: Exchange, refused: MissReason, *command: bytes | int) -> None:
     """Sends one command and reads the reply OK. Raises RedisTroubleError for any other.
 
-    `refused` is the reason of an error reply whose text names none that is known.
+    `refused` is the miss reason for an error reply whose text is unknown.
     """
     exchange.send(*command)
     try:
