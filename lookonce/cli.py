@@ -90,7 +90,7 @@ def up(
     dtype: Annotated[str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Start Redis, encoder and decoder on this machine and run them until Ctrl-C."""
-    from lookonce.local.local_stack import LocalStack
+    from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
 
     settings = CliSettings()
@@ -104,8 +104,7 @@ def up(
         with _err.status("starting") as status:
             stack = LocalStack(
                 folder,
-                redis_url=redis_url,
-                use_environment_redis=redis_url is None and settings.redis_url is not None,
+                redis=redis_url or (RedisSource.EMBEDDED if settings.redis_url is None else RedisSource.ENVIRONMENT),
                 num_encoders=encoders,
                 num_decoders=decoders,
                 decoder_port=port,

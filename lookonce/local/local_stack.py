@@ -6,6 +6,7 @@ Used by `lookonce up`, the demo and the end-to-end tests. Not for production: se
 from __future__ import annotations
 
 import contextlib
+import enum
 import pathlib
 import tempfile
 import time
@@ -17,6 +18,8 @@ from lookonce.local.child_process import ChildProcess
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.reserved_port import reserved_port
 
+# Longest time until all processes are ready. A model of several gigabytes on a slow disk takes minutes.
+_START_TIMEOUT_S = 300.0
 _DRAIN_TIMEOUT_S = 5.0
 # Share of the free memory for the KV caches of all decoders together.
 _KV_CACHE_MEMORY_SHARE = 0.5
@@ -26,6 +29,17 @@ _STOP_MARGIN_S = 10.0
 
 def _ignore(_: str) -> None:
     pass
+
+
+class RedisSource(enum.Enum):
+    """The origin of a stack's Redis if no URL is given."""
+
+    # The stack starts an embedded server.
+    EMBEDDED = "embedded"
+    # The services read the URL from their environment, which keeps its password out of process lists.
+    ENVIRONMENT = "environment"
+    # The system has no Redis. The environment must not name one.
+    NONE = "none"
 
 
 class LocalStack:
@@ -38,35 +52,28 @@ class LocalStack:
         self,
         model: pathlib.Path,
         *,
-        redis_url: str | None = None,
-        use_environment_redis: bool = False,
-        use_redis: bool = True,
+        redis: RedisSource | str = RedisSource.EMBEDDED,
         num_encoders: int = 1,
         num_decoders: int = 1,
         decoder_port: int = 0,
         dtype: str = "auto",
         encoder_arguments: Sequence[str] = (),
         decoder_arguments: Sequence[str] = (),
-        start_timeout_s: float = 300.0,
         on_progress: Callable[[str], None] = _ignore,
     ) -> None:
-        """`redis_url` None starts an embedded Redis server. With `use_environment_redis` the services read the URL from
-        their environment instead, which keeps its password out of process lists. Without `use_redis` the system has no
-        Redis, and the environment must not name one.
+        """`redis` is a URL or the origin of the server.
 
         `decoder_port` is the port of the first decoder, 0 for a free one; other decoders always get free ports.
         `*_arguments` are flags of the services; they override those set here. `on_progress` is called with the name
         of each stage.
         """
         self._model = model
-        self._redis_url = redis_url
-        self._starts_redis = use_redis and redis_url is None and not use_environment_redis
+        self._redis = redis
         self._num_encoders = num_encoders
         self._decoder_ports = [decoder_port, *[0] * num_decoders][:num_decoders]
         self._dtype = dtype
         self._encoder_arguments = tuple(encoder_arguments)
         self._decoder_arguments = tuple(decoder_arguments)
-        self._start_timeout_s = start_timeout_s
         self._on_progress = on_progress
         self._exits = contextlib.ExitStack()
         self._directory = pathlib.Path()
@@ -89,7 +96,9 @@ class LocalStack:
     @property
     def redis_url(self) -> str | None:
         """The Redis URL given to the services; None if they read it from their environment or use no Redis."""
-        return self._redis_url if self.redis is None else self.redis.url
+        if self.redis is not None:
+            return self.redis.url
+        return self._redis if isinstance(self._redis, str) else None
 
     def metric(self, processes: Sequence[ChildProcess], name: str) -> float:
         """Returns the sum of one Prometheus metric over its labels and over `processes`."""
@@ -104,8 +113,8 @@ class LocalStack:
         """Starts everything. Raises StartupError with the end of the log of a process that did not start."""
         with contextlib.ExitStack() as exits:
             self._directory = pathlib.Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-stack-")))
-            deadline_s = time.monotonic() + self._start_timeout_s
-            if self._starts_redis:
+            deadline_s = time.monotonic() + _START_TIMEOUT_S
+            if self._redis is RedisSource.EMBEDDED:
                 self._on_progress("starting Redis")
                 self.redis = exits.enter_context(EmbeddedRedis())
             # Reserved until the stack stops, so that a restarted process gets its old address.

@@ -73,9 +73,7 @@ def stacks() -> Iterator[tuple[LocalStack, LocalStack]]:
 
 
 def demo_stack(redis_url: str, *encoder_arguments: str) -> LocalStack:
-    return LocalStack(
-        DEMO_MODEL, redis_url=redis_url, encoder_arguments=encoder_arguments, decoder_arguments=SERVICE_FLAGS
-    )
+    return LocalStack(DEMO_MODEL, redis=redis_url, encoder_arguments=encoder_arguments, decoder_arguments=SERVICE_FLAGS)
 
 
 async def answers(stack: LocalStack, questions: Sequence[DemoQuestion]) -> list[str]:

@@ -25,7 +25,7 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageRef
 from lookonce.local.child_process import ChildProcess
-from lookonce.local.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack, RedisSource
 from lookonce.sdk.channel import DECODER, channel_options
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.decoder_svc.decoders import chat
@@ -211,11 +211,11 @@ async def replace_all(stack: LocalStack, clients: Clients, traffic: Traffic) -> 
 
 # It starts eight processes beside its load: a busy machine takes its time for that.
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("use_redis", [True, False], ids=["with Redis", "without Redis"])
-async def test_no_call_fails_and_every_stream_ends_while_all_processes_are_replaced(use_redis: bool) -> None:
+@pytest.mark.parametrize("redis", [RedisSource.EMBEDDED, RedisSource.NONE], ids=["with Redis", "without Redis"])
+async def test_no_call_fails_and_every_stream_ends_while_all_processes_are_replaced(redis: RedisSource) -> None:
     with LocalStack(
         DEMO_MODEL,
-        use_redis=use_redis,
+        redis=redis,
         num_encoders=2,
         num_decoders=2,
         encoder_arguments=FLAGS,

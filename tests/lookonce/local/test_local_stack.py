@@ -12,7 +12,7 @@ import pytest
 
 from lookonce.client import Client
 from lookonce.errors import StartupError
-from lookonce.local.local_stack import LocalStack
+from lookonce.local.local_stack import LocalStack, RedisSource
 from tests.lookonce.local.processes import is_gone, soon, wait_until
 from tests.tiny_models import build_llava_clip, random_image
 
@@ -65,7 +65,7 @@ def test_a_process_that_ends_by_itself_is_noticed(tiny_model: pathlib.Path) -> N
 
 
 def test_a_process_that_was_killed_is_started_again_at_its_address(tiny_model: pathlib.Path) -> None:
-    with LocalStack(tiny_model, num_decoders=0, use_redis=False) as stack:
+    with LocalStack(tiny_model, num_decoders=0, redis=RedisSource.NONE) as stack:
         (killed,), targets = stack.encoders, stack.encoder_targets
         os.kill(killed.pid, signal.SIGKILL)
         wait_until(lambda: killed.returncode is not None)
@@ -82,7 +82,7 @@ def test_a_process_that_was_killed_is_started_again_at_its_address(tiny_model: p
 
 
 def test_a_given_redis_is_used_and_none_is_started(tiny_model: pathlib.Path) -> None:
-    stack = LocalStack(tiny_model, num_decoders=0, redis_url="unix:///nowhere.sock")
+    stack = LocalStack(tiny_model, num_decoders=0, redis="unix:///nowhere.sock")
     with stack:
         assert stack.redis is None
         assert stack.redis_url == "unix:///nowhere.sock"
