@@ -179,7 +179,7 @@ def wrong_videos(square: int) -> dict[str, tuple[pb.VideoSource, str]]:
         "too few pixels": (pb.VideoSource(frames=[one, other], max_pixels=square - 1), "at least"),
         "no pixels": (pb.VideoSource(frames=[one, other], max_pixels=0), "at least 1"),
         "another digest": (pb.VideoSource(frames=[one, mistaken]), "expected_digest"),
-        "no picture": (pb.VideoSource(frames=[one, common_pb2.ImageSource(data=b"no picture")]), "no image"),
+        "no picture": (pb.VideoSource(frames=[one, common_pb2.ImageSource(data=b"no picture")]), "not an image"),
         "empty frame": (pb.VideoSource(frames=[one, common_pb2.ImageSource()]), "set data or key"),
         "bounds of its own": (pb.VideoSource(frames=[one, bounded]), "max_pixels"),
         "a pair of pairs": (pb.VideoSource(frames=[one, paired]), "second_frame"),
@@ -221,7 +221,10 @@ def pair_items(square: int) -> dict[str, tuple[common_pb2.ImageSource, str]]:
             source(data=one, second_frame=other, frame_size=size, expected_digest=image_digest(one)),
             "hash",
         ),
-        "broken second frame": (source(data=one, second_frame=other[:200], frame_size=size), "cut off|broken|no image"),
+        "broken second frame": (
+            source(data=one, second_frame=other[:200], frame_size=size),
+            "cut off|broken|not an image",
+        ),
     }
 
 
@@ -242,7 +245,7 @@ async def test_a_model_without_videos_says_so(stack: LocalStack) -> None:
     video = Video.from_frames([videos.png(frame) for frame in videos.frames(1, 2)])
     async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         assert (await client.model_info()).max_video_frames == 0
-        with pytest.raises(UnsupportedError, match="videos are not taken"):
+        with pytest.raises(UnsupportedError, match="takes no videos"):
             await client.generate([Message("user", [video, "what"])], max_tokens=1)
 
 

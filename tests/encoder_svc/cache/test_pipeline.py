@@ -45,6 +45,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
+from tests.lookonce.store.entries import write
 from tests.otlp_collector import traced_process
 
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1_000_000, max_aspect=50.0)
@@ -186,7 +187,7 @@ async def test_cancelled_callers_the_first_included_leave_the_others_unharmed(op
     async with open_harness() as harness:
         harness.gate.clear()
         callers = [asyncio.create_task(harness.encode(png(1))) for _ in range(50)]
-        await settled(lambda: harness.pipeline._batcher.running_s > 0)
+        await settled(lambda: harness.pipeline._encoder._batcher.running_s > 0)
         for caller in callers[:25]:
             caller.cancel()
         await asyncio.wait(callers[:25])
@@ -200,7 +201,7 @@ async def test_work_that_everybody_left_is_still_finished(open_harness: Callable
     async with open_harness() as harness:
         harness.gate.clear()
         caller = asyncio.create_task(harness.encode(png(1)))
-        await settled(lambda: harness.pipeline._batcher.running_s > 0)
+        await settled(lambda: harness.pipeline._encoder._batcher.running_s > 0)
         caller.cancel()
         await asyncio.wait([caller])
         harness.gate.set()
@@ -212,7 +213,7 @@ async def test_a_reference_waits_for_the_encode_in_flight(open_harness: Callable
     async with open_harness() as harness:
         harness.gate.clear()
         sender = asyncio.create_task(harness.encode(png(1)))
-        await settled(lambda: harness.pipeline._batcher.running_s > 0)
+        await settled(lambda: harness.pipeline._encoder._batcher.running_s > 0)
         asker = asyncio.create_task(harness.find(png(1)))
         await asyncio.sleep(0.01)
         harness.gate.set()
@@ -250,7 +251,7 @@ async def test_refresh_encodes_again_and_overwrites(open_harness: Callable[..., 
         rows = await harness.rows(outcome)
         wrong = memoryview(bytes(len(rows)))
         harness.store.delete(outcome.key)
-        assert harness.store.write(outcome.key, outcome.meta, wrong)
+        assert write(harness.store, outcome.key, outcome.meta, wrong)
         refreshed = await harness.encode(png(1), CachePolicy.REFRESH)
         assert (refreshed.origin, refreshed.stored) == (Origin.COMPUTED, True)
         stored = memoryview(bytearray(len(rows)))
@@ -300,7 +301,7 @@ async def test_a_full_queue_refuses_new_images_but_neither_hits_nor_joiners(open
         await harness.encode(png(0))
         harness.gate.clear()
         busy = [asyncio.create_task(harness.encode(png(seed))) for seed in (1, 2)]
-        await settled(lambda: harness.pipeline._num_queued == 2)
+        await settled(lambda: harness.pipeline._encoder._num_queued == 2)
         with pytest.raises(OverloadedError, match="2 images"):
             await harness.encode(png(3))
         assert (await harness.encode(png(0))).origin is Origin.LOCAL_CACHE
@@ -405,7 +406,7 @@ async def test_closing_ends_work_in_flight(open_harness: Callable[..., Any], tmp
     async with open_harness() as harness:
         harness.gate.clear()
         caller = asyncio.create_task(harness.encode(png(1)))
-        await settled(lambda: harness.pipeline._batcher.running_s > 0)
+        await settled(lambda: harness.pipeline._encoder._batcher.running_s > 0)
         closing = asyncio.create_task(harness.pipeline.close())
         await asyncio.wait([caller])
         assert caller.cancelled()
