@@ -70,14 +70,19 @@ class RequestGate:
     def __init__(
         self,
         load: Callable[[], EngineLoad],
+        is_healthy: Callable[[], bool],
         quotas: Quotas,
         metrics: DecoderMetrics,
         *,
         max_running_requests: int,
         max_live_requests: int,
     ) -> None:
-        """`load` returns the engine's current load. More than `max_live_requests` requests are refused."""
+        """`load` returns the engine's current load, and `is_healthy` whether it accepts requests.
+
+        More than `max_live_requests` requests are refused.
+        """
         self._load = load
+        self._is_healthy = is_healthy
         self._quotas = quotas
         self._metrics = metrics
         self._max_running = max_running_requests
@@ -151,9 +156,13 @@ class RequestGate:
         return self._answer_time.expected_s(num_live, num_ahead, self._load(), max_tokens)
 
     def _check_place(self) -> None:
-        # The engine may still hold requests whose callers have gone, until its next step. They count, so that its inbox
-        # stays bounded while a step hangs.
-        num_live = max(len(self._tickets), self._load().live_requests)
+        num_live = len(self._tickets)
+        # The engine may still hold requests whose callers have gone, until its next step. They count beside those that
+        # are being prepared, so that the engine never holds more than the limit. An engine that hangs refuses requests
+        # itself, with UnavailableError: their callers should try another replica.
+        if self._is_healthy():
+            num_preparing = sum(ticket.stream is None for ticket in self._tickets.values())
+            num_live = max(num_live, num_preparing + self._load().live_requests)
         if num_live >= self._max_live:
             raise OverloadedError(f"{num_live} requests are being served, the limit; come back later")
 

@@ -140,6 +140,7 @@ async def open_service(
             tenants=tenants,
             gate=RequestGate(
                 engine.load,
+                lambda: engine.is_healthy,
                 quotas,
                 metrics,
                 max_running_requests=engine.limits.max_running_requests,

@@ -31,7 +31,7 @@ class RowUser(NamedTuple):
 def row_user(request: Request, image_index: int) -> RowUser:
     """Returns the `RowUser` for a request's image at `image_index`, in the request's present state."""
     is_waiting = request.state is not RequestState.RUNNING
-    return RowUser(is_waiting, request.priority, request.arrival_s, request.request_id, image_index)
+    return RowUser(is_waiting, *request.serving_order, image_index)
 
 
 @dataclass(slots=True)

@@ -82,6 +82,15 @@ class Request:
         self.usage = RequestUsage(prompt_tokens=len(prompt.token_ids), image_tokens=prompt.num_image_tokens)
 
     @property
+    def serving_order(self) -> tuple[int, float, RequestId]:
+        """Sort key of everything that serves requests in turn: priority, then arrival, then id.
+
+        The queue and the row cache must agree on it, also for equal arrivals: otherwise each of two requests can wait
+        for the other one's rows.
+        """
+        return (self.priority, self.arrival_s, self.request_id)
+
+    @property
     def num_tokens(self) -> int:
         """Number of prompt and generated tokens."""
         return len(self.token_ids)

@@ -14,8 +14,8 @@ from decoder_svc.scheduling.request import Request, RequestId
 
 
 def enqueue(queue: list[Request], request: Request) -> None:
-    """Inserts a request into a queue in serving order: priority, then arrival."""
-    insort(queue, request, key=lambda other: (other.priority, other.arrival_s))
+    """Inserts a request into a queue in serving order."""
+    insort(queue, request, key=lambda other: other.serving_order)
 
 
 class WaitingQueue:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ipaddress
 import pathlib
+import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeVar
 
@@ -257,13 +259,15 @@ def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], pr
     does.
     """
     arguments, config = _split_config(list(arguments))
+    if config is not None:
+        _check_toml(config)
     overrides = SettingsConfigDict(toml_file=config, cli_prog_name=program)
     attributes = {"model_config": overrides, "__doc__": settings_class.__doc__, "__module__": settings_class.__module__}
     configured: Any = type(settings_class.__name__, (settings_class,), attributes)
     try:
         settings: SettingsT = configured(_cli_parse_args=arguments)
     except ValidationError as error:
-        lines = [f"{_flag(item['loc'])}: {item['msg'].removeprefix('Value error, ')}" for item in error.errors()]
+        lines = [f"{_flag(item['loc'])}: {_reason(item['type'], item['msg'])}" for item in error.errors()]
         raise ConfigurationError("; ".join(lines)) from None
     return settings
 
@@ -283,11 +287,28 @@ def _split_config(arguments: list[str]) -> tuple[list[str], pathlib.Path | None]
     return arguments, None
 
 
+def _check_toml(path: pathlib.Path) -> None:
+    """Raises ConfigurationError for a file that is no TOML. The message has no text of the file: it may be secret."""
+    try:
+        tomllib.loads(path.read_text("utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at (line \d+, column \d+|end of document)\)", str(error))
+        raise ConfigurationError(f"--config: {path} is not TOML, {place[1] if place else 'see its syntax'}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"--config: {path} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigurationError(f"--config: {path} cannot be read: {error.strerror}") from None
+
+
 def _existing(name: str) -> pathlib.Path:
     path = pathlib.Path(name)
     if not path.is_file():
         raise ConfigurationError(f"--config: {name} is not a file")
     return path
+
+
+def _reason(kind: str, message: str) -> str:
+    return "there is no such setting" if kind == "extra_forbidden" else message.removeprefix("Value error, ")
 
 
 def _flag(location: tuple[int | str, ...]) -> str:

@@ -33,12 +33,14 @@ class Service:
     running: int = NUM_PLACES
     waiting: int = 0
     step_s: float = 0.0
+    is_healthy: bool = True
     live: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def __post_init__(self) -> None:
         self.gate = RequestGate(
             self.load,
+            lambda: self.is_healthy,
             Quotas(None, CollectorRegistry()),
             DecoderMetrics(self.registry),
             max_running_requests=NUM_PLACES,
@@ -164,6 +166,7 @@ def test_a_request_that_leaves_is_no_longer_counted(service: Service) -> None:
 
 
 def test_more_live_requests_than_the_limit_are_refused_until_one_leaves(service: Service) -> None:
+    service.running = 0
     service.enter(MAX_LIVE - 1)
     with service.gate.admitted(Arrival(ANYBODY)):
         with pytest.raises(OverloadedError, match=f"{MAX_LIVE} requests are being served, the limit") as caught:
@@ -177,6 +180,22 @@ def test_requests_that_the_engine_still_holds_count_after_their_callers_have_gon
     with pytest.raises(OverloadedError, match=f"{MAX_LIVE} requests are being served"):
         service.enter()
     service.waiting -= 1
+    service.enter()
+
+
+def test_requests_in_preparation_count_beside_those_that_the_engine_holds_for_callers_who_have_gone(
+    service: Service,
+) -> None:
+    service.waiting = MAX_LIVE - NUM_PLACES - 2
+    service.enter(2)
+    with pytest.raises(OverloadedError, match=f"{MAX_LIVE} requests are being served"):
+        service.enter()
+
+
+def test_an_engine_that_hangs_with_requests_of_callers_who_have_gone_refuses_by_itself(service: Service) -> None:
+    service.waiting = MAX_LIVE
+    service.is_healthy = False
+    # Submitting the request raises UnavailableError, which sends the caller to another replica.
     service.enter()
 
 
@@ -233,6 +252,7 @@ def test_images_and_tokens_are_charged_to_the_tenant_and_counted() -> None:
     quotas = Quotas(Table(), CollectorRegistry(), clock)
     gate = RequestGate(
         lambda: EngineLoad(0, 0, 0, 0.0, 0),
+        lambda: True,
         quotas,
         DecoderMetrics(registry),
         max_running_requests=1,

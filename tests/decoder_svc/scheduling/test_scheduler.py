@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from decoder_svc.scheduling.request import Request, RequestId, RequestState
+from decoder_svc.scheduling.request import CacheScope, Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_range import RowRange, RowSource
 from decoder_svc.scheduling.scheduler import Scheduler
@@ -471,3 +471,29 @@ def test_who_adopted_blocks_of_a_failed_step_without_being_in_it_starts_again() 
     assert (adopter.state, adopter.num_computed_tokens) == (RequestState.WAITING, 0)
     target.check_integrity()
     assert chunks(step(target)) == [("b", 4, 8)]
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "b"), ("b", "a")])
+def test_requests_that_arrive_at_the_same_moment_never_wait_for_each_other(first: str, second: str) -> None:
+    """The queue and the row cache once ordered equal arrivals differently: neither request could start."""
+    bypass = CacheScope(bypass=True)
+    target = scheduler(token_budget=6, cache_rows=12, context=100, rows_asked=64)
+    preempted = request(first, 24, (image("y", 1, 7), image("z", 12, 6)), priority=1, max_tokens=1, cache_scope=bypass)
+    other = request(second, 20, (image("x", 0, 8),), priority=1, max_tokens=1, cache_scope=bypass)
+    target.add(request("c", 9, (image("w", 2, 5),), priority=0, cache_scope=bypass))
+    held_back = step(target, rows_arrive=False).fetches
+    target.add(preempted)
+    step(target)
+    target.add(other)
+    if preempted.state is RequestState.RUNNING:
+        target._preempt(preempted)
+    else:
+        target._waiting.remove(preempted)
+        target._waiting.add(preempted)
+    step(target)
+    for fetch in held_back:
+        target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+    target.abort(RequestId("c"))
+    for _ in range(30):
+        step(target)
+    assert not target.has_requests()

@@ -52,7 +52,7 @@ class QueueMachine(RuleBasedStateMachine):
         new = request(f"r{self.num_made}", 5, priority=priority, arrival_s=arrival_s)
         self.queue.add(new)
         # Sorting is stable: of equal requests the one that came first stays first.
-        self.model = sorted([*self.model, new], key=lambda one: (one.priority, one.arrival_s))
+        self.model = sorted([*self.model, new], key=lambda one: (one.priority, one.arrival_s, one.request_id))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -71,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.remove(one)
         self.queue.add(one)
         rest = [other for other in self.model if other is not one]
-        self.model = sorted([*rest, one], key=lambda other: (other.priority, other.arrival_s))
+        self.model = sorted([*rest, one], key=lambda other: (other.priority, other.arrival_s, other.request_id))
 
     @invariant()
     def order_is_that_of_the_model(self) -> None:

@@ -27,6 +27,33 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     assert parsed().log_level == "info", "the file is read where it is named only"
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'redis_url = "redis://u:SECRET@h"\n= =\n', "is not TOML, line 2, column 1"),
+        (b'redis_url = "redis://u:SECRET@h"\nttl_s = 5\nttl_s = 6\n', "is not TOML, line 3"),
+        (b'redis_url = "redis://u:SECRET@h', "is not TOML, end of document"),
+        (b'redis_url = "redis://u:SECRET@h"\n# \xff\n', "is not UTF-8 text"),
+        (
+            b'redis_url = "redis://u:SECRET@h"\nmax_batch_delay_s = 0.1\n',
+            "--max-batch-delay-s: there is no such setting",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_without_its_text(
+    tmp_path: pathlib.Path, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_bytes(content)
+    with pytest.raises(errors.ConfigurationError) as caught:
+        parse_settings(ServiceSettings, ["--model", "somewhere", "--config", str(path)], "service")
+    assert reason in caught.value.message
+    assert "SECRET" not in caught.value.message
+    # A traceback shows the cause beside the message.
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
 def test_a_file_that_does_not_exist_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(errors.ConfigurationError, match=r"--config: .* is not a file"):
         parsed("--config", str(tmp_path / "missing.toml"))
