@@ -79,7 +79,7 @@ async def test_callers_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_nobody_waits_for_one_that_failed() -> None:
+async def test_later_images_do_not_wait_for_one_that_failed() -> None:
     order: CallerOrder[str] = CallerOrder()
 
     async def fails() -> None:
@@ -97,7 +97,7 @@ async def test_nobody_waits_for_one_that_failed() -> None:
     assert found[1] is None
 
 
-async def test_nobody_waits_for_long() -> None:
+async def test_a_wait_for_earlier_images_is_short() -> None:
     order: CallerOrder[str] = CallerOrder()
     with order.entered("a"), order.entered("a") as turn:
         async with asyncio.timeout(HANG_S):

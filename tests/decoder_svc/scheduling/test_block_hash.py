@@ -107,7 +107,7 @@ def test_block_size_and_deployment_are_part_of_every_name() -> None:
     assert base[0] not in hashes(request("c", 8, text="same"), BlockHasher(2))
 
 
-def test_where_tokens_of_an_image_see_each_other_its_key_is_enough() -> None:
+def test_an_images_key_suffices_if_its_tokens_see_each_other() -> None:
     """The key decides the image's length, and nothing behind the image is seen."""
     images = (image("x", 2, 5), image("y", 9, 3))
     causal = hashes(request("a", 16, images, text="same"))

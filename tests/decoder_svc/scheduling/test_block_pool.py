@@ -68,7 +68,7 @@ def test_a_found_block_is_no_longer_free() -> None:
     pool.check_integrity([[block], [1 - block]])
 
 
-def test_of_two_blocks_of_one_name_the_second_survives_the_first() -> None:
+def test_evicting_one_of_two_blocks_with_equal_hash_keeps_the_other_findable() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
     pool.publish(first, ONE)

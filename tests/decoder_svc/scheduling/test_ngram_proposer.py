@@ -59,7 +59,7 @@ def test_nothing_comes_of_tokens_that_did_not_occur() -> None:
     assert NgramProposer(2, 4).propose([1], 5) == []
 
 
-def test_of_two_places_the_one_with_more_in_common_counts() -> None:
+def test_the_occurrence_with_the_longer_match_is_copied() -> None:
     #            8 follows 7 1 2, and later 9 follows 6 1 2
     assert NgramProposer(2, 4).propose([7, 1, 2, 8, 6, 1, 2, 9, 5, 7, 1, 2], 1) == [8]
     assert NgramProposer(2, 2).propose([7, 1, 2, 8, 6, 1, 2, 9, 5, 7, 1, 2], 1) == [9]

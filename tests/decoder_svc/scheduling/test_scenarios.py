@@ -332,7 +332,9 @@ def test_who_cannot_be_cut_is_not_overtaken_for_ever(num_images: int) -> None:
 @pytest.mark.parametrize("mask", [Mask.CAUSAL, IMAGE])
 @pytest.mark.parametrize("cache_rows", [12, 16, 32])
 @pytest.mark.parametrize("steps_to_arrive", [1, 4])
-def test_whose_image_finds_no_room_is_not_overtaken_for_ever(mask: Mask, cache_rows: int, steps_to_arrive: int) -> None:
+def test_a_request_whose_image_has_no_room_is_served_in_the_end(
+    mask: Mask, cache_rows: int, steps_to_arrive: int
+) -> None:
     """Prompts that begin with text keep coming; they must not start, and then take the room as running ones."""
     target = scheduler(token_budget=16, num_blocks=200, max_num_seqs=6, cache_rows=cache_rows, rows_asked=cache_rows)
     waiting = masked(request("w", 16, (image("w", 0, 12),), arrival_s=1), mask)

@@ -253,7 +253,7 @@ def test_equal_prompts_of_one_step_share_what_the_first_computes() -> None:
     assert chunks(step(target)) == [("a", 1, 9), ("b", 8, 2), ("c", 8, 2)]
 
 
-def test_nobody_finds_what_a_failed_step_did_not_compute() -> None:
+def test_blocks_of_a_failed_step_are_never_found() -> None:
     target = scheduler()
     target.add(request("a", 8, text="same"))
     assert [each.request_id for each in target.fail_step(target.schedule())] == ["a"]

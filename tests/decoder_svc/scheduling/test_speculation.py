@@ -100,7 +100,7 @@ class TwinTraffic(Traffic):
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("seed", range(12))
-def test_nobody_waits_for_a_guess_and_nothing_cached_goes_for_one(seed: int, window: int | None) -> None:
+def test_drafts_delay_no_request_and_evict_no_cached_block(seed: int, window: int | None) -> None:
     TwinTraffic(seed, window=window, speculation=LIMITS).run(100)
 
 

@@ -171,7 +171,7 @@ def test_an_image_that_was_alone_anyway_is_not_run_twice(
     assert model.batches == [[POISON]]
 
 
-def test_where_a_good_picture_fails_too_no_image_is_at_fault(
+def test_no_image_is_at_fault_if_a_good_picture_fails_as_well(
     model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher], registry: CollectorRegistry
 ) -> None:
     batcher = make_batcher()

@@ -136,7 +136,7 @@ def lacks_operator(patch: pytest.MonkeyPatch) -> None:
     ("spoil", "reason"),
     [(lacks_capability, "the processor has none of"), (lacks_one_dnn, "oneDNN"), (lacks_operator, "no operator")],
 )
-def test_where_packing_is_not_possible_plain_layers_stay_with_the_reason_in_the_log(
+def test_layers_that_cannot_be_packed_stay_plain_and_the_log_has_the_reason(
     spoil: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch)

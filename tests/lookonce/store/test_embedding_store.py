@@ -163,7 +163,7 @@ def test_the_first_writers_rows_stay(store: EmbeddingStore) -> None:
     assert store.stats.snapshot()["write", "exists"] == 1
 
 
-def test_of_many_writers_at_once_one_wins_whole(store: EmbeddingStore) -> None:
+def test_one_of_many_concurrent_writers_wins_with_a_whole_entry(store: EmbeddingStore) -> None:
     key, candidates = fresh_key(), [make_rows(LARGE, seed) for seed in range(4)]
     results: list[bool] = []
     barrier = threading.Barrier(len(candidates))
