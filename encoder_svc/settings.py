@@ -57,7 +57,8 @@ class EncoderSettings(ServiceSettings):
         gt=0,
         le=300,
         description="Time to live of the lease that lets one replica encode an image, seconds; the holder renews it. "
-        "When a replica dies, its images wait this long. For a live replica others wait at most eight times as long.",
+        "When a replica dies, its images wait this long. While a replica renews its lease, others wait at most eight "
+        "times as long.",
     )
     local_cache_bytes: int = Field(
         256 * MIB, ge=0, description="Size of the cache in this process, for ReadEmbedding and for hot images, bytes."
