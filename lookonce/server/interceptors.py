@@ -114,11 +114,9 @@ class _CallBorder:
         with self._span(context, request_id) as span, self._accounted(span) as outcome:
             bind_trace_id(tracing.trace_id())
             try:
-                with (
-                    self._gate.passed(self._method, context.invocation_metadata() or ()),
-                    self._calls.admitted(delays_drain=not self._is_quiet),
-                ):
-                    result = await handle()
+                async with self._calls.admitted(delays_drain=not self._is_quiet):
+                    with self._gate.passed(self._method, context.invocation_metadata() or ()):
+                        result = await handle()
                 outcome.code = _code_so_far(context, grpc.StatusCode.OK)
             except asyncio.CancelledError:
                 outcome.code = _cancellation_code(context)

@@ -197,10 +197,12 @@ class GrpcService:
         self._metrics.begin_drain()
         await self._health.enter_graceful_shutdown()
         await asyncio.sleep(delay_s)
-        self._calls.refuse_new()
+        await self._calls.refuse_new()
         _log.info("refusing new calls", calls=self._calls.num_delaying)
-        # Sends GOAWAY to connected clients. Their calls in flight continue.
+        # Sends GOAWAY to connected clients, before the refused ones may try again. Calls in flight continue.
         closing = asyncio.create_task(server.stop(timeout_s + _FLUSH_S))
+        await asyncio.sleep(0)
+        self._calls.answer_refused()
         await self._calls.finished(timeout_s)
         num_expelled = self._calls.expel_all()
         await closing

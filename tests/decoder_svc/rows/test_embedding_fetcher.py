@@ -78,7 +78,7 @@ class Fetcher:
 @asynccontextmanager
 async def open_fetcher(target: str, redis_url: str | None, ttl_s: float = 600) -> AsyncIterator[Fetcher]:
     registry = CollectorRegistry()
-    store = None if redis_url is None else EmbeddingStore(redis_url, 0.3, 600, 0)
+    store = None if redis_url is None else EmbeddingStore(redis_url, 5, 600, 0)
     async with AsyncExitStack() as stack:
         if store is not None:
             stack.callback(store.close)

@@ -39,6 +39,8 @@ from tests.lookonce.store.entries import write
 
 META = EmbeddingMeta(2, 4, 0, RowDtype.FLOAT32, 10, 10)
 TIMEOUT_S = 30.0
+# Time for one exchange with Redis. Long, so that a busy machine does not miss it; short where Redis is frozen.
+BUDGET_S, FROZEN_BUDGET_S = 5.0, 0.3
 
 
 def key(name: str) -> ContentKey:
@@ -56,11 +58,11 @@ class Outcome:
 class Replica:
     """The lease's part of an encoder process. Encoding takes as long as `gate` is closed."""
 
-    def __init__(self, name: str, url: str, ttl_s: float) -> None:
+    def __init__(self, name: str, url: str, ttl_s: float, budget_s: float) -> None:
         self.name = name
-        self.store = EmbeddingStore(url, 0.3, 60, 1 << 20)
+        self.store = EmbeddingStore(url, budget_s, 60, 1 << 20)
         self.metrics = EncoderMetrics(CollectorRegistry())
-        self.done = DoneChannel(url, 0.3)
+        self.done = DoneChannel(url, budget_s)
         self.is_answering = True
         self.flight = FleetFlight(
             EncodeLeases(self.store, ttl_s),
@@ -110,8 +112,8 @@ async def fleet(own_redis: EmbeddedRedis) -> AsyncIterator[Callable[..., Any]]:
     """Starts replicas, as in `await fleet(4)`, and waits until their channels are connected."""
     async with AsyncExitStack() as stack:
 
-        async def start(size: int, ttl_s: float = 20.0) -> list[Replica]:
-            replicas = [Replica(f"replica-{index}", own_redis.url, ttl_s) for index in range(size)]
+        async def start(size: int, ttl_s: float = 20.0, budget_s: float = BUDGET_S) -> list[Replica]:
+            replicas = [Replica(f"replica-{index}", own_redis.url, ttl_s, budget_s) for index in range(size)]
             for replica in replicas:
                 stack.push_async_callback(replica.close)
                 replica.done.start()
@@ -138,7 +140,8 @@ async def test_one_of_all_encodes_and_the_others_get_its_rows(
     for number in range(10):
         one = key(f"image {number}")
         answers = await asyncio.gather(*(replica.ask(one) for replica in replicas))
-        assert sorted(was_elsewhere for _, was_elsewhere in answers) == [False] + [True] * 5
+        # A replica that asks after the end of the encode finds the rows without waiting.
+        assert [outcome.where for outcome, _ in answers].count("cache") == 5
         assert all(outcome.stored for outcome, _ in answers)
     assert num_encodes(replicas) == 10
     await until(lambda: all(not replica.flight._releases for replica in replicas))
@@ -204,11 +207,11 @@ async def test_a_holder_whose_model_hangs_lets_its_lease_go(fleet: Callable[...,
 
 
 async def test_a_dead_holder_s_lease_is_taken_over(fleet: Callable[..., Any], own_redis: EmbeddedRedis) -> None:
-    first, second = await fleet(2, ttl_s=0.5)
+    first, second = await fleet(2, ttl_s=1.0)
     with redis.Redis.from_url(own_redis.url) as client:
-        client.set(lease_key(key("a")), b"of a process that was killed", px=500)
+        client.set(lease_key(key("a")), b"of a process that was killed", px=1000)
     answers = await asyncio.gather(first.ask(key("a")), second.ask(key("a")))
-    assert sorted(was_elsewhere for _, was_elsewhere in answers) == [False, True]
+    assert [outcome.where for outcome, _ in answers].count("cache") == 1
     assert num_encodes([first, second]) == 1
     taken_over = [replica.metrics.lease_takeovers._value.get() for replica in (first, second)]
     assert sum(taken_over) == 1
@@ -254,7 +257,7 @@ async def test_rows_that_cannot_be_stored_are_encoded_by_everybody_at_once(fleet
 async def test_without_redis_everybody_encodes(
     fleet: Callable[..., Any], own_redis: EmbeddedRedis, trouble: str
 ) -> None:
-    replicas = await fleet(3)
+    replicas = await fleet(3, budget_s=FROZEN_BUDGET_S)
     if trouble == "gone":
         own_redis.stop()
     else:

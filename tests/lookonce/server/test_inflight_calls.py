@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from lookonce.errors import UnavailableError
+from lookonce.server import inflight_calls
 from lookonce.server.inflight_calls import InflightCalls
 
 
@@ -18,7 +19,7 @@ class Handler:
         self.task = asyncio.create_task(self._run(calls, delays_drain))
 
     async def _run(self, calls: InflightCalls, delays_drain: bool) -> str:
-        with calls.admitted(delays_drain=delays_drain):
+        async with calls.admitted(delays_drain=delays_drain):
             await self.release.wait()
         return "answered"
 
@@ -63,13 +64,42 @@ async def test_new_calls_are_refused_while_admitted_ones_continue() -> None:
     calls = InflightCalls()
     admitted = Handler(calls)
     await started(admitted)
-    calls.refuse_new()
+    await calls.refuse_new()
+    calls.answer_refused()
     late = Handler(calls)
     with pytest.raises(UnavailableError, match="shutting down"):
         await late.task
     assert calls.num_delaying == 1
     admitted.release.set()
     assert await admitted.task == "answered"
+
+
+async def test_refusals_are_held_back_until_all_calls_have_been_handed_over() -> None:
+    calls = InflightCalls()
+    settling = asyncio.create_task(calls.refuse_new())
+    late = []
+    for _ in range(4):
+        await asyncio.sleep(0.02)
+        late.append(Handler(calls))
+    assert not settling.done(), "a call came within each look"
+    await settling
+    assert not any(handler.task.done() for handler in late), "their callers would send the next ones"
+    calls.answer_refused()
+    results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
+    assert [type(result) for result in results] == [UnavailableError] * 4
+
+
+async def test_callers_who_never_pause_do_not_keep_a_drain_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflight_calls, "_MAX_SETTLE_S", 0.2)
+    calls = InflightCalls()
+    settling = asyncio.create_task(calls.refuse_new())
+    late = []
+    while not settling.done():
+        late.append(Handler(calls))
+        await asyncio.sleep(0.001)
+    calls.answer_refused()
+    results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
+    assert {type(result) for result in results} == {UnavailableError}
 
 
 async def test_calls_that_take_too_long_end_with_unavailable() -> None:
@@ -95,7 +125,8 @@ async def test_a_call_that_its_client_cancels_stays_cancelled() -> None:
 
 async def test_a_call_that_fails_is_no_longer_in_flight() -> None:
     calls = InflightCalls()
-    with pytest.raises(ValueError, match="oops"), calls.admitted(delays_drain=True):
-        raise ValueError("oops")
+    with pytest.raises(ValueError, match="oops"):
+        async with calls.admitted(delays_drain=True):
+            raise ValueError("oops")
     assert calls.num_delaying == 0
     assert await calls.finished(60.0)

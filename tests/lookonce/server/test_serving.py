@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -187,6 +188,30 @@ async def test_sigterm_lets_a_stream_finish_refuses_new_calls_and_exits_0(proces
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() is grpc.StatusCode.OK
         assert await process.exit_status() == 0, process.log()
+
+
+async def test_under_load_a_drain_answers_every_call_with_ok_or_unavailable_and_its_reason(processes: Any) -> None:
+    process = processes("--drain-timeout-s", "5")
+    answers: Counter[tuple[str, str]] = Counter()
+    async with grpc.aio.insecure_channel(await process.target(), options=CHANNEL_OPTIONS) as channel:
+        encoder: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(channel)
+
+        async def ask_until_refused() -> None:
+            while True:
+                call = encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=30)
+                code = await call.code()
+                answers[code.name, str(await call.details())] += 1
+                if code is not grpc.StatusCode.OK:
+                    return
+
+        callers = [asyncio.create_task(ask_until_refused()) for _ in range(64)]
+        while answers["OK", ""] <= 200:
+            await asyncio.sleep(0.01)
+        process.popen.send_signal(signal.SIGTERM)
+        await asyncio.gather(*callers)
+        assert await process.exit_status() == 0, process.log()
+    del answers["OK", ""]
+    assert answers == {("UNAVAILABLE", "the server is shutting down; retry on another replica"): 64}
 
 
 async def test_calls_that_outlive_the_drain_get_unavailable_and_the_exit_is_0(processes: Any) -> None:
