@@ -6,6 +6,7 @@ import sys
 
 from decoder_svc.settings import DecoderSettings
 from lookonce import tracing
+from lookonce.model.model_folder import ModelFolder
 from lookonce.model.openmp import set_openmp_spin_count
 from lookonce.server import serving
 from lookonce.server.garbage import long_lived_objects
@@ -21,10 +22,13 @@ async def serve(arguments: list[str]) -> None:
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-decoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
-    # Metrics are served from the start, since loading may take minutes.
+    # Loading takes seconds to minutes: a process that must not start says so before it.
+    ModelFolder.open(settings.model)
+    serving.check_files(settings)
+    # Meanwhile probes see that the process is alive.
     telemetry.start_endpoint()
     set_openmp_spin_count()
-    # Imported late because torch and transformers take seconds, and a wrong flag should be refused at once.
+    # Imported here, because torch and transformers take seconds.
     with long_lived_objects():
         _quieten_loading(settings)
         from decoder_svc.service import open_service

@@ -6,6 +6,7 @@ import sys
 
 from encoder_svc.settings import EncoderSettings
 from lookonce import tracing
+from lookonce.model.model_folder import ModelFolder
 from lookonce.model.openmp import set_openmp_spin_count
 from lookonce.server import serving
 from lookonce.server.garbage import long_lived_objects
@@ -23,10 +24,13 @@ async def serve(arguments: list[str]) -> None:
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-encoder", TracingVariables().exporters)
     quotas = load_quotas(settings, telemetry.registry)
-    # Before the model is loaded, which may take minutes: probes see that the process is alive.
+    # Loading takes seconds to minutes: a process that must not start says so before it.
+    ModelFolder.open(settings.model)
+    serving.check_files(settings)
+    # Meanwhile probes see that the process is alive.
     telemetry.start_endpoint()
     set_openmp_spin_count()
-    # Imported here, so that a wrong flag is refused at once: these take seconds.
+    # Imported here, because these take seconds.
     with long_lived_objects():
         import torch
         import transformers

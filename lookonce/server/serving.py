@@ -308,6 +308,12 @@ def _status(*, is_serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus
     return response.SERVING if is_serving else response.NOT_SERVING
 
 
+def check_files(settings: ServiceSettings) -> None:
+    """Raises ConfigurationError if the settings name certificates, tokens or keys with which no server can start."""
+    server_credentials(settings)
+    load_authenticator(settings)
+
+
 def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
     """gRPC channel arguments: message limits both ways, keepalive that notices a frozen peer, no shared ports."""
     keepalive_timeout_ms = int(settings.keepalive_timeout_s * 1000)

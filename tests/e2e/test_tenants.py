@@ -32,10 +32,12 @@ from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from lookonce.local.token_entry import new_token
 from lookonce.status_codes import from_rpc_error
-from tests.conftest import DEMO_MODEL, SERVICE_FLAGS
+from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, fresh
 
 TENANTS = ("acme", "beta")
+# Enough for a busy machine. An eviction is repeated after four times this time.
+BUDGET = ("--redis-budget-s", "1")
 ADMIN = ("--admin-listen", "127.0.0.1:0")
 QUOTAS = "[tenants.tiny]\nrequests_per_s = 0.02\n[tenants.narrow]\nimage_bytes_per_s = 1\n"
 
@@ -99,7 +101,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     (folder / "secret").write_text("ab" * 32)
     shared = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca)]
     shared += ["--auth-tokens-file", str(folder / "tokens.toml"), "--tenant-secret-file", str(folder / "secret")]
-    shared += ["--quotas-file", str(folder / "quotas.toml"), *SERVICE_FLAGS]
+    shared += ["--quotas-file", str(folder / "quotas.toml"), *ONE_THREAD, *BUDGET]
     to_encoder = ["--encoder-tls-ca", str(ca), "--encoder-tls-cert", str(cert), "--encoder-tls-key", str(key)]
     to_encoder += ["--encoder-token-file", str(folder / "decoder.token")]
     with LocalStack(DEMO_MODEL, encoder_arguments=shared, decoder_arguments=[*shared, *to_encoder, *ADMIN]) as stack:

@@ -13,7 +13,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 from tests import tiny_models
 from tests.parity import offline
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = 120
 BLOCK_SIZE = 8
 
 

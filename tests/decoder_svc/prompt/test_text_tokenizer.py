@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -50,6 +50,8 @@ def trusted(text: str) -> list[TextPiece]:
 @given(st.text(max_size=40))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_without_control_tokens_the_ids_are_those_of_hugging_face(any_text: LoadedText, text: str) -> None:
+    # Hypothesis also tries strings that stand in the source code.
+    assume(not any(token.content in text for token in any_text.tokenizer.backend.get_added_tokens_decoder().values()))
     expected = any_text.tokenizer.backend.encode(text).ids
     assert any_text.tokenizer.encode_trusted(text) == expected
     assert any_text.tokenizer.encode_pieces(plain(text)) == expected

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import random
 from collections.abc import Callable, Sequence
-
-from hypothesis import strategies as st
 
 from lookonce.store.codec import HEADER_BYTES
 
@@ -13,6 +11,8 @@ Damage = Callable[[bytes], bytes]
 # Most of a header is zeros. By these sizes damage hits the fields, the seals and the rows as often as all the rest.
 _FIELDS_AND_SEALS_BYTES = 180
 _HEADER_SEAL_BYTES = 40
+# Shares of values that are another real value, and of values without any meaning.
+_WHOLE_OTHER, _NONSENSE = 0.05, 0.1
 
 
 def flip(bits: Sequence[tuple[int, int]]) -> Damage:
@@ -78,32 +78,55 @@ def reorder(block_bytes: int, order: Sequence[int]) -> Damage:
     return apply
 
 
-def damaged(value: bytes, others: Sequence[bytes], block_bytes: int) -> st.SearchStrategy[bytes]:
-    """Draws the value after one to three accidents; `others` are real values that may be mixed in."""
-    interesting = [
-        offset
-        for offset in range(len(value))
-        if offset < _FIELDS_AND_SEALS_BYTES or offset >= HEADER_BYTES - _HEADER_SEAL_BYTES
-    ]
-    offsets = st.integers(0, len(value) - 1) | st.sampled_from(interesting)
-    lengths = st.integers(1, 64) | st.integers(1, len(value))
-    data = st.binary(min_size=1, max_size=64)
-    other = st.sampled_from(others)
-    num_blocks = max(1, -(-(len(value) - HEADER_BYTES) // block_bytes))
-    orders = st.permutations(range(num_blocks)) | st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=9)
-    accidents = st.one_of(
-        st.builds(flip, st.lists(st.tuples(offsets, st.integers(0, 7)), min_size=1, max_size=8)),
-        st.builds(overwrite, offsets, data),
-        st.builds(zero, offsets, lengths),
-        st.builds(insert, offsets, data),
-        st.builds(remove, offsets, lengths),
-        st.builds(cut, offsets),
-        st.builds(extend, data | other),
-        st.builds(repeat, offsets, offsets, lengths),
-        st.builds(splice, other, offsets | st.just(HEADER_BYTES), lengths),
-        st.builds(functools.partial(reorder, block_bytes), orders),
+def damaged(rng: random.Random, value: bytes, others: Sequence[bytes], block_bytes: int) -> bytes:
+    """Returns the value after one to three accidents; `others` are real values that may be mixed in.
+
+    Plain random numbers: Hypothesis takes five times as long to draw thousands of values of which none will be shrunk.
+    """
+    chance = rng.random()
+    if chance < _WHOLE_OTHER:
+        return rng.choice(others)
+    if chance < _WHOLE_OTHER + _NONSENSE:
+        return rng.randbytes(rng.randint(0, 200))
+    changed = value
+    for _ in range(rng.randint(1, 3)):
+        changed = _accident(rng, value, others, block_bytes)(changed)
+    return changed
+
+
+def _accident(rng: random.Random, value: bytes, others: Sequence[bytes], block_bytes: int) -> Damage:
+    num_bytes = len(value)
+
+    def offset() -> int:
+        if rng.random() < 1 / 2:
+            return rng.randrange(num_bytes)
+        fields = range(min(_FIELDS_AND_SEALS_BYTES, num_bytes))
+        seal_and_rows = range(HEADER_BYTES - _HEADER_SEAL_BYTES, num_bytes)
+        index = rng.randrange(len(fields) + len(seal_and_rows))
+        return fields[index] if index < len(fields) else seal_and_rows[index - len(fields)]
+
+    def length() -> int:
+        return rng.randint(1, 64) if rng.random() < 1 / 2 else rng.randint(1, num_bytes)
+
+    def data() -> bytes:
+        return rng.randbytes(rng.randint(1, 64))
+
+    def order() -> list[int]:
+        num_blocks = max(1, -(-(num_bytes - HEADER_BYTES) // block_bytes))
+        if rng.random() < 1 / 2:
+            return rng.sample(range(num_blocks), num_blocks)
+        return [rng.randrange(num_blocks) for _ in range(rng.randint(1, 9))]
+
+    accidents: tuple[Callable[[], Damage], ...] = (
+        lambda: flip([(offset(), rng.randrange(8)) for _ in range(rng.randint(1, 8))]),
+        lambda: overwrite(offset(), data()),
+        lambda: zero(offset(), length()),
+        lambda: insert(offset(), data()),
+        lambda: remove(offset(), length()),
+        lambda: cut(offset()),
+        lambda: extend(data() if rng.random() < 1 / 2 else rng.choice(others)),
+        lambda: repeat(offset(), offset(), length()),
+        lambda: splice(rng.choice(others), rng.choice((offset(), HEADER_BYTES)), length()),
+        lambda: reorder(block_bytes, order()),
     )
-    changed = st.lists(accidents, min_size=1, max_size=3).map(
-        lambda chosen: functools.reduce(lambda found, accident: accident(found), chosen, value)
-    )
-    return changed | other | st.binary(max_size=200)
+    return rng.choice(accidents)()

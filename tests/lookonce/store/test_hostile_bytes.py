@@ -7,8 +7,9 @@ that was sealed without the key.
 
 from __future__ import annotations
 
+import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,8 +90,8 @@ def make_image(
     return make
 
 
-def for_each(num_values: int, values: st.SearchStrategy[bytes], check: Callable[[bytes], None]) -> None:
-    """Runs `check` on `num_values` different values, the same ones in every run."""
+def for_each_of(num_values: int, values: st.SearchStrategy[bytes], check: Callable[[bytes], None]) -> None:
+    """Runs `check` on `num_values` different values that Hypothesis draws, the same ones in every run."""
     seen: set[bytes] = set()
 
     # Different choices of Hypothesis often produce the same value.
@@ -103,6 +104,19 @@ def for_each(num_values: int, values: st.SearchStrategy[bytes], check: Callable[
 
     run()
     assert len(seen) == num_values
+
+
+def for_each_damaged(
+    num_values: int, value: bytes, others: Sequence[bytes], block_bytes: int, check: Callable[[bytes], None]
+) -> None:
+    """Runs `check` on `num_values` different damaged forms of a value, the same ones in every run."""
+    rng = random.Random(num_values)
+    seen: set[bytes] = set()
+    while len(seen) < num_values:
+        found = damaged(rng, value, others, block_bytes)
+        if found not in seen:
+            seen.add(found)
+            check(found)
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -132,7 +146,7 @@ def test_damaged_entries_give_the_rows_or_a_miss_with_a_reason(
             meta = tally.describe("stat", data_key(image.key), value, image.store.stat)
             assert meta == (META if value[:HEADER_BYTES] in rows_under and len(value) == len(image.entry) else None)
 
-    for_each(3000, damaged(image.entry, [image.older, *image.foreign], BLOCK_BYTES), check)
+    for_each_damaged(3000, image.entry, [image.older, *image.foreign], BLOCK_BYTES, check)
     tally.check()
     assert tally.reasons == BY_DAMAGE | ABSENT
 
@@ -148,7 +162,7 @@ def test_damaged_metadata_gives_the_shape_or_a_miss_with_a_reason(
         meta = tally.describe("metadata", metadata_key(image.key), value, image.store.metadata)
         assert meta == (META if value == image.record else None)
 
-    for_each(900, damaged(image.record, image.foreign_records, METADATA_BYTES), check)
+    for_each_damaged(900, image.record, image.foreign_records, METADATA_BYTES, check)
     tally.check()
     assert tally.reasons == (BY_DAMAGE - {MissReason.BLOCK_SEAL}) | ABSENT
 
@@ -171,7 +185,7 @@ def test_a_forged_header_with_a_valid_checksum_moves_no_row(make_image: Callable
         question = question_about(value)
         assert tally.read(value, question) in (None, question.rows_of(ROWS))
 
-    for_each(700, forged_headers(image.entry, CHECKSUM), check)
+    for_each_of(700, forged_headers(image.entry, CHECKSUM), check)
     tally.check()
     assert tally.reasons >= CORRUPT - {MissReason.TOO_SHORT, MissReason.HEADER_SEAL, MissReason.OTHER_SHAPE}
 
@@ -187,7 +201,7 @@ def test_entries_forged_under_a_checksum_give_the_forgers_rows_only(
         question = question_about(value)
         assert tally.read(value, question) in (None, question.rows_of(value[HEADER_BYTES:]))
 
-    for_each(200, forged_entries(image.key, META, [CHECKSUM]), check)
+    for_each_of(200, forged_entries(image.key, META, [CHECKSUM]), check)
     tally.check()
     assert tally.counts["read_rows", "ok"] >= 20
     assert tally.reasons == {MissReason.OTHER_SHAPE}
@@ -209,7 +223,7 @@ def test_no_forgery_is_accepted_under_aes_gcm(make_image: Callable[[Sealer], Ima
             + entry[HEADER_BYTES:]
         )
     )
-    for_each(900, forged | forged_entries(image.key, META, outsiders) | in_disguise, check)
+    for_each_of(900, forged | forged_entries(image.key, META, outsiders) | in_disguise, check)
     tally.check()
     assert tally.reasons == {MissReason.BAD_MAGIC, MissReason.OTHER_VERSION, MissReason.HEADER_SEAL}
 
@@ -229,5 +243,5 @@ def test_forged_metadata_is_accepted_under_a_checksum_only(
             assert (meta.num_rows, meta.hidden_size) == struct.unpack_from("<II", value, 48)
 
     outsider = CHECKSUM if sealer is CHECKSUM else STRANGERS
-    for_each(200, changed_fields(image.record, METADATA_BYTES).map(lambda record: reseal(record, outsider)), check)
+    for_each_of(200, changed_fields(image.record, METADATA_BYTES).map(lambda record: reseal(record, outsider)), check)
     tally.check()
