@@ -57,7 +57,7 @@ class Outcome:
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if nothing failed in any part, else pytest's exit status of the first part that is not good."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--jobs", default="2", help="processes of the parallel part; 0 runs it in pytest's own")
+    parser.add_argument("--jobs", default="3", help="processes of the parallel part; 0 runs it in pytest's own")
     known, for_pytest = parser.parse_known_args(arguments)
     outcomes: list[Outcome] = []
     for part in PARTS:

@@ -16,11 +16,11 @@ from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint,
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.generation import Generation, Message
 from lookonce.images import ImageRef
-from lookonce.local.local_stack import LocalStack
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import fingerprint_model
 from tests.conftest import SERVICE_FLAGS
 from tests.fingerprint_model import COLOURS, NUM_ROWS, Answer, Board, Reference
+from tests.in_process_stack import InProcessStack
 from tests.lookonce.store.entries import write
 
 NUM_PAIRS = 200
@@ -194,14 +194,14 @@ def margin_noise(found: Generation, expected: Answer) -> float:
 
 
 @pytest.fixture(scope="module")
-def stack(folder: pathlib.Path) -> Iterator[LocalStack]:
+def stack(folder: pathlib.Path) -> Iterator[InProcessStack]:
     """The product's own loading; chunks and row ranges end inside pictures."""
     decoder = (*SERVICE_FLAGS, "--max-num-batched-tokens", "32", "--encoder-cache-rows", "60")
-    with LocalStack(folder, encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder) as stack:
+    with InProcessStack(folder, encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder) as stack:
         yield stack
 
 
-async def test_answers_are_those_of_transformers(stack: LocalStack, reference: Reference) -> None:
+async def test_answers_are_those_of_transformers(stack: InProcessStack, reference: Reference) -> None:
     chosen = pairs(10)[:24]
     prompts = [pair[: 1 + number % 2] for number, pair in enumerate(chosen)]
     expected = [reference.answer(QUESTION, boards) for boards in prompts]
@@ -214,7 +214,7 @@ async def test_answers_are_those_of_transformers(stack: LocalStack, reference: R
 
 
 @pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
-async def test_wrong_rows_in_redis_are_seen(stack: LocalStack, reference: Reference, tamper: Tamper) -> None:
+async def test_wrong_rows_in_redis_are_seen(stack: InProcessStack, reference: Reference, tamper: Tamper) -> None:
     """Entries with good seals and wrong rows, as no fault of Redis could make them."""
     chosen = [pair for pair in pairs(11 + TAMPERS.index(tamper)) if pair[0][-1] != pair[1][-1]][:6]
     own, other = rows_of(reference, chosen)

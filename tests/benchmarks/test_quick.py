@@ -1,4 +1,7 @@
-"""Every script's `--quick` form runs against really started services and says what is sane. Nothing here is timed."""
+"""Every script's `--quick` form runs against real services and says what is sane. Nothing here is timed.
+
+The services run in this process, except where the script measures processes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from tests.in_process_stack import InProcessStack
 
 
 @pytest.fixture
@@ -20,8 +24,11 @@ def quick(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatc
     monkeypatch.setattr(report, "RESULTS", tmp_path / "RESULTS.md")
     monkeypatch.setattr(report, "JSON_FOLDER", tmp_path / "results")
 
-    def run(name: str) -> Any:
-        importlib.import_module(f"benchmarks.{name}").main(["--quick"])
+    def run(name: str, *, in_processes: bool = False) -> Any:
+        script = importlib.import_module(f"benchmarks.{name}")
+        if not in_processes:
+            monkeypatch.setattr(script, "LocalStack", InProcessStack, raising=False)
+        script.main(["--quick"])
         printed = capsys.readouterr().out
         assert f"## {name}\n" in printed
         assert not list(tmp_path.iterdir()), "a quick run wrote results"
@@ -89,7 +96,7 @@ def test_prefix_reuse(quick: Any) -> None:
 
 
 def test_two_replicas(quick: Any) -> None:
-    figures = quick("two_replicas")
+    figures = quick("two_replicas", in_processes=True)
     assert figures["peer"] == "not run"
     assert figures["memory_bytes"]["ours"] > 1e8
     found = {name: rounds[0] for name, rounds in figures["workloads"].items()}
@@ -98,12 +105,12 @@ def test_two_replicas(quick: Any) -> None:
 
 
 def test_overlap(quick: Any) -> None:
-    (only,) = quick("overlap")["images"]["4"]
+    (only,) = quick("overlap", in_processes=True)["images"]["4"]
     assert min(only.values()) > 0
 
 
 def test_startup(quick: Any) -> None:
-    figures = quick("startup")
+    figures = quick("startup", in_processes=True)
     assert set(figures["sides"]) == {"stack", "decoder"}
     for side in figures["sides"].values():
         assert 0 < side["starts"][0]["ready_s"] < side["starts"][0]["first_token_s"]
@@ -111,7 +118,7 @@ def test_startup(quick: Any) -> None:
 
 
 def test_event_loop(quick: Any) -> None:
-    encoder, decoder = quick("event_loop")["loops"]
+    encoder, decoder = quick("event_loop", in_processes=True)["loops"]
     assert (encoder["service"], decoder["service"]) == ("encoder-0", "decoder-0")
     for loop in (encoder, decoder):
         assert loop["num_callbacks"] > 20

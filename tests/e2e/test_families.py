@@ -17,9 +17,9 @@ import torch
 from lookonce.aio import AsyncClient
 from lookonce.generation import Message
 from lookonce.images import ImageRef
-from lookonce.local.local_stack import LocalStack
 from tests import tiny_models
 from tests.conftest import SERVICE_FLAGS
+from tests.in_process_stack import InProcessStack
 from tests.parity import offline
 from tests.parity.families import SIZES
 from tests.tiny_families import FAMILIES
@@ -48,7 +48,7 @@ class Served:
     """A family's running services and its questions."""
 
     name: str
-    stack: LocalStack
+    stack: InProcessStack
     chats: list[Chat]
 
 
@@ -58,7 +58,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = FAMILIES[name].build(tmp_path_factory.mktemp("families") / name)
     chats = questions(name, folder)
     decoder = (*SERVICE_FLAGS, "--max-num-batched-tokens", str(TOKEN_BUDGET), "--max-num-seqs", "12")
-    with LocalStack(folder, dtype="float32", encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder) as stack:
+    with InProcessStack(folder, dtype="float32", encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder) as stack:
         yield Served(name, stack, chats)
 
 

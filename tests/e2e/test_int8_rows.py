@@ -20,12 +20,12 @@ from demo.scenes import png_bytes
 from demo.wordings import Split
 from lookonce.aio import AsyncClient
 from lookonce.generation import Message, Part
-from lookonce.local.local_stack import LocalStack
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.int8_rows import dequantise, quantise
 from tests import tiny_models
 from tests.conftest import DEMO_MODEL, SERVICE_FLAGS
 from tests.e2e import test_generate_parity as parity
+from tests.in_process_stack import InProcessStack
 
 INT8 = ("--row-format", "int8")
 NUM_QUESTIONS = 100
@@ -62,7 +62,7 @@ def questions_of(chat: Chat, pictures: Sequence[bytes]) -> Iterator[DemoQuestion
 
 
 @pytest.fixture(scope="module")
-def stacks() -> Iterator[tuple[LocalStack, LocalStack]]:
+def stacks() -> Iterator[tuple[InProcessStack, InProcessStack]]:
     """The demo model natively and with int8 rows, on one cache."""
     with ExitStack() as exits:
         redis = exits.enter_context(EmbeddedRedis())
@@ -72,11 +72,13 @@ def stacks() -> Iterator[tuple[LocalStack, LocalStack]]:
         )
 
 
-def demo_stack(redis_url: str, *encoder_arguments: str) -> LocalStack:
-    return LocalStack(DEMO_MODEL, redis=redis_url, encoder_arguments=encoder_arguments, decoder_arguments=SERVICE_FLAGS)
+def demo_stack(redis_url: str, *encoder_arguments: str) -> InProcessStack:
+    return InProcessStack(
+        DEMO_MODEL, redis=redis_url, encoder_arguments=encoder_arguments, decoder_arguments=SERVICE_FLAGS
+    )
 
 
-async def answers(stack: LocalStack, questions: Sequence[DemoQuestion]) -> list[str]:
+async def answers(stack: InProcessStack, questions: Sequence[DemoQuestion]) -> list[str]:
     async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         generations = await asyncio.gather(
             *(client.generate(question.messages, temperature=0.0, max_tokens=40) for question in questions)
@@ -84,7 +86,7 @@ async def answers(stack: LocalStack, questions: Sequence[DemoQuestion]) -> list[
     return [generation.text.strip() for generation in generations]
 
 
-async def test_the_demo_model_answers_as_with_native_rows(stacks: tuple[LocalStack, LocalStack]) -> None:
+async def test_the_demo_model_answers_as_with_native_rows(stacks: tuple[InProcessStack, InProcessStack]) -> None:
     questions = demo_questions()
     assert len(questions) == NUM_QUESTIONS
     native, int8 = [await answers(stack, questions) for stack in stacks]
@@ -113,7 +115,7 @@ async def test_answers_equal_those_of_hugging_face_with_rounded_rows(tmp_path: p
     round_rows(model)
     rng = random.Random(12)
     chats = [parity.chat(processor, model, rng, (1, 3)[index % 2]) for index in range(NUM_PROMPTS)]
-    with LocalStack(
+    with InProcessStack(
         folder, dtype="float32", encoder_arguments=(*SERVICE_FLAGS, *INT8), decoder_arguments=SERVICE_FLAGS
     ) as stack:
         given = await asyncio.gather(*(parity.answer(stack.decoder_targets[0], one) for one in chats))

@@ -26,6 +26,7 @@ from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from lookonce.videos import Video
 from tests.conftest import REPOSITORY, SERVICE_FLAGS
+from tests.in_process_stack import InProcessStack
 from tests.parity import offline, videos
 from tests.tiny_families import FAMILIES
 
@@ -44,7 +45,7 @@ class Chat:
 class Served:
     """A family's running services and its questions."""
 
-    stack: LocalStack
+    stack: InProcessStack
     chats: list[Chat]
     # Distinct images and pairs of frames in them.
     num_entries: int
@@ -69,7 +70,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "--max-video-frames-per-prompt",
         str(MAX_FRAMES),
     )
-    with LocalStack(
+    with InProcessStack(
         model.config.folder,
         dtype="float32",
         encoder_arguments=SERVICE_FLAGS,

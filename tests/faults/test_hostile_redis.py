@@ -35,8 +35,6 @@ from tests.decoder_svc.encoders import client, running_encoder
 from tests.lookonce.store import damage
 from tests.lookonce.store.redis.resp_server import After, Lie, RespServer, always, changed, instead
 
-pytestmark = pytest.mark.services
-
 NUM_ROWS = 16
 PART = RowRange(3, 9)
 OPTIONS = ProcessorOptions()
