@@ -39,7 +39,7 @@ class RunningService:
 
     target: str
     registry: CollectorRegistry
-    # Of this process, in which all services are.
+    # The id of this process, which runs all services.
     pid: int = field(default_factory=os.getpid)
 
 
