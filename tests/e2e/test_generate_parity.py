@@ -15,9 +15,9 @@ import torch
 
 from lookonce.aio import AsyncClient
 from lookonce.generation import Message
-from lookonce.local.local_stack import LocalStack
 from tests import tiny_models
 from tests.conftest import SERVICE_FLAGS
+from tests.in_process_stack import InProcessStack
 
 NUM_PROMPTS = 24
 MAX_TOKENS = 8
@@ -49,9 +49,9 @@ def chats(folder: pathlib.Path) -> list[Chat]:
 
 
 @pytest.fixture(scope="module")
-def stack(folder: pathlib.Path) -> Iterator[LocalStack]:
+def stack(folder: pathlib.Path) -> Iterator[InProcessStack]:
     decoder = (*SERVICE_FLAGS, "--max-num-batched-tokens", str(TOKEN_BUDGET), "--encoder-cache-rows", "60")
-    with LocalStack(
+    with InProcessStack(
         folder, dtype="float32", num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=decoder
     ) as stack:
         yield stack
@@ -90,7 +90,7 @@ async def answer(target: str, one: Chat) -> list[int]:
         return list(generation.token_ids)
 
 
-async def test_all_at_once_cold_and_then_cached(stack: LocalStack, chats: list[Chat]) -> None:
+async def test_all_at_once_cold_and_then_cached(stack: InProcessStack, chats: list[Chat]) -> None:
     expected = [one.expected for one in chats]
     for target in stack.decoder_targets:
         answers = await asyncio.gather(*(answer(target, one) for one in chats))
@@ -99,7 +99,7 @@ async def test_all_at_once_cold_and_then_cached(stack: LocalStack, chats: list[C
     assert stack.metric(stack.encoders, "lookonce_encoder_encodes_total") == len(pictures)
 
 
-async def test_streams_carry_the_same_tokens(stack: LocalStack, chats: list[Chat]) -> None:
+async def test_streams_carry_the_same_tokens(stack: InProcessStack, chats: list[Chat]) -> None:
     async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         for one in chats[:6]:
             stream = client.stream([Message("user", one.parts)], max_tokens=MAX_TOKENS, min_tokens=MAX_TOKENS)

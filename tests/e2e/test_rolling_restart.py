@@ -33,8 +33,6 @@ from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.decoder_svc.decoders import chat
 from tests.e2e.pictures import QUESTION, Picture, fresh
 
-pytestmark = pytest.mark.services
-
 # For each process that is replaced. Each step begins with them at full speed, which outlasts a drain.
 NUM_CALLS = 1_250
 SLOWDOWN = 5

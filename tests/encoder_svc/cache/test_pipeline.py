@@ -94,6 +94,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
     async def open_one(
         redis_url: str | None = None,
         *,
+        redis_budget_s: float = 5.0,
         local_bytes: int = 1 << 20,
         max_queued: int = 100,
         max_prepared_bytes: int = 1 << 30,
@@ -109,7 +110,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
             passes.append(len(batch))
             return model.forward(batch)
 
-        store = None if redis_url is None else EmbeddingStore(redis_url, 5, 60, 1 << 20)
+        store = None if redis_url is None else EmbeddingStore(redis_url, redis_budget_s, 60, 1 << 20)
         encoder = ImageEncoder(
             model,
             Preprocessor(model.adapter, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, metrics)),
@@ -287,7 +288,7 @@ async def test_without_redis_rows_are_read_from_this_process(open_harness: Calla
 async def test_losing_redis_costs_neither_answers_nor_rows(
     fault: signal.Signals, open_harness: Callable[..., Any], own_redis: EmbeddedRedis
 ) -> None:
-    async with open_harness(own_redis.url) as harness:
+    async with open_harness(own_redis.url, redis_budget_s=0.5) as harness:
         before = await harness.encode(png(1))
         os.kill(own_redis.pid, fault)
         after = await harness.encode(png(2))

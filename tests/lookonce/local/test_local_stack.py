@@ -55,20 +55,13 @@ def test_a_stack_that_does_not_start_stops_what_it_started(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_process_that_ends_by_itself_is_noticed(tiny_model: pathlib.Path) -> None:
-    with LocalStack(tiny_model, num_decoders=0) as stack:
-        os.kill(stack.encoders[0].pid, signal.SIGKILL)
-        wait_until(lambda: stack.failed() is not None)
-        failed = stack.failed()
-        assert failed is not None
-        assert (failed.name, failed.returncode) == ("encoder-0", -signal.SIGKILL)
-
-
-def test_a_process_that_was_killed_is_started_again_at_its_address(tiny_model: pathlib.Path) -> None:
+def test_a_process_that_was_killed_is_noticed_and_started_again_at_its_address(tiny_model: pathlib.Path) -> None:
     with LocalStack(tiny_model, num_decoders=0, redis=RedisSource.NONE) as stack:
         (killed,), targets = stack.encoders, stack.encoder_targets
         os.kill(killed.pid, signal.SIGKILL)
-        wait_until(lambda: killed.returncode is not None)
+        wait_until(lambda: stack.failed() is not None)
+        assert stack.failed() is killed
+        assert (killed.name, killed.returncode) == ("encoder-0", -signal.SIGKILL)
         again = stack.restart(killed)
         again.wait_until_ready(soon())
         assert stack.encoders == [again]

@@ -146,7 +146,7 @@ def test_damaged_entries_give_the_rows_or_a_miss_with_a_reason(
             meta = tally.describe("stat", data_key(image.key), value, image.store.stat)
             assert meta == (META if value[:HEADER_BYTES] in rows_under and len(value) == len(image.entry) else None)
 
-    for_each_damaged(3000, image.entry, [image.older, *image.foreign], BLOCK_BYTES, check)
+    for_each_damaged(3500, image.entry, [image.older, *image.foreign], BLOCK_BYTES, check)
     tally.check()
     assert tally.reasons == BY_DAMAGE | ABSENT
 
@@ -185,7 +185,7 @@ def test_a_forged_header_with_a_valid_checksum_moves_no_row(make_image: Callable
         question = question_about(value)
         assert tally.read(value, question) in (None, question.rows_of(ROWS))
 
-    for_each_of(700, forged_headers(image.entry, CHECKSUM), check)
+    for_each_of(300, forged_headers(image.entry, CHECKSUM), check)
     tally.check()
     assert tally.reasons >= CORRUPT - {MissReason.TOO_SHORT, MissReason.HEADER_SEAL, MissReason.OTHER_SHAPE}
 
@@ -223,7 +223,7 @@ def test_no_forgery_is_accepted_under_aes_gcm(make_image: Callable[[Sealer], Ima
             + entry[HEADER_BYTES:]
         )
     )
-    for_each_of(900, forged | forged_entries(image.key, META, outsiders) | in_disguise, check)
+    for_each_of(500, forged | forged_entries(image.key, META, outsiders) | in_disguise, check)
     tally.check()
     assert tally.reasons == {MissReason.BAD_MAGIC, MissReason.OTHER_VERSION, MissReason.HEADER_SEAL}
 
