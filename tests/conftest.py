@@ -33,6 +33,12 @@ ONE_THREAD = ("--num-threads", "1")
 SERVICE_FLAGS = (*ONE_THREAD, "--redis-budget-s", "5")
 # Long enough that a busy machine does not miss it, short enough for a test of a frozen server.
 _STORE_BUDGET_S = 2.0
+_LONG_FILES = REPOSITORY / "tests" / "e2e"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first, so that at the end no process works alone on one of them."""
+    items.sort(key=lambda item: not item.path.is_relative_to(_LONG_FILES))
 
 
 def pytest_collection_finish() -> None:

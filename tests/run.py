@@ -73,7 +73,9 @@ def run_part(part: Part, jobs: str, for_pytest: Sequence[str]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="lookonce-tests-") as folder:
         report = pathlib.Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-m", part.marks]
-        command += ["--numprocesses", jobs, "--dist", "loadfile"] if part.is_parallel else []
+        if part.is_parallel:
+            # In the order of collection, see tests/conftest.py.
+            command += ["--numprocesses", jobs, "--dist", "loadfile", "--no-loadscope-reorder"]
         started_s = time.monotonic()
         process = subprocess.Popen([*command, *for_pytest])
         try:
