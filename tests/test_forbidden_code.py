@@ -90,7 +90,7 @@ def _is_module_mode(node: ast.Call) -> bool:
 
 
 @pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_does_what_is_forbidden(path: pathlib.Path) -> None:
+def test_no_file_contains_forbidden_code(path: pathlib.Path) -> None:
     assert list(offences(str(path.relative_to(ROOT)), path.read_text("utf-8"))) == []
 
 
@@ -127,7 +127,7 @@ def test_each_of_these_is_noticed(source: str) -> None:
     "source",
     ["model.eval()", "import urllib.parse", "AutoModel.from_pretrained(x, trust_remote_code=False)", "a.hash(x)"],
 )
-def test_what_only_looks_like_it_is_let_be(source: str) -> None:
+def test_code_that_only_looks_forbidden_is_allowed(source: str) -> None:
     assert list(offences("file.py", source)) == []
 
 

@@ -77,7 +77,7 @@ def picture(width: int) -> bytes:
     return file.getvalue()
 
 
-def test_requests_go_in_and_answers_come_out_whatever_else_is_printed(install: PeerInstall) -> None:
+def test_requests_and_answers_pass_between_other_printed_lines(install: PeerInstall) -> None:
     with Peer(install, demo_model(), kv_cache_bytes=1 << 20) as one:
         assert one.version == "0.0"
         assert one.start_s > 0
@@ -119,7 +119,7 @@ def test_prompts_have_one_placeholder_per_image() -> None:
     assert [len(request.images) for request in found] == [0, 1, 2]
 
 
-def test_who_names_no_peer_gets_none_and_a_wrong_name_is_an_error(
+def test_without_a_name_there_is_no_peer_and_a_wrong_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("LOOKONCE_PEER_PYTHON", raising=False)

@@ -26,7 +26,7 @@ def test_copies_are_guessed_and_nothing_is_lost() -> None:
     assert "| fresh | 1 |" in section("demo", 4, [cell, other])
 
 
-def test_scripts_are_what_they_are_called() -> None:
+def test_scripts_match_their_names() -> None:
     draw = random.Random(1)
     prompt = tuple(range(300, 556))
     answer = copied(draw, prompt, 96)

@@ -244,7 +244,9 @@ def test_sampling_out_of_range_is_a_field_violation(
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"json_schema": "{}"}])
-def test_what_is_not_offered_says_so(decoder: pb_grpc.DecoderServiceStub, sampling: dict[str, Any]) -> None:
+def test_features_that_are_not_offered_are_refused_by_name(
+    decoder: pb_grpc.DecoderServiceStub, sampling: dict[str, Any]
+) -> None:
     refused(decoder, request(**sampling), grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
 
 

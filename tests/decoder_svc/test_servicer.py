@@ -397,7 +397,7 @@ async def test_far_too_many_elements_are_refused_before_they_are_parsed(
 
 
 @pytest.mark.parametrize("extreme", [{"temperature": 1e-40}, {"temperature": 1.0, "repetition_penalty": 1e-40}])
-async def test_extreme_sampling_values_are_answered_and_fail_nobody(
+async def test_extreme_sampling_values_are_answered_and_fail_no_other_request(
     decoder: RunningDecoder, extreme: dict[str, float]
 ) -> None:
     wanted = (await generate(decoder, params("what", max_tokens=6, temperature=0.0))).choices[0]

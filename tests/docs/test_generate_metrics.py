@@ -22,7 +22,7 @@ def test_every_metric_is_described_once_and_says_whose_it_is(service: Service) -
     assert not [row for row in service_metrics(service) if row.name.startswith(f"lookonce_{other}_")]
 
 
-def test_what_only_one_service_exports_carries_its_name() -> None:
+def test_metrics_of_only_one_service_carry_its_name() -> None:
     encoder, decoder = (set(service_metrics(service)) for service in SERVICES)
     assert encoder & decoder
     for service, rows in zip(SERVICES, (encoder - decoder, decoder - encoder), strict=True):

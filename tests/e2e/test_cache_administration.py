@@ -227,7 +227,9 @@ async def keep_asking(target: str, picture: Picture, ended: asyncio.Event) -> No
         pb.EvictEmbeddingsRequest(keys=[common_pb2.ContentKey(digest=bytes(32))] * 257),
     ],
 )
-def test_what_is_meant_must_be_said(admins: list[EncoderAdminServiceStub], request_: pb.EvictEmbeddingsRequest) -> None:
+def test_an_empty_selection_is_refused(
+    admins: list[EncoderAdminServiceStub], request_: pb.EvictEmbeddingsRequest
+) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         admins[0].EvictEmbeddings(request_, timeout=TIMEOUT_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

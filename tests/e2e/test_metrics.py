@@ -33,7 +33,7 @@ def as_row(family: Metric, labels: tuple[str, ...]) -> MetricRow:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-async def test_the_table_has_exactly_what_running_services_export(stack: LocalStack, service: Service) -> None:
+async def test_the_table_lists_exactly_the_metrics_of_running_services(stack: LocalStack, service: Service) -> None:
     (picture,) = fresh(1)
     async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         assert (await client.generate(QUESTION, images=[picture.data], max_tokens=16)).text == picture.answer

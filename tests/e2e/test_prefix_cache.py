@@ -67,7 +67,7 @@ def fetched(stack: LocalStack) -> dict[str, float]:
     return {name: stack.metric(stack.decoders[:1], f"lookonce_decoder_{name}") for name in names}
 
 
-async def test_metrics_tell_what_was_fetched_and_what_the_prefix_cache_had(stack: LocalStack) -> None:
+async def test_metrics_count_fetched_rows_and_prefix_cache_hits(stack: LocalStack) -> None:
     (picture,) = fresh(1)
     before = fetched(stack)
     first = await ask(stack, picture)

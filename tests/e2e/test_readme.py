@@ -53,7 +53,7 @@ def test_example_prints_the_right_answer(
     assert run(example, stack, tmp_path).startswith(picture.answer)
 
 
-def test_demo_output_in_readme_is_what_the_demo_prints(stack: LocalStack) -> None:
+def test_demo_output_in_readme_matches_the_demo(stack: LocalStack) -> None:
     from demo.questions import demo_session
 
     for question in demo_session():

@@ -136,7 +136,7 @@ def test_another_tenant_s_image_and_an_unknown_one_get_one_and_the_same_answer(g
     assert answers[0] == answers[1]
 
 
-def test_nobody_comes_in_without_a_token(guarded: Guarded) -> None:
+def test_calls_without_a_token_are_refused(guarded: Guarded) -> None:
     (picture,) = fresh(1)
     before = guarded.num_encodes
     with guarded.client(None) as client, pytest.raises(UnauthenticatedError):
@@ -189,7 +189,7 @@ def test_every_method_of_every_service_is_refused_without_a_token(guarded: Guard
     assert num_methods >= 17 + 2 * 3
 
 
-def test_nobody_comes_in_without_a_certificate(guarded: Guarded) -> None:
+def test_connections_without_a_certificate_are_refused(guarded: Guarded) -> None:
     target = guarded.stack.decoder_targets[0]
     for ca in (None, guarded.ca):
         with (

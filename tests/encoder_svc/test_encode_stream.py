@@ -90,7 +90,7 @@ async def test_one_poisonous_image_among_fifty_costs_the_others_nothing_but_time
         assert encoder.metric("lookonce_encoder_queued_images") == 0
 
 
-async def test_what_is_ready_does_not_wait_for_what_is_not(start_encoder: StartEncoder, sick_model: SickModel) -> None:
+async def test_ready_images_do_not_wait_for_others(start_encoder: StartEncoder, sick_model: SickModel) -> None:
     async def requests() -> AsyncIterator[pb.EncodeStreamRequest]:
         yield stream_request(0, png(1))
         yield stream_request(1, png(2))

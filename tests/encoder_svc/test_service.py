@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.mark.parametrize(
     ("device", "wanted", "expected"), [(CPU, None, 2 * MIB), (CUDA, None, 256 * MIB), (CPU, 5, 5), (CUDA, 5, 5)]
 )
-def test_what_fits_into_a_pass_follows_from_the_device_unless_it_is_set(
+def test_the_capacity_of_a_pass_follows_from_the_device_unless_it_is_set(
     device: torch.device, wanted: int | None, expected: int
 ) -> None:
     settings = encoder_settings(pathlib.Path("model"), max_forward_bytes=wanted)

@@ -228,7 +228,7 @@ DAMAGES = [
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whatever_redis_holds_the_rows_are_right(folder: pathlib.Path) -> None:
+async def test_rows_are_right_with_any_damage_in_redis(folder: pathlib.Path) -> None:
     async with open_world(folder) as world:
         for sabotage in DAMAGES:
             for cached in (Cached.REDIS, Cached.BOTH):
@@ -274,7 +274,7 @@ def lying(lie: Lie, *, to_encoder: bool, to_decoder: bool) -> Sabotage:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_whatever_redis_replies_the_rows_are_right(folder: pathlib.Path) -> None:
+async def test_rows_are_right_with_any_reply_of_redis(folder: pathlib.Path) -> None:
     audiences = itertools.cycle([(True, False), (False, True), (True, True)])
     states = itertools.cycle([Cached.REDIS, Cached.NOWHERE, Cached.REDIS, Cached.BOTH])
     async with open_world(folder) as world:

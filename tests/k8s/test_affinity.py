@@ -129,7 +129,9 @@ def test_listeners_have_the_containers_ports(manifests: list[Manifest], configur
     assert found == {"encoders": ("0.0.0.0", ports["grpc"]), "metrics": ("0.0.0.0", ports["metrics"])}
 
 
-def test_nobody_outside_of_the_pod_stops_the_proxy(manifests: list[Manifest], configuration: dict[str, Any]) -> None:
+def test_the_proxy_is_not_stopped_from_outside_the_pod(
+    manifests: list[Manifest], configuration: dict[str, Any]
+) -> None:
     host, port = _address(configuration["admin"])
     assert host == "127.0.0.1"
     assert port not in container_ports(manifests, NAME).values()
@@ -137,7 +139,7 @@ def test_nobody_outside_of_the_pod_stops_the_proxy(manifests: list[Manifest], co
     assert [route["match"] for route in _routes(configuration, "metrics")] == [{"path": "/metrics"}, {"path": "/ready"}]
 
 
-def test_probes_ask_what_envoy_answers(manifests: list[Manifest]) -> None:
+def test_probes_ask_a_path_that_envoy_answers(manifests: list[Manifest]) -> None:
     one = container(manifests, NAME)
     assert {one[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe")} == {"/ready"}
     assert {one[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {"metrics"}

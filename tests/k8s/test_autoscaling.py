@@ -50,7 +50,7 @@ def test_adapter_rules_ask_for_series_that_are_exported() -> None:
 
 
 @scaled
-def test_the_autoscaler_uses_what_the_adapter_makes_of_that_service(service: Service) -> None:
+def test_the_autoscaler_uses_the_metric_that_the_adapter_makes_of_that_service(service: Service) -> None:
     (metric,) = find(rendered(HPA), "HorizontalPodAutoscaler", f"lookonce-{service}")["spec"]["metrics"]
     made = {
         rule.get("name", {}).get("as", _METRIC.findall(rule["seriesQuery"])[0]): service_of(rule["metricsQuery"])
@@ -86,7 +86,7 @@ def test_both_ways_scale_alike(service: Service) -> None:
 
 
 @scaled
-def test_scaled_objects_are_what_keda_takes(service: Service) -> None:
+def test_scaled_objects_match_kedas_schema(service: Service) -> None:
     one = find(rendered(KEDA), "ScaledObject", f"lookonce-{service}")
     assert set(one) == {"apiVersion", "kind", "metadata", "spec"}
     assert one["apiVersion"] == "keda.sh/v1alpha1"

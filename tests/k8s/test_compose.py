@@ -144,7 +144,7 @@ def test_containers_have_the_least_rights(composition: dict[str, Any]) -> None:
     assert users == {"redis": "10002:10002", "encoder": "10001:10001", "decoder": "10001:10001"}
 
 
-def test_nobody_but_the_services_reaches_the_cache(composition: dict[str, Any]) -> None:
+def test_only_the_services_reach_the_cache(composition: dict[str, Any]) -> None:
     assert composition["networks"]["cache"]["internal"]
     assert composition["services"]["redis"]["networks"] == ["cache"]
     assert "ports" not in composition["services"]["redis"]

@@ -121,7 +121,7 @@ def _check(case: ServiceCase, **environment: str) -> subprocess.CompletedProcess
 
 
 @services
-async def test_the_health_check_says_what_the_service_says(case: ServiceCase) -> None:
+async def test_the_health_check_agrees_with_the_service(case: ServiceCase) -> None:
     servicer = health.aio.HealthServicer()
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

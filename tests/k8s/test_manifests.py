@@ -281,7 +281,7 @@ def test_pods_have_the_least_rights(manifests: list[Manifest]) -> None:
     assert users <= {10001, 10002, 10003}
 
 
-def test_containers_say_what_they_need(manifests: list[Manifest]) -> None:
+def test_containers_state_their_resources(manifests: list[Manifest]) -> None:
     for deployment in of_kind(manifests, "Deployment"):
         for each in containers_of(deployment):
             requests, limits = each["resources"]["requests"], dict(each["resources"]["limits"])

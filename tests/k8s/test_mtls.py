@@ -34,7 +34,7 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
 
 
 @services
-def test_nobody_connects_without_a_certificate(
+def test_clients_without_a_certificate_are_refused(
     manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = parsed_settings(manifests, case, monkeypatch)

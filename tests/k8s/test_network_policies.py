@@ -131,7 +131,7 @@ def test_prometheus_reaches_metrics_and_nothing_else(manifests: list[Manifest]) 
             assert _allows(manifests, "Ingress", name, prometheus, port, number) == (port == "metrics")
 
 
-def test_nobody_else_reaches_anything(manifests: list[Manifest]) -> None:
+def test_other_connections_are_refused(manifests: list[Manifest]) -> None:
     strangers = [Peer({}, _OTHERS), Peer({}, _HERE), Peer({}, _OTHERS, "192.0.2.1"), Peer({}, _OTHERS, "10.1.2.3")]
     for stranger in strangers:
         for name in names(manifests, "Deployment"):

@@ -66,7 +66,7 @@ def test_images_labels_and_namespace_are_set(tmp_path: pathlib.Path) -> None:
         "resources: [https://example.com/base]\n",
     ],
 )
-def test_what_is_not_known_is_refused(tmp_path: pathlib.Path, kustomization: str) -> None:
+def test_unknown_options_are_refused(tmp_path: pathlib.Path, kustomization: str) -> None:
     with pytest.raises(UnsupportedKustomizationError):
         render(_folder(tmp_path, kustomization))
 

@@ -16,7 +16,7 @@ from tests.k8s.manifests import APP, CASES, ServiceCase, find, of_kind, parsed_s
 from tests.k8s.variants import SERVICE_MONITOR, rendered
 
 
-def test_it_is_what_the_operator_takes() -> None:
+def test_it_matches_the_operators_schema() -> None:
     (monitor,) = of_kind(rendered(SERVICE_MONITOR), "ServiceMonitor")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     assert set(monitor) == {"apiVersion", "kind", "metadata", "spec"}

@@ -84,7 +84,7 @@ async def test_encode_and_lookup_list_the_images(
     assert "yes" in after.stdout.split()
 
 
-def test_without_any_target_the_error_says_what_to_do(environment: dict[str, str]) -> None:
+def test_without_any_target_the_error_names_the_remedy(environment: dict[str, str]) -> None:
     finished = run(environment, "generate", "hello")
     assert finished.returncode == 2
     assert "lookonce up" in finished.stderr

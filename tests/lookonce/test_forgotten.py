@@ -36,7 +36,7 @@ def test_a_set_includes_its_images_and_no_others() -> None:
     assert EVERYTHING.includes(other.value)
 
 
-def test_a_union_includes_what_either_includes() -> None:
+def test_a_union_includes_the_members_of_either() -> None:
     key, other = fresh_key(), fresh_key()
     both = Forgotten.of([key]).and_also(Forgotten.of([other]))
     assert both == Forgotten.of([other, key])

@@ -37,7 +37,7 @@ async def test_each_task_s_context_follows_it_into_the_shared_thread(threads: Th
     assert await run_in_thread(threads, REQUEST.get) == "none"
 
 
-async def test_what_the_call_sets_stays_in_its_own_context(threads: ThreadPoolExecutor) -> None:
+async def test_variables_set_by_the_call_stay_in_its_own_context(threads: ThreadPoolExecutor) -> None:
     await run_in_thread(threads, REQUEST.set, "thread")
     assert REQUEST.get() == "none"
     assert await run_in_thread(threads, REQUEST.get) == "none"

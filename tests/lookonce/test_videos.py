@@ -94,7 +94,7 @@ def test_no_pair_has_more_rows_than_the_largest(folder: Folder, name: str) -> No
     assert max(rows) > model.video.most_rows * 0.8
 
 
-def test_a_bound_makes_frames_smaller_and_may_not_be_below_what_they_have_at_least(folder: Folder) -> None:
+def test_a_bound_makes_frames_smaller_and_may_not_be_below_their_least_size(folder: Folder) -> None:
     for name in ("qwen2_5_vl", "qwen3_vl"):
         model = model_of(folder(name))
         free, bounded = (model.frame_size(400, 300, 4, bound) for bound in (None, 8000))

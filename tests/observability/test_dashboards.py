@@ -95,6 +95,6 @@ def test_every_metric_is_on_a_dashboard() -> None:
 
 
 @pytest.mark.parametrize("text", ["rate(lookonce_serving)", "sum(rate(a[5m])", "a + "])
-def test_what_is_no_promql_is_refused(text: str) -> None:
+def test_invalid_promql_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         asked(text)

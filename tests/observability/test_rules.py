@@ -35,7 +35,7 @@ alerts = pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 
 
 @pytest.mark.parametrize("rule", [*RECORDING, *ALERTS], ids=lambda rule: rule.get("record") or rule["alert"])
-def test_an_expression_asks_for_what_is_exported_or_recorded(rule: dict[str, Any]) -> None:
+def test_an_expression_uses_only_exported_or_recorded_metrics(rule: dict[str, Any]) -> None:
     known = exported()
     found = asked(rule["expr"])
     assert found.names
@@ -53,7 +53,7 @@ def test_every_recorded_name_says_metric_and_operation_and_is_recorded_once() ->
 
 
 @alerts
-def test_an_alert_says_how_bad_it_is_what_it_is_and_what_to_do(rule: dict[str, Any]) -> None:
+def test_an_alert_has_a_severity_a_summary_and_a_runbook(rule: dict[str, Any]) -> None:
     assert re.fullmatch(r"Lookonce([A-Z][a-z0-9]+)+", rule["alert"])
     assert rule["labels"] == {"severity": rule["labels"]["severity"]}
     assert rule["labels"]["severity"] in {"warning", "critical"}

@@ -71,7 +71,7 @@ def test_tokens_are_those_of_hugging_face(
     assert ids == any_processor.tokenizer(rendered, add_special_tokens=not has_bos)["input_ids"]
 
 
-def test_the_beginning_of_sequence_comes_once_whoever_writes_it(any_text: LoadedText) -> None:
+def test_the_beginning_of_sequence_comes_once_whether_template_or_tokenizer_writes_it(any_text: LoadedText) -> None:
     assert any_text.template is not None
     ids = any_text.tokenizer.encode_pieces(any_text.template.render([user("what")]))
     bos_id = any_text.tokenizer.backend.token_to_id(any_text.tokenizer.bos_token or "<s>")
@@ -206,7 +206,7 @@ def test_a_template_that_stumbles_is_a_refusal(
         template.render([user("what"), user("what")])
 
 
-def test_what_jinja_says_stays_inside(model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path) -> None:
+def test_jinjas_messages_stay_inside(model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path) -> None:
     source = "{% if messages | length > 1 %}{{ missing.attribute }}{% endif %}" + PARTS
     template = with_template(model_folder("llava_clip"), tmp_path / "model", source)
     with pytest.raises(InvalidParameterError, match="could not be rendered") as caught:

@@ -137,7 +137,7 @@ async def test_another_tenants_image_is_as_unknown_as_any(encoder: EncoderClient
         (inline(png(8), image_digest(b"another")), DigestMismatchError),
     ],
 )
-async def test_a_bad_image_is_refused_by_what_is_wrong_and_where(
+async def test_a_bad_image_is_refused_with_reason_and_position(
     encoder: EncoderClient, bad: InlineImage, kind: type[LookonceError]
 ) -> None:
     with pytest.raises(kind) as caught:

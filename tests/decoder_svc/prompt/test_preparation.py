@@ -54,7 +54,7 @@ def preparer(text: LoadedText, threads: ThreadPoolExecutor, prompts: PromptBuild
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, CONTEXT - 10), (5, 5)])
-async def test_the_default_number_of_tokens_is_what_the_context_leaves(
+async def test_the_default_number_of_tokens_is_the_rest_of_the_context(
     llava_text: LoadedText, threads: ThreadPoolExecutor, max_tokens: int | None, expected: int
 ) -> None:
     prepared = await preparer(llava_text, threads).prepare(TOKENS, SamplingSpec(max_tokens=max_tokens), DEFAULT_TENANT)

@@ -100,7 +100,7 @@ def test_known_features_that_are_not_offered_say_so(spec: SamplingSpec, name: st
         checked(spec)
 
 
-def test_what_is_unset_comes_from_the_model_folder() -> None:
+def test_unset_parameters_come_from_the_model_folder() -> None:
     defaults = GenerationDefaults(
         temperature=0.7, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.05, eos_token_ids=frozenset({2, 3})
     )

@@ -138,7 +138,7 @@ async def test_without_redis_the_replica_that_encodes_gives_the_rows(
         assert decoder.metric("rows_total", "encoder") == 120
 
 
-async def test_what_is_read_from_redis_lives_on(folder: pathlib.Path, redis_server: EmbeddedRedis) -> None:
+async def test_reading_from_redis_extends_the_lifetime(folder: pathlib.Path, redis_server: EmbeddedRedis) -> None:
     async with (
         running_encoder(folder, redis_url=redis_server.url, ttl_s=500) as target,
         open_fetcher(target, redis_server.url) as first,

@@ -65,7 +65,7 @@ async def real(model_folder: Callable[[str], pathlib.Path]) -> AsyncIterator[Enc
         yield encoder
 
 
-async def test_info_says_what_is_served(real: EncoderClient) -> None:
+async def test_info_describes_the_served_model(real: EncoderClient) -> None:
     info = await real.info()
     assert (info.model_type, info.hidden_size, info.num_levels, info.dtype) == ("llava", 64, 0, RowDtype.FLOAT32)
     assert info.row_bytes == 256
@@ -138,7 +138,7 @@ async def test_processor_options_are_part_of_every_call(model_folder: Callable[[
         (image_files.png_of_size(40_000, 40_000), errors.ImageTooLargeError),
     ],
 )
-async def test_what_is_wrong_with_an_image_keeps_its_type(
+async def test_an_error_about_an_image_keeps_its_type(
     real: EncoderClient, data: bytes, kind: type[errors.LookonceError]
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -388,7 +388,7 @@ async def test_an_unknown_element_type_is_refused() -> None:
         (ValueError("secret 0x7f0000000000"), errors.InternalError),
     ],
 )
-async def test_the_encoders_errors_are_passed_on_as_what_they_are(
+async def test_errors_of_the_encoder_are_passed_on_with_their_status(
     failure: Exception, kind: type[errors.LookonceError]
 ) -> None:
     class Failing(Scripted):
@@ -404,7 +404,7 @@ async def test_the_encoders_errors_are_passed_on_as_what_they_are(
             assert caught.value.retry_after_s == 2.5
 
 
-async def test_nobody_listening_is_unavailable_and_shows_no_address() -> None:
+async def test_an_unreachable_encoder_is_unavailable_and_shows_no_address() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         async with client(f"127.0.0.1:{unused.getsockname()[1]}") as encoder:
@@ -455,7 +455,7 @@ async def test_concurrent_callers_ask_for_info_once() -> None:
         assert servicer.num_calls <= 2
 
 
-async def test_who_asks_together_of_a_silent_encoder_hears_of_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_simultaneous_callers_of_a_silent_encoder_fail_together(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(Scripted):
         num_calls = 0
         is_silent = False

@@ -119,7 +119,7 @@ def test_only_slots_of_new_tokens_are_written(chunks: list[Chunk], sizes: Sizes,
             assert torch.equal(slots.nan_to_num(7e7), want_slots.nan_to_num(7e7))
 
 
-def test_a_sequence_reads_what_another_writes_in_the_same_step() -> None:
+def test_a_sequence_reads_tokens_that_another_writes_in_the_same_step() -> None:
     """A prefix may be shared by a request in the very step that computes it, in any order within the batch."""
     writer, reader = Chunk(8, 0, 0, 8), Chunk(11, 8, 8, 11)
     for order in ((writer, reader), (reader, writer)):

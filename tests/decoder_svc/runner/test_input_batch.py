@@ -47,7 +47,7 @@ def test_tokens_lie_in_the_slots_of_their_blocks() -> None:
     assert blocks.blocks(8).tolist() == [7, 2]
 
 
-def test_tokens_before_the_write_start_go_to_the_slot_that_nobody_reads() -> None:
+def test_tokens_before_the_write_start_go_to_the_unread_slot() -> None:
     blocks = RequestBlocks(8, BLOCK_SIZE)
     blocks.set(0, (1, 2))
     assert blocks.slots(1, 5, 3, unread_slot=99).tolist() == [99, 99, 7, 8]

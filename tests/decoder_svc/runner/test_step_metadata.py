@@ -84,7 +84,7 @@ def test_every_tensor_of_a_step_is_moved_to_the_device() -> None:
     assert {tensor.data_ptr() for tensor in tensors} <= set(moved)
 
 
-def test_a_recorded_step_has_one_token_per_sequence_whatever_it_was_recorded_with() -> None:
+def test_a_recorded_step_always_has_one_token_per_sequence() -> None:
     step = step_metadata(flat_inputs(), unmoved, reads_tensors=True, is_mutual_beyond_window=True).paged
     assert step is not None
     metadata = decode_metadata(step, 3)

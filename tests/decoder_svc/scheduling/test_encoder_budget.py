@@ -45,7 +45,7 @@ def test_an_image_smaller_than_a_block_needs_no_more_than_itself_beside() -> Non
     assert budget(64, 4).cache_rows == 68
 
 
-def test_few_requests_bound_what_is_profiled() -> None:
+def test_few_requests_bound_the_profiled_size() -> None:
     assert budget(2048, 100, seqs=2, images=3).num_profiled_images == 6
 
 

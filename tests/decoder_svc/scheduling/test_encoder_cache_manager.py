@@ -41,7 +41,7 @@ def test_rows_are_resident_only_after_they_arrived(cache: EncoderCacheManager) -
     assert cache.num_reserved_rows == 10
 
 
-def test_only_what_nobody_asked_for_is_asked_for(cache: EncoderCacheManager) -> None:
+def test_rows_already_asked_for_are_not_asked_for_again(cache: EncoderCacheManager) -> None:
     cache.reserve(key("x"), rows(6, 8))
     assert cache.unasked(key("x"), rows(2, 10)) == [rows(4, 6), rows(8, 10)]
     assert cache.first_missing_row(key("x"), rows(2, 10)) == 4
@@ -91,7 +91,7 @@ def test_a_hit_takes_an_image_out_of_the_release_order(cache: EncoderCacheManage
     assert cache.take_evicted() == ((key("y"), rows(0, 4)),)
 
 
-def test_who_never_needed_an_image_does_not_make_it_younger(cache: EncoderCacheManager) -> None:
+def test_a_request_that_never_needed_an_image_does_not_make_it_younger(cache: EncoderCacheManager) -> None:
     bring(cache, "y", rows(0, 4))
     release(cache, "x", A)
     cache.need(key("y"), B, rows(0, 4))
@@ -120,7 +120,7 @@ def test_only_users_behind_can_be_displaced(cache: EncoderCacheManager) -> None:
     assert cache.take_evicted() == ((key("y"), rows(4, 6)),)
 
 
-def test_rows_that_nobody_needs_go_before_those_of_users_behind(cache: EncoderCacheManager) -> None:
+def test_unneeded_rows_are_evicted_before_those_of_requests_behind(cache: EncoderCacheManager) -> None:
     bring(cache, "y", rows(0, 6))
     cache.need(key("y"), B, rows(0, 6))
     cache.need(key("x"), A, rows(2, 4))

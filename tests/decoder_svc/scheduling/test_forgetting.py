@@ -90,7 +90,7 @@ def test_rows_on_their_way_are_dropped_when_they_arrive_unless_somebody_waits_fo
     cache.check_integrity()
 
 
-def test_who_overlaps_with_a_request_that_uses_a_forgotten_image_shares_nothing() -> None:
+def test_a_request_that_overlaps_with_a_user_of_a_forgotten_image_shares_nothing() -> None:
     target = scheduler(num_blocks=60, token_budget=6, max_num_seqs=8)
     target.add(request("before", 21, (image("cat", 1, 8),), text="same"))
     output = target.schedule()
@@ -118,7 +118,7 @@ def test_a_message_names_keys_or_everything() -> None:
         assert parse_message(garbage)[1] == EVERYTHING, "what cannot be read means everything"
 
 
-def test_what_two_messages_mean_together() -> None:
+def test_two_messages_together_forget_the_union() -> None:
     cat, dog = Forgotten.of([key("cat")]), Forgotten.of([key("dog")])
     assert cat.and_also(dog) == Forgotten.of([key("cat"), key("dog")])
     assert cat.and_also(EVERYTHING) == EVERYTHING.and_also(cat) == EVERYTHING

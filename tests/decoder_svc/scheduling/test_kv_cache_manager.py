@@ -39,7 +39,7 @@ def test_table_changes_are_told_once_and_in_full() -> None:
     assert manager.take_table_changes(one.request_id) == (3, ())
 
 
-def test_a_request_in_its_prompt_adopts_what_others_computed() -> None:
+def test_a_request_in_its_prompt_adopts_blocks_computed_by_others() -> None:
     manager = KVCacheManager(num_blocks=16, block_size=4)
     slow, fast = request("slow", 15, text="same"), request("fast", 14, text="same")
     manager.admit(slow, NO_HIT)
@@ -94,7 +94,7 @@ def test_a_fully_cached_prompt_computes_one_token_and_takes_no_block() -> None:
     assert manager.pool.num_free_blocks == 5
 
 
-def test_a_prompt_that_ends_inside_a_block_computes_what_is_not_in_full_blocks() -> None:
+def test_a_prompt_that_ends_inside_a_block_computes_the_tokens_outside_full_blocks() -> None:
     manager = KVCacheManager(num_blocks=8, block_size=4)
     fill(manager, request("a", 11, text="same"))
     hit = manager.find_prefix(request("b", 11, text="same"))

@@ -21,7 +21,7 @@ def let_go_of_names(manager: KVCacheManager, one: Request, indexes: range) -> No
     manager.sliding_pool.withdraw([block for block in found if block is not None])
 
 
-def test_blocks_that_nobody_sees_are_let_go_and_still_found() -> None:
+def test_blocks_outside_the_window_are_freed_and_still_found() -> None:
     manager = with_window(6)
     one = request("a", 40, text="same")
     manager.admit(one, NO_HIT)
@@ -71,7 +71,7 @@ def test_a_prompt_that_sees_itself_is_kept_until_it_is_computed() -> None:
     assert manager.sliding_block_table(one.request_id)[0] == 4
 
 
-def test_a_hit_takes_of_the_sliding_group_what_the_next_token_sees() -> None:
+def test_a_hit_takes_the_blocks_of_the_sliding_group_that_the_next_token_sees() -> None:
     manager = with_window(6)
     fill(manager, request("a", 40, text="same"))
     late = request("b", 41, text="same")
@@ -173,7 +173,7 @@ def test_admission_asks_both_groups() -> None:
     assert manager.can_admit(request("b", 100), NO_HIT)
 
 
-def test_who_adopted_of_a_failed_step_in_one_group_only_is_known() -> None:
+def test_a_request_that_adopted_of_a_failed_step_in_one_group_only_is_found() -> None:
     """The full-attention blocks were cached before the step; only the sliding-window blocks came with it."""
     manager = with_window(6)
     early, slow, fast = (request(name, 17, text="same") for name in ("early", "slow", "fast"))

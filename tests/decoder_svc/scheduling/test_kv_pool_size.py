@@ -17,7 +17,7 @@ def blocks(
     return num_kv_blocks(wish, BlockBytes(100), free_bytes=free, max_useful_blocks=40)
 
 
-def test_a_share_of_what_is_free() -> None:
+def test_the_pool_is_a_share_of_the_free_memory() -> None:
     assert blocks(free=6000) == 30
     assert blocks(free=6000, share=0.25) == 15
 
@@ -34,14 +34,14 @@ def test_a_number_of_blocks_wins_over_bytes() -> None:
     assert blocks(num_blocks=7, memory_bytes=9_000) == 7
 
 
-def test_what_is_not_there_is_granted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_than_the_free_memory_is_granted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert blocks(num_blocks=101) == 101
     assert "10100 bytes" in caplog.text
     assert "10000 are free" in caplog.text
 
 
-def test_what_fits_is_granted_without_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_that_fits_is_granted_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert blocks(num_blocks=100) == 100
     assert not caplog.records

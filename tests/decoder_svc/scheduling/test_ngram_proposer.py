@@ -44,9 +44,7 @@ def growing(draw: st.DrawFn) -> tuple[list[int], list[int], tuple[int, int]]:
 
 @settings(max_examples=500, deadline=None)
 @given(sequence=growing(), num_tokens=st.integers(0, 9))
-def test_it_finds_what_a_search_of_everything_finds(
-    sequence: tuple[list[int], list[int], tuple[int, int]], num_tokens: int
-) -> None:
+def test_it_agrees_with_a_full_search(sequence: tuple[list[int], list[int], tuple[int, int]], num_tokens: int) -> None:
     token_ids, looks, (min_length, max_length) = sequence
     proposer = NgramProposer(min_length, max_length)
     for length in looks:

@@ -222,9 +222,7 @@ def test_a_single_image_over_the_limit_of_a_step_is_still_asked_for(
     assert not demand.has_deferred
 
 
-def test_what_is_over_the_limit_of_a_step_is_asked_for_in_the_next(
-    cache: EncoderCacheManager, demand: RowDemand
-) -> None:
+def test_rows_over_the_limit_of_a_step_are_asked_for_in_the_next(cache: EncoderCacheManager, demand: RowDemand) -> None:
     one = ready(request("a", 12, (image("x", 0, 4), image("y", 4, 4))), cache, demand)
     demand.begin_step()
     ask(demand, one)
@@ -236,9 +234,7 @@ def test_what_is_over_the_limit_of_a_step_is_asked_for_in_the_next(
     assert not demand.has_deferred
 
 
-def test_while_the_first_finds_no_room_nobody_behind_it_takes_any(
-    cache: EncoderCacheManager, demand: RowDemand
-) -> None:
+def test_while_the_first_finds_no_room_none_behind_it_takes_any(cache: EncoderCacheManager, demand: RowDemand) -> None:
     cache.reserve(key("other"), rows(0, 8))
     first = ready(request("a", 8, (image("x", 0, 4),), arrival_s=1), cache, demand)
     behind = ready(request("b", 8, (image("y", 0, 2),), arrival_s=2), cache, demand)

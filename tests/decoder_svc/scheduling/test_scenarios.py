@@ -313,7 +313,7 @@ def test_steps(case: Steps) -> None:
 
 
 @pytest.mark.parametrize("num_images", [0, 3])
-def test_who_cannot_be_cut_is_not_overtaken_for_ever(num_images: int) -> None:
+def test_a_request_that_cannot_be_cut_is_not_overtaken_for_ever(num_images: int) -> None:
     """A whole step's budget is never left as long as prompts of five steps keep coming: they must wait behind it."""
 
     def newcomer(index: int) -> Request:

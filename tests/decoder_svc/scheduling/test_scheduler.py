@@ -245,7 +245,7 @@ def test_a_fully_cached_prompt_computes_one_token_that_is_not_written() -> None:
     assert (second.chunks[0].block_start, len(second.chunks[0].block_ids)) == (2, 1)
 
 
-def test_equal_prompts_of_one_step_share_what_the_first_computes() -> None:
+def test_equal_prompts_of_one_step_share_the_blocks_of_the_first() -> None:
     target = scheduler(token_budget=32)
     for name in ("a", "b", "c"):
         target.add(request(name, 10, (image("x", 1, 3),), text="same", arrival_s=ord(name)))
@@ -458,7 +458,7 @@ def test_rows_are_asked_for_a_waiting_request_when_room_comes_free_while_the_bat
     assert target.num_running == 1
 
 
-def test_who_adopted_blocks_of_a_failed_step_without_being_in_it_starts_again() -> None:
+def test_a_request_that_adopted_blocks_of_a_failed_step_without_being_in_it_starts_again() -> None:
     target = scheduler(token_budget=8)
     for index, name in enumerate(("a", "b")):
         target.add(request(name, 20, (image("x", 5, 12),), text="same", arrival_s=index))

@@ -221,7 +221,7 @@ def test_after_wrong_drafts_a_request_sits_out_longer_and_longer_until_one_is_ri
 
 
 @pytest.mark.parametrize("token_budget", [3, 4, 5, 6, 7, 20])
-def test_drafts_take_what_is_left_of_the_budget(token_budget: int) -> None:
+def test_drafts_take_the_rest_of_the_budget(token_budget: int) -> None:
     target = scheduler(speculation=SpeculationLimits(4), token_budget=token_budget)
     for name in "abc":
         target.add(loop(name))

@@ -17,7 +17,7 @@ def test_no_token_is_computed_from_another_context(seed: int, mask: Mask, determ
 @pytest.mark.parametrize("window", [1, 4, 5, 6])
 @pytest.mark.parametrize("mask", list(Mask))
 @pytest.mark.parametrize("seed", range(30))
-def test_no_layer_with_a_window_reads_what_was_let_go(seed: int, mask: Mask, window: int) -> None:
+def test_no_layer_with_a_window_reads_freed_blocks(seed: int, mask: Mask, window: int) -> None:
     Traffic(seed, window=window, mask=mask).run(120)
 
 

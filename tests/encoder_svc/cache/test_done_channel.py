@@ -71,7 +71,7 @@ async def test_the_last_listener_of_a_key_ends_its_subscription(done: DoneChanne
             assert await again.wait(TIMEOUT_S)
 
 
-async def test_who_listens_before_the_connection_is_heard_after_it(
+async def test_a_listener_that_subscribes_before_the_connection_gets_messages_after_it(
     client: redis.Redis, shared_redis: EmbeddedRedis
 ) -> None:
     key = fresh_key()

@@ -164,7 +164,7 @@ async def test_the_holder_s_end_is_heard(fleet: Callable[..., Any]) -> None:
     await leading
 
 
-async def test_who_comes_second_waits_for_as_long_as_it_takes(fleet: Callable[..., Any]) -> None:
+async def test_the_second_caller_waits_as_long_as_the_encoding_takes(fleet: Callable[..., Any]) -> None:
     holder, waiter = await fleet(2)
     holder.gate.clear()
     leading = asyncio.create_task(holder.ask(key("a")))
@@ -288,7 +288,7 @@ async def test_a_lost_subscription_is_made_again_and_meanwhile_they_look(
     await until(lambda: waiter.done.is_connected)
 
 
-async def test_who_stops_waiting_harms_nobody(fleet: Callable[..., Any]) -> None:
+async def test_a_caller_that_stops_waiting_harms_no_other(fleet: Callable[..., Any]) -> None:
     holder, quitter, waiter = await fleet(3)
     holder.gate.clear()
     leading = asyncio.create_task(holder.ask(key("a")))

@@ -59,7 +59,7 @@ def test_a_link_that_has_become_faster_is_noticed() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 200 * MB), st.floats(0, 100)), max_size=30), st.integers(1, 200 * MB))
-def test_rows_of_which_nobody_knows_the_cost_are_always_stored(writes: list[tuple[int, float]], num_bytes: int) -> None:
+def test_rows_of_unknown_cost_are_always_stored(writes: list[tuple[int, float]], num_bytes: int) -> None:
     admission = StoreAdmission()
     for size, duration_s in writes:
         admission.note_write(size, duration_s)
@@ -89,7 +89,7 @@ async def test_a_link_too_slow_for_the_budget_is_learnt_from_writes_that_are_giv
             proxy.close()
 
 
-async def test_what_is_not_worth_it_is_kept_in_this_process_only(shared_redis: EmbeddedRedis) -> None:
+async def test_rows_that_are_not_worth_storing_stay_in_this_process(shared_redis: EmbeddedRedis) -> None:
     store = EmbeddingStore(shared_redis.url, 5.0, 60, 64 << 20)
     metrics = EncoderMetrics(CollectorRegistry())
     tiers = CacheTiers(LocalCache(64 << 20), store, metrics, num_threads=1)

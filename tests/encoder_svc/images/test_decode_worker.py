@@ -113,7 +113,7 @@ def test_an_image_that_takes_too_long_is_given_up_and_its_process_killed() -> No
         (signal.SIGTERM, UnavailableError),
     ],
 )
-def test_what_ends_the_process_decides_whose_fault_it_was_and_the_next_image_is_right(
+def test_the_cause_of_the_processs_end_decides_the_status_and_the_next_image_is_right(
     worker: DecodeWorker, number: signal.Signals, error: type[LookonceError]
 ) -> None:
     check(worker, GOOD)
@@ -134,7 +134,7 @@ def test_what_ends_the_process_decides_whose_fault_it_was_and_the_next_image_is_
     check(worker, GOOD)
 
 
-def test_a_process_that_was_killed_while_idle_is_nobody_s_fault(worker: DecodeWorker) -> None:
+def test_a_process_killed_while_idle_does_not_count_against_an_image(worker: DecodeWorker) -> None:
     check(worker, GOOD)
     assert worker.pid is not None
     process = psutil.Process(worker.pid)

@@ -70,7 +70,7 @@ async def test_images_wait_while_others_hold_the_budget_and_enter_in_their_order
     assert budget.num_bytes == 0
 
 
-async def test_a_caller_with_many_images_keeps_nobody_waiting_for_all_of_them() -> None:
+async def test_a_caller_with_many_images_does_not_delay_others_by_all_of_them() -> None:
     budget = PixelBudget(max_bytes=10, max_preparing=1)
     many = [Image(budget, 10, "many") for _ in range(10)]
     await idle()
@@ -128,7 +128,7 @@ async def test_an_image_that_cannot_be_prepared_returns_its_reservation() -> Non
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_no_image_waits_while_there_is_budget_whoever_is_cancelled(seed: int) -> None:
+async def test_no_image_waits_while_there_is_budget_after_any_cancellation(seed: int) -> None:
     rng = random.Random(seed)
     budget = PixelBudget(max_bytes=20, max_preparing=3)
     images: list[Image] = []

@@ -80,7 +80,7 @@ def test_an_image_that_succeeds_has_no_strikes(quarantine: Quarantine, is_held: 
     assert not is_held(b"unlucky")
 
 
-def test_the_table_is_bounded_and_keeps_what_failed_last(
+def test_the_table_is_bounded_and_keeps_the_latest_failures(
     quarantine: Quarantine, is_held: Callable[[bytes], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quarantine_module, "_MAX_REMEMBERED", 3)

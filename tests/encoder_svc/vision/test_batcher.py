@@ -363,7 +363,7 @@ def test_closing_does_not_wait_for_a_pass_that_hangs(
     )
 )
 @settings(max_examples=15, deadline=None, derandomize=True)
-def test_rows_are_those_of_a_pass_of_its_own_whatever_the_company(
+def test_rows_do_not_depend_on_the_other_images_of_a_pass(
     images: list[tuple[int, int, str]], vision_model: Callable[[str], VisionModel]
 ) -> None:
     model = vision_model("qwen2_vl")

@@ -102,7 +102,7 @@ def test_layers_behind_the_last_feature_are_emptied_and_rows_stay_bit_for_bit(
 
 
 @pytest.mark.parametrize(("wanted", "num_unused"), [(-1, 0), (-2, 1), (-3, 2), (1, 2), ([-3, -2], 1), ([1, -1], 0)])
-def test_how_many_layers_are_unused_follows_from_the_features(
+def test_the_number_of_unused_layers_follows_from_the_features(
     wanted: int | list[int], num_unused: int, tiny_folder: Folders
 ) -> None:
     config = transformers.LlavaConfig(

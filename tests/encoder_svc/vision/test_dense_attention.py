@@ -140,7 +140,7 @@ def other_type(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "change", [other_head_dims, grouped_heads, elements_apart, odd_heads, half_words, no_tokens, other_type]
 )
-def test_what_it_does_not_take_is_left(
+def test_unsupported_arguments_are_left_to_pytorch(
     change: Callable[[list[torch.Tensor]], list[torch.Tensor]], native: DenseAttention
 ) -> None:
     parts = heads((1, 2, 6, 16), torch.bfloat16)

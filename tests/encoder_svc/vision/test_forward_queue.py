@@ -74,7 +74,7 @@ def test_an_image_that_was_ready_late_goes_before_those_asked_for_after_it() -> 
     assert taken == [0, 2, 1, 3], "in order, and by turns"
 
 
-def test_who_comes_late_waits_for_one_pass_of_a_large_call() -> None:
+def test_a_late_caller_waits_for_one_pass_of_a_large_call() -> None:
     queue = filled("a" * 64, max_images=8)
     queue.take(queue.plan())
     queue.put(ForwardJob(stacked(), CallerId("b"), 64, 0.0))

@@ -139,7 +139,7 @@ CHANGES: dict[str, Callable[[pathlib.Path], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_fingerprint_changes_with_whatever_decides_rows(
+def test_the_fingerprint_changes_with_everything_that_decides_rows(
     change: str, tiny_folder: Folders, vision_model: Models, tmp_path: pathlib.Path
 ) -> None:
     copy = shutil.copytree(tiny_folder("llava_clip"), tmp_path / "model")
@@ -155,7 +155,7 @@ def test_the_fingerprint_ignores_the_language_model(
     assert load(copy).fingerprint == vision_model("llava_clip").fingerprint
 
 
-def test_what_a_projector_takes_from_the_language_models_settings_is_part_of_the_fingerprint(
+def test_language_model_settings_that_a_projector_uses_are_part_of_the_fingerprint(
     tiny_folder: Folders, vision_model: Models, tmp_path: pathlib.Path
 ) -> None:
     copy = shutil.copytree(tiny_folder("mistral3"), tmp_path / "model")

@@ -129,7 +129,7 @@ def test_a_tokenizer_without_the_image_token_is_found(copied: Callable[..., path
     assert "1000000" in findings["largest image"].detail
 
 
-def test_without_the_services_libraries_the_finding_says_what_to_install(
+def test_without_the_services_libraries_the_finding_names_the_extra_to_install(
     built: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lookonce.local.doctor_model", None)

@@ -42,7 +42,7 @@ def test_the_stack_serves_counts_and_leaves_nothing_behind(
     assert progress
 
 
-def test_a_stack_that_does_not_start_stops_what_it_started(
+def test_a_stack_that_fails_to_start_stops_its_processes(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

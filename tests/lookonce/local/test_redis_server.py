@@ -182,7 +182,7 @@ def test_passes_over_servers_that_are_too_old_or_do_not_run(
     assert find_server()[0].parent != old.parent
 
 
-def test_without_any_server_the_error_says_what_to_install(
+def test_without_any_server_the_error_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -74,7 +74,7 @@ def test_a_folder_without_an_image_processor_is_refused(copied: Folder) -> None:
         load(path)
 
 
-def test_a_folder_that_lacks_what_its_family_needs_is_refused(copied: Folder) -> None:
+def test_a_folder_without_the_files_of_its_family_is_refused(copied: Folder) -> None:
     path = copied("gemma3")
     config = json.loads((path / "tokenizer_config.json").read_text())
     edit(path, "tokenizer_config.json", boi_token=None, extra_special_tokens={}, model_specific_special_tokens={})
@@ -132,6 +132,6 @@ def test_most_rows_cover_pairs_of_frames(built: Folder) -> None:
     assert model.most_rows == max(model.sizing.largest.num_rows, model.video.most_rows)
 
 
-def test_max_pixels_below_what_frames_need_is_refused(built: Folder) -> None:
+def test_max_pixels_below_the_need_of_frames_is_refused(built: Folder) -> None:
     with pytest.raises(InvalidParameterError, match="must be at least"):
         load(built("qwen2_vl")).frame_size(100, 100, 4, 1)

@@ -63,7 +63,7 @@ def test_the_language_models_configuration_does_not_count(model: Any, fingerprin
     assert fingerprint(model) != before
 
 
-def test_what_the_family_takes_from_the_language_model_counts(model: Any, fingerprint: Fingerprint) -> None:
+def test_parts_that_the_family_takes_from_the_language_model_count(model: Any, fingerprint: Fingerprint) -> None:
     plain = fingerprint(model)
     with_settings = fingerprint(model, text_settings=lambda _config: {"epsilon": 1})
     assert len({plain, with_settings, fingerprint(model, text_settings=lambda _config: {"epsilon": 2})}) == 3

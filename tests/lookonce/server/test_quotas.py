@@ -136,5 +136,5 @@ def test_a_table_that_means_nothing_is_refused(text: str) -> None:
         parse_quotas(text.encode())
 
 
-def test_an_empty_table_limits_nobody() -> None:
+def test_an_empty_table_has_no_limits() -> None:
     assert parse_quotas(b"").default.max_in_flight is None

@@ -237,7 +237,7 @@ def test_pack_does_not_care_about_the_element_type_of_the_buffer() -> None:
         {"nonce": NONCE + b"n"},
     ],
 )
-def test_pack_refuses_what_does_not_fit_together(changes: dict[str, object]) -> None:
+def test_pack_refuses_parts_that_do_not_fit_together(changes: dict[str, object]) -> None:
     arguments = {"key": KEY, "meta": SMALL_META, "rows": memoryview(SMALL_ROWS), "nonce": NONCE, **changes}
     with pytest.raises(ValueError, match=r"must|have|fit"):
         CODEC.pack(created_s=0, **arguments)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def part(start: int, stop: int) -> bytes:
 
 @pytest.mark.parametrize("layout", ["unknown", "expected", "other"])
 @pytest.mark.parametrize(("start", "stop"), [(0, 60), (0, 1), (59, 60), (12, 14), (13, 26), (5, 47)])
-def test_a_range_arrives_whatever_layout_was_expected(
+def test_a_range_arrives_with_any_expected_layout(
     exchange: CountingExchange, plant: Plant, layout: str, start: int, stop: int
 ) -> None:
     layouts = {

@@ -308,7 +308,7 @@ def test_a_killed_node_costs_its_images_and_no_others(cluster: ClusterFleet, mak
     assert read_small(store, next(iter(entries[1]))) == make_rows(SMALL, 100)
 
 
-def test_after_a_failover_the_replica_is_used_and_what_it_lacks_is_a_miss(
+def test_after_a_failover_the_replica_is_used_and_missing_entries_are_misses(
     cluster: ClusterFleet, make_store: MakeStore
 ) -> None:
     store = make_store(cluster.url)

@@ -212,7 +212,7 @@ def test_without_sentinels_the_known_primary_stays_in_use(shared_fleet: Sentinel
 # --- failover -------------------------------------------------------------------------------------------------------
 
 
-def test_after_a_failover_the_new_primary_is_used_and_what_it_lacks_is_a_miss(
+def test_after_a_failover_the_new_primary_is_used_and_missing_entries_are_misses(
     fleet: SentinelFleet, make_store: MakeStore
 ) -> None:
     store = make_store(fleet.url, breaker=CircuitBreaker(max_backoff_s=0.5))
