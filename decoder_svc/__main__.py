@@ -39,7 +39,7 @@ async def serve(arguments: list[str]) -> None:
             telemetry,
             [service.entry()],
             quotas=quotas,
-            is_ready=lambda: service.engine.is_healthy,
+            is_ready=service.is_ready,
             has_died=lambda: service.engine.has_died,
             parts=parts,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,11 +29,15 @@ from decoder_svc.request_gate import RequestGate
 from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials
 from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
 from decoder_svc.rows.fetch_metrics import FetchMetrics
+from decoder_svc.rows.own_fingerprints import OwnFingerprints
 from decoder_svc.servicer import SERVICE_NAME, DecoderServicer, ServedModel
 from decoder_svc.settings import DecoderSettings
 from lookonce import __version__
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
+from lookonce.embedding_meta import RowDtype
+from lookonce.errors import LookonceError
 from lookonce.media.image_header import ImageLimits
+from lookonce.model.folder_fingerprint import folder_fingerprint
 from lookonce.model.model_folder import ModelFolder
 from lookonce.server.authentication import parse_token
 from lookonce.server.quotas import Quotas
@@ -51,6 +57,8 @@ _NUM_IMAGE_THREADS = 4
 # Threads that split videos, render chat templates and tokenize: one long prompt does not hold up the next one, and few
 # threads compete with the engine thread for the interpreter.
 _NUM_PROMPT_THREADS = 2
+# Pause between two searches for an encoder after the start, seconds.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,15 @@ class DecoderService:
     servicer: DecoderServicer
     # None when this decoder uses no shared cache.
     store: EmbeddingStore | None
+    # None when this decoder answers text only.
+    encoder: EncoderClient | None
+
+    def is_ready(self) -> bool:
+        """Whether to send requests here: not while all encoders that answer have other models than this decoder.
+
+        Without any encoder it is ready: text and cached images can be answered.
+        """
+        return self.engine.is_healthy and not (self.encoder is not None and self.encoder.has_only_strangers)
 
     def entry(self) -> ServiceEntry:
         """Returns the entry with which a GrpcService serves this decoder."""
@@ -148,7 +165,10 @@ async def open_service(
             ),
             threads=threads,
         )
-        yield DecoderService(engine, servicer, store)
+        if encoder is not None:
+            looking = asyncio.create_task(_look_for_encoder(encoder))
+            stack.callback(looking.cancel)
+        yield DecoderService(engine, servicer, store, encoder)
 
 
 def build_preparer(
@@ -241,9 +261,25 @@ def _open_encoder(
     expected = ExpectedRows(
         text.folder.model_type, text.hidden_size, text.family.num_levels, tenant_tag=tenants.default.tag
     )
-    encoder = EncoderClient(settings.encoder_target, expected, channel)
+    encoder = EncoderClient(settings.encoder_target, expected, channel, _own_fingerprints(settings, text))
     stack.push_async_callback(encoder.close)
     return encoder
+
+
+def _own_fingerprints(settings: DecoderSettings, text: LoadedText) -> OwnFingerprints:
+    """Reads and hashes the vision half of the decoder's own folder, as its encoder does."""
+    dtype = None if settings.dtype == "auto" else RowDtype(settings.dtype)
+    fingerprint, dtype = folder_fingerprint(text.folder, text.family.model, dtype)
+    return OwnFingerprints(text.folder.path, fingerprint, dtype)
+
+
+async def _look_for_encoder(encoder: EncoderClient) -> None:
+    """Asks until an encoder of the decoder's own model answers; health and clients see what was found."""
+    while True:
+        with contextlib.suppress(LookonceError):
+            await encoder.info()
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def _open_threads(stack: AsyncExitStack, num_threads: int, name: str) -> Executor:

@@ -28,6 +28,7 @@ from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.vision.row_format import stored_forward
 from encoder_svc.vision.vision_model import VisionModel
+from lookonce.encoder_health import health_name
 from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderAdminServiceServicer_to_server,
     add_EncoderServiceServicer_to_server,
@@ -106,7 +107,11 @@ def service_entry(
 ) -> ServiceEntry:
     """The clients' service, as the server shell registers it."""
     servicer = EncoderServicer(pipeline, tenants, quotas, settings)
-    return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
+    return ServiceEntry(
+        SERVICE_NAME,
+        lambda server: add_EncoderServiceServicer_to_server(servicer, server),
+        health_names=(health_name(pipeline.model.fingerprint),),
+    )
 
 
 def batch_limits(settings: EncoderSettings, device: torch.device) -> BatchLimits:
