@@ -62,7 +62,9 @@ def main(given: Sequence[str] | None = None) -> None:
     model = demo_model() if arguments.quick else small_llava()
     if arguments.quick:
         arguments.images, arguments.rounds = [4], 1
-    rounds = measure(model, arguments.images, arguments.rounds, arguments.max_forward_images)
+    rounds = measure(
+        model, arguments.images, arguments.rounds, arguments.max_forward_images, is_pinned=not arguments.quick
+    )
     figures = {
         "model": model.name,
         "max_forward_images": arguments.max_forward_images,
@@ -72,13 +74,16 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    model: pathlib.Path, images: Sequence[int], num_rounds: int, max_forward_images: int | None
+    model: pathlib.Path, images: Sequence[int], num_rounds: int, max_forward_images: int | None, *, is_pinned: bool
 ) -> dict[int, list[Round]]:
-    """Runs rounds for each number of images; the stacks take turns to come first."""
+    """Runs rounds for each number of images; the stacks take turns to come first.
+
+    `is_pinned`: encoder and decoder have processors of their own.
+    """
     rounds: dict[int, list[Round]] = {number: [] for number in images}
     with contextlib.ExitStack() as exits:
         overlapping, waiting = (
-            exits.enter_context(_stack(model, flag, max(images), max_forward_images))
+            exits.enter_context(_stack(model, flag, max(images), max_forward_images, is_pinned=is_pinned))
             for flag in ("--overlap-encode", "--no-overlap-encode")
         )
         clients = [
@@ -101,7 +106,7 @@ def measure(
 
 
 def _stack(
-    model: pathlib.Path, flag: str, max_images: int, max_forward_images: int | None
+    model: pathlib.Path, flag: str, max_images: int, max_forward_images: int | None, *, is_pinned: bool
 ) -> contextlib.AbstractContextManager[LocalStack]:
     cpus = sorted(os.sched_getaffinity(0))
     half = max(1, len(cpus) // 2)
@@ -114,6 +119,8 @@ def _stack(
         encoder_arguments=[*threads, *batch],
         decoder_arguments=[*threads, *rows, "--num-kv-blocks", "500", flag],
     )
+    if not is_pinned:
+        return stack
     return _on_own_cpus(stack, encoder=cpus[:half], decoder=cpus[-half:])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+from xdist.scheduler import LoadFileScheduling
 
 from lookonce.local.local_stack import LocalStack
 from lookonce.local.redis_server import EmbeddedRedis
@@ -33,7 +34,32 @@ ONE_THREAD = ("--num-threads", "1")
 SERVICE_FLAGS = (*ONE_THREAD, "--redis-budget-s", "5")
 # Long enough that a busy machine does not miss it, short enough for a test of a frozen server.
 _STORE_BUDGET_S = 2.0
+# Files with tests that use the fixture `stack`, which takes three processes to start.
+_STACK_FILES = frozenset(
+    {
+        "test_bad_input.py",
+        "test_encode_once.py",
+        "test_metrics.py",
+        "test_prefix_cache.py",
+        "test_readme.py",
+        "test_videos.py",
+    }
+)
 _LONG_FILES = REPOSITORY / "tests" / "e2e"
+
+
+class _Schedule(LoadFileScheduling):  # type: ignore[misc]
+    """Runs each file in one of the parallel processes, and all files that use `stack` in the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "files that use the stack" if pathlib.Path(file).name in _STACK_FILES else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Schedule:
+    """Distributes the tests over the parallel processes."""
+    return _Schedule(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -105,7 +105,7 @@ def test_two_replicas(quick: Any) -> None:
 
 
 def test_overlap(quick: Any) -> None:
-    (only,) = quick("overlap", in_processes=True)["images"]["4"]
+    (only,) = quick("overlap")["images"]["4"]
     assert min(only.values()) > 0
 
 

@@ -21,6 +21,7 @@ from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
 from lookonce.store.redis.node import RedisNode
 
 _RECONNECT_S = 1.0
+_CANCEL_AGAIN_S = 0.05
 
 _log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -56,13 +57,14 @@ class RedisSubscriber:
 
     async def close(self) -> None:
         """Closes the connection and stops reconnecting."""
-        # Cancelling alone is not enough: when redis-py is closing a connection, its TimeoutError may replace the
-        # cancellation.
         self._is_closed = True
         if self._keeper is not None:
-            self._keeper.cancel()
             # Bounded, so that a dead server does not delay the end of the process.
-            await asyncio.wait({self._keeper}, timeout=self._budget_s)
+            until_s = time.monotonic() + self._budget_s
+            while not self._keeper.done() and time.monotonic() < until_s:
+                # More than once: a TimeoutError of redis-py may replace the cancellation.
+                self._keeper.cancel()
+                await asyncio.wait({self._keeper}, timeout=_CANCEL_AGAIN_S)
         await self._disconnect()
 
     async def _keep(

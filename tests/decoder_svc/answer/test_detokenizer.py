@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -26,7 +26,10 @@ def pieces_of(tokenizer: TextTokenizer, token_ids: list[int]) -> list[str]:
 @given(ANY_TEXT)
 @FIXTURES
 def test_any_text_comes_out_whole_and_in_whole_characters(llava_text: LoadedText, text: str) -> None:
-    token_ids = llava_text.tokenizer.backend.encode(text, add_special_tokens=False).ids
+    # Control tokens do not come out. Hypothesis also tries strings that stand in the source code.
+    backend = llava_text.tokenizer.backend
+    assume(not any(token.content in text for token in backend.get_added_tokens_decoder().values()))
+    token_ids = backend.encode(text, add_special_tokens=False).ids
     pieces = pieces_of(llava_text.tokenizer, token_ids)
     assert "".join(pieces) == text
     if "\ufffd" not in text:
