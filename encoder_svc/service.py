@@ -28,11 +28,11 @@ from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.vision.row_format import stored_forward
 from encoder_svc.vision.vision_model import VisionModel
-from lookonce.encoder_health import health_name
 from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderAdminServiceServicer_to_server,
     add_EncoderServiceServicer_to_server,
 )
+from lookonce.encoder_health import health_name
 from lookonce.media.image_header import ImageLimits
 from lookonce.server.quotas import Quotas
 from lookonce.server.serving import ServiceEntry

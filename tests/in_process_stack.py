@@ -124,16 +124,17 @@ class InProcessStack:
         async with AsyncExitStack() as exits:
             for _ in range(self._num_encoders):
                 arguments = [*self._shared, *redis, *self._encoder_arguments]
-                self.encoders.append(await _start_encoder(arguments, exits))
+                self.encoders.append(await start_encoder(arguments, exits))
             targets = ("--encoder-target", f"ipv4:{','.join(self.encoder_targets)}") if self.encoders else ()
             for _ in range(self._num_decoders):
                 arguments = [*self._shared, *redis, *targets, "--kv-cache-memory-share", "0.2"]
-                self.decoders.append(await _start_decoder([*arguments, *self._decoder_arguments], exits))
+                self.decoders.append(await start_decoder([*arguments, *self._decoder_arguments], exits))
             self._loop.set_result(asyncio.get_running_loop())
             await self._is_over.wait()
 
 
-async def _start_encoder(arguments: list[str], exits: AsyncExitStack) -> RunningService:
+async def start_encoder(arguments: Sequence[str], exits: AsyncExitStack) -> RunningService:
+    """Starts an encoder with these flags on the running event loop; `exits` drains and ends it."""
     settings = parse_settings(EncoderSettings, arguments, "encoder_svc")
     telemetry = Telemetry()
     model = VisionModel.load_warm(settings.vision)
@@ -144,12 +145,13 @@ async def _start_encoder(arguments: list[str], exits: AsyncExitStack) -> Running
     return RunningService(await service.start(), telemetry.registry)
 
 
-async def _start_decoder(arguments: list[str], exits: AsyncExitStack) -> RunningService:
+async def start_decoder(arguments: Sequence[str], exits: AsyncExitStack) -> RunningService:
+    """Starts a decoder with these flags on the running event loop; `exits` drains and ends it."""
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry()
     decoder = await exits.enter_async_context(
         open_service(settings, telemetry.registry, Quotas(None, telemetry.registry))
     )
-    service = GrpcService(settings, telemetry, [decoder.entry()], is_ready=lambda: decoder.engine.is_healthy)
+    service = GrpcService(settings, telemetry, [decoder.entry()], is_ready=decoder.is_ready)
     exits.push_async_callback(service.stop)
     return RunningService(await service.start(), telemetry.registry)

@@ -210,18 +210,23 @@ class EncoderClient:
         """Returns the channel to replicas with this fingerprint; encoders of older releases have none."""
         channel = self._channel_to(health_name(info.fingerprint))
         try:
-            await self._described(channel)
+            # The channel may be waiting to connect again to a replica that has just started.
+            await self._described(channel, wait_for_ready=True)
         except UnavailableError:
             return everybody
         return channel
 
-    async def _described(self, channel: EncoderChannel) -> encoder_service_pb2.GetEncoderInfoResponse:
+    async def _described(
+        self, channel: EncoderChannel, *, wait_for_ready: bool = False
+    ) -> encoder_service_pb2.GetEncoderInfoResponse:
         stub: encoder_service_pb2_grpc.EncoderServiceAsyncStub = encoder_service_pb2_grpc.EncoderServiceStub(
             channel.current()
         )
         request = encoder_service_pb2.GetEncoderInfoRequest()
         try:
-            return await stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata())
+            return await stub.GetEncoderInfo(
+                request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata(), wait_for_ready=wait_for_ready
+            )
         except grpc.aio.AioRpcError as error:
             raise _typed(error, _INFO_TIMEOUT_S) from None
 

@@ -18,7 +18,7 @@ from lookonce.content_key import EncoderFingerprint
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import UnavailableError
 
-# Importing the libraries takes seconds, and hashing one second per gigabyte on most processors.
+# Importing the libraries takes seconds, and hashing at most some seconds per gigabyte.
 _PROCESS_TIMEOUT_S = 300.0
 # The types of a forward pass whose rows are rounded to int8: an encoder reports only the rows' type.
 _FORWARD_DTYPES = (RowDtype.BFLOAT16, RowDtype.FLOAT32, RowDtype.FLOAT16)
@@ -32,11 +32,11 @@ class OwnFingerprints:
     def __init__(self, folder: pathlib.Path, fingerprint: EncoderFingerprint, dtype: RowDtype) -> None:
         """`fingerprint` is the one of an encoder that computes and stores rows of `folder` in `dtype`."""
         self._folder = folder
-        # By the element types of the forward pass and of rows; each is computed once.
-        self._found: dict[tuple[RowDtype, RowDtype], asyncio.Task[EncoderFingerprint]] = {}
         # The fingerprint of an encoder with this decoder's own element type.
         self.fingerprint = fingerprint
         self._dtype = dtype
+        # The fingerprints of encoders that store rows in another type, computed once per type.
+        self._others: dict[RowDtype, asyncio.Task[frozenset[EncoderFingerprint]]] = {}
 
     async def include(self, fingerprint: EncoderFingerprint, row_dtype: RowDtype) -> bool:
         """Returns whether an encoder with this fingerprint, which stores rows as `row_dtype`, has the same vision half.
@@ -46,25 +46,22 @@ class OwnFingerprints:
         """
         if fingerprint == self.fingerprint:
             return True
-        forward_dtypes = _FORWARD_DTYPES if row_dtype is RowDtype.INT8_SCALED else (row_dtype,)
-        for dtype in forward_dtypes:
-            if dtype is row_dtype is self._dtype:
-                continue
-            if await self._computed(dtype, row_dtype) == fingerprint:
-                return True
-        return False
-
-    async def _computed(self, dtype: RowDtype, row_dtype: RowDtype) -> EncoderFingerprint:
-        task = self._found.get((dtype, row_dtype))
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._found[dtype, row_dtype] = asyncio.create_task(self._compute(dtype, row_dtype))
+        if row_dtype is self._dtype:
+            return False
+        computing = self._others.get(row_dtype)
+        if computing is None or (computing.done() and computing.exception() is not None):
+            computing = self._others[row_dtype] = asyncio.create_task(self._compute(row_dtype))
         # Shielded: the result serves later callers, too.
-        return await asyncio.shield(task)
+        return fingerprint in await asyncio.shield(computing)
 
-    async def _compute(self, dtype: RowDtype, row_dtype: RowDtype) -> EncoderFingerprint:
-        command = ["-P", "-m", "lookonce.model.folder_fingerprint", str(self._folder), dtype.value, row_dtype.value]
+    async def _compute(self, row_dtype: RowDtype) -> frozenset[EncoderFingerprint]:
+        """Runs a process, since loading weights beside a working engine would change torch's default type under it."""
+        dtypes = _FORWARD_DTYPES if row_dtype is RowDtype.INT8_SCALED else (row_dtype,)
+        command = ["-P", "-m", "lookonce.model.folder_fingerprint", str(self._folder), row_dtype.value]
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, *(dtype.value for dtype in dtypes), stdout=pipe, stderr=pipe
+        )
         try:
             async with asyncio.timeout(_PROCESS_TIMEOUT_S):
                 output, errors = await process.communicate()
@@ -75,7 +72,7 @@ class OwnFingerprints:
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
-            _log.error("the vision half cannot be hashed", dtype=dtype.value, detail=errors.decode()[-500:])
+            _log.error("the vision half cannot be hashed", row_dtype=row_dtype.value, detail=errors.decode()[-500:])
             raise UnavailableError("the decoder cannot compare its model with the encoder's; retry")
-        _log.info("vision half hashed", dtype=dtype.value, row_dtype=row_dtype.value)
-        return EncoderFingerprint(output.decode().split()[-1])
+        _log.info("vision half hashed", row_dtype=row_dtype.value)
+        return frozenset(map(EncoderFingerprint, output.decode().split()))

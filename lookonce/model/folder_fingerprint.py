@@ -1,7 +1,7 @@
 """The fingerprint that an encoder has when it serves a model folder, without running that encoder.
 
-`python -m lookonce.model.folder_fingerprint FOLDER DTYPE ROW_DTYPE` prints it: for a process that must not load weights
-itself.
+`python -m lookonce.model.folder_fingerprint FOLDER ROW_DTYPE DTYPE…` prints one for each type of the forward pass. A
+process that must not load weights itself starts it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ def folder_fingerprint(
 ) -> tuple[EncoderFingerprint, RowDtype]:
     """Returns the fingerprint and the element type of the forward pass.
 
-    `dtype` None means the checkpoint's, `row_dtype` None that of the forward pass. Reads every weight of the vision half
-    once. Raises ModelFolderError if the folder lacks one.
+    `dtype` None means the checkpoint's, `row_dtype` None that of the forward pass. Reads the vision half's weights
+    once. Raises ModelFolderError if the folder lacks one of them.
     """
     half = load_vision_half(folder.path, None if dtype is None else _TORCH_DTYPES[dtype])
     return vision_fingerprint(folder, half, model, row_dtype), RowDtype(dtype_name(half))
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the fingerprint of a folder for two names of element types."""
-    path, dtype, row_dtype = arguments
+    """Prints a folder's fingerprints, one in a line."""
+    path, row_dtype, *dtypes = arguments
     folder = ModelFolder.open(pathlib.Path(path))
-    fingerprint, _ = folder_fingerprint(folder, FamilyModel.load(folder), RowDtype(dtype), RowDtype(row_dtype))
-    print(fingerprint)
+    model = FamilyModel.load(folder)
+    for dtype in dtypes:
+        print(folder_fingerprint(folder, model, RowDtype(dtype), RowDtype(row_dtype))[0])
 
 
 if __name__ == "__main__":
