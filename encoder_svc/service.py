@@ -32,8 +32,8 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderAdminServiceServicer_to_server,
     add_EncoderServiceServicer_to_server,
 )
-from lookonce.encoder_health import health_name
 from lookonce.media.image_header import ImageLimits
+from lookonce.server.encoder_health import health_name
 from lookonce.server.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
 from lookonce.server.settings import MIB

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from lookonce.encoder_health import ENCODER_SERVICE
 from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.server.encoder_health import ENCODER_SERVICE
 from lookonce.watched_files import Current, WatchedFiles
 
 # gRPC's default backoff grows to two minutes, which delays calls after an encoder has recovered.

@@ -24,10 +24,10 @@ from lookonce.common.v1 import common_pb2
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
-from lookonce.encoder_health import ENCODER_SERVICE, health_name
 from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
 from lookonce.identity import TENANT_KEY, current_identity
 from lookonce.image_file import ImageFile, files_of
+from lookonce.server.encoder_health import ENCODER_SERVICE, health_name
 from lookonce.server.telemetry import current_request_id
 
 _INFO_TIMEOUT_S = 5.0

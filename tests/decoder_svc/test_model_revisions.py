@@ -100,12 +100,19 @@ async def test_a_decoder_finds_its_revision_when_that_starts_later(
             assert await answer(decoder, picture(2)) == (await expected_answers(b, [picture(2)]))[0]
 
 
-@pytest.mark.parametrize("settings", [{"row_format": "int8"}, {"dtype": "bfloat16"}])
-async def test_an_encoder_with_other_element_types_belongs_to_the_same_folder(
-    revisions: tuple[pathlib.Path, pathlib.Path], settings: dict[str, Any]
+async def test_an_encoder_with_int8_rows_belongs_to_the_same_folder(
+    revisions: tuple[pathlib.Path, pathlib.Path],
+) -> None:
+    a, _ = revisions
+    async with running_encoder(a, row_format="int8") as target, running_decoder(a, target) as decoder:
+        assert await answer(decoder, picture(3))
+
+
+async def test_an_encoder_with_another_element_type_belongs_to_the_same_folder_and_to_no_other(
+    revisions: tuple[pathlib.Path, pathlib.Path],
 ) -> None:
     a, b = revisions
-    async with running_encoder(a, **settings) as target:
+    async with running_encoder(a, dtype="bfloat16") as target:
         async with running_decoder(a, target) as decoder:
             assert await answer(decoder, picture(3))
         async with running_decoder(b, target) as decoder:
