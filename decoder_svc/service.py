@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -57,8 +58,10 @@ _NUM_IMAGE_THREADS = 4
 # Threads that split videos, render chat templates and tokenize: one long prompt does not hold up the next one, and few
 # threads compete with the engine thread for the interpreter.
 _NUM_PROMPT_THREADS = 2
-# Pause between two searches for an encoder after the start, seconds.
-_LOOK_S = 0.5
+# Pause between two looks for an encoder after the start, seconds.
+_LOOK_S = 0.1
+# Encoder and decoder are often started together; so long does the decoder wait for its encoder before it is ready.
+_MAX_SEARCH_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,31 @@ class LoadedText:
         return self.template is not None and self.template.takes_videos
 
 
+class EncoderSearch:
+    """Looks for an encoder of the decoder's own model, from the start until one is found."""
+
+    def __init__(self, encoder: EncoderClient) -> None:
+        self._encoder = encoder
+        # Whether one was found, or has been looked for long enough.
+        self._is_over = False
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the search is over, and what it found is not an encoder of another model."""
+        return self._is_over and not self._encoder.has_only_strangers
+
+    async def run(self) -> None:
+        """Asks until an encoder of the decoder's own model answers."""
+        enough_s = time.monotonic() + _MAX_SEARCH_S
+        while True:
+            with contextlib.suppress(LookonceError):
+                await self._encoder.info()
+                self._is_over = True
+                return
+            self._is_over = time.monotonic() > enough_s
+            await asyncio.sleep(_LOOK_S)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderService:
     """A running decoder without its gRPC server."""
@@ -90,14 +118,14 @@ class DecoderService:
     # None when this decoder uses no shared cache.
     store: EmbeddingStore | None
     # None when this decoder answers text only.
-    encoder: EncoderClient | None
+    search: EncoderSearch | None
 
     def is_ready(self) -> bool:
         """Whether to send requests here: not while all encoders that answer have other models than this decoder.
 
-        Without any encoder it is ready: text and cached images can be answered.
+        Without any encoder it is ready after some seconds: text and cached images can be answered.
         """
-        return self.engine.is_healthy and not (self.encoder is not None and self.encoder.has_only_strangers)
+        return self.engine.is_healthy and (self.search is None or self.search.is_fine)
 
     def entry(self) -> ServiceEntry:
         """Returns the entry with which a GrpcService serves this decoder."""
@@ -165,10 +193,11 @@ async def open_service(
             ),
             threads=threads,
         )
+        search = None
         if encoder is not None:
-            looking = asyncio.create_task(_look_for_encoder(encoder))
-            stack.callback(looking.cancel)
-        yield DecoderService(engine, servicer, store, encoder)
+            search = EncoderSearch(encoder)
+            stack.callback(asyncio.create_task(search.run()).cancel)
+        yield DecoderService(engine, servicer, store, search)
 
 
 def build_preparer(
@@ -271,15 +300,6 @@ def _own_fingerprints(settings: DecoderSettings, text: LoadedText) -> OwnFingerp
     dtype = None if settings.dtype == "auto" else RowDtype(settings.dtype)
     fingerprint, dtype = folder_fingerprint(text.folder, text.family.model, dtype)
     return OwnFingerprints(text.folder.path, fingerprint, dtype)
-
-
-async def _look_for_encoder(encoder: EncoderClient) -> None:
-    """Asks until an encoder of the decoder's own model answers; health and clients see what was found."""
-    while True:
-        with contextlib.suppress(LookonceError):
-            await encoder.info()
-            return
-        await asyncio.sleep(_LOOK_S)
 
 
 def _open_threads(stack: AsyncExitStack, num_threads: int, name: str) -> Executor:

@@ -92,8 +92,9 @@ async def test_a_decoder_finds_its_revision_when_that_starts_later(
             assert await answer(decoder_a, picture(2))
     async with running_encoder(a) as old, running_decoder(b, f"ipv4:{old},127.0.0.1:{port}") as decoder:
         async with asyncio.timeout(30):
-            while decoder.service.is_ready():
+            while not decoder.service.search or not decoder.service.search._encoder.has_only_strangers:
                 await asyncio.sleep(0.02)
+        assert not decoder.service.is_ready()
         async with running_encoder(b, listen=f"127.0.0.1:{port}"), asyncio.timeout(30):
             while not decoder.service.is_ready():
                 await asyncio.sleep(0.02)
