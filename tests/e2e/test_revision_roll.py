@@ -19,7 +19,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.reserved_port import reserved_port
 from tests import image_files, tiny_models
 from tests.conftest import ONE_THREAD
-from tests.in_process_stack import RunningService, start_decoder, start_encoder
+from tests.in_process_stack import RunningService, start_decoder, start_encoder, until_ready
 
 MAX_TOKENS = 6
 NUM_PICTURES = 40
@@ -48,9 +48,9 @@ class Replica:
     flags: tuple[str, ...]
     exits: AsyncExitStack = field(default_factory=AsyncExitStack)
 
-    async def run(self, folder: pathlib.Path) -> None:
+    async def run(self, folder: pathlib.Path) -> RunningService:
         """Starts the service with a model folder."""
-        await self.start(["--model", str(folder), *self.flags], self.exits)
+        return await self.start(["--model", str(folder), *self.flags], self.exits)
 
     async def replace(self, folder: pathlib.Path) -> None:
         """Drains the service and starts it with another folder."""
@@ -75,6 +75,7 @@ async def revision(folder: pathlib.Path) -> Revision:
         shared = ["--model", str(folder), "--listen", "127.0.0.1:0", *ONE_THREAD]
         encoder = await start_encoder(shared, exits)
         decoder = await start_decoder([*shared, *SMALL, "--encoder-target", encoder.target], exits)
+        await until_ready(encoder, decoder)
         client = await exits.enter_async_context(AsyncClient.connect(decoder.target))
         return Revision(folder, [await answer(client, picture) for picture in pictures()])
 
@@ -90,7 +91,7 @@ async def fleet(folder: pathlib.Path, redis_url: str) -> AsyncIterator[tuple[lis
         decoders = [Replica(start_decoder, (*shared, address, *SMALL, *to_encoders)) for address in addresses[2:]]
         for replica in (*encoders, *decoders):
             exits.push_async_callback(replica.exits.aclose)
-            await replica.run(folder)
+            await until_ready(await replica.run(folder))
         yield encoders, decoders, f"ipv4:{','.join(addresses[2:])}"
 
 
