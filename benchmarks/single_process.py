@@ -38,11 +38,16 @@ class InProcessEncoder(EncoderClient):
     def __init__(self, pipeline: EncodePipeline, settings: EncoderSettings) -> None:
         """The pipeline's owner closes it."""
         self._pipeline = pipeline
-        self._settings = settings
+        self._encoder_settings = settings
         self._tenant = load_tenants(settings.tenant_secret_file).default
 
     async def close(self) -> None:
         """There is no channel to close."""
+
+    @property
+    def has_only_strangers(self) -> bool:
+        """The pipeline is from the same folder."""
+        return False
 
     async def info(self) -> EncoderInfo:
         """Returns the description of the pipeline's model."""
@@ -53,8 +58,8 @@ class InProcessEncoder(EncoderClient):
             hidden_size=model.hidden_size,
             num_levels=model.num_levels,
             dtype=model.row_dtype,
-            max_image_bytes=self._settings.max_image_bytes,
-            max_image_pixels=self._settings.max_image_pixels,
+            max_image_bytes=self._encoder_settings.max_image_bytes,
+            max_image_pixels=self._encoder_settings.max_image_pixels,
         )
 
     async def encode(
@@ -104,7 +109,7 @@ async def serve(arguments: Sequence[str]) -> None:
         open_service(settings, telemetry.registry, quotas, InProcessEncoder(pipeline, encoder_settings)) as service,
     ):
         server = serving.GrpcService(
-            settings, telemetry, [service.entry()], is_ready=lambda: service.engine.is_healthy and pipeline.is_healthy
+            settings, telemetry, [service.entry()], is_ready=lambda: service.is_ready() and pipeline.is_healthy
         )
         await server.serve_until_stopped()
 

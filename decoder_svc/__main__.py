@@ -15,6 +15,9 @@ from lookonce.server.settings import TracingVariables, parse_settings
 from lookonce.server.telemetry import Telemetry
 from lookonce.store.health import watched_cache
 
+# The name in health of the engine alone. Readiness also depends on the encoders; restarting helps only the engine.
+ENGINE_PART = "lookonce.engine"
+
 
 async def serve(arguments: list[str]) -> None:
     """Runs the service until SIGTERM. Raises StartupError when it must not start."""
@@ -39,9 +42,9 @@ async def serve(arguments: list[str]) -> None:
             telemetry,
             [service.entry()],
             quotas=quotas,
-            is_ready=lambda: service.engine.is_healthy,
+            is_ready=service.is_ready,
             has_died=lambda: service.engine.has_died,
-            parts=parts,
+            parts={**parts, ENGINE_PART: lambda: service.engine.is_healthy},
         )
         await server.serve_until_stopped()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,11 +30,15 @@ from decoder_svc.request_gate import RequestGate
 from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials
 from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
 from decoder_svc.rows.fetch_metrics import FetchMetrics
+from decoder_svc.rows.own_fingerprints import OwnFingerprints
 from decoder_svc.servicer import SERVICE_NAME, DecoderServicer, ServedModel
 from decoder_svc.settings import DecoderSettings
 from lookonce import __version__
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
+from lookonce.embedding_meta import RowDtype
+from lookonce.errors import LookonceError
 from lookonce.media.image_header import ImageLimits
+from lookonce.model.folder_fingerprint import folder_fingerprint
 from lookonce.model.model_folder import ModelFolder
 from lookonce.server.authentication import parse_token
 from lookonce.server.quotas import Quotas
@@ -51,6 +58,10 @@ _NUM_IMAGE_THREADS = 4
 # Threads that split videos, render chat templates and tokenize: one long prompt does not hold up the next one, and few
 # threads compete with the engine thread for the interpreter.
 _NUM_PROMPT_THREADS = 2
+# Pause between two looks for an encoder after the start, seconds.
+_LOOK_S = 0.1
+# Encoder and decoder are often started together; so long does the decoder wait for its encoder before it is ready.
+_MAX_SEARCH_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,31 @@ class LoadedText:
         return self.template is not None and self.template.takes_videos
 
 
+class EncoderSearch:
+    """Looks for an encoder of the decoder's own model, from the start until one is found."""
+
+    def __init__(self, encoder: EncoderClient) -> None:
+        self._encoder = encoder
+        # Whether one was found, or has been looked for long enough.
+        self._is_over = False
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether the search is over, and what it found is not an encoder of another model."""
+        return self._is_over and not self._encoder.has_only_strangers
+
+    async def run(self) -> None:
+        """Asks until an encoder of the decoder's own model answers."""
+        enough_s = time.monotonic() + _MAX_SEARCH_S
+        while True:
+            with contextlib.suppress(LookonceError):
+                await self._encoder.info()
+                self._is_over = True
+                return
+            self._is_over = time.monotonic() > enough_s
+            await asyncio.sleep(_LOOK_S)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderService:
     """A running decoder without its gRPC server."""
@@ -81,6 +117,15 @@ class DecoderService:
     servicer: DecoderServicer
     # None when this decoder uses no shared cache.
     store: EmbeddingStore | None
+    # None when this decoder answers text only.
+    search: EncoderSearch | None
+
+    def is_ready(self) -> bool:
+        """Whether to send requests here: not while all encoders that answer have other models than this decoder.
+
+        Without any encoder it is ready after some seconds: text and cached images can be answered.
+        """
+        return self.engine.is_healthy and (self.search is None or self.search.is_fine)
 
     def entry(self) -> ServiceEntry:
         """Returns the entry with which a GrpcService serves this decoder."""
@@ -148,7 +193,11 @@ async def open_service(
             ),
             threads=threads,
         )
-        yield DecoderService(engine, servicer, store)
+        search = None
+        if encoder is not None:
+            search = EncoderSearch(encoder)
+            stack.callback(asyncio.create_task(search.run()).cancel)
+        yield DecoderService(engine, servicer, store, search)
 
 
 def build_preparer(
@@ -241,9 +290,16 @@ def _open_encoder(
     expected = ExpectedRows(
         text.folder.model_type, text.hidden_size, text.family.num_levels, tenant_tag=tenants.default.tag
     )
-    encoder = EncoderClient(settings.encoder_target, expected, channel)
+    encoder = EncoderClient(settings.encoder_target, expected, channel, _own_fingerprints(settings, text))
     stack.push_async_callback(encoder.close)
     return encoder
+
+
+def _own_fingerprints(settings: DecoderSettings, text: LoadedText) -> OwnFingerprints:
+    """Reads and hashes the vision half of the decoder's own folder, as its encoder does."""
+    dtype = None if settings.dtype == "auto" else RowDtype(settings.dtype)
+    fingerprint, dtype = folder_fingerprint(text.folder, text.family.model, dtype)
+    return OwnFingerprints(text.folder.path, fingerprint, dtype)
 
 
 def _open_threads(stack: AsyncExitStack, num_threads: int, name: str) -> Executor:

@@ -33,6 +33,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderServiceServicer_to_server,
 )
 from lookonce.media.image_header import ImageLimits
+from lookonce.server.encoder_health import health_name
 from lookonce.server.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
 from lookonce.server.settings import MIB
@@ -106,7 +107,11 @@ def service_entry(
 ) -> ServiceEntry:
     """The clients' service, as the server shell registers it."""
     servicer = EncoderServicer(pipeline, tenants, quotas, settings)
-    return ServiceEntry(SERVICE_NAME, lambda server: add_EncoderServiceServicer_to_server(servicer, server))
+    return ServiceEntry(
+        SERVICE_NAME,
+        lambda server: add_EncoderServiceServicer_to_server(servicer, server),
+        health_names=(health_name(pipeline.model.fingerprint),),
+    )
 
 
 def batch_limits(settings: EncoderSettings, device: torch.device) -> BatchLimits:

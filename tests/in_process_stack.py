@@ -10,7 +10,7 @@ import asyncio
 import os
 import pathlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -31,6 +31,8 @@ from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import Tenants
 
 _START_TIMEOUT_S = 120.0
+# Health is asked whether a service is ready five times a second.
+_HEALTH_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class RunningService:
 
     target: str
     registry: CollectorRegistry
+    is_ready: Callable[[], bool]
     # The id of this process, which runs all services.
     pid: int = field(default_factory=os.getpid)
 
@@ -124,16 +127,18 @@ class InProcessStack:
         async with AsyncExitStack() as exits:
             for _ in range(self._num_encoders):
                 arguments = [*self._shared, *redis, *self._encoder_arguments]
-                self.encoders.append(await _start_encoder(arguments, exits))
+                self.encoders.append(await start_encoder(arguments, exits))
             targets = ("--encoder-target", f"ipv4:{','.join(self.encoder_targets)}") if self.encoders else ()
             for _ in range(self._num_decoders):
                 arguments = [*self._shared, *redis, *targets, "--kv-cache-memory-share", "0.2"]
-                self.decoders.append(await _start_decoder([*arguments, *self._decoder_arguments], exits))
+                self.decoders.append(await start_decoder([*arguments, *self._decoder_arguments], exits))
+            await until_ready(*self.encoders, *self.decoders)
             self._loop.set_result(asyncio.get_running_loop())
             await self._is_over.wait()
 
 
-async def _start_encoder(arguments: list[str], exits: AsyncExitStack) -> RunningService:
+async def start_encoder(arguments: Sequence[str], exits: AsyncExitStack) -> RunningService:
+    """Starts an encoder with these flags on the running event loop; `exits` drains and ends it."""
     settings = parse_settings(EncoderSettings, arguments, "encoder_svc")
     telemetry = Telemetry()
     model = VisionModel.load_warm(settings.vision)
@@ -141,15 +146,24 @@ async def _start_encoder(arguments: list[str], exits: AsyncExitStack) -> Running
     entry = service_entry(pipeline, Tenants(None), Quotas(None, telemetry.registry), settings)
     service = GrpcService(settings, telemetry, [entry], is_ready=lambda: pipeline.is_healthy)
     exits.push_async_callback(service.stop)
-    return RunningService(await service.start(), telemetry.registry)
+    return RunningService(await service.start(), telemetry.registry, lambda: pipeline.is_healthy)
 
 
-async def _start_decoder(arguments: list[str], exits: AsyncExitStack) -> RunningService:
+async def start_decoder(arguments: Sequence[str], exits: AsyncExitStack) -> RunningService:
+    """Starts a decoder with these flags on the running event loop; `exits` drains and ends it."""
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry()
     decoder = await exits.enter_async_context(
         open_service(settings, telemetry.registry, Quotas(None, telemetry.registry))
     )
-    service = GrpcService(settings, telemetry, [decoder.entry()], is_ready=lambda: decoder.engine.is_healthy)
+    service = GrpcService(settings, telemetry, [decoder.entry()], is_ready=decoder.is_ready)
     exits.push_async_callback(service.stop)
-    return RunningService(await service.start(), telemetry.registry)
+    return RunningService(await service.start(), telemetry.registry, decoder.is_ready)
+
+
+async def until_ready(*services: RunningService) -> None:
+    """Waits until all services are ready, and health has had the time to say so."""
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        while not all(service.is_ready() for service in services):
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(_HEALTH_S)

@@ -38,7 +38,7 @@ class DecoderFamily:
         Raises ModelFolderError if the tokenizer cannot encode the text between an image's rows.
         """
         data = model.data
-        self._model = model
+        self.model = model
         self._encode = encode
         self.title = data.title
         # The token of which each occurrence takes one embedding row.
@@ -74,7 +74,7 @@ class DecoderFamily:
 
     def check_options(self, options: ProcessorOptions) -> None:
         """Raises InvalidParameterError for options that the model does not support and values out of range."""
-        self._model.check_options(options)
+        self.model.check_options(options)
 
     def image_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
         """Returns the layout of an upright image of this size in pixels.
@@ -91,7 +91,7 @@ class DecoderFamily:
         """
         if self._video is None:
             raise UnsupportedError(f"{self.no_video_reason}; send single images")
-        return self._model.frame_size(width, height, num_frames, max_pixels)
+        return self.model.frame_size(width, height, num_frames, max_pixels)
 
     def num_pairs(self, num_frames: int) -> int:
         """Returns the largest number of frame pairs in videos of `num_frames` frames in total; 0 if videos are refused.
@@ -109,13 +109,13 @@ class DecoderFamily:
     def positions(self, num_tokens: int, spans: Sequence[Span], layouts: Sequence[ImageLayout]) -> Positions | None:
         """Returns the rotary positions of an expanded prompt; None for 0, 1, 2, …"""
         if self.num_position_axes == 1:
-            return sequence_positions(num_tokens, self._model.data.first_position)
+            return sequence_positions(num_tokens, self.model.data.first_position)
         placed = zip(spans, layouts, strict=True)
         grids = [PlacedGrid(span, layout.grid, layout.place) for span, layout in placed if layout.grid is not None]
         return mrope_positions(num_tokens, grids)
 
     def _new_layout(self, width: int, height: int, options: ProcessorOptions) -> ImageLayout:
-        shape = self._model.image_shape(width, height, options)
+        shape = self.model.image_shape(width, height, options)
         return layout_of(shape, self.image_token, self.image_token_id, self._encode)
 
 

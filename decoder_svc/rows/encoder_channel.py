@@ -14,16 +14,13 @@ import grpc
 import grpc.aio
 
 from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.server.encoder_health import ENCODER_SERVICE
 from lookonce.watched_files import Current, WatchedFiles
 
-_SERVICE = "lookonce.encoder.v1.EncoderService"
 # gRPC's default backoff grows to two minutes, which delays calls after an encoder has recovered.
 _MAX_RECONNECT_BACKOFF_MS = 2000
 # gRPC's default is half a minute; a rollout may replace the pods behind the name faster.
 _MIN_RESOLUTION_INTERVAL_MS = 2000
-_SERVICE_CONFIG = json.dumps(
-    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": _SERVICE}}
-)
 # Time that calls in flight get to finish after their certificates were replaced.
 _GRACE_S = 120.0
 
@@ -61,9 +58,13 @@ def watched_credentials(
 class EncoderChannel:
     """A channel that is replaced when its certificates change. Use it on the event loop only."""
 
-    def __init__(self, target: str, settings: ChannelSettings) -> None:
-        """Opens the channel, which connects on first use."""
+    def __init__(self, target: str, settings: ChannelSettings, health_name: str = ENCODER_SERVICE) -> None:
+        """Opens the channel, which connects on first use.
+
+        Calls go in turn to the replicas that report SERVING under `health_name`.
+        """
         self._target = target
+        self._health_name = health_name
         self._settings = settings
         self._credentials = None if settings.credentials is None else settings.credentials.value
         self._channel = self._open()
@@ -91,16 +92,17 @@ class EncoderChannel:
             await channel.close()
 
     def _open(self) -> grpc.aio.Channel:
-        options = _options(self._settings)
+        options = _options(self._settings, self._health_name)
         if self._credentials is None:
             return grpc.aio.insecure_channel(self._target, options=options)
         return grpc.aio.secure_channel(self._target, self._credentials, options=options)
 
 
-def _options(settings: ChannelSettings) -> list[tuple[str, int | str]]:
+def _options(settings: ChannelSettings, health_name: str) -> list[tuple[str, int | str]]:
     timeout_ms = int(settings.keepalive_timeout_s * 1000)
+    config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": health_name}}
     return [
-        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.service_config", json.dumps(config)),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),

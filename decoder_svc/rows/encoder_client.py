@@ -17,6 +17,7 @@ import grpc.aio
 import structlog
 
 from decoder_svc.rows.encoder_channel import ChannelSettings, EncoderChannel
+from decoder_svc.rows.own_fingerprints import OwnFingerprints
 from decoder_svc.rows.row_stream import RowStreamReader
 from lookonce import errors, status_codes, tracing
 from lookonce.common.v1 import common_pb2
@@ -26,10 +27,13 @@ from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
 from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
 from lookonce.identity import TENANT_KEY, current_identity
 from lookonce.image_file import ImageFile, files_of
+from lookonce.server.encoder_health import ENCODER_SERVICE, health_name
 from lookonce.server.telemetry import current_request_id
 
 _INFO_TIMEOUT_S = 5.0
 _LOOKUP_TIMEOUT_S = 5.0
+# Replicas that are asked, in turn, for one that belongs to the folder.
+_MAX_REPLICAS_ASKED = 16
 # A proxy may route by this header, so that calls about one image reach one encoder (k8s/components/affinity).
 _DIGEST_KEY = "x-lookonce-digest"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -92,18 +96,36 @@ class EncodedImage:
 
 
 class EncoderClient:
-    """A client for all encoder replicas behind one gRPC target."""
+    """A client for the encoder replicas behind one gRPC target that belong to this decoder's model folder.
 
-    def __init__(self, target: str, expected: ExpectedRows, settings: ChannelSettings) -> None:
-        """`target` is a gRPC target such as dns:///encoder:50051. Connects on first use."""
+    During a roll-out, replicas of another model revision are behind the same target. No call goes to them.
+    """
+
+    def __init__(
+        self, target: str, expected: ExpectedRows, settings: ChannelSettings, own: OwnFingerprints | None = None
+    ) -> None:
+        """`target` is a gRPC target such as dns:///encoder:50051. Connects on first use.
+
+        `own` None trusts every encoder that makes the expected rows.
+        """
+        self._target = target
         self._expected = expected
-        self._channel = EncoderChannel(target, settings)
+        self._own = own
+        self._settings = settings
+        # By health name.
+        self._channels: dict[str, EncoderChannel] = {}
+        # The channel in use; the one to all replicas until one is found that belongs to the folder.
+        self._channel = self._channel_to(ENCODER_SERVICE)
         self._stub_channel = self._channel.current()
         self._current_stub: encoder_service_pb2_grpc.EncoderServiceAsyncStub = (
             encoder_service_pb2_grpc.EncoderServiceStub(self._stub_channel)
         )
         self._token = settings.token
         self._info: EncoderInfo | None = None
+        # Whether the replicas in use may have been replaced by others, since a call did not reach any.
+        self._is_in_doubt = False
+        # Whether replicas answered, but all of other models.
+        self._has_only_strangers = False
         # The GetEncoderInfo call in flight; all callers share its result or failure.
         self._asking: asyncio.Task[EncoderInfo] | None = None
 
@@ -116,10 +138,16 @@ class EncoderClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channel; calls in flight fail with UnavailableError."""
-        await self._channel.close()
+        """Closes the channels; calls in flight fail with UnavailableError."""
+        for channel in self._channels.values():
+            await channel.close()
         if self._asking is not None:
             await asyncio.wait({self._asking})
+
+    @property
+    def has_only_strangers(self) -> bool:
+        """Whether all replicas that answered when last asked have other models than this decoder."""
+        return self._has_only_strangers
 
     @property
     def _stub(self) -> encoder_service_pb2_grpc.EncoderServiceAsyncStub:
@@ -129,33 +157,93 @@ class EncoderClient:
         return self._current_stub
 
     async def info(self) -> EncoderInfo:
-        """Returns the encoder's description. Asks once, and again after the encoder refused the fingerprint.
+        """Returns the encoder's description. Asks once, and again after a call failed.
 
         Raises FingerprintMismatchError if its rows do not fit this decoder's model, UnavailableError if it cannot be
         reached.
         """
         if self._info is not None:
+            if self._is_in_doubt and self._asking is None:
+                self._begin_asking()
             return self._info
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask_info())
-            self._asking.add_done_callback(self._note_asked)
         # Shielded: cancelling one caller must not cancel the call for the others.
-        return await asyncio.shield(self._asking)
+        return await asyncio.shield(self._asking or self._begin_asking())
+
+    def _begin_asking(self) -> asyncio.Task[EncoderInfo]:
+        self._asking = asyncio.create_task(self._ask_info())
+        self._asking.add_done_callback(self._note_asked)
+        return self._asking
 
     async def _ask_info(self) -> EncoderInfo:
+        """Finds a replica that belongs to the folder, and uses the channel to its like."""
+        if self._own is None:
+            return self._checked(await self._described(self._channel))
+        usual = self._channel_to(health_name(self._own.fingerprint))
+        try:
+            info = self._checked(await self._described(usual))
+        except UnavailableError:
+            return await self._found_among_all(self._own)
+        self._channel = usual
+        return info
+
+    async def _found_among_all(self, own: OwnFingerprints) -> EncoderInfo:
+        """Asks one replica after the other. Those with other element types have other fingerprints."""
+        everybody = self._channel_to(ENCODER_SERVICE)
+        stranger = FingerprintMismatchError("")
+        for _ in range(_MAX_REPLICAS_ASKED):
+            try:
+                info = self._checked(await self._described(everybody))
+            except FingerprintMismatchError as error:
+                stranger = error
+                continue
+            if not await own.include(info.fingerprint, info.dtype):
+                stranger = FingerprintMismatchError(
+                    f"the encoder service has other vision weights (fingerprint {info.fingerprint[:16]}…) than this "
+                    f"decoder's model folder ({own.fingerprint[:16]}…); start an encoder with the same folder"
+                )
+                continue
+            self._channel = await self._channel_to_like(info, everybody)
+            return info
+        raise stranger
+
+    async def _channel_to_like(self, info: EncoderInfo, everybody: EncoderChannel) -> EncoderChannel:
+        """Returns the channel to replicas with this fingerprint; encoders of older releases have none."""
+        channel = self._channel_to(health_name(info.fingerprint))
+        try:
+            # The channel may be waiting to connect again to a replica that has just started.
+            await self._described(channel, wait_for_ready=True)
+        except UnavailableError:
+            return everybody
+        return channel
+
+    async def _described(
+        self, channel: EncoderChannel, *, wait_for_ready: bool = False
+    ) -> encoder_service_pb2.GetEncoderInfoResponse:
+        stub: encoder_service_pb2_grpc.EncoderServiceAsyncStub = encoder_service_pb2_grpc.EncoderServiceStub(
+            channel.current()
+        )
         request = encoder_service_pb2.GetEncoderInfoRequest()
         try:
-            call = self._stub.GetEncoderInfo(request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata())
-            response = await call
+            return await stub.GetEncoderInfo(
+                request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata(), wait_for_ready=wait_for_ready
+            )
         except grpc.aio.AioRpcError as error:
             raise _typed(error, _INFO_TIMEOUT_S) from None
-        return self._checked(response)
+
+    def _channel_to(self, name: str) -> EncoderChannel:
+        if name not in self._channels:
+            self._channels[name] = EncoderChannel(self._target, self._settings, name)
+        return self._channels[name]
 
     def _note_asked(self, asking: asyncio.Task[EncoderInfo]) -> None:
         self._asking = None
-        # Retrieving the exception keeps asyncio from logging it if every caller was cancelled.
-        if not asking.cancelled() and asking.exception() is None:
-            self._info = asking.result()
+        if asking.cancelled():
+            return
+        # Retrieving the exception also keeps asyncio from logging it if every caller was cancelled.
+        error = asking.exception()
+        self._has_only_strangers = isinstance(error, FingerprintMismatchError)
+        if error is None:
+            self._info, self._is_in_doubt = asking.result(), False
 
     async def encode(
         self,
@@ -294,6 +382,8 @@ class EncoderClient:
     def _noted(self, error: LookonceError) -> LookonceError:
         if isinstance(error, FingerprintMismatchError):
             self._info = None
+        elif isinstance(error, UnavailableError):
+            self._is_in_doubt = True
         return error
 
 

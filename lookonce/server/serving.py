@@ -68,6 +68,8 @@ class ServiceEntry:
     full_name: str
     # Registers the servicer, for example `lambda server: add_EncoderServiceServicer_to_server(servicer, server)`.
     add_to_server: Callable[[grpc.aio.Server], None]
+    # Further names of this service in health, for clients that may use certain replicas only.
+    health_names: tuple[str, ...] = ()
 
 
 def _always_ready() -> bool:
@@ -276,7 +278,8 @@ class GrpcService:
 
     async def _report(self, *, is_serving: bool) -> None:
         self._metrics.report(is_serving=is_serving)
-        for name in ("", *(entry.full_name for entry in self._services)):
+        names = [name for entry in self._services for name in (entry.full_name, *entry.health_names)]
+        for name in ("", *names):
             await self._health.set(name, _status(is_serving=is_serving))
 
     async def _report_parts(self) -> None:

@@ -13,6 +13,7 @@ from decoder_svc.rows.encoder_channel import ChannelSettings
 from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
 from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
+from encoder_svc.vision.vision_config import VisionConfig
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     EncoderServiceServicer,
@@ -25,7 +26,7 @@ from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import Tenants
 
 CHANNEL = ChannelSettings(max_message_bytes=MIB, keepalive_time_s=30, keepalive_timeout_s=5)
-_VISION_MODELS: dict[tuple[pathlib.Path, str], VisionModel] = {}
+_VISION_MODELS: dict[VisionConfig, VisionModel] = {}
 
 
 def client(target: str, model_type: str = "llava", hidden_size: int = 64, num_levels: int = 0) -> EncoderClient:
@@ -35,9 +36,9 @@ def client(target: str, model_type: str = "llava", hidden_size: int = 64, num_le
 
 @asynccontextmanager
 async def running_encoder(folder: pathlib.Path, **settings: Any) -> AsyncIterator[str]:
-    """Runs a real encoder service and yields its target. Its model is loaded once per folder and row format."""
+    """Runs a real encoder service and yields its target. Its model is loaded once for each choice of settings."""
     parsed = EncoderSettings(model=folder, drain_timeout_s=0.5, **settings)
-    loaded = (folder, parsed.row_format)
+    loaded = parsed.vision
     if loaded not in _VISION_MODELS:
         _VISION_MODELS[loaded] = VisionModel.load(parsed.vision)
     async with (

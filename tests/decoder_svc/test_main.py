@@ -15,8 +15,9 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from decoder_svc.__main__ import serve
+from decoder_svc.__main__ import ENGINE_PART, serve
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
 from lookonce.errors import ConfigurationError, ModelFolderError
@@ -47,6 +48,10 @@ def test_serves_drains_on_sigterm_and_exits_with_0(
     with started(tmp_path / "ready.json", *arguments) as (process, ready):
         with grpc.insecure_channel(ready["target"]) as channel:
             stub = DecoderServiceStub(channel)
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", "lookonce.decoder.v1.DecoderService", ENGINE_PART):
+                status = health.Check(health_pb2.HealthCheckRequest(service=name)).status
+                assert status == health_pb2.HealthCheckResponse.SERVING
             request = params("zebra", max_tokens=200, ignore_eos=True)
             stream = stub.GenerateStream(pb.GenerateStreamRequest(params=request), timeout=60)
             assert next(stream).started.usage.prompt_tokens > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from decoder_svc.__main__ import ENGINE_PART
 from decoder_svc.settings import DecoderSettings
 from encoder_svc.settings import EncoderSettings
 from lookonce.decoder.v1 import decoder_service_pb2
@@ -30,6 +31,8 @@ class ServiceCase:
     full_name: str
     # Module that `python -m` runs.
     module: str
+    # Health name of what a restart can repair.
+    liveness_name: str
 
 
 ENCODER = ServiceCase(
@@ -37,12 +40,14 @@ ENCODER = ServiceCase(
     EncoderSettings,
     encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name,
     "encoder_svc",
+    encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name,
 )
 DECODER = ServiceCase(
     "lookonce-decoder",
     DecoderSettings,
     decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name,
     "decoder_svc",
+    ENGINE_PART,
 )
 CASES = (ENCODER, DECODER)
 

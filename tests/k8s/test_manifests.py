@@ -139,10 +139,14 @@ def test_probes_ask_the_services_health_in_plaintext(
 ) -> None:
     settings = parsed_settings(manifests, case, monkeypatch)
     address = settings.listen if settings.tls_cert is None else settings.health_listen
-    expected = {"port": port_of(address), "service": case.full_name}
     one = container(manifests, case.name)
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert one[probe]["grpc"] == expected
+    names = {
+        "startupProbe": case.liveness_name,
+        "readinessProbe": case.full_name,
+        "livenessProbe": case.liveness_name,
+    }
+    for probe, name in names.items():
+        assert one[probe]["grpc"] == {"port": port_of(address), "service": name}
 
 
 @services
