@@ -164,7 +164,7 @@ def test_some_request_advances_while_rows_can_arrive(workload: Workload) -> None
 def test_a_request_that_continues_the_images_of_another_is_served(
     num_images: int, num_rows: int, step: int, max_num_seqs: int
 ) -> None:
-    """Seen with the demo model: A B C D, and A B C D E while the first was computed. Its claims filled the row cache."""
+    """Seen with the demo model: A B C D E, while A B C D was computed, filled the row cache with claims and waited."""
     album = tuple(Picture(chr(ord("A") + index), 0, num_rows) for index in range(num_images + 1))
     visits = (Visit(0, 0.0, num_images, 1), Visit(step, 1.0, num_images + 1, 1))
     for spare_rows in range(0, num_images * num_rows + 1, BLOCK_SIZE):
