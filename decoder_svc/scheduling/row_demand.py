@@ -92,6 +92,7 @@ class RowDemand:
                 for the head of the waiting queue and for every running request.
             may_displace: Whether the request may evict rows that requests behind it need.
         """
+        self._release_before(request, start)
         for index, item, rows in self._images_from(request, start):
             user = row_user(request, index)
             self._cache.need(item.key, user, rows)
@@ -155,6 +156,19 @@ class RowDemand:
             and rows.start < needed.stop
             for _, item, needed in self._images_from(request, request.num_computed_tokens)
         )
+
+    def _release_before(self, request: Request, start: int) -> None:
+        """Releases images of which no token from `start` on takes a row.
+
+        A waiting request claims rows before another request computes the same tokens. Nobody may evict rows that the
+        head of the queue claims, the head neither: if it kept claims that it no longer needs, it could wait for itself.
+        """
+        for index in range(self._progress[request.request_id].num_passed, len(request.prompt.images)):
+            item = request.prompt.images[index]
+            first, last = item.rows_between(start, item.span.stop)
+            if first < last:
+                return
+            self._cache.release(item.key, request.request_id, index)
 
     def _release(self, request: Request) -> None:
         for index, item in enumerate(request.prompt.images):
