@@ -17,6 +17,13 @@ INTERRUPTED = "def test_first(): raise KeyboardInterrupt\n"
 BROKEN = "nonsense"
 
 
+@pytest.fixture(autouse=True)
+def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pytest's plugins only the one that the command's options need: loading all takes a second each time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
+
+
 def status_of(folder: pathlib.Path, *files: str) -> int:
     """Exit status of the command on a folder with these test files."""
     (folder / "pytest.ini").write_text(PYTEST_INI)

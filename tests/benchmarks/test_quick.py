@@ -96,7 +96,7 @@ def test_prefix_reuse(quick: Any) -> None:
 
 
 def test_two_replicas(quick: Any) -> None:
-    figures = quick("two_replicas", in_processes=True)
+    figures = quick("two_replicas")
     assert figures["peer"] == "not run"
     assert figures["memory_bytes"]["ours"] > 1e8
     found = {name: rounds[0] for name, rounds in figures["workloads"].items()}

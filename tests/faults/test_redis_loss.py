@@ -13,27 +13,25 @@ import pytest
 import redis
 
 from lookonce.aio import AsyncClient
-from lookonce.local.local_stack import LocalStack
 from lookonce.local.redis_server import EmbeddedRedis
 from tests.conftest import ONE_THREAD
 from tests.faults.conftest import STORY, STORY_TOKENS, Fingerprint, Picture, describe
-
-pytestmark = pytest.mark.services
+from tests.in_process_stack import InProcessStack
 
 # The decoder has room for two pictures, so that others are fetched again.
 DECODER = (*ONE_THREAD, "--encoder-cache-rows", "60")
 
 
 @pytest.fixture(scope="module")
-def running(fingerprint: Fingerprint) -> Iterator[LocalStack]:
-    with LocalStack(
+def running(fingerprint: Fingerprint) -> Iterator[InProcessStack]:
+    with InProcessStack(
         fingerprint.folder, num_encoders=2, encoder_arguments=ONE_THREAD, decoder_arguments=DECODER
     ) as stack:
         yield stack
 
 
 @pytest.fixture
-async def stack(running: LocalStack, fingerprint: Fingerprint) -> AsyncIterator[LocalStack]:
+async def stack(running: InProcessStack, fingerprint: Fingerprint) -> AsyncIterator[InProcessStack]:
     """A stack whose Redis is up and in use again after an earlier test."""
     yield running
     server(running).start()
@@ -42,17 +40,17 @@ async def stack(running: LocalStack, fingerprint: Fingerprint) -> AsyncIterator[
 
 
 @pytest.fixture
-async def client(stack: LocalStack) -> AsyncIterator[AsyncClient]:
+async def client(stack: InProcessStack) -> AsyncIterator[AsyncClient]:
     async with AsyncClient.connect(stack.decoder_targets[0]) as client:
         yield client
 
 
-def server(stack: LocalStack) -> EmbeddedRedis:
+def server(stack: InProcessStack) -> EmbeddedRedis:
     assert stack.redis is not None
     return stack.redis
 
 
-def kill_redis(stack: LocalStack) -> None:
+def kill_redis(stack: InProcessStack) -> None:
     os.kill(server(stack).pid, signal.SIGKILL)
 
 
@@ -87,12 +85,12 @@ async def check_answers(client: AsyncClient, pictures: list[Picture]) -> None:
     assert [answer.token_ids for answer in answers] == [picture.token_ids for picture in pictures]
 
 
-def num_encodes(stack: LocalStack) -> int:
+def num_encodes(stack: InProcessStack) -> int:
     return int(stack.metric(stack.encoders, "lookonce_encoder_encodes_total"))
 
 
 async def test_killing_redis_while_requests_stream_changes_no_answer(
-    stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
+    stack: InProcessStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     cached, unseen = fingerprint.fresh(4), fingerprint.fresh(12)
     await check_answers(client, cached)
@@ -108,7 +106,7 @@ async def test_killing_redis_while_requests_stream_changes_no_answer(
 
 
 async def test_without_redis_pictures_are_still_answered_and_caching_resumes_later(
-    stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
+    stack: InProcessStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     picture, later = fingerprint.fresh(2)
     kill_redis(stack)
@@ -119,7 +117,7 @@ async def test_without_redis_pictures_are_still_answered_and_caching_resumes_lat
 
 
 async def test_without_redis_any_of_several_encoders_gives_its_rows(
-    stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
+    stack: InProcessStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     """Calls rotate over the replicas, so that rows are mostly requested from one that did not encode them."""
     pictures = fingerprint.fresh(12)
@@ -129,7 +127,7 @@ async def test_without_redis_any_of_several_encoders_gives_its_rows(
 
 
 async def test_emptying_redis_again_and_again_changes_no_answer(
-    stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
+    stack: InProcessStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     cached, unseen = fingerprint.fresh(8), fingerprint.fresh(24)
     await check_answers(client, cached)
@@ -152,7 +150,7 @@ async def test_emptying_redis_again_and_again_changes_no_answer(
 
 
 async def test_while_redis_is_frozen_pictures_are_encoded_anew(
-    stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
+    stack: InProcessStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     cached, unseen = fingerprint.fresh(8), fingerprint.fresh(8)
     await check_answers(client, cached)
@@ -169,7 +167,7 @@ async def test_while_redis_is_frozen_pictures_are_encoded_anew(
 
 
 async def test_redis_that_freezes_and_goes_on_changes_no_answer(
-    stack: LocalStack, client: AsyncClient, fingerprint: Fingerprint
+    stack: InProcessStack, client: AsyncClient, fingerprint: Fingerprint
 ) -> None:
     """A reply that arrives after its request was abandoned must be discarded."""
     pictures = fingerprint.fresh(24)

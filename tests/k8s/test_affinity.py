@@ -159,10 +159,8 @@ def test_a_leaving_proxy_sends_its_clients_elsewhere_first(
     assert drain_s >= one["readinessProbe"]["periodSeconds"]
 
 
-def test_decoders_and_clients_are_told_the_proxys_name(
-    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = parsed_settings(manifests, DECODER, monkeypatch)
+def test_decoders_and_clients_are_told_the_proxys_name(manifests: list[Manifest]) -> None:
+    settings = parsed_settings(manifests, DECODER)
     assert isinstance(settings, DecoderSettings)
     namespace = find(manifests, "Service", NAME)["metadata"]["namespace"]
     assert settings.encoder_target == f"dns:///{NAME}.{namespace}:{service_port(manifests, NAME, 'grpc')}"

@@ -131,16 +131,14 @@ def test_scaled_objects_match_kedas_schema(service: Service) -> None:
 
 @pytest.mark.parametrize("variant", [HPA, KEDA], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_deployment_leaves_the_number_of_pods_to_the_autoscaler(
-    variant: Any, case: ServiceCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_deployment_leaves_the_number_of_pods_to_the_autoscaler(variant: Any, case: ServiceCase) -> None:
     manifests = rendered(variant)
     assert "replicas" not in find(manifests, "Deployment", case.name)["spec"]
     kind = "ScaledObject" if variant == KEDA else "HorizontalPodAutoscaler"
     target = find(manifests, kind, case.name)["spec"]["scaleTargetRef"]
     assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": case.name}
     # Clients find new pods within minutes.
-    assert parsed_settings(manifests, case, monkeypatch).max_connection_age_s <= 120
+    assert parsed_settings(manifests, case).max_connection_age_s <= 120
 
 
 def test_no_variant_scales_twice() -> None:

@@ -34,19 +34,15 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
 
 
 @services
-def test_clients_without_a_certificate_are_refused(
-    manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = parsed_settings(manifests, case, monkeypatch)
+def test_clients_without_a_certificate_are_refused(manifests: list[Manifest], case: ServiceCase) -> None:
+    settings = parsed_settings(manifests, case)
     assert not settings.insecure
     for path in (settings.tls_cert, settings.tls_key, settings.tls_client_ca):
         assert path is not None
 
 
-def test_the_decoder_shows_the_encoder_a_certificate(
-    manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = parsed_settings(manifests, DECODER, monkeypatch)
+def test_the_decoder_shows_the_encoder_a_certificate(manifests: list[Manifest]) -> None:
+    settings = parsed_settings(manifests, DECODER)
     assert settings.encoder_tls_cert == settings.tls_cert
     assert settings.encoder_tls_key == settings.tls_key
     assert settings.encoder_tls_ca is not None
@@ -54,9 +50,9 @@ def test_the_decoder_shows_the_encoder_a_certificate(
 
 @services
 def test_all_files_are_keys_of_one_secret_that_may_change_in_a_running_pod(
-    manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
+    manifests: list[Manifest], case: ServiceCase
 ) -> None:
-    settings = parsed_settings(manifests, case, monkeypatch)
+    settings = parsed_settings(manifests, case)
     fields = [field for field in settings.model_fields_set if "tls_" in field]
     paths = {pathlib.PurePath(getattr(settings, field)) for field in fields}
     assert {path.name for path in paths} == _FILES
@@ -79,10 +75,10 @@ def test_probes_reach_a_port_that_no_service_leads_to(manifests: list[Manifest],
     assert environment(manifests, case)["LOOKONCE_HEALTH_LISTEN"].startswith("0.0.0.0:")
 
 
-def test_the_proposed_certificate_has_the_name_that_decoders_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proposed_certificate_has_the_name_that_decoders_call() -> None:
     text = (K8S / "components/mtls/kustomization.yaml").read_text("utf-8")
     (listed,) = re.findall(r"dnsNames: \[(.*)\]", text)
-    target = parsed_settings(rendered(MTLS), DECODER, monkeypatch).encoder_target
+    target = parsed_settings(rendered(MTLS), DECODER).encoder_target
     assert target.removeprefix("dns:///").partition(":")[0] in listed.split(", ")
     assert f"secretName: {ENCODER.name}-tls" in text
 

@@ -75,10 +75,10 @@ def test_dev_cpus_cache_differs_from_the_bases_in_size_alone() -> None:
 
 
 @services
-def test_gpu_pods_have_one_gpu_each_and_use_it(case: ServiceCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_pods_have_one_gpu_each_and_use_it(case: ServiceCase) -> None:
     manifests = rendered(GPU)
     assert container(manifests, case.name)["resources"]["limits"]["nvidia.com/gpu"] == 1
-    assert parsed_settings(manifests, case, monkeypatch).device == "cuda"
+    assert parsed_settings(manifests, case).device == "cuda"
     assert pod(manifests, case.name)["tolerations"] == [
         {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     ]
@@ -102,9 +102,7 @@ def test_prod_has_no_cache_of_its_own() -> None:
 
 
 @services
-def test_prod_takes_address_and_keys_of_the_cache_from_the_secret(
-    case: ServiceCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prod_takes_address_and_keys_of_the_cache_from_the_secret(case: ServiceCase) -> None:
     manifests = rendered(PROD)
     assert "LOOKONCE_REDIS_URL" not in find(manifests, "ConfigMap", case.name)["data"]
     assert environment(manifests, case)["LOOKONCE_REDIS_URL"] == FROM_SECRET["LOOKONCE_REDIS_URL"]
@@ -115,7 +113,7 @@ def test_prod_takes_address_and_keys_of_the_cache_from_the_secret(
         for source in volume["projected"]["sources"]
         for item in source["secret"]["items"]
     }
-    settings = parsed_settings(manifests, case, monkeypatch)
+    settings = parsed_settings(manifests, case)
     assert not files[str(settings.seal_key_file)]
     assert not files[str(settings.tenant_secret_file)]
     # A public authority's certificate needs no file.

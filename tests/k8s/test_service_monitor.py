@@ -38,11 +38,11 @@ def test_it_meets_the_services_of_encoders_and_decoders_alone() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_asks_the_port_where_metrics_are(case: ServiceCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_asks_the_port_where_metrics_are(case: ServiceCase) -> None:
     manifests = rendered(SERVICE_MONITOR)
     (monitor,) = of_kind(manifests, "ServiceMonitor")
     (endpoint,) = monitor["spec"]["endpoints"]
-    settings = parsed_settings(manifests, case, monkeypatch)
+    settings = parsed_settings(manifests, case)
     assert service_port(manifests, case.name, endpoint["port"]) == port_of(settings.metrics_listen)
     ports = find(manifests, "Service", case.name)["spec"]["ports"]
     assert endpoint["port"] in {port["targetPort"] for port in ports}

@@ -36,16 +36,14 @@ def _secret_of(manifests: list[Manifest], case: ServiceCase, path: pathlib.PureP
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_service_asks_for_tokens_of_the_same_secret(
-    manifests: list[Manifest], case: ServiceCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = parsed_settings(manifests, case, monkeypatch).auth_tokens_file
+def test_every_service_asks_for_tokens_of_the_same_secret(manifests: list[Manifest], case: ServiceCase) -> None:
+    path = parsed_settings(manifests, case).auth_tokens_file
     assert path is not None
     assert f"secret generic {_secret_of(manifests, case, path)} --from-file={path.name}" in _COMMENT
 
 
-def test_the_decoder_shows_encoders_a_token(manifests: list[Manifest], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = parsed_settings(manifests, DECODER, monkeypatch).encoder_token_file
+def test_the_decoder_shows_encoders_a_token(manifests: list[Manifest]) -> None:
+    path = parsed_settings(manifests, DECODER).encoder_token_file
     assert path is not None
     assert f"secret generic {_secret_of(manifests, DECODER, path)} --from-file={path.name}" in _COMMENT
 
