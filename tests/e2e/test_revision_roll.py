@@ -6,6 +6,7 @@ Both revisions are behind the same targets meanwhile, and share one Redis.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import pathlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -24,6 +25,8 @@ from tests.in_process_stack import RunningService, start_decoder, start_encoder,
 MAX_TOKENS = 6
 NUM_PICTURES = 40
 NUM_CALLERS = 4
+# Between two calls of a caller, so that the load leaves time to the services that start.
+PAUSE_S = 0.1
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "30")
 SMALL = ("--num-kv-blocks", "200", "--max-context-tokens", "1000")
@@ -58,6 +61,7 @@ class Replica:
         await self.run(folder)
 
 
+@functools.cache
 def pictures() -> list[bytes]:
     return [image_files.encoded(image_files.noise(7000 + number, 70, 60)) for number in range(NUM_PICTURES)]
 
@@ -130,6 +134,7 @@ async def test_no_call_fails_and_every_answer_is_of_one_revision(
                     wrong.append((index, found))
                 num_right[0] += right[0]
                 num_right[1] += right[1]
+                await asyncio.sleep(PAUSE_S)
 
         async with asyncio.TaskGroup() as callers:
             for caller in range(NUM_CALLERS):
