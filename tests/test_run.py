@@ -19,7 +19,7 @@ BROKEN = "nonsense"
 
 @pytest.fixture(autouse=True)
 def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pytest's plugins only the one that the command's options need: loading all takes a second each time."""
+    """Loads only the plugin that the command's options need: loading all of them takes a second each time."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
 
