@@ -129,3 +129,8 @@ class _EngineCollector(Collector):
             "Draft tokens that were accepted, each of which saved a step.",
             value=counters.accepted_draft_tokens,
         )
+        yield CounterMetricFamily(
+            "lookonce_decoder_stalls_total",
+            "Times that no request could advance, so that all were restarted: a fault of the scheduler.",
+            value=counters.stalls,
+        )

@@ -57,10 +57,14 @@ DECODER = Board(
                     (Query(total("lookonce_decoder_kv_cache_usage"), "{{instance}}"),),
                 ),
                 Graph(
-                    "Preemptions",
-                    "Requests per second that were preempted because the KV pool was full.",
+                    "Preemptions and stalls",
+                    "Per second: requests that were preempted because the KV pool was full, and times that no request "
+                    "could advance.",
                     "ops",
-                    (Query(rate("lookonce_decoder_preemptions_total", "instance"), "{{instance}}"),),
+                    (
+                        Query(rate("lookonce_decoder_preemptions_total", "instance"), "preempted, {{instance}}"),
+                        Query(rate("lookonce_decoder_stalls_total", "instance"), "stalls, {{instance}}"),
+                    ),
                 ),
                 Graph(
                     "Prefix cache",

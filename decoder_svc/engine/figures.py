@@ -41,6 +41,8 @@ class EngineCounters:
     # Draft tokens that a step computed, and those of them that were accepted.
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    # Times that no request could advance, so that all were restarted.
+    stalls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

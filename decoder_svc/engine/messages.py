@@ -89,10 +89,13 @@ class Inbox:
         if not is_waiting:
             self._queue.put(_Forget())
 
-    def take(self, *, block: bool) -> ToEngineThread | None:
-        """Removes and returns the oldest message. Without `block`, returns None when there is none."""
+    def take(self, timeout_s: float | None) -> ToEngineThread | None:
+        """Removes and returns the oldest message, or None when none comes in time.
+
+        Waits at most `timeout_s` seconds; None waits for any time.
+        """
         try:
-            message = self._queue.get(block=block)
+            message = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if not isinstance(message, _Forget):

@@ -43,6 +43,8 @@ STOPPING = "the server is shutting down"
 _STEP_WEIGHT = 0.1
 # A failing step ends its own requests only. After this many failures in a row the engine is taken to be broken.
 _MAX_CONSECUTIVE_FAILURES = 3
+# Time without a message after which live requests that wait for nothing are restarted, seconds.
+_STALL_S = 2.0
 
 
 class StepLoop:
@@ -72,6 +74,9 @@ class StepLoop:
         self._outbox: list[tuple[RequestId, Answer]] = []
         self._num_failures = 0
         self._made_progress = False
+        self._num_stalls = 0
+        # The request that was served first after the latest restart of all, until a step computes something.
+        self._restarted_head: Request | None = None
         # Mean duration of the latest steps, seconds.
         self._step_s = 0.0
 
@@ -117,6 +122,7 @@ class StepLoop:
             prefix_hit_tokens=prefix_cache.num_hit_tokens,
             draft_tokens=self._scheduler.speculation.num_drafted,
             accepted_draft_tokens=self._scheduler.speculation.num_accepted,
+            stalls=self._num_stalls,
         )
 
     # Engine thread only.
@@ -143,14 +149,38 @@ class StepLoop:
             has_work = bool(self._outbox) or (self._made_progress and self._scheduler.has_requests())
             if not has_work:
                 self._heartbeat.rest()
-            message = self._inbox.take(block=not has_work)
+            message = self._inbox.take(0 if has_work else self._patience_s())
             self._heartbeat.begin_round()
             if message is None:
+                if not has_work:
+                    self._end_stall()
                 return True
             if isinstance(message, Stop):
                 return False
             self._handle(message)
             self._made_progress = True
+
+    def _patience_s(self) -> float | None:
+        """Returns how long to wait for a message while there is no work; None: any time."""
+        return _STALL_S if self._scheduler.can_be_stalled() else None
+
+    def _end_stall(self) -> None:
+        """Restarts all requests, because none can advance and none waits for rows on their way.
+
+        The scheduler promises that this never happens, so its state goes to the log. If the request served first still
+        cannot advance afterwards, it ends with an error, and the others go on.
+        """
+        live = self._scheduler.live_requests()
+        incident = uuid.uuid4().hex
+        first = ", ".join(map(str, live[:8]))
+        logger.error("no request could advance, incident %s: %s; %s", incident, self.load(len(live)), first)
+        self._num_stalls += 1
+        head = self._scheduler.restart_all()
+        if head is self._restarted_head:
+            self._scheduler.abort(head.request_id)
+            self._outbox.append((head.request_id, InternalError(f"internal error {incident}")))
+        self._restarted_head = head
+        self._made_progress = True
 
     def _handle(self, message: ToEngineThread) -> None:
         if isinstance(message, Request):
@@ -197,6 +227,7 @@ class StepLoop:
         if output.chunks:
             # A step without chunks only removes requests from the batch: its success does not end a row of failures.
             self._num_failures = 0
+            self._restarted_head = None
         self._outbox.extend(_outputs(self._scheduler.update(output, sampled)))
         if output.chunks:
             took_s = time.monotonic() - began_s

@@ -95,6 +95,10 @@ class EncoderCacheManager:
         entry = self._entries.get(key)
         return entry is not None and entry.arriving.missing(rows) != [rows]
 
+    def has_arriving(self) -> bool:
+        """Whether rows of any image are in flight."""
+        return any(entry.arriving.num_rows for entry in self._entries.values())
+
     def source(self, key: ContentKey) -> RowSource | None:
         """Returns the origin of an image's rows; None if none has arrived."""
         entry = self._entries.get(key)

@@ -10,7 +10,9 @@ remaining rows only those that are not on the device are fetched, range by range
 Progress: requests are served in the order (priority, arrival). The first running request always gets its blocks,
 because the others are preempted for it, and its rows, because it may evict rows that only requests behind it need. If
 no request runs, the head of the queue has this right. While the head waits, a request behind it starts only if it needs
-no further room for rows.
+no further room for rows. A waiting request gives up its claims on rows whose tokens others have computed meanwhile;
+tests/decoder_svc/scheduling/test_progress.py checks the rule. Should no request advance all the same, the engine thread
+notices and restarts all (`restart_all`).
 """
 
 from __future__ import annotations
@@ -196,6 +198,19 @@ class Scheduler:
                 request.is_private = True
         self.kv_cache.reset_prefix_cache()
         self.encoder_cache.forget(forgotten)
+
+    def can_be_stalled(self) -> bool:
+        """Whether requests are live and no rows are in flight: a step that does nothing is then followed by another."""
+        return bool(self._requests) and not self.encoder_cache.has_arriving()
+
+    def restart_all(self) -> Request:
+        """Frees all blocks and claims on rows, so that the request served first can have any. Returns that request."""
+        for request in list(self._running):
+            self._preempt(request)
+        waiting = self._waiting.first(len(self._waiting))
+        for request in waiting:
+            self._row_demand.restart(request)
+        return waiting[0]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when blocks, rows and requests disagree."""

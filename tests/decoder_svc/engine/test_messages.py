@@ -14,8 +14,8 @@ def test_messages_come_in_the_order_in_which_they_were_put() -> None:
     inbox = Inbox()
     for message in (A, B, Stop()):
         inbox.put(message)
-    assert [inbox.take(block=True) for _ in range(3)] == [A, B, Stop()]
-    assert inbox.take(block=False) is None
+    assert [inbox.take(None) for _ in range(3)] == [A, B, Stop()]
+    assert inbox.take(0) is None
 
 
 def test_all_images_to_forget_that_wait_are_one_message() -> None:
@@ -23,15 +23,15 @@ def test_all_images_to_forget_that_wait_are_one_message() -> None:
     inbox.put_forgotten(Forgotten(frozenset([b"x"])))
     inbox.put(A)
     inbox.put_forgotten(Forgotten(frozenset([b"y"])))
-    assert inbox.take(block=False) == Forgotten(frozenset([b"x", b"y"]))
-    assert inbox.take(block=False) == A
-    assert inbox.take(block=False) is None
+    assert inbox.take(0) == Forgotten(frozenset([b"x", b"y"]))
+    assert inbox.take(0) == A
+    assert inbox.take(0) is None
 
 
 def test_images_to_forget_after_a_take_are_a_new_message() -> None:
     inbox = Inbox()
     inbox.put_forgotten(Forgotten(frozenset([b"x"])))
-    assert inbox.take(block=False) == Forgotten(frozenset([b"x"]))
+    assert inbox.take(0) == Forgotten(frozenset([b"x"]))
     inbox.put_forgotten(EVERYTHING)
-    assert inbox.take(block=False) == EVERYTHING
-    assert inbox.take(block=False) is None
+    assert inbox.take(0) == EVERYTHING
+    assert inbox.take(0) is None

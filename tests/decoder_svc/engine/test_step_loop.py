@@ -7,18 +7,23 @@ from collections.abc import Callable
 
 import pytest
 
+from decoder_svc.engine import step_loop
 from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
+from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
+from decoder_svc.scheduling.row_demand import RowDemand
+from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
-from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
+from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
+from lookonce.embedding_meta import RowDtype
 from lookonce.errors import DeadlineError, EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
 from tests.decoder_svc.scheduling.simulation import image
 
@@ -37,6 +42,9 @@ class CountingRunner(CPUModelRunner):
             self.num_failures -= 1
             raise ValueError("secret inner detail")
         return [SampledToken(chunk.request_id, 7, None) for chunk in output.chunks if chunk.samples]
+
+    def put_rows(self, fetched: FetchedRows) -> None:
+        pass
 
 
 class Running:
@@ -77,6 +85,22 @@ class Running:
                 outputs.append(answer)
                 if answer.finish_reason is not None:
                     return outputs, None
+
+    def answers(self, *request_ids: RequestId) -> dict[RequestId, FinishReason | LookonceError]:
+        """The terminal answers of these requests; all rows that they ask for arrive."""
+        ends: dict[RequestId, FinishReason | LookonceError] = {}
+        while set(request_ids) - ends.keys():
+            message = self.next()
+            if isinstance(message, RowFetch):
+                self.inbox.put(FetchedRows(message.key, message.rows, bytearray(), RowDtype.FLOAT32, RowSource.ENCODED))
+                continue
+            assert isinstance(message, Answers), message
+            for request_id, answer in message.by_request:
+                if isinstance(answer, LookonceError):
+                    ends[request_id] = answer
+                elif answer.finish_reason is not None:
+                    ends[request_id] = answer.finish_reason
+        return ends
 
     def stop(self) -> None:
         self.inbox.put(Stop())
@@ -178,6 +202,56 @@ def test_after_three_failures_in_a_row_the_thread_has_died_and_says_so_last() ->
     assert isinstance(message, Ended)
     assert "another replica" in message.error.message
     assert (running.loop.is_healthy, running.loop.has_died) == (False, True)
+
+
+def album(num_images: int) -> Prompt:
+    """Adjacent images, four of which fill the row cache."""
+    images = tuple(image(f"picture {number}", 16 * number, 16) for number in range(num_images))
+    return Prompt((1,) * (16 * num_images) + (20,), images)
+
+
+def test_a_request_that_continues_the_images_of_another_is_answered(started: Callable[..., Running]) -> None:
+    running = started()
+    running.submit(A, album(4))
+    running.submit(B, album(5))
+    assert running.answers(A, B) == {A: FinishReason.LENGTH, B: FinishReason.LENGTH}
+    assert running.loop.counters().stalls == 0
+
+
+def test_requests_that_can_never_advance_are_restarted_and_answered(
+    started: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the fault that the test above is about, the second request waits for rows that it claims itself."""
+    monkeypatch.setattr(step_loop, "_STALL_S", 0.2)
+    monkeypatch.setattr(RowDemand, "_release_before", lambda *_: None)
+    running = started()
+    running.submit(A, album(4))
+    running.submit(B, album(5))
+    assert running.answers(A, B) == {A: FinishReason.LENGTH, B: FinishReason.LENGTH}
+    assert running.loop.counters().stalls == 1
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "no request could advance" in line
+    assert "Request(b, waiting, 0/81 tokens)" in line
+
+
+def test_a_request_that_cannot_advance_after_a_restart_ends_and_the_others_go_on(
+    started: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_loop, "_STALL_S", 0.2)
+    least = MinimumChunk.num_tokens
+
+    def never_for_a(self: MinimumChunk, one: Request, start: int) -> int:
+        return 10**6 if one.request_id == A else least(self, one, start)
+
+    monkeypatch.setattr(MinimumChunk, "num_tokens", never_for_a)
+    running = started()
+    running.submit(A, album(1))
+    ends = running.answers(A)
+    assert isinstance(ends[A], InternalError)
+    assert running.loop.counters().stalls == 2
+    running.submit(B, album(2))
+    assert running.answers(B) == {B: FinishReason.LENGTH}
+    assert running.loop.is_healthy
 
 
 def test_load_counts_requests_that_are_not_in_the_batch_as_waiting() -> None:
