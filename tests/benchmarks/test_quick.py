@@ -110,7 +110,7 @@ def test_overlap(quick: Any) -> None:
 
 
 def test_startup(quick: Any) -> None:
-    figures = quick("startup", in_processes=True)
+    figures = quick("startup")
     assert set(figures["sides"]) == {"stack", "decoder"}
     for side in figures["sides"].values():
         assert 0 < side["starts"][0]["ready_s"] < side["starts"][0]["first_token_s"]

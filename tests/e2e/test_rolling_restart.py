@@ -1,4 +1,4 @@
-"""A decoder and an encoder are replaced under load, each at its address: no call fails.
+"""Decoders and encoders are replaced under load, each at its address: no call fails. Half-way, Redis dies.
 
 In test_revision_roll.py, all of a fleet are replaced, by others with the next model revision.
 
@@ -27,11 +27,12 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageRef
 from lookonce.local.child_process import ChildProcess
-from lookonce.local.local_stack import LocalStack, RedisSource
+from lookonce.local.local_stack import LocalStack
 from lookonce.sdk.channel import DECODER, channel_options
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.decoder_svc.decoders import chat
 from tests.e2e.pictures import QUESTION, Picture, fresh
+from tests.lookonce.store.faults import kill_child
 
 # For each process that is replaced. Each step begins with them at full speed, which outlasts a drain.
 NUM_CALLS = 1_250
@@ -190,7 +191,7 @@ async def replace(stack: LocalStack, process: ChildProcess) -> None:
     await until(lambda: all(num_connections(caller, new) for caller in callers))
 
 
-async def replace_one_of_each(stack: LocalStack, clients: Clients, traffic: Traffic) -> None:
+async def replace_one_of_each(stack: LocalStack, index: int, clients: Clients, traffic: Traffic) -> None:
     """A decoder, told to end while streams run on both, and then an encoder."""
     traffic.num_dense = traffic.ended.total() + NUM_CALLS
     async with asyncio.TaskGroup() as group:
@@ -199,24 +200,18 @@ async def replace_one_of_each(stack: LocalStack, clients: Clients, traffic: Traf
             group.create_task(traffic.count("stream", clients.stream(begun.release)))
         for _ in range(NUM_STREAMS):
             await asyncio.wait_for(begun.acquire(), STEP_TIMEOUT_S)
-        await replace(stack, stack.decoders[0])
+        await replace(stack, stack.decoders[index])
     traffic.num_dense = traffic.ended.total() + NUM_CALLS
-    await replace(stack, stack.encoders[0])
-    traffic.num_dense = 2 * NUM_CALLS
+    await replace(stack, stack.encoders[index])
 
 
-# It starts six processes beside its load: a busy machine takes its time for that.
+# It starts eight processes beside its load: a busy machine takes its time for that.
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("redis", [RedisSource.EMBEDDED, RedisSource.NONE], ids=["with Redis", "without Redis"])
-async def test_no_call_fails_and_every_stream_ends_while_processes_are_replaced(redis: RedisSource) -> None:
+async def test_no_call_fails_and_every_stream_ends_while_processes_are_replaced() -> None:
     with LocalStack(
-        DEMO_MODEL,
-        redis=redis,
-        num_encoders=2,
-        num_decoders=2,
-        encoder_arguments=FLAGS,
-        decoder_arguments=FLAGS,
+        DEMO_MODEL, num_encoders=2, num_decoders=2, encoder_arguments=FLAGS, decoder_arguments=FLAGS
     ) as stack:
+        assert stack.redis is not None
         traffic = Traffic()
         async with clients_of(stack) as clients, asyncio.TaskGroup() as group:
             # Kind, loops, seconds between two calls of a loop.
@@ -231,9 +226,11 @@ async def test_no_call_fails_and_every_stream_ends_while_processes_are_replaced(
             for kind, call, num_loops, pause_s in loops:
                 for _ in range(num_loops):
                     group.create_task(traffic.repeat(kind, call, pause_s))
-            await replace_one_of_each(stack, clients, traffic)
-            await until(lambda: traffic.ended.total() >= traffic.num_dense)
+            await replace_one_of_each(stack, 0, clients, traffic)
+            kill_child(stack.redis.pid)
+            await replace_one_of_each(stack, 1, clients, traffic)
+            await until(lambda: traffic.ended.total() >= 4 * NUM_CALLS)
             traffic.stop()
         print(f"calls that ended: {dict(traffic.ended)}")
         assert not traffic.failures, f"{len(traffic.failures)} failed, such as {traffic.failures[:5]}"
-        assert traffic.ended["stream"] == NUM_STREAMS
+        assert traffic.ended["stream"] == 2 * NUM_STREAMS
