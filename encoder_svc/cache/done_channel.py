@@ -62,6 +62,7 @@ class DoneChannel:
         # Held while a command is sent and while the subscription is closed: redis-py would silently open a new
         # connection, which nobody closes, for a command to a closed one.
         self._commanding = asyncio.Lock()
+        self._commands: set[asyncio.Task[None]] = set()
 
     @property
     def is_connected(self) -> bool:
@@ -74,6 +75,7 @@ class DoneChannel:
 
     async def close(self) -> None:
         """Closes the connection; listeners get no more messages."""
+        await asyncio.gather(*self._commands)
         await self._subscriber.close()
 
     @contextlib.asynccontextmanager
@@ -94,7 +96,17 @@ class DoneChannel:
                 await self._command("unsubscribe", channel)
 
     async def _command(self, command: str, channel: bytes) -> None:
-        """Subscribes or unsubscribes. After a failure the reading task makes a new connection."""
+        """Subscribes or unsubscribes, in a task of its own.
+
+        redis-py may raise a TimeoutError in place of a cancellation: a caller that was cancelled would wait on.
+        """
+        task = asyncio.create_task(self._send(command, channel))
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+        await asyncio.shield(task)
+
+    async def _send(self, command: str, channel: bytes) -> None:
+        """Sends a command. After a failure the reading task makes a new connection."""
         try:
             async with asyncio.timeout(self._budget_s), self._commanding:
                 if self._is_connected:

@@ -86,6 +86,32 @@ async def test_a_listener_that_subscribes_before_the_connection_gets_messages_af
     await channel.close()
 
 
+async def test_a_listener_that_is_cancelled_while_it_subscribes_ends(
+    done: DoneChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """redis-py may raise a TimeoutError in place of the cancellation."""
+    has_begun = asyncio.Event()
+
+    async def subscribe(*_: bytes) -> None:
+        has_begun.set()
+        try:
+            await asyncio.sleep(0.5)
+        except asyncio.CancelledError:
+            raise TimeoutError from None
+
+    async def listen() -> None:
+        async with done.listening(fresh_key()) as listener:
+            await listener.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(done._subscription, "subscribe", subscribe)
+    listening = asyncio.create_task(listen())
+    await has_begun.wait()
+    listening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await listening
+    assert not done._listeners
+
+
 async def test_without_redis_a_listener_hears_nothing_and_nothing_is_raised(own_redis: EmbeddedRedis) -> None:
     channel = DoneChannel(own_redis.url, 0.1)
     own_redis.stop()
