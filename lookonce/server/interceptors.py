@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from lookonce import errors, status_codes, tracing
 from lookonce.server.call_gate import CallGate
 from lookonce.server.inflight_calls import InflightCalls
+from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id
 
 REQUEST_ID_KEY = "x-request-id"
@@ -201,8 +202,10 @@ async def _write_all(responses: Any, context: Context) -> None:
 
 def _parser(handler: Handler) -> Callable[[bytes], Any]:
     deserialize = handler.request_deserializer
+    bounds = MessageBounds.of(deserialize)
 
     def parse(raw_request: bytes) -> Any:
+        bounds.check(raw_request)
         try:
             return raw_request if deserialize is None else deserialize(raw_request)
         except DecodeError:
