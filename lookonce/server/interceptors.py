@@ -59,6 +59,12 @@ class CallMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self.memory_errors = Counter(
+            "lookonce_grpc_memory_errors",
+            "Calls that got RESOURCE_EXHAUSTED because the process had no memory for them.",
+            labelnames=("method",),
+            registry=registry,
+        )
 
 
 class BorderInterceptor(grpc.aio.ServerInterceptor):
@@ -125,6 +131,8 @@ class _CallBorder:
                 outcome.code = _code_so_far(context, grpc.StatusCode.UNKNOWN)
                 raise
             except Exception as error:
+                if isinstance(error, MemoryError):
+                    self._metrics.memory_errors.labels(self._method).inc()
                 status = _status_of(error)
                 outcome.code = _code_of(status)
                 await _abort(context, status, request_id)
@@ -231,7 +239,13 @@ def _cancellation_code(context: Any) -> grpc.StatusCode:
 
 
 def _status_of(error: Exception) -> status_pb2.Status:
-    """Returns the status from the table of errors. For any other error, a fault of ours, it holds an opaque id only."""
+    """Returns the status from the table of errors. For any other error, a fault of ours, it holds an opaque id only.
+
+    A lack of memory ends with the calls that need it, so the caller is asked to come back.
+    """
+    if isinstance(error, MemoryError):
+        _log.error("no memory for a call", exc_info=error)
+        error = errors.OverloadedError("the server has no memory left for this call; retry later, or send less at once")
     if not isinstance(error, errors.LookonceError):
         return _opaque_status(error)
     is_fault = status_codes.status_row(error).exception is errors.InternalError

@@ -58,6 +58,29 @@ async def test_unexpected_errors_become_internal_with_an_opaque_id_for_every_kin
 
 
 @pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
+async def test_a_call_without_memory_is_asked_to_come_back_and_counted(kind: str, log_lines: Any) -> None:
+    async with running_server(MemoryError(SECRET)) as running:
+        failure = await rpc_failure(_call(running.channel, kind))
+        labels = {"method": f"/{KINDS}/{kind}"}
+        assert running.telemetry.registry.get_sample_value("lookonce_grpc_memory_errors_total", labels) == 1
+    error = status_codes.from_rpc_error(failure)
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(error, errors.OverloadedError)
+    assert error.retry_after_s > 0
+    assert SECRET not in f"{failure.details()} {failure.trailing_metadata()}"
+    assert any(line["event"] == "no memory for a call" and line["level"] == "error" for line in log_lines())
+
+
+async def test_a_recursion_that_is_too_deep_is_internal_and_the_next_call_works() -> None:
+    async with running_server() as running:
+        running.servicer.error = RecursionError(SECRET)
+        failure = await rpc_failure(running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5))
+        assert type(status_codes.from_rpc_error(failure)) is errors.InternalError
+        running.servicer.error = None
+        assert (await running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)).model == "test"
+
+
+@pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
 async def test_typed_errors_pass_for_every_kind_of_call(kind: str) -> None:
     async with running_server(errors.PromptEmptyError("nothing to say")) as running:
         failure = await rpc_failure(_call(running.channel, kind))
