@@ -26,7 +26,7 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from lookonce import errors, status_codes, tracing
-from lookonce.server.call_gate import CallGate
+from lookonce.server.call_gate import CallGate, values_of
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id
 
@@ -220,10 +220,9 @@ def _parser(handler: Handler) -> Callable[[bytes], Any]:
 
 
 def _offered_request_id(context: Any) -> str | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str):
-            return value
-    return None
+    """Returns the request id that the caller sent. Several are as unusable as a malformed one."""
+    offered = values_of(context.invocation_metadata() or (), REQUEST_ID_KEY)
+    return offered[0] if len(offered) == 1 else None
 
 
 def _code_so_far(context: Any, default: grpc.StatusCode) -> grpc.StatusCode:

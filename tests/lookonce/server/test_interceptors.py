@@ -141,6 +141,14 @@ async def test_a_valid_request_id_comes_back_and_an_invalid_one_is_replaced() ->
         assert returned[1] != returned[2]
 
 
+async def test_of_several_request_ids_none_is_taken() -> None:
+    async with running_server() as running:
+        metadata = (("x-request-id", "one"), ("x-request-id", "two"))
+        call = running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), metadata=metadata, timeout=5)
+        await call
+        assert len(str(dict(await call.trailing_metadata())["x-request-id"])) == 32
+
+
 async def test_a_failed_call_returns_its_request_id() -> None:
     async with running_server(ValueError(SECRET)) as running:
         method: Any = running.channel.unary_unary(f"/{KINDS}/UnaryUnary")
