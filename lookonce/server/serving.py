@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Never
 
@@ -73,6 +73,8 @@ class ServiceEntry:
     add_to_server: Callable[[grpc.aio.Server], None]
     # Further names of this service in health, for clients that may use certain replicas only.
     health_names: tuple[str, ...] = ()
+    # Longest time of calls without a deadline, seconds, by the method's name. Other methods may take any time.
+    default_timeouts_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def _always_ready() -> bool:
@@ -236,7 +238,12 @@ class GrpcService:
         self, metrics: CallMetrics, services: Sequence[ServiceEntry], *, role: CallerRole | None
     ) -> grpc.aio.Server:
         gate = CallGate(self._authenticator, self._quotas, open_services=_OPEN, role=role)
-        border = BorderInterceptor(self._calls, gate, metrics, _QUIET)
+        default_timeouts_s = {
+            f"/{entry.full_name}/{method}": timeout_s
+            for entry in services
+            for method, timeout_s in entry.default_timeouts_s.items()
+        }
+        border = BorderInterceptor(self._calls, gate, metrics, _QUIET, default_timeouts_s)
         server = grpc.aio.server(interceptors=[border], options=server_options(self._settings))
         for entry in services:
             entry.add_to_server(server)

@@ -213,3 +213,40 @@ async def test_a_client_that_disconnects_during_a_write_is_no_fault(way: str, lo
     codes = {"DEADLINE_EXCEEDED", "CANCELLED"} if way == "runs out of time" else {"CANCELLED"}
     assert {line["code"] for line in lines if line["event"] == "rpc"} <= codes
     assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+async def test_the_default_deadline_also_ends_a_stream_whose_reader_has_stopped(log_lines: Any) -> None:
+    async with running_server(default_timeouts_s={"Flood": 0.3}) as running:
+        method: Any = running.channel.unary_stream(f"/{KINDS}/Flood")
+        call = method(b"")
+        await call.read()
+
+        async def ended() -> bool:
+            return any(line["event"] == "rpc" for line in log_lines())
+
+        # The reader reads on only when the server has given up.
+        await asyncio.sleep(0.6)
+        failure = await rpc_failure(_drained(call))
+        await until(ended)
+    assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert type(status_codes.from_rpc_error(failure)) is errors.DeadlineError
+    assert [line["code"] for line in log_lines() if line["event"] == "rpc"] == ["DEADLINE_EXCEEDED"]
+
+
+async def test_a_deadline_of_the_caller_counts_instead_of_the_default() -> None:
+    async with running_server(default_timeouts_s={"Flood": 0.01}) as running:
+        method: Any = running.channel.unary_stream(f"/{KINDS}/Flood")
+        call = method(b"", timeout=60)
+        until_s = asyncio.get_running_loop().time() + 0.2
+        while asyncio.get_running_loop().time() < until_s:
+            assert await call.read()
+        call.cancel()
+
+
+async def _drained(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    if await call.code() is not grpc.StatusCode.OK:
+        raise grpc.aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )
