@@ -134,3 +134,8 @@ class _EngineCollector(Collector):
             "Times that no request could advance, so that all were restarted: a fault of the scheduler.",
             value=counters.stalls,
         )
+        yield CounterMetricFamily(
+            "lookonce_decoder_memory_errors_total",
+            "Steps and images that failed for lack of memory. Their requests got RESOURCE_EXHAUSTED.",
+            value=counters.memory_errors,
+        )

@@ -2,7 +2,8 @@
 
 A request is refused on arrival, before any work is done for it, when its id is in use, when too many requests are live,
 or when its answer would come after its deadline. A late answer costs as much as one in time, and a queue longer than
-the deadlines allow makes all answers late. A request without a deadline waits, however long. The gate also charges the
+the deadlines allow makes all answers late. Where the server sets no default deadline, a request without one waits,
+however long. The gate also charges the
 tenant's quota and counts what was served. Limits that hold for all RPCs are in lookonce/server/call_gate.py.
 
 Event loop only.
@@ -44,7 +45,7 @@ class Arrival:
     priority: int = 0
     # Length limit of the answer, tokens; None: the request states none.
     max_tokens: int | None = None
-    # Time to the deadline, seconds; None: no deadline.
+    # Time to the deadline, the caller's or the server's default, seconds; None: no deadline.
     remaining_s: float | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credential
 from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.rows.own_fingerprints import OwnFingerprints
-from decoder_svc.servicer import SERVICE_NAME, DecoderServicer, ServedModel
+from decoder_svc.servicer import GENERATE_METHODS, SERVICE_NAME, DecoderServicer, ServedModel
 from decoder_svc.settings import DecoderSettings
 from lookonce import __version__
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
@@ -119,6 +119,8 @@ class DecoderService:
     store: EmbeddingStore | None
     # None when this decoder answers text only.
     search: EncoderSearch | None
+    # Longest time of calls without a deadline, seconds, by the method's name.
+    default_timeouts_s: Mapping[str, float]
 
     def is_ready(self) -> bool:
         """Whether to send requests here: not while all encoders that answer have other models than this decoder.
@@ -129,7 +131,11 @@ class DecoderService:
 
     def entry(self) -> ServiceEntry:
         """Returns the entry with which a GrpcService serves this decoder."""
-        return ServiceEntry(SERVICE_NAME, lambda server: add_DecoderServiceServicer_to_server(self.servicer, server))
+        return ServiceEntry(
+            SERVICE_NAME,
+            lambda server: add_DecoderServiceServicer_to_server(self.servicer, server),
+            default_timeouts_s=self.default_timeouts_s,
+        )
 
 
 def load_text(settings: DecoderSettings) -> LoadedText:
@@ -192,12 +198,14 @@ async def open_service(
                 max_live_requests=settings.max_num_seqs + settings.max_waiting_requests,
             ),
             threads=threads,
+            default_timeout_s=settings.default_timeout_s or None,
         )
         search = None
         if encoder is not None:
             search = EncoderSearch(encoder)
             stack.callback(asyncio.create_task(search.run()).cancel)
-        yield DecoderService(engine, servicer, store, search)
+        timed = GENERATE_METHODS if settings.default_timeout_s else ()
+        yield DecoderService(engine, servicer, store, search, dict.fromkeys(timed, settings.default_timeout_s))
 
 
 def build_preparer(

@@ -32,6 +32,7 @@ from lookonce.tenants import Tenants
 from lookonce.threads import run_in_thread
 
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"
+GENERATE_METHODS = ("Generate", "GenerateStream")
 # GetModelInfo waits this long for the encoder's fingerprint, and then answers without it.
 _FINGERPRINT_TIMEOUT_S = 1.0
 
@@ -74,8 +75,13 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         tenants: Tenants,
         gate: RequestGate,
         threads: Executor,
+        default_timeout_s: float | None = None,
     ) -> None:
-        """`encoder` None: text only. Detokenize runs in `threads`."""
+        """`encoder` None: text only. Detokenize runs in `threads`.
+
+        `default_timeout_s` is the time of a generate call without a deadline, after which the server ends it; None: any
+        time.
+        """
         self._model = model
         self._engine = engine
         self._preparer = preparer
@@ -84,6 +90,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self._tenants = tenants
         self._gate = gate
         self._threads = threads
+        self._default_timeout_s = default_timeout_s
 
     async def Generate(
         self, request: decoder_service_pb2.GenerateRequest, context: Context
@@ -199,7 +206,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     ) -> AsyncIterator[tuple[Ticket, SubmittedRequest]]:
         """Admits, prepares and submits a request. Leaving the block aborts it and frees its place."""
         arrival_s = time.monotonic()
-        remaining_s = context.time_remaining()
+        own_s = context.time_remaining()
+        remaining_s = self._default_timeout_s if own_s is None else own_s
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
         self._check_params(params)
         identity, tenant = current_identity(), self._tenant()

@@ -89,6 +89,12 @@ class DecoderSettings(ServiceSettings):
         2, ge=1, le=32, description="Fewest last tokens that prompt lookup must find for a draft."
     )
 
+    default_timeout_s: float = Field(
+        600.0,
+        ge=0,
+        description="Deadline of a Generate or GenerateStream call that sets none, seconds after its arrival. A call's "
+        "own deadline counts instead, however long. 0: no default; such a call may take any time.",
+    )
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not set it.")
     max_stop_strings: int = Field(16, ge=0, description="Most stop strings in a request.")
     max_logprobs: int = Field(

@@ -26,6 +26,7 @@ from lookonce.generation import GenerateOptions, Generation, Message, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
 from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, Metadata, channel_options, path_of
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
+from lookonce.sdk.replies import parsed
 from lookonce.status_codes import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
@@ -199,7 +200,7 @@ class AsyncClient:
     ) -> ResponseT:
         metadata = metadata or self._options.metadata()
         try:
-            return await method(request, timeout=deadline.remaining_s(), metadata=metadata)
+            return parsed(await method(request, timeout=deadline.remaining_s(), metadata=metadata))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
@@ -280,7 +281,7 @@ class AsyncTextStream(AsyncIterator[str]):
         call = self._start(prepared)
         try:
             async for response in call:
-                if text := self._transcript.add(response):
+                if text := self._transcript.add(parsed(response)):
                     yield text
             self._transcript.generation()
         except grpc.aio.AioRpcError as error:

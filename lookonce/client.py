@@ -24,7 +24,7 @@ from lookonce.generation import GenerateOptions, Generation, Message, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
 from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, Metadata, channel_options, path_of
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
-from lookonce.status_codes import from_rpc_error
+from lookonce.sdk.replies import error_of
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
 
@@ -195,7 +195,7 @@ class Client:
         try:
             return method(request, timeout=deadline.remaining_s(), metadata=metadata)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise error_of(error) from None
 
 
 class TextStream(Iterator[str]):
@@ -262,7 +262,7 @@ class TextStream(Iterator[str]):
                     yield text
         except grpc.RpcError as error:
             if not self._closed:
-                raise from_rpc_error(error) from None
+                raise error_of(error) from None
         except LookonceError:
             self._call.cancel()
             raise

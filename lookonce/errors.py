@@ -15,7 +15,7 @@ LookonceError
 ├── EmbeddingNotCachedError          the cache has no entry for a digest; upload the bytes
 ├── FingerprintMismatchError         the request asks for rows of another encoder
 ├── UnsupportedError                 a known feature that this server does not offer
-├── OverloadedError                  a queue is full; try again later
+├── OverloadedError                  a queue or the memory is full; try again later
 ├── MessageTooLargeError             a gRPC message over the limit (seen by clients; gRPC itself answers it)
 ├── UnavailableError                 a needed service cannot be reached, or the server drains
 ├── DeadlineError                    the deadline passed
@@ -126,7 +126,7 @@ class UnsupportedError(LookonceError):
 
 
 class OverloadedError(LookonceError):
-    """A bounded queue is full. `retry_after_s` is the advised pause before the next try, in seconds."""
+    """A bounded queue or the memory is full. `retry_after_s` is the advised pause before the next try, in seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

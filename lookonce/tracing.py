@@ -42,6 +42,7 @@ NO_SPAN: SpanBlock = nullcontext(trace.INVALID_SPAN)
 """A block without a span of its own."""
 
 _SCOPE = "lookonce"
+_TRACEPARENT = "traceparent"
 _EXPORTERS = "opentelemetry_traces_exporter"
 # Codes that mean a fault of the server, by OpenTelemetry's conventions for gRPC.
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -87,7 +88,10 @@ def serving(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id
     # Without a provider the API would pass the caller's trace on, and log lines would name spans that nobody exports.
     if not _makes_spans():
         return NO_SPAN
-    carrier = {key: value for key, value in metadata if isinstance(value, str)}
+    # With several `traceparent` headers none counts, by W3C's specification. The propagator would get the last one.
+    pairs = [(key, value) for key, value in metadata if isinstance(value, str)]
+    is_ambiguous = sum(key == _TRACEPARENT for key, _ in pairs) > 1
+    carrier = {} if is_ambiguous else dict(pairs)
     name = method.strip("/")
     attributes = {"rpc.system.name": "grpc", "rpc.method": name, "lookonce.request_id": request_id}
     parent = propagate.extract(carrier, Context())

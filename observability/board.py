@@ -99,10 +99,14 @@ def calls_section() -> tuple[str, tuple[Graph, ...]]:
                 quantiles("lookonce_grpc_request_seconds", "method"),
             ),
             Graph(
-                "Refused by quota",
-                "Refused calls of tenants that had used up their quota, per second, by limit.",
+                "Refused by quota or for lack of memory",
+                "Per second: refused calls of tenants that had used up their quota, by limit, and calls for which the "
+                "process had no memory, by method.",
                 "ops",
-                (Query(rate("lookonce_quota_refusals_total", "limit"), "{{limit}}"),),
+                (
+                    Query(rate("lookonce_quota_refusals_total", "limit"), "{{limit}}"),
+                    Query(rate("lookonce_grpc_memory_errors_total", "method"), "no memory, {{method}}"),
+                ),
             ),
             Graph(
                 "Serving",

@@ -58,12 +58,13 @@ DECODER = Board(
                 ),
                 Graph(
                     "Preemptions and stalls",
-                    "Per second: requests that were preempted because the KV pool was full, and times that no request "
-                    "could advance.",
+                    "Per second: requests that were preempted because the KV pool was full, times that no request "
+                    "could advance, and steps and images that failed for lack of memory.",
                     "ops",
                     (
                         Query(rate("lookonce_decoder_preemptions_total", "instance"), "preempted, {{instance}}"),
                         Query(rate("lookonce_decoder_stalls_total", "instance"), "stalls, {{instance}}"),
+                        Query(rate("lookonce_decoder_memory_errors_total", "instance"), "no memory, {{instance}}"),
                     ),
                 ),
                 Graph(

@@ -43,6 +43,8 @@ class EngineCounters:
     accepted_draft_tokens: int = 0
     # Times that no request could advance, so that all were restarted.
     stalls: int = 0
+    # Steps and images that failed for lack of memory.
+    memory_errors: int = 0
 
 
 @dataclass(frozen=True, slots=True)

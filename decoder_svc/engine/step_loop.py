@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+import torch
+
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import (
@@ -33,7 +35,14 @@ from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import RequestOutput
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SchedulerOutput, TokenUpdate
-from lookonce.errors import DeadlineError, EmbeddingNotCachedError, InternalError, UnavailableError
+from lookonce.errors import (
+    DeadlineError,
+    EmbeddingNotCachedError,
+    InternalError,
+    LookonceError,
+    OverloadedError,
+    UnavailableError,
+)
 from lookonce.forgotten import Forgotten
 
 logger = logging.getLogger(__name__)
@@ -43,6 +52,9 @@ STOPPING = "the server is shutting down"
 _STEP_WEIGHT = 0.1
 # A failing step ends its own requests only. After this many failures in a row the engine is taken to be broken.
 _MAX_CONSECUTIVE_FAILURES = 3
+# A lack of memory is the fault of the requests or of another process as often as of this one, and ends with them. After
+# this many failures in a row the memory is taken to be lost in this process, which a new one gets back.
+_MAX_CONSECUTIVE_MEMORY_FAILURES = 20
 # Time without a message after which live requests that wait for nothing are restarted, seconds.
 _STALL_S = 2.0
 
@@ -72,7 +84,11 @@ class StepLoop:
         self._has_died = False
         # Answers of the current step, until they are posted.
         self._outbox: list[tuple[RequestId, Answer]] = []
+        # Failures since the latest step that computed something: those for lack of memory, and all others.
         self._num_failures = 0
+        self._num_memory_failures = 0
+        # Failures for lack of memory since the start.
+        self._num_memory_errors = 0
         self._made_progress = False
         self._num_stalls = 0
         # The request that was served first after the latest restart of all, until a step computes something.
@@ -123,6 +139,7 @@ class StepLoop:
             draft_tokens=self._scheduler.speculation.num_drafted,
             accepted_draft_tokens=self._scheduler.speculation.num_accepted,
             stalls=self._num_stalls,
+            memory_errors=self._num_memory_errors,
         )
 
     # Engine thread only.
@@ -186,8 +203,7 @@ class StepLoop:
         if isinstance(message, Request):
             self._scheduler.add(message)
         elif isinstance(message, FetchedRows):
-            if self._scheduler.rows_arrived(message.key, message.rows, message.source):
-                self._runner.put_rows(message)
+            self._take_rows(message)
         elif isinstance(message, FailedRows):
             self._fail_rows(message)
         elif isinstance(message, Forgotten):
@@ -197,6 +213,19 @@ class StepLoop:
             if request is not None:
                 output = RequestOutput((), (), message.reason, replace(request.usage))
                 self._outbox.append((request.request_id, output))
+
+    def _take_rows(self, message: FetchedRows) -> None:
+        """Stores rows that arrived. If that fails, the requests that need them end, and the image is forgotten."""
+        if not self._scheduler.rows_arrived(message.key, message.rows, message.source):
+            return
+        try:
+            self._runner.put_rows(message)
+        except Exception as error:
+            answer = self._answer_to(error, "storing embedding rows")
+            self._scheduler.forget(Forgotten.of([message.key]))
+            for request in self._scheduler.rows_failed(message.key, message.rows, had_data=True):
+                self._outbox.append((request.request_id, answer))
+            self._check_failures()
 
     def _fail_rows(self, message: FailedRows) -> None:
         fetch = message.fetch
@@ -221,12 +250,12 @@ class StepLoop:
         )
         try:
             sampled = self._runner.execute_model(output)
-        except Exception:
-            self._fail_step(output)
+        except Exception as error:
+            self._fail_step(output, error)
             return
         if output.chunks:
             # A step without chunks only removes requests from the batch: its success does not end a row of failures.
-            self._num_failures = 0
+            self._num_failures = self._num_memory_failures = 0
             self._restarted_head = None
         self._outbox.extend(_outputs(self._scheduler.update(output, sampled)))
         if output.chunks:
@@ -236,20 +265,42 @@ class StepLoop:
     def _admission(self, request_id: RequestId) -> RequestOutput:
         return RequestOutput((), (), None, replace(self._scheduler.request(request_id).usage))
 
-    def _fail_step(self, output: SchedulerOutput) -> None:
-        """Ends the step's requests with an opaque error; all others continue."""
-        incident = uuid.uuid4().hex
-        logger.exception("an engine step failed, incident %s", incident)
+    def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
+        """Ends the step's requests with an error that shows nothing of the inside; all others continue."""
+        answer = self._answer_to(error, "an engine step")
         for request in self._scheduler.fail_step(output):
-            self._outbox.append((request.request_id, InternalError(f"internal error {incident}")))
+            self._outbox.append((request.request_id, answer))
+        self._check_failures()
+
+    def _answer_to(self, error: Exception, action: str) -> LookonceError:
+        """Logs and counts a failure, and returns the error for the requests that it ends."""
+        incident = uuid.uuid4().hex
+        logger.exception("%s failed, incident %s", action, incident)
+        if _is_out_of_memory(error):
+            self._num_memory_failures += 1
+            self._num_memory_errors += 1
+            return OverloadedError("the server has no memory left for this request; retry later, or send less at once")
         self._num_failures += 1
+        return InternalError(f"internal error {incident}")
+
+    def _check_failures(self) -> None:
+        """Raises RuntimeError, which ends the engine, after too many failures in a row."""
         if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
             raise RuntimeError(f"{self._num_failures} engine steps failed in a row")
+        if self._num_memory_failures >= _MAX_CONSECUTIVE_MEMORY_FAILURES:
+            raise RuntimeError(f"{self._num_memory_failures} engine steps in a row had too little memory")
 
     def _flush(self) -> None:
         if self._outbox:
             answers, self._outbox = self._outbox, []
             self._post(Answers(tuple(answers)))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tells a lack of memory from other failures. PyTorch has no type of its own for one of the CPU's memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _too_late() -> DeadlineError:

@@ -7,26 +7,36 @@ own messages go to the log only. Call all methods on the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, TypedDict
+from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
-import structlog
 
 from decoder_svc.rows.encoder_channel import ChannelSettings, EncoderChannel
+from decoder_svc.rows.encoder_wire import (
+    SENDER,
+    call_error,
+    check_key,
+    embedding_meta,
+    row_dtype,
+    wire_key,
+    wire_options,
+    without_position,
+)
 from decoder_svc.rows.own_fingerprints import OwnFingerprints
 from decoder_svc.rows.row_stream import RowStreamReader
-from lookonce import errors, status_codes, tracing
+from lookonce import tracing
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
-from lookonce.errors import FingerprintMismatchError, InvalidParameterError, LookonceError, UnavailableError
+from lookonce.errors import FingerprintMismatchError, LookonceError, UnavailableError
 from lookonce.identity import TENANT_KEY, current_identity
 from lookonce.image_file import ImageFile, files_of
+from lookonce.sdk.replies import parsed
 from lookonce.server.encoder_health import ENCODER_SERVICE, health_name
 from lookonce.server.telemetry import current_request_id
 
@@ -36,15 +46,8 @@ _LOOKUP_TIMEOUT_S = 5.0
 _MAX_REPLICAS_ASKED = 16
 # A proxy may route by this header, so that calls about one image reach one encoder (k8s/components/affinity).
 _DIGEST_KEY = "x-lookonce-digest"
-_STATUS_DETAILS_KEY = "grpc-status-details-bin"
-_DTYPES = {
-    common_pb2.DATA_TYPE_FLOAT32: RowDtype.FLOAT32,
-    common_pb2.DATA_TYPE_FLOAT16: RowDtype.FLOAT16,
-    common_pb2.DATA_TYPE_BFLOAT16: RowDtype.BFLOAT16,
-    common_pb2.DATA_TYPE_INT8_SCALED: RowDtype.INT8_SCALED,
-}
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+ReplyT = TypeVar("ReplyT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +227,12 @@ class EncoderClient:
         )
         request = encoder_service_pb2.GetEncoderInfoRequest()
         try:
-            return await stub.GetEncoderInfo(
+            reply = await stub.GetEncoderInfo(
                 request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata(), wait_for_ready=wait_for_ready
             )
         except grpc.aio.AioRpcError as error:
-            raise _typed(error, _INFO_TIMEOUT_S) from None
+            raise call_error(error, _INFO_TIMEOUT_S) from None
+        return parsed(reply, SENDER)
 
     def _channel_to(self, name: str) -> EncoderChannel:
         if name not in self._channels:
@@ -264,9 +268,9 @@ class EncoderClient:
         policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
         request = encoder_service_pb2.EncodeRequest(cache_policy=policy, expected_encoder_fingerprint=key.fingerprint)
         # Filled in place: assigning a message to a field of another one copies it, including the image bytes.
-        image = request.items.add(image=common_pb2.ImageSource(**_wire_options(options)), rows_if_not_stored=True).image
+        image = request.items.add(image=common_pb2.ImageSource(**wire_options(options)), rows_if_not_stored=True).image
         if data is None:
-            image.key.CopyFrom(_wire_key(key))
+            image.key.CopyFrom(wire_key(key))
         else:
             image.data, *others = files_of(data)
             for other in others:
@@ -277,34 +281,30 @@ class EncoderClient:
             encoder_service_pb2.RESULT_SOURCE_COMPUTED,
             encoder_service_pb2.RESULT_SOURCE_COALESCED,
         )
-        meta = _meta(result.embedding)
+        meta = embedding_meta(result.embedding)
         if result.rows and len(result.rows) != meta.size_bytes:
             raise UnavailableError("the encoder service sent rows of another size than it announced; retry")
         return EncodedImage(meta, result.stored, was_computed, result.rows or None)
 
     async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
         """Returns the shape of an image's rows without encoding it; None if the encoder does not know the image."""
-        request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[_wire_key(key)], **_wire_options(options))
-        try:
-            metadata = self._metadata(key)
-            response = await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
+        request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[wire_key(key)], **wire_options(options))
+        metadata = self._metadata(key)
+        call = self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=metadata)
+        response = await self._answered(call, _LOOKUP_TIMEOUT_S)
         found = [result.embedding for result in response.results if result.cached]
         if not found:
             return None
-        _check_key(found[0], key)
-        return _meta(found[0])
+        check_key(found[0], key)
+        return embedding_meta(found[0])
 
     async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
         """Extends the lifetime of at most 256 shared cache entries."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(
-            keys=[_wire_key(key) for key in keys], **_wire_options(options), touch=True
+            keys=[wire_key(key) for key in keys], **wire_options(options), touch=True
         )
-        try:
-            await self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=self._metadata())
-        except grpc.aio.AioRpcError as error:
-            raise self._noted(_typed(error, _LOOKUP_TIMEOUT_S)) from None
+        call = self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=self._metadata())
+        await self._answered(call, _LOOKUP_TIMEOUT_S)
 
     async def read_rows(
         self, key: ContentKey, start: int, stop: int, out: memoryview, timeout_s: float, *, options: ProcessorOptions
@@ -316,14 +316,14 @@ class EncoderClient:
         """
         reader = RowStreamReader(key, start, stop, out)
         request = encoder_service_pb2.ReadEmbeddingRequest(
-            key=_wire_key(key), row_offset=start, row_count=stop - start, **_wire_options(options)
+            key=wire_key(key), row_offset=start, row_count=stop - start, **wire_options(options)
         )
         call = self._stub.ReadEmbedding(request, timeout=timeout_s, metadata=self._metadata(key))
         try:
             async for chunk in call:
-                reader.take(chunk)
+                reader.take(parsed(chunk, SENDER))
         except grpc.aio.AioRpcError as error:
-            raise self._noted(_typed(error, timeout_s)) from None
+            raise self._noted(call_error(error, timeout_s)) from None
         finally:
             call.cancel()
         reader.finish()
@@ -331,14 +331,24 @@ class EncoderClient:
     async def _encode(
         self, key: ContentKey, request: encoder_service_pb2.EncodeRequest, timeout_s: float
     ) -> encoder_service_pb2.EncodeResult:
+        call = self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata(key))
         try:
-            response = await self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata(key))
-        except grpc.aio.AioRpcError as error:
-            raise self._noted(_without_position(_typed(error, timeout_s))) from None
+            response = await self._answered(call, timeout_s)
+        except LookonceError as error:
+            raise without_position(error) from None
         if len(response.results) != 1:
             raise UnavailableError("the encoder service returned no result for an image; retry")
-        _check_key(response.results[0].embedding, key)
+        check_key(response.results[0].embedding, key)
         return response.results[0]
+
+    async def _answered(self, call: Awaitable[ReplyT], timeout_s: float) -> ReplyT:
+        """Returns the reply of a call. Raises LookonceError, and notes it."""
+        try:
+            return parsed(await call, SENDER)
+        except grpc.aio.AioRpcError as error:
+            raise self._noted(call_error(error, timeout_s)) from None
+        except UnavailableError as error:
+            raise self._noted(error) from None
 
     def _checked(self, response: encoder_service_pb2.GetEncoderInfoResponse) -> EncoderInfo:
         found = ExpectedRows(response.model_type, response.hidden_size, response.num_levels, response.tenant_tag)
@@ -357,7 +367,7 @@ class EncoderClient:
             model_type=response.model_type,
             hidden_size=response.hidden_size,
             num_levels=response.num_levels,
-            dtype=_dtype(response.dtype),
+            dtype=row_dtype(response.dtype),
             max_image_bytes=response.max_image_bytes,
             max_image_pixels=response.max_image_pixels,
         )
@@ -385,70 +395,3 @@ class EncoderClient:
         elif isinstance(error, UnavailableError):
             self._is_in_doubt = True
         return error
-
-
-class _WireOptions(TypedDict):
-    """Protobuf fields for processor options."""
-
-    max_pixels: int | None
-    beside_others: bool
-    frame_size: common_pb2.PixelSize | None
-
-
-def _wire_options(options: ProcessorOptions) -> _WireOptions:
-    frame_size = None
-    if options.frame_size is not None:
-        width, height = options.frame_size
-        frame_size = common_pb2.PixelSize(width=width, height=height)
-    return {"max_pixels": options.max_pixels, "beside_others": options.beside_others, "frame_size": frame_size}
-
-
-def _wire_key(key: ContentKey) -> common_pb2.ContentKey:
-    return common_pb2.ContentKey(
-        digest=key.digest, algorithm=common_pb2.HASH_ALGORITHM_SHA256, encoder_fingerprint=key.fingerprint
-    )
-
-
-def _check_key(info: common_pb2.EmbeddingInfo, expected: ContentKey) -> None:
-    if info.key.digest != expected.digest or info.key.encoder_fingerprint != expected.fingerprint:
-        raise UnavailableError("the encoder service answered for another image; retry")
-
-
-def _meta(info: common_pb2.EmbeddingInfo) -> EmbeddingMeta:
-    return EmbeddingMeta(
-        num_rows=info.num_rows,
-        hidden_size=info.hidden_size,
-        num_levels=info.num_levels,
-        dtype=_dtype(info.dtype),
-        image_width=info.image_width,
-        image_height=info.image_height,
-    )
-
-
-def _dtype(value: common_pb2.DataType.ValueType) -> RowDtype:
-    dtype = _DTYPES.get(value)
-    if dtype is None:
-        raise UnavailableError("the encoder service uses an element type that this decoder does not know")
-    return dtype
-
-
-def _without_position(error: LookonceError) -> LookonceError:
-    """Removes the image's position in the encoder call from an error: it means nothing to the decoder's caller."""
-    if isinstance(error, InvalidParameterError):
-        return InvalidParameterError(error.field.rpartition(".")[2], error.description)
-    error.metadata.pop("index", None)
-    return error
-
-
-def _typed(error: grpc.aio.AioRpcError, timeout_s: float) -> LookonceError:
-    """Returns the encoder's own error, or UnavailableError for an error of the connection."""
-    typed = status_codes.from_rpc_error(error)
-    if isinstance(typed, errors.MessageTooLargeError):
-        return errors.ImageTooLargeError("the image is over the encoder service's message limit; send a smaller file")
-    is_from_encoder = _STATUS_DETAILS_KEY in error.trailing_metadata()
-    if is_from_encoder and not isinstance(typed, errors.DeadlineError | errors.AbortedError):
-        return typed
-    _log.warning("encoder call failed", code=error.code().name, details=error.details())
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UnavailableError(f"the encoder service did not answer within {timeout_s:g} s; retry")
-    return UnavailableError("the encoder service cannot be reached; retry")

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Never, TypeAlias, TypeVar
@@ -26,7 +26,7 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from lookonce import errors, status_codes, tracing
-from lookonce.server.call_gate import CallGate
+from lookonce.server.call_gate import CallGate, values_of
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id
@@ -60,21 +60,34 @@ class CallMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self.memory_errors = Counter(
+            "lookonce_grpc_memory_errors",
+            "Calls that got RESOURCE_EXHAUSTED because the process had no memory for them.",
+            labelnames=("method",),
+            registry=registry,
+        )
 
 
 class BorderInterceptor(grpc.aio.ServerInterceptor):
     """The outermost interceptor.
 
-    Calls of `quiet_services` (health, reflection) do not delay a drain and log at debug level.
+    Calls of `quiet_services` (health, reflection) do not delay a drain and log at debug level. A call without a
+    deadline gets one from `default_timeouts_s`, by method ("/package.Service/Method"), if its method is there.
     """
 
     def __init__(
-        self, calls: InflightCalls, gate: CallGate, metrics: CallMetrics, quiet_services: frozenset[str]
+        self,
+        calls: InflightCalls,
+        gate: CallGate,
+        metrics: CallMetrics,
+        quiet_services: frozenset[str],
+        default_timeouts_s: Mapping[str, float],
     ) -> None:
         self._calls = calls
         self._gate = gate
         self._metrics = metrics
         self._quiet_services = quiet_services
+        self._default_timeouts_s = default_timeouts_s
 
     async def intercept_service(
         self,
@@ -87,7 +100,8 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = handler_call_details.method
         is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
-        return _wrapped(handler, _CallBorder(method, is_quiet, self._calls, self._gate, self._metrics))
+        timeout_s = self._default_timeouts_s.get(method)
+        return _wrapped(handler, _CallBorder(method, is_quiet, timeout_s, self._calls, self._gate, self._metrics))
 
 
 @dataclass(slots=True)
@@ -100,9 +114,18 @@ class _Outcome:
 class _CallBorder:
     """The border as one call crosses it: gate, errors, access line, span, metrics."""
 
-    def __init__(self, method: str, is_quiet: bool, calls: InflightCalls, gate: CallGate, metrics: CallMetrics) -> None:
+    def __init__(
+        self,
+        method: str,
+        is_quiet: bool,
+        default_timeout_s: float | None,
+        calls: InflightCalls,
+        gate: CallGate,
+        metrics: CallMetrics,
+    ) -> None:
         self._method = method
         self._is_quiet = is_quiet
+        self._default_timeout_s = default_timeout_s
         self._calls = calls
         self._gate = gate
         self._metrics = metrics
@@ -117,7 +140,7 @@ class _CallBorder:
             try:
                 async with self._calls.admitted(delays_drain=not self._is_quiet):
                     with self._gate.passed(self._method, context.invocation_metadata() or ()):
-                        result = await handle()
+                        result = await self._handled_in_time(context, handle)
                 outcome.code = _code_so_far(context, grpc.StatusCode.OK)
             except asyncio.CancelledError:
                 outcome.code = _cancellation_code(context)
@@ -126,10 +149,29 @@ class _CallBorder:
                 outcome.code = _code_so_far(context, grpc.StatusCode.UNKNOWN)
                 raise
             except Exception as error:
+                if isinstance(error, MemoryError):
+                    self._metrics.memory_errors.labels(self._method).inc()
                 status = _status_of(error)
                 outcome.code = _code_of(status)
                 await _abort(context, status, request_id)
             return result
+
+    async def _handled_in_time(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Runs `handle`. Raises DeadlineError if the call has no deadline of its own and takes too long.
+
+        gRPC itself ends calls whose own deadline passes.
+        """
+        timeout_s = self._default_timeout_s if context.time_remaining() is None else None
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await handle()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise errors.DeadlineError(
+                f"the call has no deadline and took longer than {timeout_s:g} s, the server's default; set a deadline"
+            ) from None
 
     def _span(self, context: Context, request_id: str) -> tracing.SpanBlock:
         """Returns the call's span; none for health and reflection, where a watch lasts as long as its client."""
@@ -215,10 +257,9 @@ def _parser(handler: Handler) -> Callable[[bytes], Any]:
 
 
 def _offered_request_id(context: Any) -> str | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str):
-            return value
-    return None
+    """Returns the request id that the caller sent. Several are as unusable as a malformed one."""
+    offered = values_of(context.invocation_metadata() or (), REQUEST_ID_KEY)
+    return offered[0] if len(offered) == 1 else None
 
 
 def _code_so_far(context: Any, default: grpc.StatusCode) -> grpc.StatusCode:
@@ -234,7 +275,13 @@ def _cancellation_code(context: Any) -> grpc.StatusCode:
 
 
 def _status_of(error: Exception) -> status_pb2.Status:
-    """Returns the status from the table of errors. For any other error, a fault of ours, it holds an opaque id only."""
+    """Returns the status from the table of errors. For any other error, a fault of ours, it holds an opaque id only.
+
+    A lack of memory ends with the calls that need it, so the caller is asked to come back.
+    """
+    if isinstance(error, MemoryError):
+        _log.error("no memory for a call", exc_info=error)
+        error = errors.OverloadedError("the server has no memory left for this call; retry later, or send less at once")
     if not isinstance(error, errors.LookonceError):
         return _opaque_status(error)
     is_fault = status_codes.status_row(error).exception is errors.InternalError

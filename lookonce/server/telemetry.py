@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import threading
 import uuid
 from typing import Literal, Self, TextIO
-from wsgiref.simple_server import WSGIServer
 
 import structlog
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from lookonce.errors import ConfigurationError
+from lookonce.server.metrics_endpoint import MetricsEndpoint
 from lookonce.server.settings import ServiceSettings
 
 _HANDLER_NAME = "lookonce"
@@ -116,7 +115,7 @@ class Telemetry:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._metrics_listen = metrics_listen
-        self._endpoint: tuple[WSGIServer, threading.Thread] | None = None
+        self._endpoint: MetricsEndpoint | None = None
 
     @classmethod
     def from_settings(cls, settings: ServiceSettings) -> Self:
@@ -127,7 +126,7 @@ class Telemetry:
     @property
     def metrics_port(self) -> int | None:
         """The port of the running endpoint, or None."""
-        return None if self._endpoint is None else self._endpoint[0].server_port
+        return None if self._endpoint is None else self._endpoint.port
 
     def start_endpoint(self) -> None:
         """Serves the registry in a daemon thread. Raises ConfigurationError when the address cannot be taken."""
@@ -135,16 +134,12 @@ class Telemetry:
             return
         host, _, port = self._metrics_listen.rpartition(":")
         try:
-            self._endpoint = start_http_server(int(port), host.strip("[]"), self.registry)
+            self._endpoint = MetricsEndpoint(host.strip("[]"), int(port), self.registry)
         except OSError as error:
             raise ConfigurationError(f"--metrics-listen: cannot listen on {self._metrics_listen}: {error}") from None
 
     def stop_endpoint(self) -> None:
         """Closes the endpoint and joins its thread."""
-        if self._endpoint is None:
-            return
-        server, thread = self._endpoint
-        self._endpoint = None
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.stop()

@@ -50,7 +50,7 @@ def test_a_request_without_a_token_has_no_latency() -> None:
 def test_the_engine_is_asked_at_every_scrape() -> None:
     registry = CollectorRegistry()
     loads = [EngineLoad(2, 1, 1, 0.25, 32)]
-    counters = EngineCounters(3, 40, 30, 20, 10, 1)
+    counters = EngineCounters(3, 40, 30, 20, 10, 1, 4)
     DecoderMetrics(registry).watch(lambda: loads[-1], lambda: counters, "native")
     expected = {
         "lookonce_decoder_running_requests": 2,
@@ -64,6 +64,7 @@ def test_the_engine_is_asked_at_every_scrape() -> None:
         "lookonce_decoder_draft_tokens_total": 20,
         "lookonce_decoder_accepted_draft_tokens_total": 10,
         "lookonce_decoder_stalls_total": 1,
+        "lookonce_decoder_memory_errors_total": 4,
     }
     for name, value in expected.items():
         assert registry.get_sample_value(name) == value, name

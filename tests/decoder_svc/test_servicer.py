@@ -293,6 +293,52 @@ async def test_a_passed_deadline_frees_the_engine(decoder: RunningDecoder) -> No
     await until_idle(decoder)
 
 
+async def endless_without_a_deadline(decoder: RunningDecoder, is_streamed: bool) -> Any:
+    if is_streamed:
+        return await rest(decoder.stub.GenerateStream(endless()))
+    return await decoder.stub.Generate(pb.GenerateRequest(params=endless().params))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_call_without_a_deadline_ends_at_the_default_and_frees_the_engine(
+    folder: pathlib.Path, is_streamed: bool
+) -> None:
+    async with running_decoder(folder, default_timeout_s=0.3) as decoder:
+        error = await failure(endless_without_a_deadline(decoder, is_streamed))
+        assert isinstance(error, errors.DeadlineError)
+        assert "0.3 s, the server's default" in error.message
+        load = await until_idle(decoder)
+        assert load.kv_cache_usage == 0
+        assert decoder.service.engine.load().live_requests == 0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_call_without_a_deadline_that_waits_for_its_turn_ends_at_the_default(
+    folder: pathlib.Path, is_streamed: bool
+) -> None:
+    async with running_decoder(folder, default_timeout_s=0.3, max_num_seqs=1) as decoder:
+        first = decoder.stub.GenerateStream(endless(), timeout=60)
+        await begun(first)
+        error = await failure(endless_without_a_deadline(decoder, is_streamed))
+        assert isinstance(error, errors.DeadlineError)
+        first.cancel()
+        await until_idle(decoder)
+
+
+async def test_a_call_s_own_deadline_counts_instead_of_the_default(folder: pathlib.Path) -> None:
+    async with running_decoder(folder, default_timeout_s=0.05) as decoder:
+        assert len(await streamed(decoder, endless().params)) > 2
+        response = await generate(decoder, endless().params)
+        assert response.usage.completion_tokens == 1500
+
+
+async def test_without_a_default_a_call_without_a_deadline_is_answered(folder: pathlib.Path) -> None:
+    async with running_decoder(folder, default_timeout_s=0) as decoder:
+        response = await decoder.stub.Generate(pb.GenerateRequest(params=endless().params))
+        assert response.usage.completion_tokens == 1500
+        assert decoder.service.default_timeouts_s == {}
+
+
 async def test_abort_ends_a_stream_with_its_reason_and_unknown_ids_are_ignored(decoder: RunningDecoder) -> None:
     call = decoder.stub.GenerateStream(endless("mine"), timeout=60)
     events = await begun(call)

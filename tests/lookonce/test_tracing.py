@@ -191,6 +191,13 @@ def test_a_broken_parent_starts_a_new_trace(header: str, traces: Traces) -> None
     assert (span.parent_id, span.trace_id != TRACE_ID) == ("", True)
 
 
+def test_several_parents_start_a_new_trace(traces: Traces) -> None:
+    with tracing.serving("/a/b", (*RECORDED, *RECORDED), "r"):
+        pass
+    span = traces.collected().one("a/b")
+    assert (span.parent_id, span.trace_id != TRACE_ID) == ("", True)
+
+
 def test_an_operation_of_the_store_has_its_outcome_and_size(traces: Traces, tmp_path: pathlib.Path) -> None:
     store = EmbeddingStore(f"unix://{tmp_path}/nobody.sock", 0.2, 60, 1 << 20)
     key = content_key(image_digest(b"image"), EncoderFingerprint("f" * 64), ProcessorOptions(), DEFAULT_TENANT)

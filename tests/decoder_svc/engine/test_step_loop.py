@@ -6,6 +6,7 @@ import queue
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from decoder_svc.engine import step_loop
 from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEventLoop
@@ -24,27 +25,55 @@ from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
 from lookonce.embedding_meta import RowDtype
-from lookonce.errors import DeadlineError, EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
+from lookonce.errors import (
+    DeadlineError,
+    EmbeddingNotCachedError,
+    InternalError,
+    LookonceError,
+    OverloadedError,
+    UnavailableError,
+)
 from tests.decoder_svc.scheduling.simulation import image
 
 TIMEOUT_S = 60
 A, B = RequestId("a"), RequestId("b")
 
 
-class CountingRunner(CPUModelRunner):
-    """Has no model: it samples token 7 everywhere, and fails as often as a test says."""
+def fault() -> None:
+    raise ValueError("secret inner detail")
 
-    def __init__(self, num_failures: int = 0) -> None:
+
+def python_memory() -> None:
+    raise MemoryError
+
+
+def torch_memory() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def recursion() -> None:
+    recursion()
+
+
+class CountingRunner(CPUModelRunner):
+    """Has no model: it samples token 7 everywhere, and fails as often and in the way that a test says."""
+
+    def __init__(self, num_failures: int = 0, fail: Callable[[], None] = fault) -> None:
         self.num_failures = num_failures
+        self.fail = fail
+        # Whether rows fail instead of steps.
+        self.fails_at_rows = False
 
     def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
-        if output.chunks and self.num_failures:
+        if output.chunks and self.num_failures and not self.fails_at_rows:
             self.num_failures -= 1
-            raise ValueError("secret inner detail")
+            self.fail()
         return [SampledToken(chunk.request_id, 7, None) for chunk in output.chunks if chunk.samples]
 
     def put_rows(self, fetched: FetchedRows) -> None:
-        pass
+        if self.num_failures and self.fails_at_rows:
+            self.num_failures -= 1
+            self.fail()
 
 
 class Running:
@@ -111,8 +140,10 @@ class Running:
 def started(request: pytest.FixtureRequest) -> Callable[..., Running]:
     """Starts loops and stops them after the test."""
 
-    def start(num_failures: int = 0) -> Running:
-        running = Running(CountingRunner(num_failures))
+    def start(num_failures: int = 0, fail: Callable[[], None] = fault, *, at_rows: bool = False) -> Running:
+        runner = CountingRunner(num_failures, fail)
+        runner.fails_at_rows = at_rows
+        running = Running(runner)
         request.addfinalizer(running.stop)
         running.loop.start()
         return running
@@ -202,6 +233,56 @@ def test_after_three_failures_in_a_row_the_thread_has_died_and_says_so_last() ->
     assert isinstance(message, Ended)
     assert "another replica" in message.error.message
     assert (running.loop.is_healthy, running.loop.has_died) == (False, True)
+
+
+@pytest.mark.parametrize("fail", [python_memory, torch_memory])
+def test_a_step_without_memory_ends_its_requests_only_however_often_in_a_row(
+    started: Callable[..., Running], fail: Callable[[], None]
+) -> None:
+    running = started(6, fail)
+    for number in range(6):
+        running.submit(RequestId(f"r{number}"))
+        _, error = running.until_terminal(RequestId(f"r{number}"))
+        assert isinstance(error, OverloadedError)
+        assert "no memory left" in error.message
+    running.submit(B)
+    assert running.until_terminal(B)[1] is None
+    assert running.loop.is_healthy
+    assert running.loop.counters().memory_errors == 6
+
+
+def test_an_engine_that_never_has_memory_again_dies(
+    started: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_loop, "_MAX_CONSECUTIVE_MEMORY_FAILURES", 4)
+    running = started(4, python_memory)
+    for number in range(4):
+        running.submit(RequestId(f"r{number}"))
+        assert isinstance(running.until_terminal(RequestId(f"r{number}"))[1], OverloadedError)
+    assert running.loop.join(TIMEOUT_S)
+    assert running.loop.has_died
+
+
+def test_a_recursion_that_is_too_deep_is_a_fault_like_others(started: Callable[..., Running]) -> None:
+    running = started(1, recursion)
+    running.submit(A)
+    assert isinstance(running.until_terminal(A)[1], InternalError)
+    running.submit(B)
+    assert running.until_terminal(B)[1] is None
+
+
+@pytest.mark.parametrize(("fail", "kind"), [(python_memory, OverloadedError), (fault, InternalError)])
+def test_rows_that_cannot_be_stored_end_the_requests_that_need_them_and_are_fetched_again(
+    started: Callable[..., Running], fail: Callable[[], None], kind: type[LookonceError]
+) -> None:
+    running = started(1, fail, at_rows=True)
+    running.submit(A, album(1))
+    assert type(running.answers(A)[A]) is kind
+    running.submit(B, album(1))
+    fetch = running.next()
+    assert isinstance(fetch, RowFetch), "the rows are not taken to be there"
+    running.inbox.put(FetchedRows(fetch.key, fetch.rows, bytearray(), RowDtype.FLOAT32, RowSource.ENCODED))
+    assert running.answers(B) == {B: FinishReason.LENGTH}
 
 
 def album(num_images: int) -> Prompt:

@@ -34,6 +34,7 @@ from lookonce.tenants import Tenants
 from lookonce.watched_files import WatchedFiles
 from tests import image_files
 from tests.decoder_svc.encoders import CHANNEL, client, running_encoder, scripted_encoder
+from tests.garbled_service import garbled_service
 
 NO_OPTIONS = ProcessorOptions()
 FINGERPRINT = EncoderFingerprint("f" * 64)
@@ -417,6 +418,20 @@ async def test_an_unreachable_encoder_is_unavailable_and_shows_no_address() -> N
                 with pytest.raises(errors.UnavailableError) as caught:
                     await call
                 assert not INTERNALS.search(caught.value.message)
+
+
+async def test_an_encoder_whose_replies_cannot_be_parsed_is_unavailable() -> None:
+    service = pb.DESCRIPTOR.services_by_name["EncoderService"]
+    async with garbled_service(service) as target, client(target) as encoder:
+        for call in (
+            encoder.info(),
+            encoder.encode(KEY, b"a", NO_OPTIONS, 5),
+            encoder.lookup(KEY, NO_OPTIONS),
+            encoder.touch([KEY], NO_OPTIONS),
+            encoder.read_rows(KEY, 0, 1, memoryview(bytearray(256)), 5, options=NO_OPTIONS),
+        ):
+            with pytest.raises(errors.UnavailableError, match="the encoder service sent a reply that cannot be read"):
+                await call
 
 
 async def test_a_silent_encoder_is_unavailable_when_the_time_is_over() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
@@ -99,12 +99,19 @@ def server_settings(**values: Any) -> ServiceSettings:
 
 @contextlib.asynccontextmanager
 async def running_server(
-    error: Exception | None = None, is_ready: Any = lambda: True, **settings: Any
+    error: Exception | None = None,
+    is_ready: Any = lambda: True,
+    default_timeouts_s: Mapping[str, float] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
     servicer, telemetry = RaisingEncoder(), Telemetry(settings.get("metrics_listen"))
     entries = [
         ServiceEntry(ENCODER, lambda server: pb_grpc.add_EncoderServiceServicer_to_server(servicer, server)),
-        ServiceEntry(KINDS, lambda server: server.add_generic_rpc_handlers([_kinds_handler(error or ValueError())])),
+        ServiceEntry(
+            KINDS,
+            lambda server: server.add_generic_rpc_handlers([_kinds_handler(error or ValueError())]),
+            default_timeouts_s=default_timeouts_s or {},
+        ),
     ]
     service = GrpcService(server_settings(**settings), telemetry, entries, is_ready=is_ready)
     await service.start()

@@ -178,6 +178,21 @@ async def test_the_identity_of_a_call_is_the_one_of_its_token(server: Server) ->
     assert await server.who(bearer("service")) == "service-1//service"
 
 
+async def test_several_authorization_headers_are_refused_whichever_comes_first(server: Server) -> None:
+    wrong = ("authorization", "Bearer wrong")
+    for metadata in [(bearer("client"), wrong), (wrong, bearer("client")), (bearer("client"), bearer("client"))]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await server.who(*metadata)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "2 authorization headers" in str(caught.value.details())
+
+
+async def test_several_tenants_in_one_call_are_refused(server: Server) -> None:
+    method, tenants = f"/{NAMES[0]}/GetEncoderInfo", ((TENANT_KEY, "one"), (TENANT_KEY, "two"))
+    assert await code_of(server.channel, method, bearer("service"), *tenants) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await server.who(bearer("client"), *tenants) == "client-1/acme/client", "clients name no tenant"
+
+
 async def test_only_services_and_operators_say_for_which_tenant_they_call(server: Server) -> None:
     other = (TENANT_KEY, "other")
     assert await server.who(bearer("client"), other) == "client-1/acme/client"

@@ -58,6 +58,29 @@ async def test_unexpected_errors_become_internal_with_an_opaque_id_for_every_kin
 
 
 @pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
+async def test_a_call_without_memory_is_asked_to_come_back_and_counted(kind: str, log_lines: Any) -> None:
+    async with running_server(MemoryError(SECRET)) as running:
+        failure = await rpc_failure(_call(running.channel, kind))
+        labels = {"method": f"/{KINDS}/{kind}"}
+        assert running.telemetry.registry.get_sample_value("lookonce_grpc_memory_errors_total", labels) == 1
+    error = status_codes.from_rpc_error(failure)
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(error, errors.OverloadedError)
+    assert error.retry_after_s > 0
+    assert SECRET not in f"{failure.details()} {failure.trailing_metadata()}"
+    assert any(line["event"] == "no memory for a call" and line["level"] == "error" for line in log_lines())
+
+
+async def test_a_recursion_that_is_too_deep_is_internal_and_the_next_call_works() -> None:
+    async with running_server() as running:
+        running.servicer.error = RecursionError(SECRET)
+        failure = await rpc_failure(running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5))
+        assert type(status_codes.from_rpc_error(failure)) is errors.InternalError
+        running.servicer.error = None
+        assert (await running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)).model == "test"
+
+
+@pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
 async def test_typed_errors_pass_for_every_kind_of_call(kind: str) -> None:
     async with running_server(errors.PromptEmptyError("nothing to say")) as running:
         failure = await rpc_failure(_call(running.channel, kind))
@@ -116,6 +139,14 @@ async def test_a_valid_request_id_comes_back_and_an_invalid_one_is_replaced() ->
         assert returned[0] == "turn-7.a_B"
         assert all(len(str(made_up)) == 32 for made_up in returned[1:])
         assert returned[1] != returned[2]
+
+
+async def test_of_several_request_ids_none_is_taken() -> None:
+    async with running_server() as running:
+        metadata = (("x-request-id", "one"), ("x-request-id", "two"))
+        call = running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), metadata=metadata, timeout=5)
+        await call
+        assert len(str(dict(await call.trailing_metadata())["x-request-id"])) == 32
 
 
 async def test_a_failed_call_returns_its_request_id() -> None:
@@ -182,3 +213,40 @@ async def test_a_client_that_disconnects_during_a_write_is_no_fault(way: str, lo
     codes = {"DEADLINE_EXCEEDED", "CANCELLED"} if way == "runs out of time" else {"CANCELLED"}
     assert {line["code"] for line in lines if line["event"] == "rpc"} <= codes
     assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+async def test_the_default_deadline_also_ends_a_stream_whose_reader_has_stopped(log_lines: Any) -> None:
+    async with running_server(default_timeouts_s={"Flood": 0.3}) as running:
+        method: Any = running.channel.unary_stream(f"/{KINDS}/Flood")
+        call = method(b"")
+        await call.read()
+
+        async def ended() -> bool:
+            return any(line["event"] == "rpc" for line in log_lines())
+
+        # The reader reads on only when the server has given up.
+        await asyncio.sleep(0.6)
+        failure = await rpc_failure(_drained(call))
+        await until(ended)
+    assert failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert type(status_codes.from_rpc_error(failure)) is errors.DeadlineError
+    assert [line["code"] for line in log_lines() if line["event"] == "rpc"] == ["DEADLINE_EXCEEDED"]
+
+
+async def test_a_deadline_of_the_caller_counts_instead_of_the_default() -> None:
+    async with running_server(default_timeouts_s={"Flood": 0.01}) as running:
+        method: Any = running.channel.unary_stream(f"/{KINDS}/Flood")
+        call = method(b"", timeout=60)
+        until_s = asyncio.get_running_loop().time() + 0.2
+        while asyncio.get_running_loop().time() < until_s:
+            assert await call.read()
+        call.cancel()
+
+
+async def _drained(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    if await call.code() is not grpc.StatusCode.OK:
+        raise grpc.aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -81,6 +82,24 @@ async def test_the_ready_file_appears_when_ready_and_goes_at_the_drain(tmp_path:
         assert record["target"] == running.service.target
         assert record["metrics_port"] == running.telemetry.metrics_port
     assert not ready_file.exists()
+
+
+@pytest.mark.parametrize("num_connections", [1, 4])
+async def test_in_a_flood_of_calls_every_refusal_has_its_reason_and_delay(num_connections: int) -> None:
+    """gRPC itself must refuse none of them: its refusals have neither."""
+    async with running_server() as running, AsyncExitStack() as exits:
+        running.servicer.error = errors.OverloadedError("full", retry_after_s=2.5)
+        channels = [
+            await exits.enter_async_context(grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS))
+            for _ in range(num_connections)
+        ]
+        stubs: list[pb_grpc.EncoderServiceAsyncStub] = [pb_grpc.EncoderServiceStub(channel) for channel in channels]
+        calls = [stubs[i % num_connections].GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60) for i in range(3000)]
+        failures = [await rpc_failure(call) for call in calls]
+    found = Counter((failure.code(), repr(status_codes.from_rpc_error(failure))) for failure in failures)
+    assert found == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "OverloadedError('full')"): 3000}
+    delays = {getattr(status_codes.from_rpc_error(failure), "retry_after_s", None) for failure in failures}
+    assert delays == {2.5}
 
 
 def _reflection(channel: grpc.aio.Channel) -> Any:

@@ -1,0 +1,36 @@
+"""Replies that cannot be parsed, of which gRPC makes no error of its own that a caller could act on."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import grpc
+
+from lookonce.errors import LookonceError, UnavailableError
+from lookonce.status_codes import from_rpc_error
+
+# The text with which a synchronous channel ends a call whose reply it cannot parse. The status is INTERNAL.
+_UNPARSABLE = "Exception deserializing response!"
+
+ReplyT = TypeVar("ReplyT")
+
+
+def parsed(reply: ReplyT | None, sender: str = "the server") -> ReplyT:
+    """Returns the reply. Raises UnavailableError for None, which grpc.aio gives for a reply that it cannot parse.
+
+    `sender` is the service that the error names.
+    """
+    if reply is None:
+        raise _broken(sender)
+    return reply
+
+
+def error_of(rpc_error: grpc.RpcError) -> LookonceError:
+    """Returns the typed error of a failed synchronous call; UnavailableError if its reply cannot be parsed."""
+    if rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_error.details() == _UNPARSABLE:
+        return _broken("the server")
+    return from_rpc_error(rpc_error)
+
+
+def _broken(sender: str) -> UnavailableError:
+    return UnavailableError(f"{sender} sent a reply that cannot be read; retry")
