@@ -186,7 +186,7 @@ class StepLoop:
         if isinstance(message, Request):
             self._scheduler.add(message)
         elif isinstance(message, FetchedRows):
-            if self._scheduler.rows_arrived(message.key, message.rows, message.source):
+            if self._scheduler.rows_arrived(message.key, message.rows, message.num_encoded_rows):
                 self._runner.put_rows(message)
         elif isinstance(message, FailedRows):
             self._fail_rows(message)

@@ -18,7 +18,6 @@ from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
 from decoder_svc.scheduling.row_demand import RowDemand
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
@@ -92,7 +91,7 @@ class Running:
         while set(request_ids) - ends.keys():
             message = self.next()
             if isinstance(message, RowFetch):
-                self.inbox.put(FetchedRows(message.key, message.rows, bytearray(), RowDtype.FLOAT32, RowSource.ENCODED))
+                self.inbox.put(FetchedRows(message.key, message.rows, bytearray(), RowDtype.FLOAT32))
                 continue
             assert isinstance(message, Answers), message
             for request_id, answer in message.by_request:
