@@ -75,7 +75,7 @@ class InProcessEncoder(EncoderClient):
         use = CachePolicy.REFRESH if refresh else CachePolicy.READ_AND_WRITE
         outcome = await self._pipeline.encode(ImageInput(data, key.digest, options), use, self._tenant, _CALLER)
         found = await self._pipeline.read(outcome.key, 0, 0)
-        was_computed = outcome.origin in (Origin.COMPUTED, Origin.COALESCED)
+        was_computed = outcome.origin is Origin.COMPUTED
         return EncodedImage(outcome.meta, outcome.stored, was_computed, bytes(found.rows))
 
     async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:

@@ -42,8 +42,8 @@ class DecoderMetrics:
         self._generated_tokens = Counter("lookonce_decoder_generated_tokens", "Generated tokens.", registry=registry)
         self._image_rows = Counter(
             "lookonce_decoder_image_rows",
-            "Embedding rows of prompts: encoded for the request, shared (in Redis or on the decoder already), or "
-            "skipped because the KV cache had their tokens.",
+            "Embedding rows of prompts: encoded for the request, shared (in Redis, on the decoder already, or from an "
+            "encode that another request counts), or skipped because the KV cache had their tokens.",
             labelnames=("tier",),
             registry=registry,
         )

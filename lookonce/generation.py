@@ -68,11 +68,11 @@ class Usage:
     prompt_tokens: int
     # Prompt tokens served from the prefix KV cache.
     cached_prompt_tokens: int
-    # Image tokens of the prompt: the sum of the next three.
+    # Image tokens of the prompt: the sum of the next three, unless the request was aborted before it was computed.
     image_tokens: int
-    # Rows that were encoded for this request.
+    # Image tokens of images that an encoder computed for this request; each encode is counted by one request.
     encoded_image_tokens: int
-    # Rows that came from the shared encoder cache.
+    # Image tokens whose row was there already, or came from an encode that another request counts.
     cached_image_tokens: int
     # Image tokens that needed no row, because their KV was cached.
     skipped_image_tokens: int

@@ -215,14 +215,14 @@ class StepLoop:
                 self._outbox.append((request.request_id, output))
 
     def _take_rows(self, message: FetchedRows) -> None:
-        """Stores rows that arrived. If that fails, the requests that need them end, and the image is forgotten."""
-        if not self._scheduler.rows_arrived(message.key, message.rows, message.source):
+        """Stores rows that arrived. If that fails, the requests that need them end; later ones fetch the rows again."""
+        if not self._scheduler.rows_arrived(message.key, message.rows, message.num_encoded_rows):
             return
         try:
             self._runner.put_rows(message)
         except Exception as error:
             answer = self._answer_to(error, "storing embedding rows")
-            self._scheduler.forget(Forgotten.of([message.key]))
+            self._scheduler.encoder_cache.lose(message.key, message.rows)
             for request in self._scheduler.rows_failed(message.key, message.rows, had_data=True):
                 self._outbox.append((request.request_id, answer))
             self._check_failures()

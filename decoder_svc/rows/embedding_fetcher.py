@@ -19,7 +19,6 @@ from decoder_svc.rows.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.rows.ttl_refresher import TtlRefresher
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce import tracing
 from lookonce.caller_order import CallerOrder, Turn
@@ -28,6 +27,7 @@ from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceErro
 from lookonce.image_file import ImageFile
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.threads import run_in_thread
+from lookonce.uncounted_rows import UncountedRows
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ class EmbeddingFetcher:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="row-fetch")
         self._tasks: set[asyncio.Task[None]] = set()
         self._order: CallerOrder[RequestId] = CallerOrder()
+        # Rows that an encoder computed for fetches here that have not delivered them, or failed since.
+        self._uncounted = UncountedRows()
         self._touches = TtlRefresher(self._touch, min(_MAX_TOUCH_INTERVAL_S, ttl_s / _TOUCHES_PER_LIFE))
 
     def start(
@@ -96,7 +98,9 @@ class EmbeddingFetcher:
             with self._order.entered(fetch.request_id) as turn, _span(fetch):
                 async with asyncio.timeout(self._timeout_s):
                     rows, tier = await self._fetch(fetch, turn)
-                tracing.annotate(tier=tier.value, source=rows.source.value, num_bytes=len(rows.data))
+                tracing.annotate(
+                    tier=tier.value, source="encoded" if rows.num_encoded_rows else "shared", num_bytes=len(rows.data)
+                )
         except LookonceError as error:
             self._fail(fetch, error, on_failed)
         except TimeoutError:
@@ -126,39 +130,42 @@ class EmbeddingFetcher:
         buffer = bytearray(len(fetch.rows) * info.row_bytes)
         if await self._read_shared(fetch, buffer):
             self._touches.note(fetch.key, fetch.options)
-            return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.SHARED
+            return self._delivered(fetch, buffer, info), FetchTier.SHARED
         if fetch.data is not None:
             await turn.wait()
             turn.pass_on()
             return await self._encode(self._encoder, fetch, fetch.data, info, buffer), FetchTier.ENCODER
         await self._read_rows(self._encoder, fetch, buffer)
-        return _rows(fetch, buffer, info, RowSource.SHARED_CACHE), FetchTier.ENCODER
+        return self._delivered(fetch, buffer, info), FetchTier.ENCODER
 
     async def _encode(
         self, encoder: EncoderClient, fetch: RowFetch, data: ImageFile, info: EncoderInfo, buffer: bytearray
     ) -> FetchedRows:
-        source = RowSource.SHARED_CACHE
         for number in range(_MAX_ENCODES):
             refresh = number >= _TRUSTING_ENCODES
             encoded = await encoder.encode(fetch.key, data, fetch.options, self._timeout_s, refresh=refresh)
+            if encoded.was_computed:
+                self._uncounted.add(fetch.key.value, encoded.meta.num_rows)
             if encoded.meta.num_rows != fetch.num_image_rows:
                 raise InternalError("the encoder returned a different number of rows than the prompt has placeholders")
             if encoded.meta.dtype is not info.dtype:
                 raise UnavailableError("the encoder service changed the element type of its rows; retry")
-            if encoded.was_computed:
-                source = RowSource.ENCODED
             if encoded.stored and await self._read_shared(fetch, buffer):
-                return _rows(fetch, buffer, info, source)
+                return self._delivered(fetch, buffer, info)
             if encoded.rows is not None:
                 buffer[:] = encoded.rows[fetch.rows.start * info.row_bytes : fetch.rows.stop * info.row_bytes]
-                return _rows(fetch, buffer, info, source)
+                return self._delivered(fetch, buffer, info)
             # The shared cache has lost the rows or does not answer. Read calls rotate over the encoder replicas. Each
             # round makes one call more, so one reaches the replica that encoded the image, for any replica count.
             for _ in range(number + 1):
                 with contextlib.suppress(EmbeddingNotCachedError):
                     await self._read_rows(encoder, fetch, buffer)
-                    return _rows(fetch, buffer, info, source)
+                    return self._delivered(fetch, buffer, info)
         raise UnavailableError(f"an image's embedding was lost {_MAX_ENCODES} times before it could be read; retry")
+
+    def _delivered(self, fetch: RowFetch, buffer: bytearray, info: EncoderInfo) -> FetchedRows:
+        num_encoded_rows = self._uncounted.take(fetch.key.value)
+        return FetchedRows(fetch.key, fetch.rows, buffer, info.dtype, info.num_levels, num_encoded_rows)
 
     async def _read_rows(self, encoder: EncoderClient, fetch: RowFetch, buffer: bytearray) -> None:
         await encoder.read_rows(
@@ -187,7 +194,3 @@ class EmbeddingFetcher:
 
 def _span(fetch: RowFetch) -> tracing.SpanBlock:
     return tracing.span("generate.fetch", num_rows=len(fetch.rows), num_image_rows=fetch.num_image_rows)
-
-
-def _rows(fetch: RowFetch, buffer: bytearray, info: EncoderInfo, source: RowSource) -> FetchedRows:
-    return FetchedRows(fetch.key, fetch.rows, buffer, info.dtype, source, info.num_levels)

@@ -92,7 +92,7 @@ class EncodedImage:
     meta: EmbeddingMeta
     # Whether the shared cache has the rows. If not, `read_rows` can read them for a short time.
     stored: bool
-    # Whether the rows were encoded for this call or one that it joined, not found in a cache.
+    # Whether the rows were encoded for this call. False also for a call that joined another one's encode.
     was_computed: bool
     # All rows, if the shared cache does not have them and they fit into a message; else None.
     rows: bytes | None = field(default=None, repr=False)
@@ -277,10 +277,7 @@ class EncoderClient:
                 image.second_frame = other
             image.expected_digest = key.digest
         result = await self._encode(key, request, timeout_s)
-        was_computed = result.source in (
-            encoder_service_pb2.RESULT_SOURCE_COMPUTED,
-            encoder_service_pb2.RESULT_SOURCE_COALESCED,
-        )
+        was_computed = result.source == encoder_service_pb2.RESULT_SOURCE_COMPUTED
         meta = embedding_meta(result.embedding)
         if result.rows and len(result.rows) != meta.size_bytes:
             raise UnavailableError("the encoder service sent rows of another size than it announced; retry")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
 
@@ -18,6 +18,8 @@ class FetchedRows:
     # [len(rows), row_bytes], little-endian, row-major; `dtype` defines a row's layout.
     data: bytearray
     dtype: RowDtype
-    source: RowSource
     # Number of extra feature levels per row.
     num_levels: int = 0
+    # Rows of the image, also outside this range, that an encoder computed for this decoder and that were not reported
+    # before. 0: they come from a cache, or from an encode that another caller counts.
+    num_encoded_rows: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput, SlidingTable
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
@@ -44,10 +44,7 @@ def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
     # A repeated zero byte writes the memory: untouched pages would not count as taken.
     num_bytes = worst.rows_per_image * worst.row_elements * worst.row_dtype.item_bytes
     rows = RowRange(0, worst.rows_per_image)
-    return [
-        FetchedRows(image.key, rows, bytearray(b"\0") * num_bytes, worst.row_dtype, RowSource.ENCODED)
-        for image in _images(worst, 0)
-    ]
+    return [FetchedRows(image.key, rows, bytearray(b"\0") * num_bytes, worst.row_dtype) for image in _images(worst, 0)]
 
 
 def worst_case_step(worst: WorstCase, block_size: int, window: int | None = None) -> SchedulerOutput:

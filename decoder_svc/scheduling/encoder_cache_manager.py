@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from decoder_svc.scheduling.request import Request, RequestId, RequestState
-from decoder_svc.scheduling.row_range import RowRange, RowRangeSet, RowSource
+from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
 
@@ -38,8 +38,6 @@ def row_user(request: Request, image_index: int) -> RowUser:
 class _Entry:
     resident: RowRangeSet = field(default_factory=RowRangeSet)
     arriving: RowRangeSet = field(default_factory=RowRangeSet)
-    # Origin of the rows that arrived last; None before the first arrival.
-    source: RowSource | None = None
     needed: dict[tuple[RequestId, int], tuple[RowUser, RowRange]] = field(default_factory=dict)
     # Whether the rows are evicted as soon as no request needs them.
     is_forgotten: bool = False
@@ -99,11 +97,6 @@ class EncoderCacheManager:
         """Whether rows of any image are in flight."""
         return any(entry.arriving.num_rows for entry in self._entries.values())
 
-    def source(self, key: ContentKey) -> RowSource | None:
-        """Returns the origin of an image's rows; None if none has arrived."""
-        entry = self._entries.get(key)
-        return entry.source if entry is not None else None
-
     def can_reserve(self, num_rows: int, displacing: RowUser | None = None) -> bool:
         """Whether there is or can be room for `num_rows` more rows.
 
@@ -145,7 +138,7 @@ class EncoderCacheManager:
         self._drop_if_forgotten(key)
         self._drop_if_empty(key)
 
-    def arrived(self, key: ContentKey, rows: RowRange, source: RowSource) -> bool:
+    def arrived(self, key: ContentKey, rows: RowRange) -> bool:
         """Marks rows as resident. Returns False if they are no longer expected: the caller must drop them."""
         entry = self._entries.get(key)
         if entry is None or entry.arriving.missing(rows):
@@ -155,9 +148,12 @@ class EncoderCacheManager:
             return False
         entry.arriving.remove(rows)
         entry.resident.add(rows)
-        entry.source = source
         self.version += 1
         return True
+
+    def lose(self, key: ContentKey, rows: RowRange) -> None:
+        """Takes `arrived` back, because the device could not store the rows."""
+        self._evict(key, self._entries[key], rows)
 
     def drop(self, key: ContentKey, rows: RowRange) -> None:
         """Frees the room of rows that will not arrive."""

@@ -6,28 +6,29 @@ The scheduler decides which request may ask for rows and when. The EncoderCacheM
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager, RowUser, row_user
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import Request, RequestId
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.content_key import ContentKey
+from lookonce.uncounted_rows import UncountedRows
 
 
 @dataclass(slots=True)
 class _ImageProgress:
-    """The images of one request: how far its computed tokens have passed them, and where their rows came from."""
+    """The images of one request: how far its computed tokens have passed them, and how their rows were counted."""
 
     # Rows of each image whose tokens were in the prefix cache when the request was first admitted.
     num_skipped_rows: list[int]
+    # Rows of each image that the request's usage counts as encoded.
+    num_encoded_rows: list[int]
     # Images before this index are computed to their last token.
     num_passed: int = 0
     # Images before this index are counted in the request's usage. A recomputation after preemption counts none again.
     num_accounted: int = 0
-    # Source of each image's rows when this request first had room for all of them; None: they were not resident yet.
-    sources: dict[ContentKey, RowSource | None] = field(default_factory=dict)
 
 
 class RowDemand:
@@ -44,6 +45,8 @@ class RowDemand:
         self._overlap_encode = overlap_encode
         self._max_num_rows_asked = max_num_rows_asked
         self._progress: dict[RequestId, _ImageProgress] = {}
+        # Rows that encoders computed for this decoder and that no request's usage counts.
+        self._uncounted = UncountedRows()
         # Rows that the current step may still ask for.
         self._row_budget = max_num_rows_asked
         self._fetches: list[RowFetch] = []
@@ -70,15 +73,18 @@ class RowDemand:
 
     def add(self, request: Request) -> None:
         """Starts tracking the images of a request, which has no computed tokens yet."""
-        self._progress[request.request_id] = _ImageProgress([0] * len(request.prompt.images))
+        num_images = len(request.prompt.images)
+        self._progress[request.request_id] = _ImageProgress([0] * num_images, [0] * num_images)
 
     def remove(self, request: Request) -> None:
         """Releases the rows of a request that ended, and stops tracking it."""
+        self._give_back_counts(request)
         self._release(request)
         del self._progress[request.request_id]
 
     def restart(self, request: Request) -> None:
         """Releases the rows of a preempted request, which is computed again from its first token."""
+        self._give_back_counts(request)
         self._release(request)
         self._progress[request.request_id].num_passed = 0
 
@@ -102,7 +108,15 @@ class RowDemand:
                 if not self._reserve(item, part, displacing, request.request_id):
                     self._is_short |= is_first_missing and is_first
                     return
-            self._note_source(request, item, rows)
+
+    def arrived(self, key: ContentKey, rows: RowRange, num_encoded_rows: int) -> bool:
+        """Marks rows as resident. Returns False if they are no longer expected.
+
+        `num_encoded_rows`: rows of the image that an encoder computed for this fetch. They count even if nobody expects
+        the fetched ones.
+        """
+        self._uncounted.add(key.value, num_encoded_rows)
+        return self._cache.arrived(key, rows)
 
     def runnable_stop(self, request: Request, start: int) -> int:
         """Returns one past the last token from `start` on that can be computed with the rows now on the device."""
@@ -139,9 +153,7 @@ class RowDemand:
             if item.span.stop > request.num_computed_tokens:
                 return
             progress.num_passed += 1
-            if index >= progress.num_accounted:
-                progress.num_accounted = index + 1
-                self._account(request, progress, index)
+            self._account(request, progress, index)
             self._cache.release(item.key, request.request_id, index)
 
     def takes_any(self, request: Request, key: ContentKey, rows: RowRange, *, had_data: bool) -> bool:
@@ -197,21 +209,41 @@ class RowDemand:
             if first < last:
                 yield index, item, RowRange(first, last)
 
-    def _note_source(self, request: Request, item: ImageItem, rows: RowRange) -> None:
-        is_resident = self._cache.first_missing_row(item.key, rows) is None
-        sources = self._progress[request.request_id].sources
-        sources.setdefault(item.key, RowSource.DEVICE if is_resident else None)
-
     def _account(self, request: Request, progress: _ImageProgress, index: int) -> None:
-        """Adds the rows that an image needed to the request's usage, by their source."""
+        """Counts the rows of an image whose tokens are computed, and takes over the count of its encode if it is open.
+
+        The first request that needs any of the rows takes it; all others, and the same image again in this prompt, find
+        rows that are there. After a preemption, the request may take the count of an encode that came since.
+        """
         item = request.prompt.images[index]
-        num_rows = item.num_rows - progress.num_skipped_rows[index]
-        if num_rows == 0:
+        num_needed = item.num_rows - progress.num_skipped_rows[index]
+        if index >= progress.num_accounted:
+            progress.num_accounted = index + 1
+            request.usage.cached_image_tokens += num_needed
+        if num_needed > 0:
+            at_most = item.num_rows - progress.num_encoded_rows[index]
+            self._count_as_encoded(request, progress, index, self._uncounted.take(item.key.value, at_most))
+
+    def _count_as_encoded(self, request: Request, progress: _ImageProgress, index: int, num_rows: int) -> None:
+        """Counts `num_rows` more of an image's rows as encoded; a negative number takes a count back.
+
+        An encode computes all rows of an image. If the prefix cache had the tokens of some, they count as encoded too.
+        """
+        num_image_rows = request.prompt.images[index].num_rows
+        num_needed = num_image_rows - progress.num_skipped_rows[index]
+        num_before = progress.num_encoded_rows[index]
+        progress.num_encoded_rows[index] += num_rows
+        num_cached = max(0, num_needed - num_before - num_rows) - max(0, num_needed - num_before)
+        request.usage.encoded_image_tokens += num_rows
+        request.usage.cached_image_tokens += num_cached
+        request.usage.skipped_image_tokens -= num_rows + num_cached
+
+    def _give_back_counts(self, request: Request) -> None:
+        """Reopens the counts of a request without output: if its caller leaves, nobody sees its usage."""
+        if request.num_output_tokens > 0:
             return
-        source = progress.sources.get(item.key) or self._cache.source(item.key)
-        if source is RowSource.ENCODED:
-            request.usage.encoded_image_tokens += num_rows
-            # The same image again in this prompt is served by the first one's rows.
-            progress.sources[item.key] = RowSource.DEVICE
-        else:
-            request.usage.cached_image_tokens += num_rows
+        progress = self._progress[request.request_id]
+        for index, num_rows in enumerate(progress.num_encoded_rows):
+            if num_rows > 0:
+                self._uncounted.add(request.prompt.images[index].key.value, num_rows)
+                self._count_as_encoded(request, progress, index, -num_rows)

@@ -1,19 +1,9 @@
-"""Ranges of embedding rows, sets of ranges, and the places that rows come from."""
+"""Ranges of embedding rows, and sets of ranges."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-
-class RowSource(enum.Enum):
-    """The origin of an image's rows."""
-
-    ENCODED = "encoded"
-    SHARED_CACHE = "shared"
-    # This decoder had them already.
-    DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True, order=True)

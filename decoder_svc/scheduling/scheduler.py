@@ -26,7 +26,7 @@ from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.request import Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_demand import RowDemand
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import (
     AdmittedRequest,
@@ -171,9 +171,9 @@ class Scheduler:
             self._finish(request, FinishReason.ABORT)
         return request
 
-    def rows_arrived(self, key: ContentKey, rows: RowRange, source: RowSource) -> bool:
-        """Notes that rows reached the device. Returns False if they are no longer expected: the caller drops them."""
-        return self.encoder_cache.arrived(key, rows, source)
+    def rows_arrived(self, key: ContentKey, rows: RowRange, num_encoded_rows: int) -> bool:
+        """Notes that rows reached the device; see `RowDemand.arrived`. Returns False if the caller must drop them."""
+        return self._row_demand.arrived(key, rows, num_encoded_rows)
 
     def rows_failed(self, key: ContentKey, rows: RowRange, *, had_data: bool) -> list[Request]:
         """Removes and returns the requests that cannot continue without these rows, which failed to arrive."""

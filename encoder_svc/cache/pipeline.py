@@ -25,6 +25,7 @@ from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import DigestMismatchError, FingerprintMismatchError, InvalidParameterError, LookonceError
 from lookonce.image_file import ImageFile, file_digest, files_of, num_file_bytes
 from lookonce.media.image_header import ImageLimits, check_file_size
+from lookonce.uncounted_rows import UncountedRows
 
 # SHA-256 of 64 KiB takes about a quarter of a millisecond without hardware support. Larger files go to a thread.
 _INLINE_HASH_BYTES = 64 << 10
@@ -52,6 +53,8 @@ class EncodePipeline:
         self._order: CallerOrder[CallerId] = CallerOrder()
         # By (cache key, whether it is a refresh).
         self._flights: SingleFlight[EncodeOutcome] = SingleFlight()
+        # Rows computed here whose outcome no caller has taken as COMPUTED yet.
+        self._uncounted = UncountedRows()
 
     @property
     def is_healthy(self) -> bool:
@@ -71,6 +74,9 @@ class EncodePipeline:
         Images of one `caller` are encoded in the order of these calls and take turns with those of others; an image
         that several callers ask for has the turn of the first.
 
+        One outcome of each encode is COMPUTED, so that callers can add up what was computed: that of the caller who
+        began it, or if it has left, of the next caller with the image's bytes, who waits already or comes later.
+
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds,
         DigestMismatchError, InvalidParameterError, and the errors of `ImageEncoder.encode`.
         """
@@ -84,20 +90,33 @@ class EncodePipeline:
                 return await self._find(key)
             job = EncodeJob(key, image.data, image.options, cache_policy, turn)
             if not job.refresh and (found := await self._find_local(key)) is not None:
-                return found
-            return await self._join_or_start(job)
+                return self._counted(found)
+            return self._counted(await self._join_or_start(job))
 
     async def _join_or_start(self, job: EncodeJob) -> EncodeOutcome:
         """Joins the work on this key that is in flight, or starts it; a refresh joins refreshes only."""
         flight = (job.key.value, job.refresh)
         if flight not in self._flights:
-            return await self._flights.start(flight, self._find_or_encode, job)
+            return await self._flights.start(flight, self._fly, job)
         self.metrics.coalesced.labels("process").inc()
         job.turn.pass_on()
-        return _as_joined(await self._flights.join(flight))
+        return await self._flights.join(flight)
+
+    async def _fly(self, job: EncodeJob) -> EncodeOutcome:
+        """Runs once per flight: ends with rows that may be counted by one caller if they were computed here."""
+        outcome = await self._find_or_encode(job)
+        if outcome.origin is Origin.COMPUTED:
+            # Nothing is awaited from here on, so the caller who began the flight is the first to wake up.
+            self._uncounted.add(job.key.value, outcome.meta.num_rows)
+        return _as_joined(outcome)
+
+    def _counted(self, outcome: EncodeOutcome) -> EncodeOutcome:
+        """Makes the outcome COMPUTED if an encode of these rows has no caller yet who counts it."""
+        is_open = self._uncounted.take(outcome.key.value, outcome.meta.num_rows) > 0
+        return replace(outcome, origin=Origin.COMPUTED) if is_open else outcome
 
     async def _find_or_encode(self, job: EncodeJob) -> EncodeOutcome:
-        """Runs once per flight: takes the rows from the shared cache or from another replica, else encodes."""
+        """Takes the rows from the shared cache or from another replica, else encodes."""
         if job.refresh:
             return await self._encode(job)
         found = await self._find_shared(job.key)
@@ -187,7 +206,7 @@ class EncodePipeline:
             return None
         self.metrics.coalesced.labels("process").inc()
         try:
-            return _as_joined(await self._flights.join(flight))
+            return await self._flights.join(flight)
         except LookonceError:
             return None
 
@@ -203,5 +222,5 @@ async def _hashed(data: ImageFile) -> ImageDigest:
 
 
 def _as_joined(outcome: EncodeOutcome) -> EncodeOutcome:
-    """The outcome for a caller that did not start the flight: COALESCED instead of COMPUTED; a hit stays a hit."""
+    """The outcome for callers that do not count the encode: COALESCED instead of COMPUTED; a hit stays a hit."""
     return replace(outcome, origin=Origin.COALESCED) if outcome.origin is Origin.COMPUTED else outcome

@@ -21,7 +21,6 @@ from decoder_svc.scheduling.kv_pool_size import sliding_group_size
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
@@ -227,15 +226,15 @@ class Session:
         return Answers(requests, [request.output_token_ids for request in requests], list(found.values()))
 
     def _arrive(self, fetch: RowFetch) -> None:
-        source = RowSource.ENCODED if self._store is None else RowSource.SHARED_CACHE
-        if self.scheduler.rows_arrived(fetch.key, fetch.rows, source):
+        num_encoded_rows = fetch.num_image_rows if self._store is None else 0
+        if self.scheduler.rows_arrived(fetch.key, fetch.rows, num_encoded_rows):
             values = self.model.rows[fetch.key][fetch.rows.start : fetch.rows.stop]
             data = bytearray(values.numpy().tobytes())
             if self._store is not None:
                 data = bytearray(len(data))
                 miss = self._store.read_rows(fetch.key, fetch.rows.start, fetch.rows.stop, memoryview(data))
                 assert miss is None, miss
-            self.model.runner.put_rows(FetchedRows(fetch.key, fetch.rows, data, RowDtype.FLOAT32, source))
+            self.model.runner.put_rows(FetchedRows(fetch.key, fetch.rows, data, RowDtype.FLOAT32))
 
 
 def fill_store(store: EmbeddingStore, model: OfflineModel) -> None:

@@ -19,7 +19,6 @@ from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
 from decoder_svc.scheduling.row_demand import RowDemand
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
@@ -121,7 +120,7 @@ class Running:
         while set(request_ids) - ends.keys():
             message = self.next()
             if isinstance(message, RowFetch):
-                self.inbox.put(FetchedRows(message.key, message.rows, bytearray(), RowDtype.FLOAT32, RowSource.ENCODED))
+                self.inbox.put(FetchedRows(message.key, message.rows, bytearray(), RowDtype.FLOAT32))
                 continue
             assert isinstance(message, Answers), message
             for request_id, answer in message.by_request:
@@ -281,7 +280,7 @@ def test_rows_that_cannot_be_stored_end_the_requests_that_need_them_and_are_fetc
     running.submit(B, album(1))
     fetch = running.next()
     assert isinstance(fetch, RowFetch), "the rows are not taken to be there"
-    running.inbox.put(FetchedRows(fetch.key, fetch.rows, bytearray(), RowDtype.FLOAT32, RowSource.ENCODED))
+    running.inbox.put(FetchedRows(fetch.key, fetch.rows, bytearray(), RowDtype.FLOAT32, len(fetch.rows)))
     assert running.answers(B) == {B: FinishReason.LENGTH}
 
 

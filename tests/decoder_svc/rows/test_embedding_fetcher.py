@@ -19,10 +19,10 @@ from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, content_key, image_digest
-from lookonce.errors import EmbeddingNotCachedError, LookonceError
+from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.cache_names import data_key
 from lookonce.store.embedding_store import EmbeddingStore
@@ -52,10 +52,12 @@ class Fetcher:
     encoder: EncoderClient
     registry: CollectorRegistry
 
-    async def fetch(self, picture: bytes, rows: RowRange, *, with_data: bool = True) -> FetchedRows:
+    async def fetch(
+        self, picture: bytes, rows: RowRange, *, with_data: bool = True, num_image_rows: int = NUM_ROWS
+    ) -> FetchedRows:
         """The rows, or the error as an exception."""
         data = picture if with_data else None
-        fetch = RowFetch(await self.key(picture), rows, NUM_ROWS, OPTIONS, data, RequestId("r"))
+        fetch = RowFetch(await self.key(picture), rows, num_image_rows, OPTIONS, data, RequestId("r"))
         ended: asyncio.Future[FetchedRows] = asyncio.get_running_loop().create_future()
 
         def failed(_: RowFetch, error: LookonceError) -> None:
@@ -104,7 +106,7 @@ async def test_rows_come_from_the_encoder_first_and_from_redis_afterwards(
         whole = await decoder.fetch(picture(1), RowRange(0, NUM_ROWS))
         part = await decoder.fetch(picture(1), RowRange(3, 9), with_data=False)
         row_bytes = len(whole.data) // NUM_ROWS
-        assert (whole.source, part.source) == (RowSource.ENCODED, RowSource.SHARED_CACHE)
+        assert (whole.num_encoded_rows, part.num_encoded_rows) == (NUM_ROWS, 0)
         assert part.data == whole.data[3 * row_bytes : 9 * row_bytes]
         assert (decoder.metric("rows_total", "encoder"), decoder.metric("rows_total", "shared")) == (NUM_ROWS, 6)
         assert decoder.metric("bytes_total", "shared") == 6 * row_bytes
@@ -113,6 +115,33 @@ async def test_rows_come_from_the_encoder_first_and_from_redis_afterwards(
         assert decoder.registry.get_sample_value("lookonce_decoder_embedding_fetch_failed_total") == 1
         needed = decoder.registry.get_sample_value("lookonce_decoder_embedding_fetch_rows_needed_total")
         assert needed == NUM_ROWS + 6 + 1
+
+
+async def test_one_of_many_fetches_of_an_image_brings_the_count_of_its_encode(
+    folder: pathlib.Path, redis_server: EmbeddedRedis
+) -> None:
+    """Ranges of one image, fetched at once by two decoders from two encoders."""
+    async with AsyncExitStack() as stack:
+        url = redis_server.url
+        targets = [await stack.enter_async_context(running_encoder(folder, redis_url=url)) for _ in range(2)]
+        decoders = [await stack.enter_async_context(open_fetcher(f"ipv4:{','.join(targets)}", url)) for _ in range(2)]
+        ranges = [RowRange(start, start + 4) for start in range(0, NUM_ROWS, 4)]
+        for seed in range(5):
+            found = await asyncio.gather(*(one.fetch(picture(seed), rows) for one in decoders for rows in ranges))
+            assert sorted(rows.num_encoded_rows for rows in found) == [*[0] * 7, NUM_ROWS]
+
+
+async def test_the_count_of_an_encode_whose_fetch_failed_comes_with_the_next_fetch(
+    folder: pathlib.Path, redis_server: EmbeddedRedis
+) -> None:
+    async with (
+        running_encoder(folder, redis_url=redis_server.url) as target,
+        open_fetcher(target, redis_server.url) as decoder,
+    ):
+        with pytest.raises(InternalError, match="number of rows"):
+            await decoder.fetch(picture(1), RowRange(0, 4), num_image_rows=NUM_ROWS + 1)
+        found = [await decoder.fetch(picture(1), RowRange(0, 4)) for _ in range(2)]
+        assert [rows.num_encoded_rows for rows in found] == [NUM_ROWS, 0]
 
 
 @pytest.mark.parametrize("num_encoders", [1, 3])

@@ -87,6 +87,13 @@ async def test_an_image_is_encoded_once_then_found_and_its_rows_can_be_read(real
     assert await rows_of(real, key, 3, 5) == whole[3 * 256 : 5 * 256]
 
 
+async def test_one_of_many_calls_for_an_image_is_told_that_it_was_computed(real: EncoderClient) -> None:
+    data = png(3)
+    key = await key_of(real, data)
+    encoded = await asyncio.gather(*(real.encode(key, data, NO_OPTIONS, 30) for _ in range(10)))
+    assert [one.was_computed for one in encoded].count(True) == 1
+
+
 async def test_stored_rows_are_said_to_be_stored(model_folder: Callable[[str], pathlib.Path]) -> None:
     with EmbeddedRedis(64 << 20) as redis:
         async with (

@@ -13,7 +13,7 @@ from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduling.prompt import ImageItem, Span
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
@@ -45,7 +45,7 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 def int8_part(data: torch.Tensor, rows: RowRange, num_levels: int = 0) -> FetchedRows:
     """Returns some rows of KEY as the fetcher delivers them."""
     part = bytearray(data[rows.start : rows.stop].numpy().tobytes())
-    return FetchedRows(KEY, rows, part, RowDtype.INT8_SCALED, RowSource.ENCODED, num_levels)
+    return FetchedRows(KEY, rows, part, RowDtype.INT8_SCALED, num_levels)
 
 
 def on_device(*parts: FetchedRows, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> torch.Tensor:
@@ -77,7 +77,7 @@ async def test_every_path_gives_the_same_rows_close_to_the_native_ones(
     ):
         await decoder.fetch(picture(1), RowRange(0, 1))
         shared = [await decoder.fetch(picture(1), rows, with_data=False) for rows in (RowRange(9, 16), RowRange(0, 9))]
-        assert {part.source for part in shared} == {RowSource.SHARED_CACHE}
+        assert {part.num_encoded_rows for part in shared} == {0}
     rows = on_device(inline)
     assert torch.equal(on_device(*streamed), rows)
     assert torch.equal(on_device(*shared), rows)

@@ -11,7 +11,7 @@ from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.scheduling.prompt import ImageItem, Span
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
 
@@ -25,7 +25,7 @@ ROWS = torch.arange(1.0, NUM_ROWS + 1)[:, None].repeat(1, WIDTH)
 
 def fetched(start: int, stop: int) -> FetchedRows:
     data = bytearray(ROWS[start:stop].numpy().tobytes())
-    return FetchedRows(KEY, RowRange(start, stop), data, RowDtype.FLOAT32, RowSource.ENCODED)
+    return FetchedRows(KEY, RowRange(start, stop), data, RowDtype.FLOAT32)
 
 
 def item(row_tokens: tuple[int, ...] | None = None, length: int = NUM_ROWS) -> ImageItem:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from decoder_svc.scheduling.block_pool import BlockPool
 from decoder_svc.scheduling.request import Request, RequestId
-from decoder_svc.scheduling.row_range import RowRange, RowRangeSet, RowSource
+from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.content_key import ContentKey
@@ -88,6 +88,8 @@ class Oracle:
         self._layers = [layers for layers in (self._full, self._sliding) if layers is not None]
         self._computed: dict[RequestId, int] = {}
         self._rows: dict[ContentKey, RowRangeSet] = {}
+        # Rows that encoders have computed for all fetches that arrived.
+        self.num_encoded_rows = 0
 
     def run(self, output: SchedulerOutput) -> list[SampledToken]:
         """Computes a step; raises AssertionError where a token would be computed from anything but its own context."""
@@ -148,9 +150,10 @@ class Oracle:
             for layers in self._layers:
                 layers.spoil(request, token)
 
-    def arrive(self, key: ContentKey, rows: RowRange) -> None:
-        """Rows are on the device."""
-        if self._target.rows_arrived(key, rows, RowSource.ENCODED):
+    def arrive(self, key: ContentKey, rows: RowRange, num_encoded_rows: int = 0) -> None:
+        """Rows are on the device; an encoder computed `num_encoded_rows` of the image for them."""
+        self.num_encoded_rows += num_encoded_rows
+        if self._target.rows_arrived(key, rows, num_encoded_rows):
             self._rows.setdefault(key, RowRangeSet()).add(rows)
 
     def _set_blocks(self, chunk: ScheduledChunk) -> None:

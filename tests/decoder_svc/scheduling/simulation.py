@@ -10,7 +10,7 @@ from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
 from decoder_svc.scheduling.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.prompt import ImageItem, Prompt, Span
 from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request, RequestId
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
@@ -132,13 +132,13 @@ def finish_step(target: Scheduler, output: SchedulerOutput, token_id: int = 7) -
     return updates
 
 
-def step(target: Scheduler, *, rows_arrive: bool = True, source: RowSource = RowSource.ENCODED) -> SchedulerOutput:
-    """One whole step; fetches that it started arrive right after it."""
+def step(target: Scheduler, *, rows_arrive: bool = True, are_encoded: bool = True) -> SchedulerOutput:
+    """One whole step; fetches that it started arrive right after it, from an encoder or else from the shared cache."""
     output = target.schedule()
     finish_step(target, output)
     if rows_arrive:
         for fetch in output.fetches:
-            target.rows_arrived(fetch.key, fetch.rows, source)
+            target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows if are_encoded else 0)
     return output
 
 

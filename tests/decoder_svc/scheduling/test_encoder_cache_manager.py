@@ -4,7 +4,7 @@ import pytest
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager, RowUser
 from decoder_svc.scheduling.request import RequestId
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from tests.decoder_svc.scheduling.simulation import key, rows
 
 
@@ -26,7 +26,7 @@ def cache() -> EncoderCacheManager:
 
 def bring(cache: EncoderCacheManager, name: str, which: RowRange) -> None:
     cache.reserve(key(name), which)
-    assert cache.arrived(key(name), which, RowSource.ENCODED)
+    assert cache.arrived(key(name), which)
 
 
 def release(cache: EncoderCacheManager, name: str, who: RowUser) -> None:
@@ -37,7 +37,6 @@ def release(cache: EncoderCacheManager, name: str, who: RowUser) -> None:
 def test_rows_are_resident_only_after_they_arrived(cache: EncoderCacheManager) -> None:
     cache.reserve(key("y"), rows(0, 6))
     assert cache.first_missing_row(key("y"), rows(0, 6)) == 0
-    assert cache.source(key("y")) is None
     assert cache.num_reserved_rows == 10
 
 
@@ -137,7 +136,7 @@ def test_rows_on_their_way_are_not_given_away() -> None:
 def test_an_answer_for_dropped_rows_is_refused_and_the_rest_stays(cache: EncoderCacheManager) -> None:
     cache.reserve(key("x"), rows(4, 6))
     cache.drop(key("x"), rows(4, 6))
-    assert not cache.arrived(key("x"), rows(4, 6), RowSource.ENCODED)
+    assert not cache.arrived(key("x"), rows(4, 6))
     cache.reserve(key("y"), rows(0, 2))
     cache.drop(key("y"), rows(0, 2))
     assert cache.num_uses() == 1

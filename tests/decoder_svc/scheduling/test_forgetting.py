@@ -7,7 +7,6 @@ import pytest
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import FinishReason
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SampledToken
 from lookonce.forgotten import EVERYTHING, Forgotten, new_token, parse_message, to_message
@@ -22,7 +21,7 @@ def run_to_its_end(target: Scheduler, name: str) -> None:
         sampled = [chunk for chunk in output.chunks if chunk.samples]
         target.update(output, [_token(chunk.request_id) for chunk in sampled])
         for fetch in output.fetches:
-            target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+            target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
         if name not in {one.request_id for one in target.live_requests()}:
             return
     raise AssertionError(f"{name} did not end")
@@ -64,7 +63,7 @@ def test_a_request_that_is_using_the_image_ends_and_leaves_nothing_behind() -> N
     output = target.schedule()
     target.update(output, [])
     for fetch in output.fetches:
-        target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+        target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
     target.forget(Forgotten.of([key("cat")]))
     run_to_its_end(target, "shown")
     assert shown.finish_reason is FinishReason.LENGTH
@@ -82,8 +81,8 @@ def test_rows_on_their_way_are_dropped_when_they_arrive_unless_somebody_waits_fo
         cache.reserve(key(name), rows(0, 4))
     cache.release(key("cat"), RequestId("cat"), 0)
     cache.forget(EVERYTHING)
-    assert not cache.arrived(key("cat"), rows(0, 4), RowSource.ENCODED)
-    assert cache.arrived(key("dog"), rows(0, 4), RowSource.ENCODED)
+    assert not cache.arrived(key("cat"), rows(0, 4))
+    assert cache.arrived(key("dog"), rows(0, 4))
     assert cache.num_reserved_rows == 4
     cache.release(key("dog"), RequestId("dog"), 0)
     assert cache.num_reserved_rows == 0
@@ -96,7 +95,7 @@ def test_a_request_that_overlaps_with_a_user_of_a_forgotten_image_shares_nothing
     output = target.schedule()
     target.update(output, [])
     for fetch in output.fetches:
-        target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+        target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
     target.forget(Forgotten.of([key("cat")]))
     target.add(request("overlapping", 21, (image("cat", 1, 8),), text="same"))
     run_to_its_end(target, "overlapping")

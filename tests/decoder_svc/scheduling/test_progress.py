@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoder_svc.scheduling.prompt import ImageItem
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.families.base import Mask
@@ -114,7 +113,7 @@ def serve(workload: Workload) -> None:
         arrived = [fetch for due, fetch in travelling if due <= number]
         travelling = [(due, fetch) for due, fetch in travelling if due > number]
         for fetch in arrived:
-            target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+            target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
         is_idle = not (output.chunks or travelling or arrived) and target.has_requests()
         num_idle = num_idle + 1 if is_idle else 0
         assert num_idle < _NUM_IDLE_STEPS, f"stuck: {target.live_requests()}"

@@ -13,7 +13,6 @@ from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import Request, RequestState
 from decoder_svc.scheduling.row_demand import RowDemand
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.content_key import ContentKey
 from tests.decoder_svc.scheduling.simulation import image, key, request, rows
@@ -21,7 +20,6 @@ from tests.decoder_svc.scheduling.simulation import image, key, request, rows
 CAPACITY = 12
 MAX_IMAGE_ROWS = 6
 MAX_ASKED = 8
-SOURCES = st.sampled_from([RowSource.ENCODED, RowSource.SHARED_CACHE])
 
 
 class Model:
@@ -69,6 +67,8 @@ class RowDemandMachine(RuleBasedStateMachine):
         self.live: list[Request] = []
         self.travelling: list[RowFetch] = []
         self.num_made = 0
+        # Rows that encoders computed, less those that answers have counted.
+        self.num_encoded_rows = 0
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
@@ -97,10 +97,10 @@ class RowDemandMachine(RuleBasedStateMachine):
             self.advance(one, data.draw(st.integers(one.num_computed_tokens, stop)))
 
     @precondition(lambda self: self.travelling)
-    @rule(data=st.data(), source=SOURCES)
-    def arrive(self, data: st.DataObject, source: RowSource) -> None:
+    @rule(data=st.data(), is_encoded=st.booleans())
+    def arrive(self, data: st.DataObject, is_encoded: bool) -> None:
         fetch = data.draw(st.sampled_from(self.travelling))
-        self.bring(fetch, source)
+        self.bring(fetch, is_encoded=is_encoded)
 
     @precondition(lambda self: self.travelling)
     @rule(data=st.data(), had_data=st.booleans())
@@ -130,7 +130,11 @@ class RowDemandMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
+        """A request ends: with an answer if all is computed, else because its caller leaves."""
         one = data.draw(st.sampled_from(self.live))
+        if one.num_computed_tokens == one.num_tokens:
+            one.token_ids.append(7)
+            self.num_encoded_rows -= one.usage.encoded_image_tokens
         self.demand.remove(one)
         self.live.remove(one)
 
@@ -138,6 +142,8 @@ class RowDemandMachine(RuleBasedStateMachine):
     def accounts_agree(self) -> None:
         self.cache.check_integrity()
         assert self.cache.num_reserved_rows == self.model.num_rows <= CAPACITY
+        num_counted = sum(one.usage.encoded_image_tokens for one in self.live)
+        assert num_counted + self.demand._uncounted.num_rows == self.num_encoded_rows, "encodes were lost or doubled"
         for one in self.live:
             start = one.num_computed_tokens
             assert self.demand.runnable_stop(one, start) == self.model.runnable_stop(one, start, overlap=self.overlap)
@@ -149,17 +155,37 @@ class RowDemandMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Left alone, every request gets its rows, the first ones first; then nobody needs any."""
+        self.finish_all(are_encoded=True)
+        for one in self.live:
+            self.demand.remove(one)
+        assert self.cache.num_uses() == 0
+        self.leave_no_count_open()
+
+    def leave_no_count_open(self) -> None:
+        """Encodes that no answer has counted are counted by the next requests that take their rows."""
+        for name in "uvw" * (1 + self.num_encoded_rows // 4):
+            num_rows = MAX_IMAGE_ROWS - "uvw".index(name)
+            self.num_made += 1
+            one = request(f"r{self.num_made}", num_rows, (image(name, 0, num_rows),), arrival_s=self.num_made)
+            one.state = RequestState.RUNNING
+            self.demand.add(one)
+            self.live = [one]
+            self.finish_all(are_encoded=False)
+            one.token_ids.append(7)
+            self.demand.remove(one)
+            self.num_encoded_rows -= one.usage.encoded_image_tokens
+        assert self.num_encoded_rows == self.demand._uncounted.num_rows == 0
+
+    def finish_all(self, *, are_encoded: bool) -> None:
+        """Runs steps until every request is computed."""
         for _ in range(40):
             self.ask()
             while self.travelling:
-                self.bring(self.travelling[0], RowSource.ENCODED)
+                self.bring(self.travelling[0], is_encoded=are_encoded)
             for one in self.live:
                 self.advance(one, self.demand.runnable_stop(one, one.num_computed_tokens))
             self.accounts_agree()
         assert all(one.num_computed_tokens == one.num_tokens for one in self.live)
-        for one in self.live:
-            self.demand.remove(one)
-        assert self.cache.num_uses() == 0
 
     def ask(self) -> None:
         """Runs a step's requests for rows: only missing rows, each once, within the step's limit."""
@@ -176,10 +202,12 @@ class RowDemandMachine(RuleBasedStateMachine):
         assert num_rows <= MAX_ASKED or len(self.demand.fetches) == 1
         self.travelling += self.demand.fetches
 
-    def bring(self, fetch: RowFetch, source: RowSource) -> None:
+    def bring(self, fetch: RowFetch, *, is_encoded: bool) -> None:
         self.travelling.remove(fetch)
         brought = set(range(fetch.rows.start, fetch.rows.stop))
-        assert self.cache.arrived(fetch.key, fetch.rows, source)
+        num_encoded_rows = fetch.num_image_rows if is_encoded else 0
+        self.num_encoded_rows += num_encoded_rows
+        assert self.demand.arrived(fetch.key, fetch.rows, num_encoded_rows)
         self.model.arriving[fetch.key] -= brought
         self.model.resident[fetch.key] |= brought
 
@@ -251,9 +279,8 @@ def test_the_source_of_each_image_is_counted_by_who_paid_for_it(cache: EncoderCa
     other = ready(request("b", 12, (image("x", 0, 4),), arrival_s=2), cache, demand)
     demand.begin_step()
     ask(demand, one)
-    assert cache.arrived(key("x"), rows(0, 4), RowSource.ENCODED)
-    demand.begin_step()
     ask(demand, other)
+    assert demand.arrived(key("x"), rows(0, 4), 4)
     for each in (one, other):
         each.num_computed_tokens = each.num_tokens
         demand.pass_computed(each)
@@ -265,10 +292,76 @@ def test_a_recomputation_after_a_preemption_is_not_counted_again(cache: EncoderC
     one = ready(request("a", 8, (image("x", 0, 4),)), cache, demand)
     demand.begin_step()
     ask(demand, one)
-    assert cache.arrived(key("x"), rows(0, 4), RowSource.SHARED_CACHE)
+    assert cache.arrived(key("x"), rows(0, 4))
     for _ in range(2):
         one.num_computed_tokens = 8
         demand.pass_computed(one)
         assert one.usage.cached_image_tokens == 4
         demand.restart(one)
         one.num_computed_tokens = 0
+
+
+def take_all(demand: RowDemand, one: Request, num_encoded_rows: int) -> None:
+    """The request's missing rows are asked for and arrive, and all its tokens are computed."""
+    demand.begin_step()
+    ask(demand, one)
+    for fetch in demand.fetches:
+        assert demand.arrived(fetch.key, fetch.rows, num_encoded_rows)
+    one.num_computed_tokens = one.num_tokens
+    demand.pass_computed(one)
+
+
+def test_a_request_that_ends_without_output_leaves_its_count_to_the_next(
+    cache: EncoderCacheManager, demand: RowDemand
+) -> None:
+    gone = ready(request("a", 8, (image("x", 0, 4),)), cache, demand)
+    take_all(demand, gone, 4)
+    assert gone.usage.encoded_image_tokens == 4
+    demand.remove(gone)
+    assert (gone.usage.encoded_image_tokens, gone.usage.cached_image_tokens) == (0, 4)
+    found = ready(request("b", 8, (image("x", 0, 4),)), cache, demand)
+    demand.account_for_hit(found, 8)
+    found.num_computed_tokens = 8
+    demand.pass_computed(found)
+    assert found.usage.encoded_image_tokens == 0, "it needed no row"
+    others = [ready(request(name, 8, (image("x", 0, 4),)), cache, demand) for name in "cd"]
+    for other in others:
+        take_all(demand, other, 0)
+    assert [other.usage.encoded_image_tokens for other in others] == [4, 0]
+
+
+def test_rows_that_arrive_when_nobody_expects_them_are_counted_by_the_next(
+    cache: EncoderCacheManager, demand: RowDemand
+) -> None:
+    assert not demand.arrived(key("x"), rows(0, 4), 4)
+    one = ready(request("a", 8, (image("x", 0, 4),)), cache, demand)
+    take_all(demand, one, 0)
+    assert one.usage.encoded_image_tokens == 4
+
+
+def test_an_encode_for_the_end_of_an_image_counts_the_whole_image(
+    cache: EncoderCacheManager, demand: RowDemand
+) -> None:
+    """The shared cache has lost the image, and the prefix cache has three of its four tokens."""
+    one = ready(request("a", 8, (image("x", 0, 4),)), cache, demand)
+    demand.account_for_hit(one, 3)
+    assert one.usage.skipped_image_tokens == 3
+    one.num_computed_tokens = 3
+    take_all(demand, one, 4)
+    usage = one.usage
+    assert (usage.encoded_image_tokens, usage.cached_image_tokens, usage.skipped_image_tokens) == (4, 0, 0)
+    demand.remove(one)
+    assert (usage.encoded_image_tokens, usage.cached_image_tokens, usage.skipped_image_tokens) == (0, 1, 3)
+
+
+def test_an_encode_after_a_preemption_is_counted_by_the_preempted_request(
+    cache: EncoderCacheManager, demand: RowDemand
+) -> None:
+    one = ready(request("a", 8, (image("x", 0, 4),)), cache, demand)
+    take_all(demand, one, 0)
+    demand.restart(one)
+    one.num_computed_tokens = 0
+    cache.reserve(key("y"), rows(0, 10))
+    cache.drop(key("y"), rows(0, 10))
+    take_all(demand, one, 4)
+    assert (one.usage.encoded_image_tokens, one.usage.cached_image_tokens) == (4, 0)

@@ -15,7 +15,6 @@ from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request
-from decoder_svc.scheduling.row_range import RowSource
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import chunks, finish_step, image, key, request, rows, scheduler, step
@@ -210,7 +209,7 @@ def test_row_ranges(case: Rows) -> None:
     cache = EncoderCacheManager(100)
     for each in case.resident:
         cache.reserve(key("x"), rows(*each))
-        cache.arrived(key("x"), rows(*each), RowSource.SHARED_CACHE)
+        cache.arrived(key("x"), rows(*each))
     for each in case.arriving:
         cache.reserve(key("x"), rows(*each))
     assert cache.unasked(key("x"), rows(*case.wanted)) == [rows(*each) for each in case.asked], case.what
@@ -351,7 +350,7 @@ def test_a_request_whose_image_has_no_room_is_served_in_the_end(
         travelling.append(output.fetches)
         if len(travelling) >= steps_to_arrive:
             for fetch in travelling.pop(0):
-                target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+                target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
     raise AssertionError(f"{waiting} is overtaken for ever")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from decoder_svc.scheduling.request import CacheScope, Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
-from decoder_svc.scheduling.row_range import RowRange, RowSource
+from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SchedulerOutput
 from lookonce.content_key import ContentKey
@@ -44,7 +44,7 @@ def test_text_before_an_image_is_computed_while_its_rows_travel() -> None:
     assert chunks(output) == [("a", 0, 3)]
     assert [fetch.key for fetch in output.fetches] == [key("x")]
     assert chunks(step(target, rows_arrive=False)) == []
-    assert target.rows_arrived(key("x"), rows(0, 6), RowSource.ENCODED)
+    assert target.rows_arrived(key("x"), rows(0, 6), num_encoded_rows=6)
     assert chunks(step(target)) == [("a", 3, 9)]
 
 
@@ -62,7 +62,7 @@ def test_one_fetch_serves_all_requests_for_a_picture() -> None:
     target.add(request("a", 8, (image("x", 2, 4),), arrival_s=1))
     target.add(request("b", 8, (image("x", 3, 4),), arrival_s=2))
     assert len(step(target, rows_arrive=False).fetches) == 1
-    target.rows_arrived(key("x"), rows(0, 4), RowSource.ENCODED)
+    target.rows_arrived(key("x"), rows(0, 4), num_encoded_rows=4)
     output = step(target)
     assert output.fetches == ()
     assert chunks(output) == [("a", 2, 6), ("b", 3, 5)]
@@ -78,7 +78,7 @@ def test_usage_tells_encoded_from_shared_and_counts_once() -> None:
     third = request("c", 8, (image("y", 1, 4),), arrival_s=2, max_tokens=1)
     target.add(second)
     target.add(third)
-    step(target, source=RowSource.SHARED_CACHE), step(target)
+    step(target, are_encoded=False), step(target)
     assert (second.usage.encoded_image_tokens, second.usage.cached_image_tokens) == (0, 4)
     assert (third.usage.encoded_image_tokens, third.usage.cached_image_tokens) == (0, 4)
 
@@ -196,7 +196,7 @@ def test_rows_that_arrive_after_everybody_left_stay_for_the_next() -> None:
     target.add(request("a", 6, (image("x", 0, 4),)))
     step(target, rows_arrive=False)
     target.abort(request("a", 6).request_id)
-    assert target.rows_arrived(key("x"), rows(0, 4), RowSource.ENCODED)
+    assert target.rows_arrived(key("x"), rows(0, 4), num_encoded_rows=4)
     target.add(request("b", 6, (image("x", 0, 4),)))
     output = step(target)
     assert output.fetches == ()
@@ -225,7 +225,7 @@ def test_a_hit_that_ends_inside_an_image_fetches_only_the_rows_after_it() -> Non
     step(target)
     again = request("b", 11, (image("x", 2, 8),), text="same", max_tokens=1, arrival_s=2)
     target.add(again)
-    output = step(target, source=RowSource.SHARED_CACHE)
+    output = step(target, are_encoded=False)
     assert [(fetch.key, fetch.rows) for fetch in output.fetches] == [(key("x"), rows(6, 8))]
     assert chunks(step(target)) == [("b", 8, 3)]
     assert (again.usage.skipped_image_tokens, again.usage.cached_image_tokens) == (6, 2)
@@ -312,9 +312,9 @@ def test_without_overlap_a_prompt_waits_for_all_rows_that_it_asked_for() -> None
     output = step(target, rows_arrive=False)
     assert chunks(output) == []
     first, second = output.fetches
-    target.rows_arrived(first.key, first.rows, RowSource.ENCODED)
+    target.rows_arrived(first.key, first.rows, first.num_image_rows)
     assert chunks(step(target)) == []
-    target.rows_arrived(second.key, second.rows, RowSource.ENCODED)
+    target.rows_arrived(second.key, second.rows, second.num_image_rows)
     assert chunks(step(target)) == [("a", 0, 12)]
 
 
@@ -391,7 +391,7 @@ class TestTheSeedsCrashCase:
         target.add(first)
         target.add(second)
         target.encoder_cache.reserve(self.IMAGE.key, rows(0, 8687))
-        target.rows_arrived(self.IMAGE.key, rows(0, 8687), RowSource.ENCODED)
+        target.rows_arrived(self.IMAGE.key, rows(0, 8687), num_encoded_rows=8687)
         steps = [step(target) for _ in range(4)]
         assert [[chunk.num_tokens for chunk in each.chunks] for each in steps] == [[8192], [7840, 1], [1, 1], [1, 1]]
         assert all(each.fetches == () for each in steps)
@@ -492,7 +492,7 @@ def test_requests_that_arrive_at_the_same_moment_never_wait_for_each_other(first
         target._waiting.add(preempted)
     step(target)
     for fetch in held_back:
-        target.rows_arrived(fetch.key, fetch.rows, RowSource.ENCODED)
+        target.rows_arrived(fetch.key, fetch.rows, fetch.num_image_rows)
     target.abort(RequestId("c"))
     for _ in range(30):
         step(target)

@@ -69,6 +69,8 @@ class Traffic:
         """
         # The source of every random choice; tests may replace it between actions.
         self.rng = random.Random(seed)
+        # A source of its own: where rows come from changes no other choice.
+        self._encodes = random.Random(seed)
         self._mask = mask
         self._num_blocks, token_budget = SIZES[mask]
         self.target = scheduler(
@@ -118,8 +120,7 @@ class Traffic:
                 break
             self.step()
             while self.travelling:
-                fetch = self.travelling.pop(0)
-                self.oracle.arrive(fetch.key, fetch.rows)
+                self._arrive(self.travelling.pop(0))
             self.target.check_integrity()
         unfinished = [one for one in self.requests if one.state is not RequestState.FINISHED]
         assert not unfinished, "requests were left alone"
@@ -129,6 +130,7 @@ class Traffic:
         for one in self.requests:
             self._check_answer(one)
             self._check_usage(one)
+        self._check_encodes()
 
     def _check_answer(self, one: Request) -> None:
         """Every token is the model's, and the last one is where an answer ends."""
@@ -148,6 +150,12 @@ class Traffic:
             accounted = usage.encoded_image_tokens + usage.cached_image_tokens + usage.skipped_image_tokens
             assert accounted == usage.image_tokens, f"rows of {one} were counted twice or not at all"
             assert usage.cached_prompt_tokens < usage.prompt_tokens + usage.completion_tokens
+
+    def _check_encodes(self) -> None:
+        """Every row that an encoder computed is counted by one request, or still open for the next one."""
+        num_counted = sum(one.usage.encoded_image_tokens for one in self.requests)
+        num_open = self.target._row_demand._uncounted.num_rows
+        assert num_counted + num_open == self.oracle.num_encoded_rows, "encodes were counted twice or lost"
 
     def submit(self) -> None:
         """Submits a request, mostly a variant of an earlier one."""
@@ -270,7 +278,11 @@ class Traffic:
         if self.rng.random() < 0.15:
             self.target.rows_failed(fetch.key, fetch.rows, had_data=True)
         else:
-            self.oracle.arrive(fetch.key, fetch.rows)
+            self._arrive(fetch)
+
+    def _arrive(self, fetch: RowFetch) -> None:
+        """Brings the rows of a fetch, which an encoder computes or the shared cache has."""
+        self.oracle.arrive(fetch.key, fetch.rows, self._encodes.choice((0, fetch.num_image_rows)))
 
     def forget(self) -> None:
         """Removes one image, or all, as an operator would."""
