@@ -22,7 +22,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     # Most tokens to generate.
     max_tokens: int = 256
-    # Stop ids end the request only from this many generated tokens on.
+    # Generated tokens that come before a stop id or a stop string.
     min_tokens: int = 0
     # The model's end-of-sequence ids (none with ignore_eos) and the request's own stop ids.
     stop_token_ids: frozenset[int] = frozenset()
