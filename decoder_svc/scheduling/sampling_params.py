@@ -18,7 +18,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # (token id, addend) pairs.
+    # (token id, addend) pairs; -inf for tokens that the model must not generate.
     logit_bias: tuple[tuple[int, float], ...] = ()
     # Most tokens to generate.
     max_tokens: int = 256

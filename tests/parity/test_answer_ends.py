@@ -1,13 +1,17 @@
-"""Answers end where `generate` of transformers ends them, for a model that wants to end at once."""
+"""Answers end where `generate` of transformers ends them, and a folder's defaults mean the same as there."""
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from decoder_svc.prompt.generation_defaults import load_defaults
+from decoder_svc.prompt.sampling_check import SamplingLimits, SamplingSpec, check_sampling
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
@@ -73,3 +77,31 @@ def test_the_end_of_sequence_waits_as_long_as_in_generate(
         assert answers.token_ids == [output[0, len(question.prompt.token_ids) :].tolist()]
         reasons.add(answers.requests[0].finish_reason)
     assert reasons == {FinishReason.STOP if min_tokens < MAX_TOKENS else FinishReason.LENGTH}
+
+
+def test_a_folders_defaults_mean_what_they_mean_in_generate(
+    model: offline.OfflineModel, reference: Any, tmp_path: pathlib.Path
+) -> None:
+    limits = SamplingLimits(reference.config.get_text_config().vocab_size, 8, 8, MAX_TOKENS)
+    for question in model.questions:
+        # Neither the answer's first token nor its third may be generated, and its second would end the answer.
+        first, end, third, *_ = question.expected
+        stated = {
+            "suppress_tokens": [first, third, limits.vocab_size + 5],
+            "eos_token_id": [end],
+            "min_new_tokens": 4,
+            "repetition_penalty": 1.3,
+        }
+        (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+        with torch.inference_mode():
+            output = reference.generate(
+                input_ids=torch.tensor([question.prompt.token_ids]),
+                attention_mask=torch.ones(1, len(question.prompt.token_ids), dtype=torch.long),
+                generation_config=GenerationConfig.from_pretrained(tmp_path),
+                max_new_tokens=MAX_TOKENS,
+                pad_token_id=end,
+            )
+        params = check_sampling(SamplingSpec(), load_defaults(tmp_path, None), limits).params
+        answers = offline.Session(model).ask([question.prompt], params=params)
+        assert answers.token_ids == [output[0, len(question.prompt.token_ids) :].tolist()]
+        assert answers.token_ids[0] != question.expected[:MAX_TOKENS]
