@@ -31,7 +31,7 @@ class GeneratedText:
         self._decoder = IncrementalDecoder(tokenizer)
         self._filter = StopFilter(sampling.stop_strings)
         self._stop_token_ids = sampling.params.stop_token_ids
-        # Stop strings before this many tokens are ignored, as the end of sequence is.
+        # Stop strings in the text of the first tokens are ignored, as the end of sequence is.
         self._min_tokens = sampling.params.min_tokens
         # Tokens of the answer so far, and how many of them were accepted draft tokens.
         self.num_tokens = 0
@@ -46,7 +46,7 @@ class GeneratedText:
             text = "" if is_stop_token else self._decoder.push(token_id)
             self.num_tokens += 1
             self.num_accepted_drafts += index < len(output.was_draft) and output.was_draft[index]
-            if self.num_tokens < self._min_tokens:
+            if self.num_tokens <= self._min_tokens:
                 pieces.append(text)
                 continue
             filtered = self._filter.push(text)
@@ -58,7 +58,11 @@ class GeneratedText:
                 )
         reason = output.finish_reason
         if reason is not None:
-            rest = self._filter.push(self._decoder.flush())
+            text = self._decoder.flush()
+            if self.num_tokens <= self._min_tokens:
+                # The filter has seen no text and holds none.
+                return TextIncrement("".join([*pieces, text]), output.token_ids, output.logprobs, reason)
+            rest = self._filter.push(text)
             pieces.append(rest.text)
             pieces.append("" if rest.is_stopped else self._filter.flush())
             reason = FinishReason.STOP if rest.is_stopped else reason

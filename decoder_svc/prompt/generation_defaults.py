@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import pathlib
 from dataclasses import dataclass
 from typing import Any
 
 from lookonce.errors import ModelFolderError
+from lookonce.model.generation_config import FILE_NAME, ignored_fields, read_generation_config
+from lookonce.model.model_folder import read_json_object
+
+logger = logging.getLogger(__name__)
+
+# The default of transformers for a file that sets do_sample and no top_k.
+_DEFAULT_TOP_K = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,38 +30,37 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
     # Each of these ids ends a generation.
     eos_token_ids: frozenset[int] = frozenset()
+    # These ids are never generated.
+    suppressed_token_ids: frozenset[int] = frozenset()
+    # Generated tokens that come before an end of sequence.
+    min_tokens: int = 0
 
 
 def load_defaults(folder: pathlib.Path, tokenizer_eos_id: int | None) -> GenerationDefaults:
     """Loads the defaults of a folder. `tokenizer_eos_id` is used if no configuration file names an end of sequence.
 
-    Raises ModelFolderError for an unreadable file or a wrong value in it.
+    Logs a warning that names the fields that are ignored and would change answers. Raises ModelFolderError for an
+    unreadable file or a wrong value in it.
     """
-    generation = _read_json(folder / "generation_config.json")
-    config = _read_json(folder / "config.json")
+    generation = read_generation_config(folder)
+    if ignored := ignored_fields(generation):
+        logger.warning("%s: ignored, although they change answers in transformers: %s", FILE_NAME, ", ".join(ignored))
+    path = folder / "config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    is_sampled = bool(generation.get("do_sample"))
     try:
         return GenerationDefaults(
-            temperature=float(_stated(generation, "temperature", 1.0)) if generation.get("do_sample") else 0.0,
+            temperature=float(_stated(generation, "temperature", 1.0)) if is_sampled else 0.0,
             top_p=float(_stated(generation, "top_p", 1.0)),
-            top_k=int(_stated(generation, "top_k", 0)) or None,
+            top_k=int(_stated(generation, "top_k", _DEFAULT_TOP_K if is_sampled else 0)) or None,
             min_p=float(_stated(generation, "min_p", 0.0)),
             repetition_penalty=float(_stated(generation, "repetition_penalty", 1.0)),
             eos_token_ids=_eos_token_ids(generation, config, tokenizer_eos_id),
+            suppressed_token_ids=frozenset(map(int, generation.get("suppress_tokens") or ())),
+            min_tokens=int(_stated(generation, "min_new_tokens", 0)),
         )
     except (TypeError, ValueError) as error:
         raise ModelFolderError(f"generation_config.json has a value that is not a number: {error}") from error
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelFolderError(f"{path.name} is not valid JSON") from error
-    if not isinstance(content, dict):
-        raise ModelFolderError(f"{path.name} is not a JSON object")
-    return content
 
 
 def _stated(generation: dict[str, Any], name: str, default: float) -> Any:

@@ -217,6 +217,7 @@ class PromptBuilder:
             if not token_ids:
                 raise PromptEmptyError("the conversation has no token; send some text")
         row_ids = {self._family.image_token_id, *(layout.row_token_id for layout in layouts)}
+        self._check_embedded(spec, set(token_ids) - row_ids)
         runs = [run for layout in layouts for run in layout.runs]
         num_found = sum(map(token_ids.count, row_ids))
         if num_found != len(runs):
@@ -226,6 +227,14 @@ class PromptBuilder:
             )
         token_ids = list(expanded(token_ids, row_ids, runs))
         return token_ids, _found_spans(token_ids, layouts)
+
+    def _check_embedded(self, spec: PromptSpec, token_ids: set[int]) -> None:
+        """Raises InvalidParameterError for ids of the tokenizer that the model has no embedding for."""
+        if max(token_ids, default=0) >= self._limits.vocab_size:
+            raise InvalidParameterError(
+                "text.text" if isinstance(spec, TextPrompt) else "chat.messages",
+                f"has a token with id {max(token_ids)}, and this model's vocabulary has {self._limits.vocab_size}",
+            )
 
     def _finished(self, text: str) -> str:
         finish = self._family.finish_text

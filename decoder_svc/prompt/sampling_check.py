@@ -95,9 +95,9 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
         ),
         presence_penalty=_occurrence_penalty("presence_penalty", spec.presence_penalty),
         frequency_penalty=_occurrence_penalty("frequency_penalty", spec.frequency_penalty),
-        logit_bias=_logit_bias(spec.logit_bias or {}, limits.vocab_size),
+        logit_bias=_logit_bias(spec.logit_bias or {}, defaults, limits.vocab_size),
         max_tokens=max_tokens,
-        min_tokens=_integer("min_tokens", spec.min_tokens, 0, max_tokens, 0),
+        min_tokens=_integer("min_tokens", spec.min_tokens, 0, max_tokens, min(defaults.min_tokens, max_tokens)),
         stop_token_ids=_stop_token_ids(spec, defaults, limits.vocab_size),
         seed=spec.seed,
         logprobs=None if spec.logprobs is None else _integer("logprobs", spec.logprobs, 0, limits.max_logprobs, 0),
@@ -153,7 +153,10 @@ def _integer(name: str, value: int | None, low: int, high: int | None, default: 
     return value
 
 
-def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+def _logit_bias(
+    bias: Mapping[int, float], defaults: GenerationDefaults, vocab_size: int
+) -> tuple[tuple[int, float], ...]:
+    """Returns the caller's biases, and -inf for the tokens that the model must not generate."""
     if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise _out_of_range("logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS_ENTRIES} entries")
     _check_ids("logit_bias", tuple(bias), vocab_size)
@@ -161,14 +164,21 @@ def _logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, 
         if not -MAX_LOGIT_BIAS <= addend <= MAX_LOGIT_BIAS:
             allowed = f"in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
             raise _out_of_range("logit_bias", addend, f"{allowed} (token {token_id})")
-    return tuple(sorted(bias.items()))
+    suppressed = dict.fromkeys(_known(defaults.suppressed_token_ids, vocab_size), -math.inf)
+    return tuple(sorted({**bias, **suppressed}.items()))
 
 
 def _stop_token_ids(spec: SamplingSpec, defaults: GenerationDefaults, vocab_size: int) -> frozenset[int]:
     if len(spec.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise _out_of_range("stop_token_ids", len(spec.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS} ids")
     _check_ids("stop_token_ids", spec.stop_token_ids, vocab_size)
-    return frozenset(spec.stop_token_ids) | (frozenset() if spec.ignore_eos else defaults.eos_token_ids)
+    own_ids = frozenset() if spec.ignore_eos else _known(defaults.eos_token_ids, vocab_size)
+    return frozenset(spec.stop_token_ids) | own_ids
+
+
+def _known(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """Returns those of a folder's ids for which the model has a logit; the others can never be generated."""
+    return frozenset(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
 
 
 def _stop_strings(stop: Sequence[str], limits: SamplingLimits) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import pathlib
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -38,7 +38,7 @@ class TextTokenizer:
     """Tokenizes and detokenizes; safe to use from several threads at once."""
 
     def __init__(self, pretrained: Any) -> None:
-        """`pretrained` is a fast tokenizer from transformers."""
+        """`pretrained` is a fast tokenizer from transformers. Raises ModelFolderError if it cannot be made safe."""
         state = json.loads(pretrained.backend_tokenizer.to_str())
         state["truncation"] = state["padding"] = None
         # The unchanged tokenizer, for trusted text and for decoding.
@@ -63,7 +63,8 @@ class TextTokenizer:
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[int]:
         """Tokenizes the joined text of all pieces, with control tokens from the trusted pieces only.
 
-        Raises InvalidParameterError if a user's text cannot be encoded without a control token's id.
+        Ordinary text has the ids that transformers gives. Raises InvalidParameterError if a user's text cannot be
+        encoded without a control token's id.
         """
         has_bos = bool(pieces) and pieces[0].is_trusted and self._has_bos(pieces[0].text)
         return self._aliased.encode(pieces, add_special_tokens=not has_bos)
@@ -96,70 +97,166 @@ def load_pretrained(folder: pathlib.Path) -> Any:
     return pretrained
 
 
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Plain text or one control token in the text of a prompt."""
+
+    text: str
+    # The alias to write in place of `text`; None for plain text.
+    alias: str | None = None
+
+
 class _AliasedTokenizer:
-    """A copy of a tokenizer in which control tokens have secret names."""
+    """A copy of a tokenizer in which control tokens have secret names.
+
+    The copy numbers its tokens on its own and without gaps: the model's tokens first, then the added ones. So the id of
+    an added token is never the id of another token, and a table leads back to the original ids.
+    """
 
     def __init__(self, state: dict[str, Any]) -> None:
-        """`state` is the tokenizer's JSON; it is not changed."""
-        added = state["added_tokens"]
-        self._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": []}))
+        """`state` is the tokenizer's JSON; it is not changed. Raises ModelFolderError if a token cannot be copied."""
+        model, self._original_ids = _numbered_without_gaps(state["model"])
+        self._tokenizer = Tokenizer.from_str(json.dumps({**state, "model": model, "added_tokens": []}))
+        controls = [token for token in state["added_tokens"] if _is_control(token)]
+        self._control_content = self._contents_in_vocabulary(controls, _unknown_ids(state))
         nonce = str(secrets.randbelow(9 * 10 ** (_NONCE_DIGITS - 1)) + 10 ** (_NONCE_DIGITS - 1))
-        self._alias_of: dict[str, str] = {}
-        self._id_of_name: dict[str, int] = {}
-        self._control_content: dict[int, str] = {}
-        for index, token in enumerate(added):
-            name = f"{nonce}{index:06d}" if _is_control(token) else str(token["content"])
-            self._add(token, name)
+        self._alias_of = {token["content"]: f"{nonce}{index:06d}" for index, token in enumerate(controls)}
+        self._single_words = frozenset(token["content"] for token in controls if token["single_word"])
+        self._add(state["added_tokens"])
+        self._alias_ids = frozenset(self._tokenizer.token_to_id(alias) for alias in self._alias_of.values())
+        self._check_aliases(state)
         longest_first = sorted(self._alias_of, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # The unknown token may stand for an unknown character in any text, so it is allowed in users' text.
-        for unknown_id in _unknown_ids(state):
-            self._control_content.pop(unknown_id, None)
 
     def encode(self, pieces: Sequence[TextPiece], *, add_special_tokens: bool) -> list[int]:
         """Returns ids in the original tokenizer's numbering."""
-        text = "".join(self._with_aliases(piece.text) if piece.is_trusted else piece.text for piece in pieces)
-        return self._original_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        stretches = [stretch for piece in pieces for stretch in self._stretches(piece)]
+        while True:
+            text = "".join(stretch.alias or stretch.text for stretch in stretches)
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            hidden = self._hidden_aliases(stretches, encoding)
+            if not hidden:
+                return self._in_original_numbering(encoding)
+            # The normaliser can hide a control token at some places. There it is plain text, as in the original.
+            stretches = [
+                replace(stretch, alias=None) if index in hidden else stretch for index, stretch in enumerate(stretches)
+            ]
 
-    def _add(self, token: dict[str, Any], name: str) -> None:
-        flags = {flag: token[flag] for flag in ("lstrip", "rstrip", "normalized", "special")}
-        is_control = name != token["content"]
-        self._tokenizer.add_tokens(
-            [AddedToken(name, single_word=False if is_control else token["single_word"], **flags)]
-        )
-        self._id_of_name[name] = token["id"]
-        if is_control:
-            self._alias_of[token["content"]] = name
-            self._control_content[token["id"]] = token["content"]
+    def _contents_in_vocabulary(self, controls: Sequence[dict[str, Any]], unknown_ids: Sequence[int]) -> dict[int, str]:
+        """Returns the control tokens whose text is an ordinary token of the model as well, by the copy's id of that.
 
-    def _with_aliases(self, text: str) -> str:
-        return self._control_pattern.sub(lambda match: self._alias_of[match[0]], text)
+        The unknown token may stand for an unknown character in any text, so it is allowed in users' text.
+        """
+        content_of = {token["id"]: str(token["content"]) for token in controls if token["id"] not in unknown_ids}
+        return {
+            own_id: content_of[original_id]
+            for own_id, original_id in enumerate(self._original_ids)
+            if original_id in content_of
+        }
 
-    def _original_ids(self, encoding: Encoding) -> list[int]:
-        """Maps an encoding of the copy to original ids by token text: the copy's ids of added tokens are arbitrary."""
+    def _add(self, added: Sequence[dict[str, Any]]) -> None:
+        """Adds all tokens, control tokens under their aliases, and continues the table of original ids."""
+        tokens = []
+        for token in added:
+            flags = {flag: token[flag] for flag in ("lstrip", "rstrip", "normalized", "special", "single_word")}
+            alias = self._alias_of.get(token["content"])
+            if alias is not None:
+                # An alias ends in digits, so that none would be a single word. `_stretches` looks at the neighbours.
+                flags["single_word"] = False
+            tokens.append(AddedToken(alias or token["content"], **flags))
+        self._tokenizer.add_tokens(tokens)
+        for token, copied in zip(added, tokens, strict=True):
+            own_id = self._tokenizer.token_to_id(copied.content)
+            if own_id == len(self._original_ids):
+                self._original_ids.append(token["id"])
+            elif own_id is None or self._original_ids[own_id : own_id + 1] != [token["id"]]:
+                raise ModelFolderError(f"the tokenizer's added token {token['content']!r} cannot be copied")
+
+    def _check_aliases(self, state: dict[str, Any]) -> None:
+        """Raises ModelFolderError if the original tokenizer finds a control token, but the copy not its alias."""
+        original = Tokenizer.from_str(json.dumps(state))
+        for content, alias in self._alias_of.items():
+            is_found = original.token_to_id(content) in original.encode(content, add_special_tokens=False).ids
+            found = self._tokenizer.encode(alias, add_special_tokens=False).ids
+            if is_found and self._tokenizer.token_to_id(alias) not in found:
+                raise ModelFolderError(
+                    f"the tokenizer's normalizer changes digits; control token {content!r} cannot be told from text"
+                )
+
+    def _stretches(self, piece: TextPiece) -> list[_Stretch]:
+        """Cuts a piece into plain text and control tokens."""
+        if not piece.is_trusted:
+            return [_Stretch(piece.text)]
+        stretches: list[_Stretch] = []
+        end = 0
+        for match in self._control_pattern.finditer(piece.text):
+            # Only neighbours in the same piece count: no text of a user switches off a control token of the template.
+            if match[0] in self._single_words and _touches_word(match):
+                continue
+            stretches += (_Stretch(piece.text[end : match.start()]), _Stretch(match[0], self._alias_of[match[0]]))
+            end = match.end()
+        return [*stretches, _Stretch(piece.text[end:])]
+
+    def _hidden_aliases(self, stretches: Sequence[_Stretch], encoding: Encoding) -> set[int]:
+        """Returns the indices of the stretches whose alias the tokenizer did not find."""
+        num_aliases = sum(stretch.alias is not None for stretch in stretches)
+        found = [
+            offsets
+            for token_id, offsets, is_post_processed in zip(
+                encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True
+            )
+            if token_id in self._alias_ids and not is_post_processed
+        ]
+        if len(found) == num_aliases:
+            return set()
+        covered = {position for start, stop in found for position in range(start, stop)}
+        hidden: set[int] = set()
+        start = 0
+        for index, stretch in enumerate(stretches):
+            if stretch.alias is not None and start not in covered:
+                hidden.add(index)
+            start += len(stretch.alias or stretch.text)
+        if not hidden:
+            raise InvalidParameterError("chat.messages", "this model's tokenizer cannot place the control tokens")
+        return hidden
+
+    def _in_original_numbering(self, encoding: Encoding) -> list[int]:
         ids: list[int] = []
-        rows = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
-        for token_id, token, is_post_processed in rows:
-            original_id = self._id_of_name.get(token)
-            if original_id is None:
-                # A control token that strips its surroundings includes their white space, and a normalised token
-                # includes the normaliser's sign for a space.
-                original_id = self._id_of_name.get(token.strip().strip("▁"))
-            if original_id is not None:
-                ids.append(original_id)
-            elif token_id in self._control_content and not is_post_processed:
+        for token_id, is_post_processed in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
+            if is_post_processed:
+                # The post-processor has ids of its own, which are the original ones.
+                ids.append(token_id)
+            elif token_id in self._control_content:
                 ids.extend(self._spelled_out(token_id))
             else:
-                ids.append(token_id)
+                ids.append(self._original_ids[token_id])
         return ids
 
     def _spelled_out(self, token_id: int) -> list[int]:
-        """Returns the ids of a control token's characters, for vocabularies with its text as an ordinary token."""
+        """Returns the original ids of a control token's characters, for a control token in the model's vocabulary."""
         content = self._control_content[token_id]
         ids = [found for char in content for found in self._tokenizer.encode(char, add_special_tokens=False).ids]
         if not self._control_content.keys().isdisjoint(ids):
             raise InvalidParameterError("chat.messages", f"{content!r} cannot be plain text for this model's tokenizer")
-        return ids
+        return [self._original_ids[found] for found in ids]
+
+
+def _numbered_without_gaps(model: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Returns a tokenizer's model with ids from 0 on, and the original id of each."""
+    vocabulary = model["vocab"]
+    if not isinstance(vocabulary, dict):
+        # A Unigram model is a list: each token's id is its index.
+        return model, list(range(len(vocabulary)))
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    numbered = {token: own_id for own_id, token in enumerate(tokens)}
+    return {**model, "vocab": numbered}, [vocabulary[token] for token in tokens]
+
+
+def _touches_word(match: re.Match[str]) -> bool:
+    """Whether a letter, digit or underscore is next to a match."""
+    before = match.string[max(match.start() - 1, 0) : match.start()]
+    after = match.string[match.end() : match.end() + 1]
+    return any(char == "_" or char.isalnum() for char in before + after)
 
 
 def _is_control(token: dict[str, Any]) -> bool:

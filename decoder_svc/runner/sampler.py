@@ -66,7 +66,7 @@ def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _changes_logits(row: SampleRow) -> bool:
     params = row.params
     penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalised or bool(params.logit_bias) or row.num_output_tokens < params.min_tokens - 1
+    return penalised or bool(params.logit_bias) or row.num_output_tokens < params.min_tokens
 
 
 def _adjust(logits: Tensor, row: SampleRow) -> None:
@@ -88,7 +88,7 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
         logits[torch.from_numpy(ids).to(logits.device)] -= penalty
     for token_id, bias in params.logit_bias:
         logits[token_id] += bias
-    if row.num_output_tokens < params.min_tokens - 1:
+    if row.num_output_tokens < params.min_tokens:
         logits[list(params.stop_token_ids)] = -torch.inf
 
 

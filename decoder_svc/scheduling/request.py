@@ -112,7 +112,7 @@ class Request:
 
     def finish_reason_now(self, max_context_tokens: int) -> FinishReason | None:
         """Returns the reason why the latest generated token ends the request, or None if another token may follow."""
-        if self.token_ids[-1] in self.params.stop_token_ids and self.num_output_tokens >= self.params.min_tokens:
+        if self.token_ids[-1] in self.params.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
             return FinishReason.STOP
         if self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= max_context_tokens:
             return FinishReason.LENGTH

@@ -18,11 +18,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # (token id, addend) pairs.
+    # (token id, addend) pairs; -inf for tokens that the model must not generate.
     logit_bias: tuple[tuple[int, float], ...] = ()
     # Most tokens to generate.
     max_tokens: int = 256
-    # Stop ids end the request only from this many generated tokens on.
+    # Generated tokens that come before a stop id or a stop string.
     min_tokens: int = 0
     # The model's end-of-sequence ids (none with ignore_eos) and the request's own stop ids.
     stop_token_ids: frozenset[int] = frozenset()

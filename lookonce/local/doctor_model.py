@@ -20,6 +20,7 @@ from lookonce.families.video import DEFAULT_FPS
 from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
 from lookonce.model.family_model import FamilyModel
+from lookonce.model.generation_config import ignored_fields, read_generation_config
 from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import ModelFolder, chat_template_source
 from lookonce.model.template_errors import TEMPLATE_ERRORS
@@ -39,6 +40,11 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             model = FamilyModel.load(folder)
         except LookonceError as error:
             return [Finding("family", False, str(error))]
+        try:
+            ignored = ignored_fields(read_generation_config(folder.path))
+        except LookonceError as error:
+            # transformers reads the file with the weights and fails, so nothing else can be examined.
+            return [Finding("generation defaults", False, str(error))]
         findings = [
             Finding("family", True, model.data.title),
             *_vision(folder, model),
@@ -47,6 +53,8 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             _largest_image(folder, model),
             *_prompts(folder, model),
         ]
+        if ignored:
+            findings.append(Finding("generation defaults", True, f"ignored: {', '.join(ignored)}"))
     if all(finding.is_fine for finding in findings):
         findings.append(Finding("loading", True, "encoder and decoder can load this folder"))
     return findings

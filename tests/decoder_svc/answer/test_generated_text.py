@@ -85,13 +85,30 @@ def test_the_stop_tokens_text_is_not_part_of_the_answer(llava_text: LoadedText) 
     assert spent == ("one two", ids, FinishReason.LENGTH)
 
 
-def test_stop_strings_wait_for_min_tokens(llava_text: LoadedText) -> None:
+@pytest.mark.parametrize("cuts", [(), (1, 2, 3, 4, 5, 6)])
+@pytest.mark.parametrize(("min_tokens", "num_tokens"), [(0, 2), (1, 2), (2, 4), (3, 4), (4, 6), (6, 7), (7, 7)])
+def test_stop_strings_count_only_behind_min_tokens(
+    llava_text: LoadedText, min_tokens: int, num_tokens: int, cuts: tuple[int, ...]
+) -> None:
     ids = ids_of(llava_text, "a.b.c.d")
     assert len(ids) == 7
-    text, taken, reason = joined(
-        answer(llava_text, SamplingSpec(stop=(".",), min_tokens=3), ids, (), FinishReason.LENGTH)
-    )
-    assert (text, len(taken), reason) == ("a.b", 4, FinishReason.STOP)
+    spec = SamplingSpec(stop=(".",), min_tokens=min_tokens)
+    text, taken, reason = joined(answer(llava_text, spec, ids, cuts, FinishReason.LENGTH))
+    is_whole = num_tokens == 7
+    assert (text, len(taken)) == ("a.b.c.d" if is_whole else "a.b.c.d"[: num_tokens - 1], num_tokens)
+    assert reason is (FinishReason.LENGTH if is_whole else FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, ("x", FinishReason.STOP)), (9, ("x\ufffd", FinishReason.LENGTH))]
+)
+def test_half_a_character_at_the_end_is_a_stop_string_only_behind_min_tokens(
+    llava_text: LoadedText, min_tokens: int, expected: tuple[str, FinishReason]
+) -> None:
+    ids = ids_of(llava_text, "x😀")[:-1]
+    spec = SamplingSpec(stop=("\ufffd",), min_tokens=min_tokens)
+    text, _, reason = joined(answer(llava_text, spec, ids, (), FinishReason.LENGTH))
+    assert (text, reason) == expected
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.LENGTH])

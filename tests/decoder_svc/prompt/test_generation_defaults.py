@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from decoder_svc.prompt.generation_defaults import GenerationDefaults, load_defaults
 from lookonce.errors import ModelFolderError
@@ -57,7 +58,56 @@ def test_the_end_of_sequence_is_the_first_one_that_is_named(
     assert defaults(tmp_path, generation, config).eos_token_ids == expected
 
 
-@pytest.mark.parametrize("content", ['{"top_p": "much"}', "[1]", "{", '{"eos_token_id": ["x"]}', '{"top_k": []}'])
+@pytest.mark.parametrize(
+    ("stated", "top_k"),
+    [
+        ({}, None),
+        ({"do_sample": True}, 50),
+        ({"do_sample": True, "top_k": None}, 50),
+        ({"do_sample": True, "top_k": 0}, None),
+    ],
+)
+def test_sampling_without_a_top_k_takes_that_of_transformers(
+    tmp_path: pathlib.Path, stated: dict[str, object], top_k: int | None
+) -> None:
+    assert GenerationConfig._get_default_generation_params()["top_k"] == 50
+    assert defaults(tmp_path, stated).top_k == top_k
+
+
+def test_suppressed_tokens_and_the_least_length_are_taken_over(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = defaults(tmp_path, {"suppress_tokens": [7, 8], "min_new_tokens": 3})
+    assert (found.suppressed_token_ids, found.min_tokens) == ({7, 8}, 3)
+    assert not caplog.records
+
+
+def test_one_warning_names_the_fields_that_are_ignored(
+    tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    defaults(tmp_path, {"no_repeat_ngram_size": 3, "bad_words_ids": [[5, 6]], "num_beams": 1, "top_p": 0.5})
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "WARNING",
+            "generation_config.json: ignored, although they change answers in transformers: "
+            "no_repeat_ngram_size=3, bad_words_ids=[[5, 6]]",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"top_p": "much"}',
+        '{"suppress_tokens": ["x"]}',
+        '{"suppress_tokens": 5}',
+        '{"min_new_tokens": []}',
+        "[1]",
+        "{",
+        '{"eos_token_id": ["x"]}',
+        '{"top_k": []}',
+    ],
+)
 def test_broken_files_are_model_folder_errors(tmp_path: pathlib.Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelFolderError, match=r"generation_config\.json"):

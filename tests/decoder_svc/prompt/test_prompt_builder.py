@@ -221,3 +221,15 @@ def test_max_pixels_change_layout_and_key(model_folder: Callable[[str], pathlib.
     bounded = builder(text).build(spec, [resolved(size=(300, 300), options=small)])
     assert bounded.images[0].num_rows < default.images[0].num_rows
     assert bounded.images[0].key != default.images[0].key
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"), [(chat("what"), "chat.messages"), (TextPrompt("what"), "text.text")], ids=["chat", "text"]
+)
+def test_a_token_beyond_the_models_vocabulary_is_refused(llava_text: LoadedText, spec: PromptSpec, field: str) -> None:
+    last = max(builder(llava_text).build(spec, []).token_ids)
+    whole = builder(replace(llava_text, vocab_size=last + 1))
+    assert max(whole.build(spec, []).token_ids) == last
+    with pytest.raises(InvalidParameterError, match=f"id {last}") as caught:
+        builder(replace(llava_text, vocab_size=last)).build(spec, [])
+    assert caught.value.field == field

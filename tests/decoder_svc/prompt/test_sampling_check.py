@@ -115,6 +115,24 @@ def test_unset_parameters_come_from_the_model_folder() -> None:
     )
 
 
+def test_suppressed_tokens_cannot_be_generated_whatever_the_caller_asks() -> None:
+    defaults = GenerationDefaults(suppressed_token_ids=frozenset({5, 9, 100, -1}))
+    params = checked(SamplingSpec(logit_bias={4: 2.0, 9: 100.0}), defaults)
+    # The folder's ids that the model does not have change nothing.
+    assert params.logit_bias == ((4, 2.0), (5, -math.inf), (9, -math.inf))
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_changes_nothing() -> None:
+    assert checked(SamplingSpec(), GenerationDefaults(eos_token_ids=frozenset({2, 100}))).stop_token_ids == {2}
+
+
+def test_the_folders_least_length_gives_way_to_the_callers_values() -> None:
+    defaults = GenerationDefaults(min_tokens=8)
+    assert checked(SamplingSpec(), defaults).min_tokens == 8
+    assert checked(SamplingSpec(max_tokens=5), defaults).min_tokens == 5
+    assert checked(SamplingSpec(min_tokens=0), defaults).min_tokens == 0
+
+
 def test_zero_differs_from_unset() -> None:
     defaults = GenerationDefaults(temperature=0.7, top_k=20, min_p=0.1)
     params = checked(SamplingSpec(temperature=0.0, top_k=0, min_p=0.0, seed=0, logprobs=0, min_tokens=0), defaults)

@@ -22,9 +22,10 @@ def generated(*token_ids: int) -> Request:
     ("token_ids", "expected"),
     [
         ((7,), None),
-        # A stop id before min_tokens does not end the request.
+        # A stop id among the first min_tokens tokens does not end the request.
         ((9,), None),
-        ((7, 9), FinishReason.STOP),
+        ((7, 9), None),
+        ((7, 7, 9), FinishReason.STOP),
         # Only the latest token can be the last.
         ((9, 7, 7), None),
         ((7, 7, 7, 7, 7), FinishReason.LENGTH),

@@ -142,7 +142,7 @@ def test_abort_in_every_state_returns_to_the_baseline(num_steps: int) -> None:
     assert target.encoder_cache.num_uses() == 0
 
 
-def test_stop_token_ends_a_request_but_not_before_min_tokens() -> None:
+def test_stop_token_ends_a_request() -> None:
     target = scheduler()
     stopped = request("a", 3, max_tokens=9, stop_token_ids=frozenset({7}))
     target.add(stopped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -163,6 +164,17 @@ def test_the_report_tells_whether_videos_are_accepted(copied: Callable[..., path
         else:
             assert findings["videos"].detail == "not taken: the chat template does not write them"
     assert "takes no videos" in _examined(copied("gemma3"))["videos"].detail
+
+
+def test_ignored_generation_defaults_are_named(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("llava_clip")
+    assert "generation defaults" not in _examined(path)
+    stated = {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 4, "suppress_tokens": [5]}
+    (path / "generation_config.json").write_text(json.dumps(stated))
+    finding = _examined(path)["generation defaults"]
+    assert finding == Finding("generation defaults", True, "ignored: num_beams=4, no_repeat_ngram_size=3")
+    (path / "generation_config.json").write_text("[]")
+    assert [finding.is_fine for finding in _examined(path).values()] == [False]
 
 
 def test_the_command_fails_for_a_folder_that_does_not_load(copied: Callable[..., pathlib.Path]) -> None:
