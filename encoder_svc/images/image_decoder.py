@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import PIL.Image
 
+from encoder_svc.images.pixel_modes import rgb_pixels
 from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError
 from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, open_image
 
 # A progressive JPEG is decoded once per scan. 10 scans are usual; hundreds turn 100 kB into seconds of work.
 _MAX_JPEG_SCAN_PIXELS = 1_000_000_000
 _JPEG_START_OF_SCAN = b"\xff\xda"
-_WHITE = (255, 255, 255, 255)
 
 _TRANSPOSE = PIL.Image.Transpose
 # Orientation (EXIF 2.32, tag 274) → the operation that turns the stored image upright.
@@ -36,8 +36,10 @@ def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, Ima
     with open_image(data, limits) as (stored, header):
         _check_effort(data, header)
         with _undecodable():
+            # Pillow forgets the layout of the samples when it has loaded them.
+            raw_mode = str(stored.tile[0].args) if header.format is ImageFormat.PNG else None
             stored.load()
-            image = _to_rgb(stored)
+            image = rgb_pixels(stored, raw_mode)
     turn = _UPRIGHT.get(header.orientation)
     return (image if turn is None else image.transpose(turn)), header
 
@@ -61,16 +63,11 @@ def _check_effort(data: bytes, header: ImageHeader) -> None:
 def _undecodable() -> Iterator[None]:
     try:
         yield
+    except ImageUndecodableError:
+        raise
     except MemoryError:
         raise ImageDecodeLimitError(
             "decoding the image needs more memory than is available; send a smaller image"
         ) from None
     except Exception:
         raise ImageUndecodableError("the image is broken or truncated; its pixels cannot be decoded") from None
-
-
-def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    if "A" in image.getbands() or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
-    return image.convert("RGB")
