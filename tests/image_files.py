@@ -92,6 +92,13 @@ def jpeg_of_many_scans(width: int, height: int, num_scans: int) -> bytes:
     return data[:-2] + last_scan * num_scans + data[-2:]
 
 
+def png_in_pieces(data: bytes) -> bytes:
+    """A PNG with one chunk of pixels, in chunks of one byte each."""
+    start, end = data.index(b"IDAT") - 4, data.index(b"IEND") - 4
+    pieces = (_chunk(b"IDAT", bytes([byte])) for byte in data[start + 8 : end - 4])
+    return data[:start] + b"".join(pieces) + data[end:]
+
+
 def png_rows(samples: np.ndarray, bit_depth: int, interlaced: bool) -> list[bytes]:
     """The rows of samples [height, width, bands] in the order of a PNG, each behind its filter byte."""
     grids = _ADAM7 if interlaced else [(0, 0, 1, 1)]

@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 import PIL.Image
+import PIL.ImageFile
 
+from encoder_svc.images.jpeg_scans import load_jpeg
 from encoder_svc.images.pixel_modes import rgb_pixels
+from encoder_svc.images.png_rows import check_rows
 from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError
 from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, open_image
 
@@ -36,12 +39,22 @@ def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, Ima
     with open_image(data, limits) as (stored, header):
         _check_effort(data, header)
         with _undecodable():
-            # Pillow forgets the layout of the samples when it has loaded them.
-            raw_mode = str(stored.tile[0].args) if header.format is ImageFormat.PNG else None
-            stored.load()
-            image = rgb_pixels(stored, raw_mode)
+            image = _rgb_pixels(stored, data, header.format)
     turn = _UPRIGHT.get(header.orientation)
     return (image if turn is None else image.transpose(turn)), header
+
+
+def _rgb_pixels(stored: PIL.ImageFile.ImageFile, data: bytes, file_format: ImageFormat) -> PIL.Image.Image:
+    if file_format is ImageFormat.JPEG:
+        return rgb_pixels(load_jpeg(stored, data), None)
+    if file_format is not ImageFormat.PNG:
+        stored.load()
+        return rgb_pixels(stored, None)
+    # Pillow forgets the layout of the samples when it has loaded them.
+    raw_mode = str(stored.tile[0].args)
+    stored.load()
+    check_rows(stored, data)
+    return rgb_pixels(stored, raw_mode)
 
 
 def _check_effort(data: bytes, header: ImageHeader) -> None:
