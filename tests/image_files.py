@@ -11,6 +11,8 @@ import PIL.Image
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION_TAG = 0x0112
+# First column, first row, column step and row step of each pass of an interlaced PNG.
+_ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
 
 
 def encoded(image: PIL.Image.Image, file_format: str = "PNG", **options: object) -> bytes:
@@ -44,6 +46,36 @@ def png_of_size(width: int, height: int) -> bytes:
     return _PNG_SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(bytes(8))) + _chunk(b"IEND", b"")
 
 
+def png_of_samples(
+    samples: np.ndarray, bit_depth: int, colour_type: int, *, transparent: bytes | None = None, interlaced: bool = False
+) -> bytes:
+    """A PNG of samples [height, width, bands]; `transparent` is the content of its tRNS chunk."""
+    return png_of_rows(
+        b"".join(png_rows(samples, bit_depth, interlaced)),
+        samples.shape[1::-1],
+        bit_depth,
+        colour_type,
+        transparent,
+        interlaced,
+    )
+
+
+def png_of_rows(
+    rows: bytes,
+    size: tuple[int, ...],
+    bit_depth: int = 8,
+    colour_type: int = 2,
+    transparent: bytes | None = None,
+    interlaced: bool = False,
+) -> bytes:
+    """A PNG with this content of its rows, which may be less than the size (width, height) needs."""
+    header = struct.pack(">IIBBBBB", *size, bit_depth, colour_type, 0, 0, interlaced)
+    chunks = [_chunk(b"IHDR", header)]
+    if transparent is not None:
+        chunks.append(_chunk(b"tRNS", transparent))
+    return b"".join([_PNG_SIGNATURE, *chunks, _chunk(b"IDAT", zlib.compress(rows)), _chunk(b"IEND", b"")])
+
+
 def webp_of_size(width: int, height: int) -> bytes:
     """A WebP (VP8L) that claims a size of up to 16384 and holds next to no pixels."""
     bits = (width - 1) | (height - 1) << 14
@@ -58,6 +90,26 @@ def jpeg_of_many_scans(width: int, height: int, num_scans: int) -> bytes:
     data = encoded(PIL.Image.new("L", (width, height)), "JPEG", progressive=True)
     last_scan = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + last_scan * num_scans + data[-2:]
+
+
+def png_in_pieces(data: bytes) -> bytes:
+    """A PNG with one chunk of pixels, in chunks of one byte each."""
+    start, end = data.index(b"IDAT") - 4, data.index(b"IEND") - 4
+    pieces = (_chunk(b"IDAT", bytes([byte])) for byte in data[start + 8 : end - 4])
+    return data[:start] + b"".join(pieces) + data[end:]
+
+
+def png_rows(samples: np.ndarray, bit_depth: int, interlaced: bool) -> list[bytes]:
+    """The rows of samples [height, width, bands] in the order of a PNG, each behind its filter byte."""
+    grids = _ADAM7 if interlaced else [(0, 0, 1, 1)]
+    return [_row(row, bit_depth) for x, y, dx, dy in grids for row in samples[y::dy, x::dx] if row.size]
+
+
+def _row(samples: np.ndarray, bit_depth: int) -> bytes:
+    if bit_depth >= 8:
+        return b"\0" + samples.astype(">u2" if bit_depth == 16 else np.uint8).tobytes()
+    bits = np.unpackbits(samples.astype(np.uint8).reshape(-1, 1), axis=1)[:, -bit_depth:]
+    return b"\0" + np.packbits(bits.flatten()).tobytes()
 
 
 def _chunk(kind: bytes, payload: bytes) -> bytes:

@@ -6,14 +6,17 @@ import contextlib
 from collections.abc import Iterator
 
 import PIL.Image
+import PIL.ImageFile
 
+from encoder_svc.images.jpeg_scans import load_jpeg
+from encoder_svc.images.pixel_modes import rgb_pixels
+from encoder_svc.images.png_rows import check_rows
 from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError
 from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, open_image
 
 # A progressive JPEG is decoded once per scan. 10 scans are usual; hundreds turn 100 kB into seconds of work.
 _MAX_JPEG_SCAN_PIXELS = 1_000_000_000
 _JPEG_START_OF_SCAN = b"\xff\xda"
-_WHITE = (255, 255, 255, 255)
 
 _TRANSPOSE = PIL.Image.Transpose
 # Orientation (EXIF 2.32, tag 274) → the operation that turns the stored image upright.
@@ -36,10 +39,22 @@ def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, Ima
     with open_image(data, limits) as (stored, header):
         _check_effort(data, header)
         with _undecodable():
-            stored.load()
-            image = _to_rgb(stored)
+            image = _rgb_pixels(stored, data, header.format)
     turn = _UPRIGHT.get(header.orientation)
     return (image if turn is None else image.transpose(turn)), header
+
+
+def _rgb_pixels(stored: PIL.ImageFile.ImageFile, data: bytes, file_format: ImageFormat) -> PIL.Image.Image:
+    if file_format is ImageFormat.JPEG:
+        return rgb_pixels(load_jpeg(stored, data), None)
+    if file_format is not ImageFormat.PNG:
+        stored.load()
+        return rgb_pixels(stored, None)
+    # Pillow forgets the layout of the samples when it has loaded them.
+    raw_mode = str(stored.tile[0].args)
+    stored.load()
+    check_rows(stored, data)
+    return rgb_pixels(stored, raw_mode)
 
 
 def _check_effort(data: bytes, header: ImageHeader) -> None:
@@ -61,16 +76,11 @@ def _check_effort(data: bytes, header: ImageHeader) -> None:
 def _undecodable() -> Iterator[None]:
     try:
         yield
+    except ImageUndecodableError:
+        raise
     except MemoryError:
         raise ImageDecodeLimitError(
             "decoding the image needs more memory than is available; send a smaller image"
         ) from None
     except Exception:
         raise ImageUndecodableError("the image is broken or truncated; its pixels cannot be decoded") from None
-
-
-def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    if "A" in image.getbands() or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
-    return image.convert("RGB")

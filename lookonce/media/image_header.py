@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import PIL.Image
+import PIL.ImageFile
 import PIL.PngImagePlugin
 from PIL import ExifTags
 
@@ -113,7 +114,7 @@ def check_one_size(frames: Sequence[ImageHeader], field: str) -> None:
 
 
 @contextlib.contextmanager
-def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.Image.Image, ImageHeader]]:
+def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.ImageFile.ImageFile, ImageHeader]]:
     """Checks a file as `probe_image` does; yields the Pillow image, not yet decoded or turned, and the header."""
     set_pillow_limits()
     check_file_size(data, limits)
@@ -134,7 +135,7 @@ def check_file_size(data: bytes, limits: ImageLimits) -> None:
         )
 
 
-def _opened(data: bytes) -> PIL.Image.Image:
+def _opened(data: bytes) -> PIL.ImageFile.ImageFile:
     try:
         return PIL.Image.open(io.BytesIO(data), formats=[format.value for format in ImageFormat])
     except Exception:
