@@ -29,9 +29,11 @@ from tests.k8s.manifests import (
     service_port,
 )
 from tests.k8s.render import Manifest, containers_of, identity
-from tests.k8s.variants import BASE, K8S, VARIANTS, Variant, kustomize, rendered
+from tests.k8s.variants import BASE, IMAGE_VOLUME, K8S, VARIANTS, Variant, kustomize, rendered
 
 OLDEST_VERSION = (1, 30)
+# The component model-image-volume needs it.
+FIRST_WITH_IMAGE_VOLUMES = (1, 33)
 # Kinds that are not part of Kubernetes; test_autoscaling.py and test_service_monitor.py test them.
 CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
 # Secrets that operators create; the comments of the kustomizations say how.
@@ -77,7 +79,9 @@ def test_every_overlay_and_component_is_among_the_variants() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid(version: str) -> None:
-    variants = VARIANTS if kustomize() is not None else (BASE,)
+    variants = [one for one in VARIANTS if one != IMAGE_VOLUME or _numbers(version)[:2] >= FIRST_WITH_IMAGE_VOLUMES]
+    if kustomize() is None:
+        variants = [BASE]
     # Most manifests are part of several variants.
     different = {json.dumps(one): one for variant in variants for one in rendered(variant)}
     for manifest in different.values():
@@ -182,7 +186,10 @@ def test_the_model_is_mounted_read_only_where_the_settings_look(manifests: list[
     (volume,) = (volume for volume in pod(manifests, case.name)["volumes"] if volume["name"] == "model")
     assert mount["mountPath"] == str(parsed_settings(manifests, case).model)
     assert mount["readOnly"]
-    find(manifests, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+    claims = names(manifests, "PersistentVolumeClaim")
+    assert claims == ({volume["persistentVolumeClaim"]["claimName"]} if "persistentVolumeClaim" in volume else set())
+    # Exactly one source; test_model_delivery.py tests the others.
+    assert len(volume) == 2
 
 
 @services
@@ -281,7 +288,7 @@ def test_volumes_config_maps_and_secrets_exist(manifests: list[Manifest]) -> Non
     for deployment in of_kind(manifests, "Deployment"):
         one = deployment["spec"]["template"]["spec"]
         volumes = {volume["name"] for volume in one["volumes"]}
-        assert {mount["name"] for each in one["containers"] for mount in each["volumeMounts"]} == volumes
+        assert {mount["name"] for each in containers_of(deployment) for mount in each["volumeMounts"]} == volumes
         assert {volume["configMap"]["name"] for volume in one["volumes"] if "configMap" in volume} <= config_maps
         assert set(_secrets(one)) <= SECRETS
 

@@ -43,6 +43,8 @@ GPU = Variant("overlays/gpu")
 PROD = Variant("overlays/prod-external-redis")
 HPA = Variant("base", ("hpa",))
 KEDA = Variant("base", ("keda",))
+IMAGE_VOLUME = Variant("base", ("model-image-volume",))
+INIT_CONTAINER = Variant("base", ("model-init-container",))
 REVISION = Variant("base", ("revision",))
 SERVICE_MONITOR = Variant("base", ("servicemonitor",))
 NETWORK_POLICY = Variant("base", ("networkpolicy",))
@@ -78,6 +80,8 @@ VARIANTS = (
     TOKENS,
     TRACING,
     REVISION,
+    IMAGE_VOLUME,
+    INIT_CONTAINER,
     PROD_ALL,
     GPU_ALL,
 )
