@@ -25,6 +25,7 @@ from tests.k8s.render import Manifest, identity
 from tests.k8s.variants import (
     BASE,
     GPU_ALL,
+    GRPC_ROUTE,
     HPA,
     K8S,
     PROD_ALL,
@@ -173,6 +174,7 @@ _POD = ("spec", "template", "spec")
         (GPU_ALL, "NetworkPolicy", "lookonce-default-deny", ("spec", "podSelector"), {}),
         (GPU_ALL, "NetworkPolicy", "lookonce-dns", ("spec", "egress", 0, "to", 0), {"podSelector": {}}),
         (GPU_ALL, "NetworkPolicy", "lookonce-dns", ("spec", "egress", 0, "to", 0), {"namespaceSelector": {}}),
+        (GRPC_ROUTE, "GRPCRoute", "lookonce", ("spec", "rules", 0, "backendRefs", 0, "name"), "lookonce-decoder"),
         (PROD_ALL, "NetworkPolicy", "lookonce-default-deny", ("spec", "podSelector"), {}),
     ],
 )

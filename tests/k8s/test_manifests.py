@@ -34,8 +34,8 @@ from tests.k8s.variants import BASE, IMAGE_VOLUME, K8S, VARIANTS, Variant, kusto
 OLDEST_VERSION = (1, 30)
 # The component model-image-volume needs it.
 FIRST_WITH_IMAGE_VOLUMES = (1, 33)
-# Kinds that are not part of Kubernetes; test_autoscaling.py and test_service_monitor.py test them.
-CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
+# Kinds that are not part of Kubernetes; test_autoscaling.py, test_service_monitor.py and test_grpc_route.py test them.
+CUSTOM_KINDS = {"GRPCRoute", "ScaledObject", "ServiceMonitor"}
 # Secrets that operators create; the comments of the kustomizations say how.
 SECRETS = {
     "lookonce-cache",

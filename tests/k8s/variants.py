@@ -45,6 +45,7 @@ HPA = Variant("base", ("hpa",))
 KEDA = Variant("base", ("keda",))
 IMAGE_VOLUME = Variant("base", ("model-image-volume",))
 INIT_CONTAINER = Variant("base", ("model-init-container",))
+GRPC_ROUTE = Variant("base", ("grpc-route",))
 REVISION = Variant("base", ("revision",))
 SERVICE_MONITOR = Variant("base", ("servicemonitor",))
 NETWORK_POLICY = Variant("base", ("networkpolicy",))
@@ -79,6 +80,7 @@ VARIANTS = (
     AFFINITY,
     TOKENS,
     TRACING,
+    GRPC_ROUTE,
     REVISION,
     IMAGE_VOLUME,
     INIT_CONTAINER,
