@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +90,33 @@ def environment(manifests: list[Manifest], case: ServiceCase) -> dict[str, str]:
     found: dict[str, str] = {}
     for source in container(manifests, case.name)["envFrom"]:
         found |= find(manifests, "ConfigMap", source["configMapRef"]["name"])["data"]
-    for variable in container(manifests, case.name)["env"]:
+    deployment = find(manifests, "Deployment", case.name)
+    return found | variables(container(manifests, case.name), deployment["metadata"]["namespace"])
+
+
+def variables(one: Manifest, namespace: str) -> dict[str, str]:
+    """Returns the variables in `env` of a container as the kubelet sets them in this namespace."""
+    found: dict[str, str] = {}
+    for variable in one.get("env", []):
         name = variable["name"]
-        found[name] = FROM_SECRET[name] if "valueFrom" in variable else variable["value"]
+        # The API server refuses a variable with both.
+        assert ("value" in variable) != ("valueFrom" in variable), name
+        if "value" in variable:
+            found[name] = expanded(variable["value"], found)
+        elif variable["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.namespace"}}:
+            found[name] = namespace
+        else:
+            assert set(variable["valueFrom"]) == {"secretKeyRef"}
+            found[name] = FROM_SECRET[name]
     return found
+
+
+def expanded(text: str, known: dict[str, str]) -> str:
+    """Returns the text with $(NAME) replaced, as in variables and arguments of a container.
+
+    Raises KeyError for a variable that is not defined before. The kubelet would leave such a text as it is.
+    """
+    return re.sub(r"\$\((\w+)\)", lambda match: known[match[1]], text)
 
 
 def parsed_settings(manifests: list[Manifest], case: ServiceCase) -> Any:

@@ -1,7 +1,8 @@
 """Renders a Kustomize base without kustomize. It supports only the features that k8s/base uses and refuses others.
 
 Supported: `resources` (files and folders), `namespace`, `labels` with `pairs` and `includeTemplates`, `images` with
-`name`, `newName` and `newTag`. If the real tool is installed, a test compares the two.
+`name`, `newName` and `newTag`. `configurations` are ignored: they matter only for names with a suffix or prefix. If the
+real tool is installed, a test compares the two.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def render(folder: pathlib.Path) -> list[Manifest]:
     if len(documents) != 1:
         raise UnsupportedKustomizationError(f"{folder}/kustomization.yaml has {len(documents)} documents, not 1")
     kustomization = documents[0]
-    _check_keys(kustomization, "kustomization", {"apiVersion", "kind", "namespace", "labels", "resources", "images"})
+    known = {"apiVersion", "kind", "namespace", "labels", "configurations", "resources", "images"}
+    _check_keys(kustomization, "kustomization", known)
     if (kustomization["apiVersion"], kustomization["kind"]) != (_API_VERSION, "Kustomization"):
         raise UnsupportedKustomizationError(f"{folder}/kustomization.yaml is no {_API_VERSION} Kustomization")
     manifests = [

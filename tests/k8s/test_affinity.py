@@ -14,11 +14,13 @@ from tests.k8s.manifests import (
     ENCODER,
     container,
     container_ports,
+    expanded,
     find,
     parsed_settings,
     patience_s,
     pod,
     service_port,
+    variables,
 )
 from tests.k8s.render import Manifest
 from tests.k8s.variants import AFFINITY, rendered
@@ -41,9 +43,15 @@ def manifests() -> list[Manifest]:
 
 @pytest.fixture(scope="module")
 def configuration(manifests: list[Manifest]) -> dict[str, Any]:
-    """Envoy's configuration in the config map."""
-    text = find(manifests, "ConfigMap", NAME)["data"]["envoy.yaml"]
-    loaded: dict[str, Any] = yaml.safe_load(text)
+    """Envoy's configuration: that of the config map with that of the arguments."""
+    one = container(manifests, NAME)
+    known = variables(one, find(manifests, "Deployment", NAME)["metadata"]["namespace"])
+    loaded: dict[str, Any] = yaml.safe_load(find(manifests, "ConfigMap", NAME)["data"]["envoy.yaml"])
+    added = yaml.safe_load(expanded(one["args"][one["args"].index("--config-yaml") + 1], known))
+    # Envoy appends lists of the second configuration to those of the first.
+    assert list(added) == ["static_resources"]
+    assert list(added["static_resources"]) == ["clusters"]
+    loaded["static_resources"]["clusters"] += added["static_resources"]["clusters"]
     return loaded
 
 

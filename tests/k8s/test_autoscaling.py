@@ -67,8 +67,8 @@ def test_keda_asks_for_series_that_the_service_exports(service: Service) -> None
     asked = set(_METRIC.findall(query))
     assert asked
     assert asked <= series_of(service)
-    # Every selector names the namespace, so that a second installation does not count.
-    assert query.count('{namespace="lookonce"}') == len(_METRIC.findall(query))
+    # Every selector names namespace and Service, so that a second instance does not count.
+    assert query.count(f'{{namespace="lookonce",service="lookonce-{service}"}}') == len(_METRIC.findall(query))
 
 
 @scaled

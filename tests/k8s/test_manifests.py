@@ -12,7 +12,6 @@ from kubernetes_validate.utils import all_versions
 import lookonce
 from decoder_svc.settings import DecoderSettings
 from tests.k8s.manifests import (
-    APP,
     CASES,
     ServiceCase,
     container,
@@ -30,11 +29,13 @@ from tests.k8s.manifests import (
     service_port,
 )
 from tests.k8s.render import Manifest, containers_of, identity
-from tests.k8s.variants import BASE, K8S, VARIANTS, Variant, kustomize, rendered
+from tests.k8s.variants import BASE, IMAGE_VOLUME, K8S, VARIANTS, Variant, kustomize, rendered
 
 OLDEST_VERSION = (1, 30)
-# Kinds that are not part of Kubernetes; test_autoscaling.py and test_service_monitor.py test them.
-CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor"}
+# The component model-image-volume needs it.
+FIRST_WITH_IMAGE_VOLUMES = (1, 33)
+# Kinds that are not part of Kubernetes; test_autoscaling.py, test_service_monitor.py and test_grpc_route.py test them.
+CUSTOM_KINDS = {"GRPCRoute", "ScaledObject", "ServiceMonitor"}
 # Secrets that operators create; the comments of the kustomizations say how.
 SECRETS = {
     "lookonce-cache",
@@ -78,7 +79,9 @@ def test_every_overlay_and_component_is_among_the_variants() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_manifest_is_valid(version: str) -> None:
-    variants = VARIANTS if kustomize() is not None else (BASE,)
+    variants = [one for one in VARIANTS if one != IMAGE_VOLUME or _numbers(version)[:2] >= FIRST_WITH_IMAGE_VOLUMES]
+    if kustomize() is None:
+        variants = [BASE]
     # Most manifests are part of several variants.
     different = {json.dumps(one): one for variant in variants for one in rendered(variant)}
     for manifest in different.values():
@@ -183,7 +186,10 @@ def test_the_model_is_mounted_read_only_where_the_settings_look(manifests: list[
     (volume,) = (volume for volume in pod(manifests, case.name)["volumes"] if volume["name"] == "model")
     assert mount["mountPath"] == str(parsed_settings(manifests, case).model)
     assert mount["readOnly"]
-    find(manifests, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+    claims = names(manifests, "PersistentVolumeClaim")
+    assert claims == ({volume["persistentVolumeClaim"]["claimName"]} if "persistentVolumeClaim" in volume else set())
+    # Exactly one source; test_model_delivery.py tests the others.
+    assert len(volume) == 2
 
 
 @services
@@ -240,13 +246,14 @@ def test_selectors_meet_the_pods_they_mean_and_no_others(manifests: list[Manifes
 
 
 def test_only_the_services_reach_the_cache() -> None:
-    policy = find(rendered(BASE), "NetworkPolicy", "lookonce-redis")["spec"]
-    assert policy["podSelector"]["matchLabels"] == {APP: "lookonce-redis"}
+    manifests = rendered(BASE)
+    labels = pod_labels(manifests)
+    policy = find(manifests, "NetworkPolicy", "lookonce-redis")["spec"]
+    assert [name for name in labels if selects(policy["podSelector"], labels[name])] == ["lookonce-redis"]
     (rule,) = policy["ingress"]
-    ((_, peer),) = rule["from"][0].items()
-    (expression,) = peer["matchExpressions"]
-    assert (expression["key"], expression["operator"]) == (APP, "In")
-    assert set(expression["values"]) == {case.name for case in CASES}
+    ((kind, peer),) = rule["from"][0].items()
+    assert kind == "podSelector"
+    assert {name for name in labels if selects(peer, labels[name])} == {case.name for case in CASES}
 
 
 def test_pods_have_the_least_rights(manifests: list[Manifest]) -> None:
@@ -281,7 +288,7 @@ def test_volumes_config_maps_and_secrets_exist(manifests: list[Manifest]) -> Non
     for deployment in of_kind(manifests, "Deployment"):
         one = deployment["spec"]["template"]["spec"]
         volumes = {volume["name"] for volume in one["volumes"]}
-        assert {mount["name"] for each in one["containers"] for mount in each["volumeMounts"]} == volumes
+        assert {mount["name"] for each in containers_of(deployment) for mount in each["volumeMounts"]} == volumes
         assert {volume["configMap"]["name"] for volume in one["volumes"] if "configMap" in volume} <= config_maps
         assert set(_secrets(one)) <= SECRETS
 
@@ -305,9 +312,9 @@ def _secrets(one: Manifest) -> list[str]:
     """Returns the names of the Secrets that a pod needs."""
     volumes = [volume["secret"]["secretName"] for volume in one["volumes"] if "secret" in volume]
     projected = [source for volume in one["volumes"] for source in volume.get("projected", {}).get("sources", [])]
-    variables = [variable for each in one["containers"] for variable in each.get("env", [])]
+    sources = [variable.get("valueFrom", {}) for each in one["containers"] for variable in each.get("env", [])]
     return [
         *volumes,
         *(source["secret"]["name"] for source in projected),
-        *(variable["valueFrom"]["secretKeyRef"]["name"] for variable in variables if "valueFrom" in variable),
+        *(source["secretKeyRef"]["name"] for source in sources if "secretKeyRef" in source),
     ]

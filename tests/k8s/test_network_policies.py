@@ -143,6 +143,10 @@ def test_all_pods_resolve_names(manifests: list[Manifest]) -> None:
     server = Peer({"k8s-app": "kube-dns"}, _SYSTEM)
     for name in names(manifests, "Deployment"):
         assert _allows(manifests, "Egress", name, server, "dns", 53)
+        # NodeLocal DNSCache has this address on each node.
+        assert _allows(manifests, "Egress", name, Peer({}, _OTHERS, "169.254.20.10"), "dns", 53)
+        assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS, "169.254.20.10"), "https", 443)
+        assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS, "169.254.169.254"), "dns", 53)
         assert not _allows(manifests, "Egress", name, Peer({}, _OTHERS), "dns", 53)
 
 

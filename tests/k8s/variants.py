@@ -43,6 +43,10 @@ GPU = Variant("overlays/gpu")
 PROD = Variant("overlays/prod-external-redis")
 HPA = Variant("base", ("hpa",))
 KEDA = Variant("base", ("keda",))
+IMAGE_VOLUME = Variant("base", ("model-image-volume",))
+INIT_CONTAINER = Variant("base", ("model-init-container",))
+GRPC_ROUTE = Variant("base", ("grpc-route",))
+REVISION = Variant("base", ("revision",))
 SERVICE_MONITOR = Variant("base", ("servicemonitor",))
 NETWORK_POLICY = Variant("base", ("networkpolicy",))
 MTLS = Variant("base", ("mtls",))
@@ -76,6 +80,10 @@ VARIANTS = (
     AFFINITY,
     TOKENS,
     TRACING,
+    GRPC_ROUTE,
+    REVISION,
+    IMAGE_VOLUME,
+    INIT_CONTAINER,
     PROD_ALL,
     GPU_ALL,
 )
@@ -88,9 +96,15 @@ def kustomize() -> list[str] | None:
 
 def rendered(variant: Variant) -> list[Manifest]:
     """Returns the manifests, which must not be changed. Skips the test if they need the real tool and it is missing."""
-    if variant != BASE and kustomize() is None:
-        pytest.skip("neither kustomize nor kubectl is installed, and overlays and components want the real tool")
+    if variant != BASE:
+        skip_without_tool()
     return _rendered(variant)
+
+
+def skip_without_tool() -> None:
+    """Skips the test if the real tool is missing."""
+    if kustomize() is None:
+        pytest.skip("neither kustomize nor kubectl is installed, and overlays and components want the real tool")
 
 
 @functools.cache
@@ -100,19 +114,28 @@ def _rendered(variant: Variant) -> list[Manifest]:
     if not variant.components:
         return build(K8S / variant.start)
     with tempfile.TemporaryDirectory() as folder:
-        # Kustomize accepts only relative paths.
-        start, *components = (
-            os.path.relpath(K8S / path, os.path.realpath(folder))
-            for path in (variant.start, *(f"components/{name}" for name in variant.components))
-        )
-        kustomization = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [start],
-            "components": components,
-        }
-        (pathlib.Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        write_overlay(pathlib.Path(folder), variant)
         return build(pathlib.Path(folder))
+
+
+def write_overlay(folder: pathlib.Path, variant: Variant, **fields: object) -> None:
+    """Writes the kustomization of a variant to an existing folder, with further fields."""
+    start, *components = (
+        relative(folder, path) for path in (variant.start, *(f"components/{name}" for name in variant.components))
+    )
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [start],
+        "components": components,
+        **fields,
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+
+
+def relative(folder: pathlib.Path, path: str) -> str:
+    """Returns a path below k8s as seen from this folder. Kustomize accepts only relative paths."""
+    return os.path.relpath(K8S / path, os.path.realpath(folder))
 
 
 def build(folder: pathlib.Path) -> list[Manifest]:
