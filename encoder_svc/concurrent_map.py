@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 ItemT = TypeVar("ItemT")
@@ -18,31 +18,44 @@ async def map_concurrently(
     Raises the exceptions of `work` and of the stream. Leaves no task running, however it ends.
     """
     running: set[asyncio.Task[ResultT]] = set()
-    reading: asyncio.Task[ItemT | None] | None = None
+    # At most one.
+    reading: set[asyncio.Task[ItemT | None]] = set()
     has_more = True
+    # A task keeps its exception, whose traceback refers to this frame, and so to the items. A local variable with the
+    # task would make that a cycle, which keeps images in memory until the next garbage collection.
     try:
         while has_more or running:
-            if has_more and reading is None and len(running) < limit:
-                reading = asyncio.create_task(_next_or_none(items))
-            awaited: set[asyncio.Task[Any]] = {*running}
-            if reading is not None:
-                awaited.add(reading)
-            finished, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if reading is not None and reading in finished:
-                item = reading.result()
-                reading = None
+            if has_more and not reading and len(running) < limit:
+                reading.add(asyncio.create_task(_next_or_none(items)))
+            await asyncio.wait({*running, *reading}, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.done() for task in reading):
+                item = reading.pop().result()
                 if item is None:
                     has_more = False
                 else:
                     running.add(asyncio.create_task(work(item)))
-            for task in running & finished:
-                running.discard(task)
-                yield task.result()
+                # The frame waits for the next item, perhaps for long, and must not keep this one meanwhile.
+                del item
+            num_done = sum(task.done() for task in running)
+            for _ in range(num_done):
+                yield _taken(running).result()
     finally:
-        tasks = [*running, *([] if reading is None else [reading])]
-        for unfinished in tasks:
-            unfinished.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        _cancel_all((*running, *reading))
+        await asyncio.gather(*running, *reading, return_exceptions=True)
+        running.clear()
+        reading.clear()
+
+
+def _taken(tasks: set[asyncio.Task[ResultT]]) -> asyncio.Task[ResultT]:
+    """Removes and returns a task that is done."""
+    done = next(task for task in tasks if task.done())
+    tasks.discard(done)
+    return done
+
+
+def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 async def _next_or_none(items: AsyncIterator[ItemT]) -> ItemT | None:

@@ -166,17 +166,18 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             *(self._encode_one(image, cache_policy) for image in images),
             return_exceptions=True,
         )
-        outcomes: list[EncodeOutcome] = []
-        missing: list[int] = []
-        for index, result in enumerate(results):
-            if isinstance(result, EmbeddingNotCachedError):
-                missing.append(index)
-            elif isinstance(result, LookonceError):
-                raise _located(result, index) from None
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                outcomes.append(result)
+        outcomes = [result for result in results if isinstance(result, EncodeOutcome)]
+        missing = [index for index, result in enumerate(results) if isinstance(result, EmbeddingNotCachedError)]
+        failures = [
+            _located(result, index)
+            for index, result in enumerate(results)
+            if isinstance(result, BaseException) and not isinstance(result, EmbeddingNotCachedError)
+        ]
+        # The traceback of an exception refers to the frame that raises it. A reference back would be a cycle, which
+        # keeps the images in memory until the next garbage collection.
+        results.clear()
+        if failures:
+            raise failures.pop(0)
         if missing:
             raise EmbeddingNotCachedError(
                 f"no rows are cached for {len(missing)} of {len(images)} images; send their bytes", indexes=missing
@@ -228,7 +229,7 @@ def _caller() -> CallerId:
     return CallerId(request_id)
 
 
-def _located(error: LookonceError, index: int) -> LookonceError:
+def _located(error: BaseException, index: int) -> BaseException:
     """The same error with the item's index. A new object, because calls that share a flight share its error."""
     if isinstance(error, InvalidParameterError):
         return InvalidParameterError(f"items[{index}].image.{error.field}", error.description)

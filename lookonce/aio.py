@@ -270,8 +270,7 @@ class AsyncTextStream(AsyncIterator[str]):
         except EmbeddingNotCachedError as error:
             if self._transcript.has_text:
                 raise
-            missing = error
-        await self._supply(prepared, missing)
+            await self._supply(prepared, error)
         self._transcript = Transcript()
         async with aclosing(self._texts(prepared)) as texts:
             async for text in texts:

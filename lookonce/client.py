@@ -249,8 +249,7 @@ class TextStream(Iterator[str]):
         except EmbeddingNotCachedError as error:
             if self._transcript.has_text:
                 raise
-            missing = error
-        self._supply(missing)
+            self._supply(error)
         self._transcript = Transcript()
         self._call = self._start()
         yield from self._texts()
@@ -261,6 +260,8 @@ class TextStream(Iterator[str]):
                 if text := self._transcript.add(response):
                     yield text
         except grpc.RpcError as error:
+            # The call is its own exception. Its traceback would refer to this frame, and so to the call and the images.
+            error.__traceback__ = None
             if not self._closed:
                 raise error_of(error) from None
         except LookonceError:

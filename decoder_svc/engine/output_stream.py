@@ -16,8 +16,8 @@ class OutputStream:
     """An async iterator of RequestOutput. All methods belong to the event loop.
 
     The first output is the admission: no tokens, prompt-side usage. The last one has a finish reason; a request that
-    fails raises its LookonceError instead. Outputs that a reader has not read yet are merged, so that the backlog never
-    grows beyond two outputs.
+    fails raises its LookonceError instead, once. Outputs that a reader has not read yet are merged, so that the backlog
+    never grows beyond two outputs.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,10 @@ class OutputStream:
     async def __anext__(self) -> RequestOutput:
         while not self._outputs:
             if self._error is not None:
-                raise self._error
+                # The traceback of the error refers to the call's frames, and these refer to the stream. If the stream
+                # kept the error, the cycle would keep the prompt's images until the next garbage collection.
+                failure, self._error = [self._error], None
+                raise failure.pop()
             if self.is_closed:
                 raise StopAsyncIteration
             self._changed.clear()

@@ -83,16 +83,23 @@ class ImageResolver:
             *(self._resolve(index, source, fingerprint, tenant) for index, source in enumerate(sources)),
             return_exceptions=True,
         )
-        failures = [result for result in found if isinstance(result, BaseException)]
-        for failure in failures:
-            if not isinstance(failure, EmbeddingNotCachedError):
-                raise failure
+        resolved = [result for result in found if isinstance(result, ResolvedImage)]
+        missing = [index for index, result in enumerate(found) if isinstance(result, EmbeddingNotCachedError)]
+        failures = [
+            result
+            for result in found
+            if isinstance(result, BaseException) and not isinstance(result, EmbeddingNotCachedError)
+        ]
+        # The traceback of an exception refers to the frame that raises it. A reference back would be a cycle, which
+        # keeps the images in memory until the next garbage collection.
+        found.clear()
         if failures:
-            indexes = [index for index, result in enumerate(found) if isinstance(result, BaseException)]
+            raise failures.pop(0)
+        if missing:
             raise EmbeddingNotCachedError(
-                f"{len(indexes)} of {len(sources)} images are not cached; send their bytes", indexes=indexes
+                f"{len(missing)} of {len(sources)} images are not cached; send their bytes", indexes=missing
             )
-        return [result for result in found if isinstance(result, ResolvedImage)]
+        return resolved
 
     async def _resolve(
         self, index: int, source: ImageSource, fingerprint: EncoderFingerprint, tenant: Tenant

@@ -83,7 +83,11 @@ class ImageEncoder:
                 job.turn.pass_on()
                 # The queue owns the pixels now and frees them at the end of their pass.
                 del inputs
-                encoded = await self._judged(job, submitted)
+                try:
+                    encoded = await self._judged(job, submitted)
+                finally:
+                    # The future keeps its exception, whose traceback refers to this frame, and so to the image.
+                    del submitted
             self._metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
         return LocalEmbedding(self._meta_of(encoded, header), row_bytes(encoded.rows), encoded.compute_s)
 
@@ -114,6 +118,8 @@ class ImageEncoder:
         except ImagePoisonousError:
             self._quarantine.strike(job.key.value)
             raise
+        finally:
+            del submitted
         self._quarantine.absolve(job.key.value)
         # Each image of a pass gets its own span, in the trace of the call that brought it.
         tracing.record(

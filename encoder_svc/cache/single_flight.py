@@ -34,10 +34,11 @@ class SingleFlight(Generic[ResultT]):
     ) -> ResultT:
         """Starts `work(*arguments)` under a key that has none in flight, and waits for its result."""
         assert key not in self._tasks, "a key has one task at a time"
-        task = asyncio.create_task(work(*arguments, **keywords))
-        self._tasks[key] = task
-        task.add_done_callback(lambda done: self._landed(key, done))
-        return await asyncio.shield(task)
+        self._tasks[key] = asyncio.create_task(work(*arguments, **keywords))
+        self._tasks[key].add_done_callback(lambda done: self._landed(key, done))
+        # No local variable has the task: it keeps its exception, whose traceback refers to this frame, and so to the
+        # arguments. Such a cycle would keep an image in memory until the next garbage collection.
+        return await self.join(key)
 
     async def join(self, key: Hashable) -> ResultT:
         """Waits for the result of a key that is in flight; raises what its task raises."""

@@ -219,10 +219,7 @@ class ForwardBatcher:
             self._blame(failures)
 
     def _attempt(self, jobs: Sequence[ForwardJob]) -> Exception | None:
-        """Runs one forward pass and answers its images, or returns the error.
-
-        The error's traceback keeps the tensors of the pass in memory while the error is referenced.
-        """
+        """Runs one forward pass and answers its images, or returns the error without its traceback."""
         started_s = self._clock()
         try:
             with self._timed():
@@ -230,6 +227,9 @@ class ForwardBatcher:
             answers = list(zip(jobs, outputs, strict=True))
         except Exception as error:
             _log.warning("a forward pass failed", num_images=len(jobs), exc_info=error)
+            # The log has the traceback. Its frames refer to the jobs, whose futures get the error: a cycle that would
+            # keep the images in memory until the next garbage collection.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             return error
         compute_s = self._clock() - started_s
         self._num_failed_controls = 0

@@ -84,7 +84,7 @@ class PreparedPrompt:
         """Sends the images that the server lacks as bytes from now on; returns those to encode ahead of the request.
 
         If the missing images exceed half of a message, all of them must be encoded ahead. Videos always stay in the
-        request. Raises `error` if the caller gave a missing image by digest only.
+        request. Raises an error equal to `error` if the caller gave a missing image by digest only.
         """
         asked = self._asked_for(error)
         if sum(_num_bytes(self._visuals[index]) for index in asked) <= info.max_message_bytes // 2:
@@ -98,13 +98,17 @@ class PreparedPrompt:
         return images
 
     def _asked_for(self, error: EmbeddingNotCachedError) -> set[int]:
-        """Returns the indexes of the images and videos that the server lacks. Raises `error` if one has no bytes."""
+        """Returns the indexes of the images and videos that the server lacks.
+
+        Raises the error anew if one has no bytes. This frame refers to `error`, whose traceback would refer to this
+        frame: a cycle that would keep the images in memory until the next garbage collection.
+        """
         if any(index >= len(self._visual_of) for index in error.indexes):
-            raise error
+            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
         asked = {self._visual_of[index] for index in error.indexes}
         asked = asked or set(range(len(self._visuals))) - self._inline
         if not asked or not all(_has_bytes(self._visuals[index]) for index in asked):
-            raise error
+            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
         return asked
 
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Never, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -130,8 +130,8 @@ class _CallBorder:
         self._gate = gate
         self._metrics = metrics
 
-    async def cross(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Runs `handle`, all of a handler's work. Raises only AbortError or CancelledError, as gRPC expects."""
+    async def cross(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
+        """Runs `handle`, all of a handler's work. Returns None after an error, and raises only CancelledError."""
         request_id = accept_request_id(_offered_request_id(context))
         bind_request_id(request_id)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
@@ -145,15 +145,17 @@ class _CallBorder:
             except asyncio.CancelledError:
                 outcome.code = _cancellation_code(context)
                 raise
-            except grpc.aio.AbortError:
+            except grpc.aio.AbortError as abort:
                 outcome.code = _code_so_far(context, grpc.StatusCode.UNKNOWN)
-                raise
+                _detach(abort)
+                return None
             except Exception as error:
                 if isinstance(error, MemoryError):
                     self._metrics.memory_errors.labels(self._method).inc()
                 status = _status_of(error)
                 outcome.code = _code_of(status)
                 await _abort(context, status, request_id)
+                return None
             return result
 
     async def _handled_in_time(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT:
@@ -205,7 +207,8 @@ def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
             response = await behaviour(received, context)
             return bytes(response) if serialize is None else serialize(response)
 
-        return await border.cross(context, handle)
+        # After an error gRPC takes no notice of the result.
+        return await border.cross(context, handle) or b""
 
     # A coroutine that writes, not a generator: it closes the handler's generator as soon as the call is cancelled. gRPC
     # would leave that to the garbage collector.
@@ -313,6 +316,20 @@ def _code_of(status: status_pb2.Status) -> grpc.StatusCode:
     return code
 
 
-async def _abort(context: Context, status: status_pb2.Status, request_id: str) -> Never:
+async def _abort(context: Context, status: status_pb2.Status, request_id: str) -> None:
+    """Sends the status of a failed call."""
     trailing = ((REQUEST_ID_KEY, request_id), (_STATUS_DETAILS_KEY, status.SerializeToString()))
-    await context.abort(_code_of(status), status.message, trailing)
+    try:
+        await context.abort(_code_of(status), status.message, trailing)
+    except grpc.aio.AbortError as abort:
+        _detach(abort)
+
+
+def _detach(abort: grpc.aio.AbortError) -> None:
+    """Separates gRPC's exception from the frames of the call that it ended; then the caller returns normally.
+
+    gRPC keeps the exception with the call and raises it again after the handler's return. The frames in its traceback
+    refer to the call, and so to the request. This cycle kept each refused image in memory until the next garbage
+    collection: 30 refusals of 19 MB took a service from 671 to 1683 MB (2026-11-23).
+    """
+    abort.__traceback__ = abort.__context__ = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -72,7 +75,20 @@ def test_a_missing_image_without_bytes_or_an_unknown_position_is_the_servers_err
     prompt = PreparedPrompt("what", [ImageRef.from_digest(bytes(32))], {})
     with pytest.raises(EmbeddingNotCachedError) as caught:
         prompt.supply(error, _info())
-    assert caught.value is error
+    assert (caught.value.message, caught.value.indexes) == (error.message, error.indexes)
+
+
+def test_an_error_that_no_bytes_can_help_does_not_keep_the_prompt_in_memory() -> None:
+    prompt = PreparedPrompt("what", [ImageRef.from_digest(bytes(32))], {})
+    kept = weakref.ref(prompt)
+    gc.disable()
+    try:
+        with contextlib.suppress(EmbeddingNotCachedError):
+            prompt.supply(_lacks(0), _info())
+        del prompt
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_missing_frame_sends_its_whole_video_as_bytes() -> None:
