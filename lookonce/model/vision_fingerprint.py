@@ -13,6 +13,9 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
+# Version of the code that makes pixels of files. Raise it when any accepted file gets other pixels: cached rows of the
+# older version are then no longer found. 2: greyscale of 16 bits is scaled, and truncated files are refused.
+_PIXELS_VERSION = 2
 # Configuration keys that do not influence rows.
 _UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
@@ -34,6 +37,7 @@ def vision_fingerprint(
         "settings": _related(json.loads(processor.to_json_string())),
         "arguments": dict(family.data.processor_arguments(family.source, ProcessorOptions())),
         "inputs": family.data.inputs,
+        "pixels": _PIXELS_VERSION,
     }
     # Add entries only if the family needs them, so that the keys of other families stay as they are.
     if text_settings := dict(family.data.text_settings(model.config)):

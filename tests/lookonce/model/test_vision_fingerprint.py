@@ -12,6 +12,7 @@ import torch
 
 from lookonce.content_key import EncoderFingerprint
 from lookonce.embedding_meta import RowDtype
+from lookonce.model import vision_fingerprint as vision_fingerprint_module
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.model_folder import ModelFolder
@@ -51,6 +52,14 @@ def test_one_changed_bit_of_a_weight_changes_it(model: Any, fingerprint: Fingerp
     weight = model.model.multi_modal_projector.linear_1.weight
     with torch.no_grad():
         weight.view(torch.int32)[0, 0] ^= 1
+    assert fingerprint(model) != before
+
+
+def test_another_version_of_decoding_changes_it(
+    model: Any, fingerprint: Fingerprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(model)
+    monkeypatch.setattr(vision_fingerprint_module, "_PIXELS_VERSION", 3)
     assert fingerprint(model) != before
 
 
