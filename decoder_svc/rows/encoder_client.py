@@ -7,13 +7,14 @@ own messages go to the log only. Call all methods on the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from decoder_svc.rows.encoder_channel import ChannelSettings, EncoderChannel
 from decoder_svc.rows.encoder_wire import (
@@ -287,8 +288,7 @@ class EncoderClient:
         """Returns the shape of an image's rows without encoding it; None if the encoder does not know the image."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[wire_key(key)], **wire_options(options))
         metadata = self._metadata(key)
-        call = self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=metadata)
-        response = await self._answered(call, _LOOKUP_TIMEOUT_S)
+        response = await self._answer(self._stub.LookupEmbeddings, request, _LOOKUP_TIMEOUT_S, metadata)
         found = [result.embedding for result in response.results if result.cached]
         if not found:
             return None
@@ -300,8 +300,7 @@ class EncoderClient:
         request = encoder_service_pb2.LookupEmbeddingsRequest(
             keys=[wire_key(key) for key in keys], **wire_options(options), touch=True
         )
-        call = self._stub.LookupEmbeddings(request, timeout=_LOOKUP_TIMEOUT_S, metadata=self._metadata())
-        await self._answered(call, _LOOKUP_TIMEOUT_S)
+        await self._answer(self._stub.LookupEmbeddings, request, _LOOKUP_TIMEOUT_S, self._metadata())
 
     async def read_rows(
         self, key: ContentKey, start: int, stop: int, out: memoryview, timeout_s: float, *, options: ProcessorOptions
@@ -328,9 +327,8 @@ class EncoderClient:
     async def _encode(
         self, key: ContentKey, request: encoder_service_pb2.EncodeRequest, timeout_s: float
     ) -> encoder_service_pb2.EncodeResult:
-        call = self._stub.Encode(request, timeout=timeout_s, metadata=self._metadata(key))
         try:
-            response = await self._answered(call, timeout_s)
+            response = await self._answer(self._stub.Encode, request, timeout_s, self._metadata(key))
         except LookonceError as error:
             raise without_position(error) from None
         if len(response.results) != 1:
@@ -338,10 +336,19 @@ class EncoderClient:
         check_key(response.results[0].embedding, key)
         return response.results[0]
 
-    async def _answered(self, call: Awaitable[ReplyT], timeout_s: float) -> ReplyT:
-        """Returns the reply of a call. Raises LookonceError, and notes it."""
+    async def _answer(
+        self,
+        method: Callable[..., Awaitable[ReplyT]],
+        request: Message,
+        timeout_s: float,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> ReplyT:
+        """Calls a method and returns its reply. Raises LookonceError, and notes it.
+
+        No variable holds the call: its error's traceback holds the frame, and so the image in the request.
+        """
         try:
-            return parsed(await call, SENDER)
+            return parsed(await method(request, timeout=timeout_s, metadata=metadata), SENDER)
         except grpc.aio.AioRpcError as error:
             raise self._noted(call_error(error, timeout_s)) from None
         except UnavailableError as error:

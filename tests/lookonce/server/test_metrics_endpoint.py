@@ -60,7 +60,7 @@ def test_a_scrape_is_answered_while_300_silent_connections_are_held(endpoint: Me
             held.enter_context(connected(endpoint))
         for _ in range(3):
             assert b"lookonce_test_things_total 3.0" in scraped(endpoint)
-        assert threading.active_count() == num_threads
+        assert threading.active_count() <= num_threads
         # One end of each is this test's own.
         assert psutil.Process().num_fds() - num_files - 300 <= metrics_endpoint._MAX_CONNECTIONS + 2
 

@@ -23,7 +23,7 @@ from lookonce.local.redis_server import _EXEC_SCRIPT, find_server
 
 PASSWORD = "secret"
 SERVICE = "cache"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 NUM_SLOTS = 16384
 # Distance from the port for clients to the port that cluster nodes use among themselves.
 _BUS_OFFSET = 10_000
