@@ -24,7 +24,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, UnsupportedError
 from lookonce.generation import GenerateOptions, Generation, Message, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, Metadata, channel_options, path_of
+from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options, path_of
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
 from lookonce.sdk.replies import parsed
 from lookonce.status_codes import from_rpc_error
@@ -196,7 +196,7 @@ class AsyncClient:
         method: Callable[..., Awaitable[ResponseT]],
         request: object,
         deadline: Deadline,
-        metadata: Metadata | None = None,
+        metadata: tracing.Metadata | None = None,
     ) -> ResponseT:
         metadata = metadata or self._options.metadata()
         try:

@@ -22,7 +22,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
 from lookonce.generation import GenerateOptions, Generation, Message, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, Metadata, channel_options, path_of
+from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options, path_of
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
 from lookonce.sdk.replies import error_of
 
@@ -189,7 +189,11 @@ class Client:
         return Deadline.after(options.get("timeout_s", self._options.timeout_s))
 
     def _call(
-        self, method: Callable[..., ResponseT], request: object, deadline: Deadline, metadata: Metadata | None = None
+        self,
+        method: Callable[..., ResponseT],
+        request: object,
+        deadline: Deadline,
+        metadata: tracing.Metadata | None = None,
     ) -> ResponseT:
         metadata = metadata or self._options.metadata()
         try:

@@ -337,11 +337,7 @@ class EncoderClient:
         return response.results[0]
 
     async def _answer(
-        self,
-        method: Callable[..., Awaitable[ReplyT]],
-        request: Message,
-        timeout_s: float,
-        metadata: tuple[tuple[str, str], ...],
+        self, method: Callable[..., Awaitable[ReplyT]], request: Message, timeout_s: float, metadata: tracing.Metadata
     ) -> ReplyT:
         """Calls a method and returns its reply. Raises LookonceError, and notes it.
 
@@ -376,7 +372,7 @@ class EncoderClient:
             max_image_pixels=response.max_image_pixels,
         )
 
-    def _metadata(self, key: ContentKey | None = None) -> tuple[tuple[str, str], ...]:
+    def _metadata(self, key: ContentKey | None = None) -> tracing.Metadata:
         """Returns the call's metadata: credentials, tenant, request id and trace context.
 
         `key`: the image that the call is about; a proxy may route by its digest.

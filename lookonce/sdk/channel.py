@@ -8,7 +8,7 @@ import pathlib
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self
 
 import grpc
 
@@ -28,9 +28,6 @@ _MIN_RESOLUTION_INTERVAL_MS = 2_000
 
 DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name
 ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
-
-Metadata: TypeAlias = tuple[tuple[str, str], ...]
-"""Key and value of each entry, as gRPC takes them."""
 
 
 def channel_options(service: str) -> list[tuple[str, int | str]]:
@@ -77,7 +74,7 @@ class ConnectionOptions:
         """Returns TLS credentials, None for plaintext. Raises ConfigurationError for unusable files."""
         return channel_credentials(self.tls_ca, self.tls_cert, self.tls_key)
 
-    def metadata(self, request_id: str | None = None) -> Metadata:
+    def metadata(self, request_id: str | None = None) -> tracing.Metadata:
         """Returns the metadata of one call: request id (a new one for None), current trace and token."""
         pairs = [("x-request-id", request_id or uuid.uuid4().hex), *tracing.metadata()]
         if self.token is not None:
