@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import grpc
@@ -13,6 +14,18 @@ from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from tests.lookonce.server.running_server import CHANNEL_OPTIONS, ENCODER, KINDS, rpc_failure, running_server, until
 
+NUM_CALLS = 5
+READER = """
+import sys, time
+import grpc
+
+channel = grpc.insecure_channel(sys.argv[1], options=[("grpc.max_receive_message_length", -1)])
+calls = [channel.unary_stream(sys.argv[2])(b"") for _ in range(int(sys.argv[3]))]
+for call in calls:
+    next(call)
+print("read", flush=True)
+time.sleep(60)
+"""
 SECRET = "/home/someone/secret.txt at 0x7f00deadbeef"
 
 
@@ -187,32 +200,48 @@ async def test_a_cancelled_stream_closes_its_handler_at_once() -> None:
         assert running.telemetry.registry.get_sample_value("lookonce_grpc_requests_total", code) == 1
 
 
-@pytest.mark.parametrize("way", ["cancels", "runs out of time", "hangs up"])
+@pytest.mark.parametrize("way", ["cancels", "runs out of time", "is killed"])
 async def test_a_client_that_disconnects_during_a_write_is_no_fault(way: str, log_lines: Any) -> None:
     async with running_server() as running:
-        for _ in range(5):
-            timeout_s = 1.0 if way == "runs out of time" else 60
-            channel = grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS)
-            await channel.channel_ready()
-            method: Any = channel.unary_stream(f"/{KINDS}/Flood")
-            call = method(b"", timeout=timeout_s)
-            await call.read()
-            # Unread messages fill the connection, so that the next write has to wait.
-            await asyncio.sleep(0.2)
-            if way == "cancels":
-                call.cancel()
-            elif way == "runs out of time":
-                await asyncio.sleep(1.0)
-            await channel.close()
+        if way == "is killed":
+            await _killed_reader(running.service.target)
+        else:
+            for _ in range(NUM_CALLS):
+                await _reader_that_ends(running.service.target, cancels=way == "cancels")
 
         async def counted() -> bool:
-            return len([line for line in log_lines() if line["event"] == "rpc"]) == 5
+            return len([line for line in log_lines() if line["event"] == "rpc"]) == NUM_CALLS
 
         await until(counted)
     lines = log_lines()
     codes = {"DEADLINE_EXCEEDED", "CANCELLED"} if way == "runs out of time" else {"CANCELLED"}
     assert {line["code"] for line in lines if line["event"] == "rpc"} <= codes
     assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+async def _reader_that_ends(target: str, *, cancels: bool) -> None:
+    """Reads one message, so that unread messages fill the connection and the server's next write has to wait."""
+    async with grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+        await channel.channel_ready()
+        method: Any = channel.unary_stream(f"/{KINDS}/Flood")
+        call = method(b"", timeout=60 if cancels else 1.0)
+        await call.read()
+        await asyncio.sleep(0.2)
+        if cancels:
+            call.cancel()
+        else:
+            await asyncio.sleep(1.0)
+
+
+async def _killed_reader(target: str) -> None:
+    """Runs a process that reads one message of each of its calls, and kills it while the server has to wait."""
+    arguments = (sys.executable, "-c", READER, target, f"/{KINDS}/Flood", str(NUM_CALLS))
+    process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"read\n"
+    await asyncio.sleep(0.2)
+    process.kill()
+    await process.wait()
 
 
 async def test_the_default_deadline_also_ends_a_stream_whose_reader_has_stopped(log_lines: Any) -> None:
