@@ -27,7 +27,7 @@ from decoder_svc.scheduling.request import Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_demand import RowDemand
 from decoder_svc.scheduling.row_range import RowRange
-from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
+from decoder_svc.scheduling.scheduler_limits import ChunkSize, SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import (
     AdmittedRequest,
     SampledToken,
@@ -72,7 +72,7 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
         self._row_demand = RowDemand(encoder_cache, limits.max_num_rows_asked, overlap_encode=limits.overlap_encode)
-        self._minimum_chunk = MinimumChunk(limits, kv_cache.block_size)
+        self._chunk_size = ChunkSize(limits, kv_cache.block_size)
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         # In serving order.
@@ -230,6 +230,9 @@ class Scheduler:
             index += 1
             self._adopt_from_others(request)
             num_tokens = self._num_new_tokens(request, request.num_computed_tokens, step)
+            if num_tokens > 1:
+                behind = self._running[index:]
+                num_tokens = self._chunk_size.beside_answers(request, num_tokens, step.token_budget, behind)
             if num_tokens > 0 and self._make_room(request, num_tokens, step):
                 self._schedule_chunk(request, num_tokens, step)
 
@@ -297,7 +300,7 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
         """Asks for missing rows and returns how many tokens from `start` on the budget and the present rows allow."""
-        least = self._minimum_chunk.num_tokens(request, start)
+        least = self._chunk_size.least(request, start)
         is_first = request.state is RequestState.RUNNING or self._waiting.is_head(request)
         may_displace = request.state is RequestState.RUNNING or (is_first and not self._running)
         self._row_demand.ask(request, start, least, is_first=is_first, may_displace=may_displace)
@@ -305,11 +308,9 @@ class Scheduler:
         if runnable_stop < start + least:
             step.num_without_rows += 1
             return 0
-        num_tokens = request.prompt.last_cut(start, min(runnable_stop, start + step.token_budget)) - start
-        step.lacks_budget |= num_tokens == 0 < step.token_budget
-        if not self.limits.deterministic:
-            return num_tokens
-        return least if least <= num_tokens else 0
+        num_tokens = self._chunk_size.most(request, start, min(runnable_stop, start + step.token_budget))
+        step.lacks_budget |= num_tokens == 0 < step.token_budget and not self.limits.deterministic
+        return num_tokens
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
         """Preempts from the end of the running batch until blocks are free; False if that hit the request itself."""

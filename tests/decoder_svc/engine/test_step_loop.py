@@ -21,7 +21,7 @@ from decoder_svc.scheduling.request_output import FinishReason, RequestOutput
 from decoder_svc.scheduling.row_demand import RowDemand
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler import Scheduler
-from decoder_svc.scheduling.scheduler_limits import MinimumChunk, SchedulerLimits
+from decoder_svc.scheduling.scheduler_limits import ChunkSize, SchedulerLimits
 from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import (
@@ -318,12 +318,12 @@ def test_a_request_that_cannot_advance_after_a_restart_ends_and_the_others_go_on
     started: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_loop, "_STALL_S", 0.2)
-    least = MinimumChunk.num_tokens
+    least = ChunkSize.least
 
-    def never_for_a(self: MinimumChunk, one: Request, start: int) -> int:
+    def never_for_a(self: ChunkSize, one: Request, start: int) -> int:
         return 10**6 if one.request_id == A else least(self, one, start)
 
-    monkeypatch.setattr(MinimumChunk, "num_tokens", never_for_a)
+    monkeypatch.setattr(ChunkSize, "least", never_for_a)
     running = started()
     running.submit(A, album(1))
     ends = running.answers(A)

@@ -21,6 +21,9 @@ from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.simulation import request
 from tests.decoder_svc.scheduling.traffic import Traffic, masked, steps_until_served
 
+# In these, a request adopts blocks of a step that fails, and has no chunk in it.
+SEEDS_OF_RARE_CASES = (58, 245)
+
 mutation = Mutations()
 
 
@@ -275,6 +278,8 @@ def run_all_seeds() -> None:
     for seed in range(NUM_SEEDS // 2):
         Traffic(seed, mask=Mask.IMAGE).run(120)
         Traffic(seed, mask=Mask.PROMPT).run(120)
+    for seed in SEEDS_OF_RARE_CASES:
+        Traffic(seed, mask=Mask.IMAGE).run(120)
     uncut = masked(request("w", 16, arrival_s=1), Mask.PROMPT)
     steps_until_served(uncut, lambda index: request(f"n{index}", 80, arrival_s=2 * index), 50)
 

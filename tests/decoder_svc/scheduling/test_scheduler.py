@@ -10,6 +10,7 @@ from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import SchedulerOutput
 from lookonce.content_key import ContentKey
+from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import chunks, finish_step, image, key, request, rows, scheduler, step
 
 
@@ -110,6 +111,28 @@ def test_a_preempted_request_comes_back_with_its_generated_tokens() -> None:
     assert len(returned) == 2
     assert returned[1].num_prompt_tokens == 7
     assert len(returned[1].token_ids) > 7
+
+
+def test_answers_go_on_while_a_prompt_of_higher_priority_is_computed() -> None:
+    target = scheduler(token_budget=8)
+    for name in ("low", "lower"):
+        target.add(request(name, 4, max_tokens=9, priority=1))
+    step(target)
+    target.add(request("high", 30, priority=0))
+    step(target)
+    during = [chunks(step(target)) for _ in range(4)]
+    assert [[(name, num_tokens) for name, _, num_tokens in one] for one in during] == [
+        [("high", 6), ("low", 1), ("lower", 1)]
+    ] * 4
+
+
+def test_a_span_that_cannot_be_cut_may_take_the_tokens_of_answers() -> None:
+    target = scheduler(token_budget=8)
+    target.add(request("low", 4, max_tokens=9, priority=1))
+    step(target)
+    target.add(request("high", 20, (image("x", 6, 8),), mask=Mask.IMAGE, priority=0))
+    found = [chunks(step(target)) for _ in range(5)]
+    assert [("high", 6, 8)] in found
 
 
 def test_priority_goes_before_arrival() -> None:
