@@ -7,7 +7,9 @@ import struct
 import zlib
 from collections.abc import Iterable
 
-from tests import image_files
+import PIL.Image
+
+from tests import heif_files, image_files
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Length of the signature and IHDR of a PNG.
@@ -94,6 +96,32 @@ def webp_of_blocks(num_bytes: int) -> bytes:
     good = image_files.encoded(image_files.noise(1, 90, 40), "WEBP", exif=exif_of(1))
     body = good[12:] + b"aaaa\0\0\0\0" * (num_bytes // 8)
     return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WEBP" + body
+
+
+def avif_that_claims_few_pixels() -> bytes:
+    """16 megapixels of one colour in a file that says 64 × 64."""
+    large = image_files.encoded(PIL.Image.new("RGB", (4000, 4000)), "AVIF", speed=10)
+    return heif_files.heif([heif_files.coded_item(large, b"av01", claimed=(64, 64))])
+
+
+def avif_of_blocks(num_bytes: int) -> bytes:
+    """Empty boxes before the structure."""
+    good = image_files.encoded(image_files.noise(1, 90, 40), "AVIF")
+    start = good.index(b"meta") - 4
+    return good[:start] + b"\0\0\0\x08free" * (num_bytes // 8) + good[start:]
+
+
+def avif_of_items(num_items: int) -> bytes:
+    """A file with very many images, of which the first one counts."""
+    item = heif_files.avif_item(image_files.noise(1, 90, 40))
+    return heif_files.heif([item, *[heif_files.Item(b"av01", b"x")] * num_items])
+
+
+def avif_in_tiles() -> bytes:
+    """An image of 49 tiles, turned by a quarter."""
+    tile = heif_files.avif_item(image_files.noise(1, 64, 64))
+    grid = heif_files.grid_item(7, 7, 440, 420, heif_files.rotation(1))
+    return heif_files.heif([grid, *[tile] * 49], [(b"dimg", 1, range(2, 51))])
 
 
 def exif_of(num_entries: int, size: int = 1, offset: int = 8) -> bytes:

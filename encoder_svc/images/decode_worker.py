@@ -31,6 +31,7 @@ from lookonce.errors import (
     InternalError,
     LookonceError,
     UnavailableError,
+    UnsupportedError,
 )
 from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits
 
@@ -44,7 +45,10 @@ _END_TIMEOUT_S = 1.0
 _FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM})
 # The header holds an image's size, or an error's text.
 _MAX_HEADER_BYTES = 16 << 10
-_ERRORS = {error.__name__: error for error in (ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError)}
+_ERRORS: dict[str, type[LookonceError]] = {
+    error.__name__: error
+    for error in (ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError, UnsupportedError)
+}
 # Address space of Python, Pillow and its libraries before any image.
 _BASE_BYTES = 512 << 20
 # In the worst case four copies exist at four bytes per pixel: decoded, converted, composed and turned.
@@ -70,8 +74,9 @@ class DecodeWorker:
         """Returns the first frame, upright, as RGB, and the header.
 
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError for an image that takes too much time or
-        memory, ImagePoisonousError for one that crashed the worker, and UnavailableError when the worker was killed
-        from outside, for example by the kernel's out-of-memory killer.
+        memory, ImagePoisonousError for one that crashed the worker, UnavailableError when the worker was killed from
+        outside, for example by the kernel's out-of-memory killer, and UnsupportedError for a format whose package is
+        not installed.
         """
         connection = self._connected()
         try:

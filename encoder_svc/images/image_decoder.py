@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import PIL.Image
 import PIL.ImageFile
 
+from encoder_svc.images.heif_pixels import load_heif
 from encoder_svc.images.jpeg_scans import load_jpeg
 from encoder_svc.images.pixel_modes import rgb_pixels
 from encoder_svc.images.png_rows import check_rows
-from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError
-from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, open_image
+from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError, LookonceError
+from lookonce.media.heif_items import is_heif
+from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, open_heif, open_image
 
 # A progressive JPEG is decoded once per scan. 10 scans are usual; hundreds turn 100 kB into seconds of work.
 _MAX_JPEG_SCAN_PIXELS = 1_000_000_000
@@ -36,12 +38,20 @@ def decode_image(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, Ima
 
     Raises ImageUndecodableError, ImageTooLargeError or, for a JPEG that asks for too much work, ImageDecodeLimitError.
     """
+    if is_heif(data):
+        return _decoded_heif(data, limits)
     with open_image(data, limits) as (stored, header):
         _check_effort(data, header)
         with _undecodable():
             image = _rgb_pixels(stored, data, header.format)
     turn = _UPRIGHT.get(header.orientation)
     return (image if turn is None else image.transpose(turn)), header
+
+
+def _decoded_heif(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, ImageHeader]:
+    picture, header = open_heif(data, limits)
+    with _undecodable():
+        return rgb_pixels(load_heif(picture, data), None), header
 
 
 def _rgb_pixels(stored: PIL.ImageFile.ImageFile, data: bytes, file_format: ImageFormat) -> PIL.Image.Image:
@@ -76,7 +86,7 @@ def _check_effort(data: bytes, header: ImageHeader) -> None:
 def _undecodable() -> Iterator[None]:
     try:
         yield
-    except ImageUndecodableError:
+    except LookonceError:
         raise
     except MemoryError:
         raise ImageDecodeLimitError(

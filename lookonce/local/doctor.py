@@ -28,6 +28,7 @@ def examine(settings: CliSettings, model: str | None) -> list[Finding]:
         Finding("lookonce", True, __version__),
         Finding("Python", sys.version_info >= (3, 11), f"{platform.python_version()} on {platform.platform()}"),
         *(_package(name) for name in _PACKAGES),
+        _heic(),
         _torch(),
         Finding("CPU features", True, ", ".join(_cpu_features()) or "none of those that affect speed"),
         _redis(settings),
@@ -43,6 +44,14 @@ def _package(name: str) -> Finding:
         return Finding(name, True, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, False, "not installed; pip install 'lookonce[serve]'")
+
+
+def _heic() -> Finding:
+    try:
+        return Finding("HEIC images", True, f"pillow-heif {importlib.metadata.version('pillow-heif')}")
+    except importlib.metadata.PackageNotFoundError:
+        # All other formats work without it.
+        return Finding("HEIC images", True, "refused by encoders here; pip install pillow-heif")
 
 
 def _torch() -> Finding:

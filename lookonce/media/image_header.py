@@ -21,10 +21,15 @@ from PIL import ExifTags
 
 from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidParameterError
 from lookonce.image_file import ImageFile, files_of
+from lookonce.media.heif_items import is_heif
+from lookonce.media.heif_picture import AV1, HEVC, HeifPicture, read_picture
 from lookonce.media.image_metadata import check_exif, check_metadata
 
 # Unpacked size of a PNG's compressed texts. 70 kB of them can expand to Pillow's own limit of 64 MiB.
 _MAX_PNG_TEXT_BYTES = 8 << 20
+
+# Tiles reach over the edges of an image, each by less than its own size.
+_MAX_TILE_SHARE = 2
 
 # EXIF orientations that swap width and height.
 _SIDEWAYS = frozenset({5, 6, 7, 8})
@@ -38,10 +43,15 @@ class ImageFormat(enum.Enum):
     JPEG = "JPEG"
     WEBP = "WEBP"
     GIF = "GIF"
+    AVIF = "AVIF"
+    HEIC = "HEIC"
 
 
+_FORMAT_OF_CODING = {AV1: ImageFormat.AVIF, HEVC: ImageFormat.HEIC}
+# Formats whose header Pillow reads.
+_PILLOW_FORMATS = [format.value for format in ImageFormat if format not in _FORMAT_OF_CODING.values()]
 # Phones often write MPO: a JPEG followed by further pictures.
-_FORMAT_OF_PILLOW = {format.value: format for format in ImageFormat} | {"MPO": ImageFormat.JPEG}
+_FORMAT_OF_PILLOW = {name: ImageFormat(name) for name in _PILLOW_FORMATS} | {"MPO": ImageFormat.JPEG}
 _ACCEPTED = ", ".join(format.value for format in ImageFormat)
 
 
@@ -62,10 +72,10 @@ class ImageHeader:
     """Format, size and orientation from an image file's header."""
 
     format: ImageFormat
-    # Upright size in pixels: after applying the EXIF orientation.
+    # Upright size in pixels: after applying the orientation.
     width: int
     height: int
-    # EXIF orientation 1..8, 1 where there is none.
+    # EXIF orientation 1..8, 1 where there is none, and in AVIF and HEIC, which have transformations of their own.
     orientation: int
 
 
@@ -89,6 +99,8 @@ def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
     limit for too many bytes or pixels, an extreme aspect ratio or a side of zero pixels, and ImageDecodeLimitError for
     more metadata than an image needs.
     """
+    if is_heif(data):
+        return open_heif(data, limits)[1]
     with open_image(data, limits) as (_, header):
         return header
 
@@ -113,9 +125,27 @@ def check_one_size(frames: Sequence[ImageHeader], field: str) -> None:
         )
 
 
+def open_heif(data: bytes, limits: ImageLimits) -> tuple[HeifPicture, ImageHeader]:
+    """Checks a HEIC or AVIF file as `probe_image` does; returns the structure of its primary image, and the header."""
+    check_file_size(data, limits)
+    picture = read_picture(data)
+    width, height = picture.upright_size
+    _check_size(picture.width, picture.height, limits)
+    _check_size(width, height, limits)
+    if picture.num_coded_pixels > _MAX_TILE_SHARE * limits.max_pixels:
+        raise ImageTooLargeError(
+            f"the tiles of the image have {picture.num_coded_pixels} pixels, "
+            f"the limit is {_MAX_TILE_SHARE * limits.max_pixels}; send it smaller"
+        )
+    return picture, ImageHeader(_FORMAT_OF_CODING[picture.coding], width, height, 1)
+
+
 @contextlib.contextmanager
 def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.ImageFile.ImageFile, ImageHeader]]:
-    """Checks a file as `probe_image` does; yields the Pillow image, not yet decoded or turned, and the header."""
+    """Checks a file that is no HEIF as `probe_image` does; yields the Pillow image and the header.
+
+    The image is not yet decoded or turned.
+    """
     set_pillow_limits()
     check_file_size(data, limits)
     check_metadata(data)
@@ -137,7 +167,7 @@ def check_file_size(data: bytes, limits: ImageLimits) -> None:
 
 def _opened(data: bytes) -> PIL.ImageFile.ImageFile:
     try:
-        return PIL.Image.open(io.BytesIO(data), formats=[format.value for format in ImageFormat])
+        return PIL.Image.open(io.BytesIO(data), formats=_PILLOW_FORMATS)
     except Exception:
         # Pillow may raise any exception for bad bytes.
         if _has_zero_side(data):

@@ -167,6 +167,7 @@ BAD_IMAGES: dict[str, tuple[bytes, str]] = {
     "other format": (image_files.encoded(image_files.noise(), "BMP"), "IMAGE_UNDECODABLE"),
     "truncated header": (png(1)[:20], "IMAGE_UNDECODABLE"),
     "truncated pixels": (png(1)[:-300], "IMAGE_UNDECODABLE"),
+    "truncated avif": (image_files.encoded(image_files.noise(), "AVIF")[:-300], "IMAGE_UNDECODABLE"),
     "broken exif": (image_files.jpeg_with_broken_exif(), "IMAGE_UNDECODABLE"),
     "too many bytes": (bytes(200_001), "IMAGE_TOO_LARGE"),
     "too many pixels": (image_files.png_of_size(13_300, 13_400), "IMAGE_TOO_LARGE"),

@@ -24,7 +24,7 @@ from lookonce.errors import (
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
-from tests import image_files
+from tests import heif_files, image_files
 from tests.decoder_svc.encoders import client, running_encoder
 from tests.lookonce.store.entries import write
 
@@ -67,6 +67,14 @@ async def test_bytes_give_key_and_upright_size(encoder: EncoderClient) -> None:
     fingerprint = (await encoder.info()).fingerprint
     assert first.key == content_key(image_digest(png(1, 90, 40)), fingerprint, NO_OPTIONS, DEFAULT_TENANT)
     assert first.num_rows is None
+
+
+async def test_a_phones_picture_has_its_upright_size(encoder: EncoderClient) -> None:
+    item = heif_files.avif_item(image_files.noise(1, 80, 60), heif_files.rotation(3))
+    data = heif_files.heif([item, heif_files.exif_item(6)], [(b"cdsc", 2, [1])])
+    (image,) = await resolver(encoder).resolve([inline(data)], DEFAULT_TENANT)
+    assert (image.width, image.height) == (60, 80)
+    await put(encoder, data)
 
 
 async def test_options_and_tenant_are_part_of_the_key(encoder: EncoderClient) -> None:

@@ -55,7 +55,7 @@ def check(worker: DecodeWorker, data: bytes) -> None:
     assert header == expected_header
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
 def test_the_pixels_are_those_of_the_decoder(worker: DecodeWorker, file_format: str) -> None:
     check(worker, image_files.encoded(image_files.noise(3, 300, 200), file_format))
     check(worker, image_files.encoded(image_files.noise(4, 1, 1), file_format))

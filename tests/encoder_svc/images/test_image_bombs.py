@@ -27,7 +27,7 @@ from lookonce.errors import ImageDecodeLimitError, ImageTooLargeError, ImageUnde
 from lookonce.local.child_process import ChildProcess
 from lookonce.media.image_header import ImageLimits
 from lookonce.status_codes import from_rpc_error
-from tests import fingerprint_model, image_bombs, image_files
+from tests import fingerprint_model, heif_files, image_bombs, image_files
 from tests.fingerprint_model import NUM_ROWS, Board, Reference
 
 if TYPE_CHECKING:
@@ -75,6 +75,13 @@ BOMBS: dict[str, Bomb] = {
     "JPEG blocks": (lambda: image_bombs.jpeg_of_blocks(4 << 20), ImageDecodeLimitError),
     "JPEG fill bytes": (lambda: image_bombs.jpeg_of_fill_bytes(8 << 20), ImageDecodeLimitError),
     "GIF blocks": (lambda: image_bombs.gif_of_blocks(4 << 20), ImageDecodeLimitError),
+    "a claim of 268 megapixels in an AVIF": (
+        lambda: heif_files.heif([heif_files.avif_item(image_files.noise(), claimed=(16_384, 16_384))]),
+        ImageTooLargeError,
+    ),
+    "an AVIF of more pixels than it claims": (image_bombs.avif_that_claims_few_pixels, ImageUndecodableError),
+    "AVIF blocks": (lambda: image_bombs.avif_of_blocks(8 << 20), ImageDecodeLimitError),
+    "AVIF items": (lambda: image_bombs.avif_of_items(20_000), ImageDecodeLimitError),
     "WebP blocks": (lambda: image_bombs.webp_of_blocks(8 << 20), ImageDecodeLimitError),
 }
 # Unusual files that are valid pictures.
@@ -84,6 +91,7 @@ HARMLESS: dict[str, Callable[[], bytes]] = {
         image_bombs.exif_of(9, size=1 << 20, offset=1 << 30)
     ),
     "EXIF of noise": lambda: image_bombs.png_with_exif(image_bombs.exif_of_noise(3)),
+    "an AVIF in tiles": image_bombs.avif_in_tiles,
     "400 scans of little": lambda: image_files.jpeg_of_many_scans(500, 500, 400),
 }
 

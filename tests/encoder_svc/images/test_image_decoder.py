@@ -54,14 +54,14 @@ def test_every_colour_mode_becomes_rgb(mode: str) -> None:
     assert abs(int(pixels(data).mean()) - 250) <= 5
 
 
-@pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP"])
+@pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP", "AVIF"])
 def test_the_first_frame_of_an_animation_counts(file_format: str) -> None:
     red, blue = (PIL.Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
     data = image_files.encoded(red, file_format, save_all=True, append_images=[blue], duration=50)
     assert np.abs(pixels(data).astype(int) - (255, 0, 0)).max() <= 3
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
 def test_a_truncated_file_is_undecodable(file_format: str) -> None:
     data = image_files.encoded(image_files.noise(1, 300, 200), file_format)
     with pytest.raises(ImageUndecodableError):

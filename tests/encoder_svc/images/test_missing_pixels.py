@@ -69,6 +69,9 @@ FILES: dict[str, Callable[[], bytes]] = {
     "lossless WebP": lambda: image_files.encoded(picture(), "WEBP", lossless=True),
     "transparent WebP": lambda: image_files.encoded(picture("RGBA"), "WEBP"),
     "animated WebP": lambda: animation("WEBP"),
+    "AVIF": lambda: image_files.encoded(picture(), "AVIF"),
+    "transparent AVIF": lambda: image_files.encoded(picture("RGBA"), "AVIF"),
+    "animated AVIF": lambda: animation("AVIF"),
 }
 JPEGS = [name for name in FILES if "JPEG" in name]
 

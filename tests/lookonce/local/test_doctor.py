@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pathlib
 import sys
@@ -63,6 +64,20 @@ def test_an_invalid_redis_url_is_a_fault_that_shows_no_password(
     finding = _examined(CliSettings())["Redis"]
     assert not finding.is_fine
     assert "a-secret" not in finding.detail
+
+
+def test_heic_is_told_to_be_refused_without_its_package(settings: CliSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+
+    def without(name: str) -> str:
+        if name == "pillow-heif":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    assert _examined(settings)["HEIC images"].detail == f"pillow-heif {version('pillow-heif')}"
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    finding = _examined(settings)["HEIC images"]
+    assert (finding.is_fine, finding.detail) == (True, "refused by encoders here; pip install pillow-heif")
 
 
 def test_a_missing_package_names_the_command_that_installs_it(

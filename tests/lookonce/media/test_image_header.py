@@ -18,7 +18,7 @@ from tests import image_files
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1_000_000, max_aspect=50.0)
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF"])
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
 def test_accepted_formats_give_format_and_size(file_format: str) -> None:
     header = probe_image(image_files.encoded(image_files.noise(1, 90, 40), file_format), LIMITS)
     assert header.format is ImageFormat(file_format)
@@ -27,7 +27,7 @@ def test_accepted_formats_give_format_and_size(file_format: str) -> None:
 
 def test_animations_have_the_size_of_their_first_frame() -> None:
     frames = [image_files.noise(seed, 30, 20) for seed in range(3)]
-    for file_format in ("GIF", "PNG", "WEBP"):
+    for file_format in ("GIF", "PNG", "WEBP", "AVIF"):
         data = image_files.encoded(frames[0], file_format, save_all=True, append_images=frames[1:])
         header = probe_image(data, LIMITS)
         assert (header.width, header.height) == (30, 20)
@@ -103,6 +103,8 @@ def test_limits_themselves_are_accepted() -> None:
         image_files.encoded(image_files.noise())[:20],
         image_files.encoded(image_files.noise(), "JPEG")[:20],
         image_files.encoded(image_files.noise(), "WEBP")[:20],
+        image_files.encoded(image_files.noise(), "AVIF")[:-1],
+        b"\0\0\0\x18ftypisom" + bytes(12),
         image_files.jpeg_with_broken_exif(),
     ],
 )
@@ -135,7 +137,7 @@ print(PIL.Image.MAX_IMAGE_PIXELS, PIL.PngImagePlugin.MAX_TEXT_MEMORY)
 @pytest.mark.filterwarnings("ignore")
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(
-    source=strategies.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]),
+    source=strategies.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "AVIF"]),
     flips=strategies.lists(strategies.tuples(strategies.integers(0, 600), strategies.integers(1, 255)), max_size=8),
     length=strategies.integers(0, 4000),
 )

@@ -70,7 +70,7 @@ def test_compressed_texts_are_unpacked_up_to_a_limit() -> None:
 
 @hypothesis.settings(max_examples=200, deadline=None)
 @hypothesis.given(
-    source=strategies.sampled_from(["PNG", "JPEG", "WEBP", "GIF"]),
+    source=strategies.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "AVIF"]),
     flips=strategies.lists(strategies.tuples(strategies.integers(0, 700), strategies.integers(1, 255)), max_size=8),
     length=strategies.integers(0, 4000),
 )
