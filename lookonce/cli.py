@@ -92,9 +92,12 @@ def up(
     """Start Redis, encoder and decoder on this machine and run them until Ctrl-C."""
     from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
+    from lookonce.model.model_folder import ModelFolder
 
     settings = CliSettings()
     folder = resolve_model(model or _demo_model())
+    # A folder that cannot be served is refused before anything starts.
+    ModelFolder.open(folder)
     named = served_name(model or "", folder)
     # SIGTERM stops everything in order, as Ctrl-C does. SIGINT is set, too: a script's background process inherits it
     # ignored, and then Python installs no handler.

@@ -138,6 +138,17 @@ def test_doctor_says_when_the_configured_cache_is_away(environment: dict[str, st
     assert "does not answer" in finished.stdout
 
 
+def test_up_refuses_what_is_no_model_folder_before_it_starts_anything(
+    environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    finished = run(environment, "up", "--model", str(tmp_path / "model.gguf"))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr.startswith("error: ")
+    assert len(finished.stderr.splitlines()) == 1
+    assert "GGUF" in finished.stderr
+
+
 @pytest.fixture
 def running_up(environment: dict[str, str], tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
     """`lookonce up` with two decoders on a tiny model, started as a script's background is: SIGINT ignored."""
