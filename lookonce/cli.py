@@ -26,6 +26,7 @@ from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
 from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.local.serve_extra import require_serve_packages
 
 if TYPE_CHECKING:
     from lookonce.local.local_stack import LocalStack
@@ -90,6 +91,7 @@ def up(
     dtype: Annotated[str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Start Redis, encoder and decoder on this machine and run them until Ctrl-C."""
+    require_serve_packages("lookonce up")
     from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
     from lookonce.model.model_folder import ModelFolder
@@ -169,6 +171,7 @@ def serve_decoder(context: typer.Context) -> None:
 
 def _become(module: str, arguments: Sequence[str]) -> Never:
     """Replaces this process by the service, so that signals and the exit status are the service's."""
+    require_serve_packages(f"lookonce serve {module.removesuffix('_svc')}")
     from lookonce.local.model_source import with_resolved_model
 
     # -P keeps the current folder off the import path: it may be a model's folder with Python files.
@@ -275,6 +278,7 @@ def token(
     role: Annotated[str, typer.Option(help="client, service (decoders that call encoders) or operator.")] = "client",
 ) -> None:
     """Make a bearer token. Prints the token to stdout and its entry for auth_tokens_file to stderr."""
+    require_serve_packages("lookonce token")
     from lookonce.local.token_entry import new_token
 
     made, entry = new_token(name, tenant, role)
