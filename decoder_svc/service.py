@@ -44,12 +44,12 @@ from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.authentication import parse_token
 from lookonce.server.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
+from lookonce.server.watched_files import WatchedFiles
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
 from lookonce.store.metrics import StoreCollector
 from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants, load_tenants
-from lookonce.watched_files import WatchedFiles
 
 # Largest ratio of an image's sides, the encoder's default. The encoder decides; the check here only saves it a call.
 _MAX_IMAGE_ASPECT = 200.0

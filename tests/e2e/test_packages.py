@@ -206,6 +206,7 @@ def test_mypy_checks_a_users_program(clean: pathlib.Path, tmp_path: pathlib.Path
     wrong = _checked(sdk_programs[0] + "    answer.text + 1\n    client.generate('x', max_token=3)\n", clean, tmp_path)
     assert "Unsupported operand types" in wrong.stdout
     assert "max_token" in wrong.stdout
+    assert 'has no attribute "Cleint"' in _checked("import lookonce\n\nlookonce.Cleint\n", clean, tmp_path).stdout
 
 
 def test_mypy_checks_a_program_with_the_stubs(
