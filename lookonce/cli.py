@@ -27,6 +27,8 @@ from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
 from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
 from lookonce.local.serve_extra import require_serve_packages
+from lookonce.server.setting_names import unknown_variables
+from lookonce.server.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from lookonce.local.local_stack import LocalStack
@@ -59,6 +61,10 @@ Images = Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exist
 
 def main() -> Never:
     """Entry point of the console script."""
+    # Services warn by themselves.
+    if sys.argv[1:2] != ["serve"]:
+        for warning in unknown_variables(os.environ, ServiceSettings.model_fields):
+            _err.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     try:
         app()
     except StartupError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import pathlib
 import signal
@@ -147,6 +148,25 @@ def test_up_refuses_what_is_no_model_folder_before_it_starts_anything(
     assert finished.stderr.startswith("error: ")
     assert len(finished.stderr.splitlines()) == 1
     assert "GGUF" in finished.stderr
+
+
+def test_a_variable_that_nothing_reads_is_named(environment: dict[str, str]) -> None:
+    finished = run(environment | {"LOOKONCE_TARGT": "127.0.0.1:1", "LOOKONCE_MODEL": "x"}, "models")
+    assert finished.returncode == 0
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("warning: LOOKONCE_TARGT ")
+    assert line.endswith("did you mean LOOKONCE_TARGET?")
+
+
+def test_the_services_name_such_a_variable_in_their_logs(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    for service in ("encoder", "decoder"):
+        changed = environment | {"LOOKONCE_REDIS_ULR": "SECRET", "LOOKONCE_MODEL": str(tmp_path)}
+        finished = run(changed, "serve", service)
+        warning, *_ = finished.stderr.splitlines()
+        assert json.loads(warning)["level"] == "warning"
+        assert "LOOKONCE_REDIS_ULR" in warning
+        assert "did you mean LOOKONCE_REDIS_URL?" in warning
+        assert "SECRET" not in finished.stderr
 
 
 @pytest.fixture
