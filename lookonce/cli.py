@@ -25,7 +25,7 @@ from lookonce.families.base import Family, Mask, PositionAxes
 from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
-from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack, only_stack
 from lookonce.local.serve_extra import require_serve_packages
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
@@ -112,6 +112,7 @@ def up(
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, signal.default_int_handler)
     with contextlib.ExitStack() as exits:
+        exits.enter_context(only_stack(settings.record_dir))
         with _err.status("starting") as status:
             stack = LocalStack(
                 folder,

@@ -188,7 +188,12 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
     while not lines or not lines[-1].startswith("Ctrl-C"):
         lines.append(running_up.stdout.readline())
         assert lines[-1], running_up.stderr.read() if running_up.stderr else ""
-    assert sum(line.startswith("decoder") for line in lines) == 2
+    targets = [line.split()[1] for line in lines if line.startswith("decoder")]
+    assert len(targets) == 2
+    again = run(environment, "up", "--model", str(picture.parent / "tiny"))
+    assert (again.returncode, again.stdout) == (2, "")
+    assert f"running already: decoder at {targets[0]}, process {running_up.pid}" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
     asked = ["generate", "What is it?", "--image", str(picture), "--max-tokens", "4", "--temperature", "0"]
     first, second = run(environment, *asked), run(environment, *asked)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
