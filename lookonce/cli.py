@@ -148,6 +148,8 @@ def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
     if stack.redis is not None:
         table.add_row("redis", stack.redis.url)
     _out.print(f"[bold]Lookonce is up[/] with {escape(str(folder))}")
+    if folder.resolve() == _DEMO_MODEL:
+        _out.print("The demo model knows drawn shapes only, not photographs.")
     _out.print(table)
     _out.print('Ask: lookonce generate "What is in the picture?" --image picture.png', markup=False)
     _out.print("Ctrl-C stops it.")
