@@ -19,7 +19,6 @@ from benchmarks import models, report
 from benchmarks.gpu_peers import continuous_batching_s, matrix_peak, memory_bandwidth, seconds_of
 from benchmarks.gpu_steps import Run, StepDriver, largest_difference
 from decoder_svc.prompt.family import load_family
-from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
@@ -30,6 +29,7 @@ from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.model.model_folder import ModelFolder
+from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.settings import parse_settings
 
 _NAME = "gpu"

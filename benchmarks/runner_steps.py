@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from decoder_svc.prompt.family import load_family
-from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.attention import PAGED_ATTENTION, SdpaBackend
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
@@ -19,6 +18,7 @@ from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
 from lookonce.model.half_model import load_text_half
 from lookonce.model.model_folder import ModelFolder
+from lookonce.model.pretrained_tokenizer import load_pretrained
 
 _BLOCK_SIZE = 16
 # Steps per round on transformers' modules, where one step may take seconds.

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from benchmarks import models, report
 from decoder_svc.prompt.family import load_family
-from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.base import Embedded, PreparedInputs, RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
@@ -31,6 +30,7 @@ from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.model.model_folder import ModelFolder
+from lookonce.model.pretrained_tokenizer import load_pretrained
 
 _NAME = "speculation"
 _BLOCK_SIZE = 16

@@ -13,7 +13,9 @@ from lookonce.server.garbage import long_lived_objects
 from lookonce.server.quotas import load_quotas
 from lookonce.server.settings import TracingVariables, parse_settings
 from lookonce.server.telemetry import Telemetry
+from lookonce.store.early_checks import check_cache_settings
 from lookonce.store.health import watched_cache
+from lookonce.tenants import load_tenants
 
 # The name in health of the engine alone. Readiness also depends on the encoders; restarting helps only the engine.
 ENGINE_PART = "lookonce.engine"
@@ -28,6 +30,8 @@ async def serve(arguments: list[str]) -> None:
     # Loading takes seconds to minutes: a process that must not start says so before it.
     ModelFolder.open(settings.model)
     serving.check_files(settings)
+    check_cache_settings(settings.redis_url, settings.seal_key_file)
+    load_tenants(settings.tenant_secret_file)
     # Meanwhile probes see that the process is alive.
     telemetry.start_endpoint()
     set_openmp_spin_count()

@@ -59,6 +59,11 @@ def build_engine(
     hold a request and for settings that exclude each other.
     """
     _check_mask(settings, family)
+    if settings.deterministic and settings.max_num_batched_tokens < settings.block_size:
+        raise ConfigurationError(
+            f"deterministic needs max_num_batched_tokens ({settings.max_num_batched_tokens}) of at least one block "
+            f"({settings.block_size})"
+        )
     speculation = _speculation(settings)
     runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, family))
     logger.info("engine limits: %s", limits)
@@ -160,11 +165,6 @@ def _speculation(settings: DecoderSettings) -> SpeculationLimits:
 
 
 def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderFamily) -> EngineLimits:
-    if settings.deterministic and settings.max_num_batched_tokens < settings.block_size:
-        raise ConfigurationError(
-            f"deterministic needs max_num_batched_tokens ({settings.max_num_batched_tokens}) of at least one block "
-            f"({settings.block_size})"
-        )
     rows = encoder_budget(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_rows_per_image=family.max_rows_per_image,

@@ -24,7 +24,7 @@ from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits
 from decoder_svc.prompt.sampling_check import SamplingLimits
-from decoder_svc.prompt.text_tokenizer import TextTokenizer, load_pretrained
+from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.prompt.video_frames import VideoSplitter
 from decoder_svc.request_gate import RequestGate
 from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials
@@ -40,15 +40,16 @@ from lookonce.errors import LookonceError
 from lookonce.media.image_header import ImageLimits
 from lookonce.model.folder_fingerprint import folder_fingerprint
 from lookonce.model.model_folder import ModelFolder
+from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.authentication import parse_token
 from lookonce.server.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
+from lookonce.server.watched_files import WatchedFiles
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
 from lookonce.store.metrics import StoreCollector
 from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants, load_tenants
-from lookonce.watched_files import WatchedFiles
 
 # Largest ratio of an image's sides, the encoder's default. The encoder decides; the check here only saves it a call.
 _MAX_IMAGE_ASPECT = 200.0

@@ -70,7 +70,8 @@ def _run(model: pathlib.Path, console: Console) -> int:
     started_s = time.monotonic()
     console.print("[bold]Lookonce demo[/]: starting Redis, an encoder and a decoder ...")
     with LocalStack(model) as stack:
-        console.print(f"Up after {time.monotonic() - started_s:.1f} s; everything runs on this machine's CPU.\n")
+        console.print(f"Up after {time.monotonic() - started_s:.1f} s; everything runs on this machine's CPU.")
+        console.print("The demo model knows drawn shapes only, not photographs.\n")
         with Client.connect(stack.decoder_targets[0], stack.encoder_targets[0]) as client:
             asked = _ask_all(client, questions, console)
         num_encodes = int(stack.metric(stack.encoders, "lookonce_encoder_encodes_total"))
@@ -126,7 +127,7 @@ def _conclude(asked: Sequence[AskedQuestion], num_encodes: int, console: Console
     console.print(f"\n{num_right} of {len(asked)} answers right; {len(pictures)} pictures, {num_encodes} encodes.")
     if is_good:
         console.print("[bold green]Each picture was looked at once.[/]\n")
-        console.print("A real model, by its name on the Hugging Face hub or as a local folder:")
+        console.print("For photographs, give a real model, by its name on the Hugging Face hub or as a local folder:")
         console.print(f"  lookonce up --model {_REAL_MODEL}")
         console.print('  lookonce generate "What is in the picture?" --image picture.png', markup=False)
         return 0

@@ -29,6 +29,8 @@ A service looks for each setting in four places and uses the first one that has 
 
 Settings are read once, when the process starts. If a setting is invalid, the process exits with status 2 and prints one
 line to stderr that names the setting and the allowed values.
+A misspelt flag ends it, too. A variable that begins with `LOOKONCE_` and that no program of Lookonce reads is ignored,
+with a warning in the log. Both messages name the nearest right name.
 
 Put a Redis URL that contains a password into the environment, not into a flag: everybody on the machine can read the
 flags of a process.

@@ -13,6 +13,7 @@ from lookonce.server.garbage import long_lived_objects
 from lookonce.server.quotas import load_quotas
 from lookonce.server.settings import TracingVariables, parse_settings
 from lookonce.server.telemetry import Telemetry
+from lookonce.store.early_checks import check_cache_settings
 from lookonce.store.health import watched_cache
 from lookonce.tenants import load_tenants
 
@@ -27,6 +28,7 @@ async def serve(arguments: list[str]) -> None:
     # Loading takes seconds to minutes: a process that must not start says so before it.
     ModelFolder.open(settings.model)
     serving.check_files(settings)
+    check_cache_settings(settings.redis_url, settings.seal_key_file)
     # Meanwhile probes see that the process is alive.
     telemetry.start_endpoint()
     set_openmp_spin_count()

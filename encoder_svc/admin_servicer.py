@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import grpc.aio
-import structlog
 from google.protobuf import duration_pb2
 
 from encoder_svc import wire
@@ -21,11 +20,12 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import InvalidParameterError
 from lookonce.identity import current_identity
+from lookonce.logs import get_logger
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderAdminService"
 
-_audit: structlog.stdlib.BoundLogger = structlog.get_logger("lookonce.audit")
+_audit = get_logger("lookonce.audit")
 
 
 class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc.aio
-import structlog
 
 import lookonce
 from encoder_svc import wire
@@ -30,6 +29,7 @@ from lookonce.errors import (
 )
 from lookonce.identity import current_identity
 from lookonce.image_file import num_file_bytes
+from lookonce.logs import get_logger
 from lookonce.server.quotas import Quotas, Resource
 from lookonce.server.telemetry import current_request_id
 from lookonce.status_codes import code_number, from_reason, status_row
@@ -42,7 +42,7 @@ CHUNK_BYTES = 1 << 20
 # Items of one EncodeStream in progress at a time, in full forward passes.
 _STREAM_BATCHES = 2
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class EncoderServicer(pb_grpc.EncoderServiceServicer):

@@ -25,7 +25,10 @@ from lookonce.families.base import Family, Mask, PositionAxes
 from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
-from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack, only_stack
+from lookonce.local.serve_extra import require_serve_packages
+from lookonce.server.setting_names import unknown_variables
+from lookonce.server.settings import ServiceSettings
 
 if TYPE_CHECKING:
     from lookonce.local.local_stack import LocalStack
@@ -58,6 +61,10 @@ Images = Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exist
 
 def main() -> Never:
     """Entry point of the console script."""
+    # Services warn by themselves.
+    if sys.argv[1:2] != ["serve"]:
+        for warning in unknown_variables(os.environ, ServiceSettings.model_fields):
+            _err.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     try:
         app()
     except StartupError as error:
@@ -90,17 +97,22 @@ def up(
     dtype: Annotated[str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Start Redis, encoder and decoder on this machine and run them until Ctrl-C."""
+    require_serve_packages("lookonce up")
     from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
+    from lookonce.model.model_folder import ModelFolder
 
     settings = CliSettings()
     folder = resolve_model(model or _demo_model())
+    # A folder that cannot be served is refused before anything starts.
+    ModelFolder.open(folder)
     named = served_name(model or "", folder)
     # SIGTERM stops everything in order, as Ctrl-C does. SIGINT is set, too: a script's background process inherits it
     # ignored, and then Python installs no handler.
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, signal.default_int_handler)
     with contextlib.ExitStack() as exits:
+        exits.enter_context(only_stack(settings.record_dir))
         with _err.status("starting") as status:
             stack = LocalStack(
                 folder,
@@ -136,6 +148,8 @@ def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
     if stack.redis is not None:
         table.add_row("redis", stack.redis.url)
     _out.print(f"[bold]Lookonce is up[/] with {escape(str(folder))}")
+    if folder.resolve() == _DEMO_MODEL:
+        _out.print("The demo model knows drawn shapes only, not photographs.")
     _out.print(table)
     _out.print('Ask: lookonce generate "What is in the picture?" --image picture.png', markup=False)
     _out.print("Ctrl-C stops it.")
@@ -166,6 +180,7 @@ def serve_decoder(context: typer.Context) -> None:
 
 def _become(module: str, arguments: Sequence[str]) -> Never:
     """Replaces this process by the service, so that signals and the exit status are the service's."""
+    require_serve_packages(f"lookonce serve {module.removesuffix('_svc')}")
     from lookonce.local.model_source import with_resolved_model
 
     # -P keeps the current folder off the import path: it may be a model's folder with Python files.
@@ -272,6 +287,7 @@ def token(
     role: Annotated[str, typer.Option(help="client, service (decoders that call encoders) or operator.")] = "client",
 ) -> None:
     """Make a bearer token. Prints the token to stdout and its entry for auth_tokens_file to stderr."""
+    require_serve_packages("lookonce token")
     from lookonce.local.token_entry import new_token
 
     made, entry = new_token(name, tenant, role)

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 class LookonceError(Exception):
@@ -45,6 +46,15 @@ class LookonceError(Exception):
         super().__init__(message)
         self.message = message
         self.metadata: dict[str, str] = dict(metadata or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles and copies all attributes. Exception's own method would call `__init__` with `args` alone."""
+        return _restored, (type(self), self.args), vars(self)
+
+
+def _restored(kind: type[LookonceError], args: tuple[object, ...]) -> LookonceError:
+    """Returns an error without attributes, which pickle sets afterwards."""
+    return kind.__new__(kind, *args)
 
 
 class InvalidInputError(LookonceError):

@@ -10,7 +10,6 @@ reaches its id, and the text around it is tokenized as if the control token did 
 from __future__ import annotations
 
 import json
-import pathlib
 import re
 import secrets
 from collections.abc import Sequence
@@ -79,22 +78,6 @@ class TextTokenizer:
 
     def _has_bos(self, text: str) -> bool:
         return bool(self.bos_token) and text.startswith(str(self.bos_token))
-
-
-def load_pretrained(folder: pathlib.Path) -> Any:
-    """Loads the folder's fast tokenizer with transformers, without running code from the folder.
-
-    Raises ModelFolderError if there is none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelFolderError(f"the tokenizer of {folder.name} cannot be loaded: {type(error).__name__}") from error
-    if not pretrained.is_fast:
-        raise ModelFolderError(f"{folder.name} has no fast tokenizer (tokenizer.json)")
-    return pretrained
 
 
 @dataclass(frozen=True, slots=True)

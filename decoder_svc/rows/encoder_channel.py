@@ -15,7 +15,7 @@ import grpc.aio
 
 from lookonce.sdk.channel_credentials import channel_credentials
 from lookonce.server.encoder_health import ENCODER_SERVICE
-from lookonce.watched_files import Current, WatchedFiles
+from lookonce.server.watched_files import Current, WatchedFiles
 
 # gRPC's default backoff grows to two minutes, which delays calls after an encoder has recovered.
 _MAX_RECONNECT_BACKOFF_MS = 2000

@@ -9,13 +9,13 @@ from typing import TypedDict
 
 import grpc
 import grpc.aio
-import structlog
 
 from lookonce import errors, status_codes
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.errors import InvalidParameterError, LookonceError, UnavailableError
+from lookonce.logs import get_logger
 
 SENDER = "the encoder service"
 """The encoder in the texts of errors."""
@@ -28,7 +28,7 @@ _DTYPES = {
     common_pb2.DATA_TYPE_INT8_SCALED: RowDtype.INT8_SCALED,
 }
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class WireOptions(TypedDict):

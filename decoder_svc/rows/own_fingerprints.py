@@ -12,18 +12,17 @@ import asyncio
 import pathlib
 import sys
 
-import structlog
-
 from lookonce.content_key import EncoderFingerprint
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import UnavailableError
+from lookonce.logs import get_logger
 
 # Importing the libraries takes seconds, and hashing at most some seconds per gigabyte.
 _PROCESS_TIMEOUT_S = 300.0
 # The types of a forward pass whose rows are rounded to int8: an encoder reports only the rows' type.
 _FORWARD_DTYPES = (RowDtype.BFLOAT16, RowDtype.FLOAT32, RowDtype.FLOAT16)
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class OwnFingerprints:

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import structlog
-
 from encoder_svc.cache.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.cache.store_admission import StoreAdmission
 from encoder_svc.metrics import EncoderMetrics
@@ -22,6 +20,7 @@ from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
 from lookonce.forgotten import Forgotten
+from lookonce.logs import get_logger
 from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.store.forget_channel import token_in
 from lookonce.threads import run_in_thread
@@ -29,7 +28,7 @@ from lookonce.threads import run_in_thread
 _LOCAL = "local"
 _SHARED = "shared"
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class ForgetWatch(Protocol):

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import redis.exceptions
-import structlog
 
 from lookonce.content_key import ContentKey
+from lookonce.logs import get_logger
 from lookonce.store.cache_names import done_channel
 from lookonce.store.redis.subscriber import RedisSubscriber
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 # A connection must be subscribed to something; this channel keeps it open while nobody waits.
 _IDLE_CHANNEL = b"lookonce:idle"

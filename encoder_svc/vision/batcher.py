@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import structlog
 import torch
 
 from encoder_svc.fair_queue import CallerId
@@ -33,6 +32,7 @@ from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.forward_queue import EncodedRows, ForwardJob, ForwardQueue
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
+from lookonce.logs import get_logger
 
 Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
 
@@ -45,7 +45,7 @@ _RECOVERY_PAUSE_S = 5.0
 # Out-of-memory messages of torch's allocator, oneDNN and C++, which raise a plain RuntimeError.
 _NO_MEMORY = ("can't allocate memory", "could not create a primitive", "std::bad_alloc")
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

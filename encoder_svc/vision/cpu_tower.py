@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import structlog
 import torch
 
 from encoder_svc.vision.dense_attention import use_dense_attention
+from lookonce.logs import get_logger
 from lookonce.model.half_model import detach_from_file
 from lookonce.model.packed_linear import Activation, pack_linears, packed, unpackable_reason
 
@@ -24,7 +24,7 @@ _ACTIVATION_TOLERANCE = 1e-5
 # Relative to the norm of a block's output. In bfloat16 a fused activation is rounded once instead of twice.
 _BLOCK_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 def make_fast(model: Any) -> None:

@@ -12,12 +12,12 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import structlog
 import torch
 import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lookonce.logs import get_logger
 from lookonce.model.native_library import NativeLibraryError, load_library
 
 NAME = "lookonce_dense"
@@ -31,7 +31,7 @@ _UNKNOWN_ARGUMENTS = ("position_bias", "cache", "softcap", "sliding_window", "s_
 _CHECKED_SHAPES = ((2, 3, 45, 64), (1, 2, 33, 72), (1, 1, 1, 80))
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class _Strides(ctypes.Structure):

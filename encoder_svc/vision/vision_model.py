@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import PIL.Image
-import structlog
 import torch
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
@@ -16,6 +15,7 @@ from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.content_key import ProcessorOptions
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
+from lookonce.logs import get_logger
 from lookonce.model.device import chosen_device
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.model_folder import ModelFolder
@@ -27,7 +27,7 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "
 _ROW_DTYPES = {"native": None, "int8": RowDtype.INT8_SCALED}
 _WARM_UP_SIZES = ((64, 64), (96, 64))
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class VisionModel:

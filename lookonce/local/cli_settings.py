@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from pydantic import Field, SecretStr
@@ -15,6 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from lookonce.errors import ConfigurationError
 
 _RECORD_NAME = "up.json"
+# Held by a running `lookonce up`. The kernel frees it when the process ends, however it ends.
+_LOCK_NAME = "up.lock"
 
 
 class CliSettings(BaseSettings):
@@ -54,8 +59,7 @@ class StackRecord:
 
     def write(self, directory: pathlib.Path) -> None:
         """Writes the record and replaces an older one, so commands find the newest `up`."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(directory)
+        _make_private(directory)
         with tempfile.NamedTemporaryFile("w", dir=directory, delete=False) as file:
             json.dump(asdict(self), file)
         os.replace(file.name, directory / _RECORD_NAME)
@@ -64,6 +68,31 @@ class StackRecord:
         """Removes the record, unless a later `up` has replaced it."""
         if find_stack(directory) == self:
             (directory / _RECORD_NAME).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def only_stack(directory: pathlib.Path) -> Iterator[None]:
+    """Makes this process the only `lookonce up` of its user for the duration of the block.
+
+    Commands find one stack only, so a second one would hide the first. Raises ConfigurationError that names the running
+    one.
+    """
+    _make_private(directory)
+    with (directory / _LOCK_NAME).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(_running(find_stack(directory))) from None
+        yield
+
+
+def _running(record: StackRecord | None) -> str:
+    if record is None:
+        return "another `lookonce up` is starting or stopping; wait for it, or stop it first"
+    return (
+        f"`lookonce up` is running already: decoder at {record.decoder_target}, process {record.pid}; "
+        f"use it, or stop it first with Ctrl-C or `kill {record.pid}`"
+    )
 
 
 def find_stack(directory: pathlib.Path) -> StackRecord | None:
@@ -75,6 +104,12 @@ def find_stack(directory: pathlib.Path) -> StackRecord | None:
     content = json.loads(path.read_text())
     record = StackRecord(content["decoder_target"], content["encoder_target"], content["pid"])
     return record if _is_alive(record.pid) else None
+
+
+def _make_private(directory: pathlib.Path) -> None:
+    """Makes the folder if there is none. Raises ConfigurationError if others may write it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(directory)
 
 
 def _check_private(directory: pathlib.Path) -> None:

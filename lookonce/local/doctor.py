@@ -12,9 +12,8 @@ from lookonce.errors import LookonceError
 from lookonce.local.cli_settings import CliSettings, find_stack
 from lookonce.local.finding import Finding
 from lookonce.local.model_source import resolve_model
-from lookonce.local.redis_server import find_server
+from lookonce.local.serve_extra import INSTALL_HINT
 from lookonce.model.model_folder import ModelFolder
-from lookonce.store.embedding_store import EmbeddingStore
 
 _PACKAGES = ("grpcio", "protobuf", "torch", "transformers", "tokenizers", "safetensors", "pillow", "redis")
 # Instruction sets that affect speed, as /proc/cpuinfo names them: matrix operations, bfloat16, SHA-256.
@@ -43,7 +42,7 @@ def _package(name: str) -> Finding:
     try:
         return Finding(name, True, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, False, "not installed; pip install 'lookonce[serve]'")
+        return Finding(name, False, f"not installed; {INSTALL_HINT}")
 
 
 def _heic() -> Finding:
@@ -58,7 +57,7 @@ def _torch() -> Finding:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Finding("tensor work", False, f"torch cannot be imported: {error}")
+        return Finding("tensor work", False, f"torch cannot be imported: {error}; {INSTALL_HINT}")
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     capability = torch.backends.cpu.get_cpu_capability()
     return Finding("tensor work", True, f"{torch.get_num_threads()} CPU threads, {capability}, {device}")
@@ -80,7 +79,11 @@ def _redis(settings: CliSettings) -> Finding:
     if settings.redis_url is not None:
         return _configured_redis(settings.redis_url.get_secret_value())
     try:
+        from lookonce.local.redis_server import find_server
+
         path, version = find_server()
+    except ImportError as error:
+        return Finding("Redis", False, f"{error}; {INSTALL_HINT}")
     except LookonceError as error:
         return Finding("Redis", False, str(error))
     return Finding("Redis", True, f"{path} {version[0]}.{version[1]}, started by `lookonce up`")
@@ -88,7 +91,11 @@ def _redis(settings: CliSettings) -> Finding:
 
 def _configured_redis(url: str) -> Finding:
     try:
+        from lookonce.store.embedding_store import EmbeddingStore
+
         store = EmbeddingStore(url, _PING_BUDGET_S, ttl_s=1, max_entry_bytes=1)
+    except ImportError as error:
+        return Finding("Redis", False, f"{error}; {INSTALL_HINT}")
     except LookonceError as error:
         return Finding("Redis", False, str(error))
     try:
@@ -118,5 +125,5 @@ def _model(name: str) -> list[Finding]:
     try:
         from lookonce.local.doctor_model import examine_folder
     except (ImportError, OSError) as error:
-        return [found, Finding("loading", False, f"{error}; pip install 'lookonce[serve]' to check the model")]
+        return [found, Finding("loading", False, f"the model cannot be checked: {error}; {INSTALL_HINT}")]
     return [found, *examine_folder(folder)]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import transformers
 from transformers.utils import logging as transformers_logging
 
 from lookonce.content_key import ProcessorOptions
@@ -23,6 +22,7 @@ from lookonce.model.family_model import FamilyModel
 from lookonce.model.generation_config import ignored_fields, read_generation_config
 from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import ModelFolder, chat_template_source
+from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
@@ -31,10 +31,17 @@ _SAMPLE_FRAMES = (16, 128)
 # The decoder's default number of tokens per KV block.
 _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
+_NO_TEMPLATE = (
+    "none: the decoder starts, but refuses chats, and with them `lookonce generate`; put the model's "
+    "chat_template.jinja into the folder, or use text and token prompts only"
+)
 
 
 def examine_folder(folder: ModelFolder) -> list[Finding]:
-    """Returns the findings about an opened folder. A service would refuse to start for each one that is not fine."""
+    """Returns the findings about an opened folder.
+
+    For each one that is not fine a service would refuse to start, or, without a chat template, refuse all chats.
+    """
     with _quiet_transformers():
         try:
             model = FamilyModel.load(folder)
@@ -50,8 +57,7 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             *_vision(folder, model),
             *_text(folder, model),
             Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES)),
-            _largest_image(folder, model),
-            *_prompts(folder, model),
+            *_texts(folder, model),
         ]
         if ignored:
             findings.append(Finding("generation defaults", True, f"ignored: {', '.join(ignored)}"))
@@ -108,27 +114,35 @@ def _rows(model: FamilyModel, width: int, height: int) -> str:
     return f"{width}×{height}: {rows}"
 
 
-def _largest_image(folder: ModelFolder, model: FamilyModel) -> Finding:
+def _texts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
+    """Returns findings that need the tokenizer."""
+    try:
+        tokenizer = load_pretrained(folder.path)
+    except LookonceError as error:
+        return [Finding("tokenizer", False, str(error))]
+    return [_largest_image(folder, model, tokenizer), *_prompts(folder, model, tokenizer)]
+
+
+def _largest_image(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> Finding:
     largest = model.sizing.largest
     try:
-        num_tokens = _num_tokens(folder, largest)
+        num_tokens = _num_tokens(folder, tokenizer, largest)
     except LookonceError as error:
         return Finding("largest image", False, str(error))
     return Finding("largest image", True, f"{largest.num_rows:,} rows, {num_tokens:,} tokens of the prompt")
 
 
-def _prompts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
+def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Finding]:
     """Returns findings about the chat template's placeholders for images and videos."""
     try:
-        tokenizer = _tokenizer(folder)
         source = chat_template_source(folder.path, tokenizer.chat_template)
     except LookonceError as error:
         return [Finding("chat template", False, str(error))]
-    if source is not None and model.data.finish_text is not None:
+    if model.data.finish_text is not None:
         # The family's processor puts images before the whole text, which no template can do.
         return [Finding("chat template", True, "not used: this family takes text and token prompts only")]
     if source is None:
-        return [Finding("chat template", True, "none: text and token prompts only"), _videos(model, takes_videos=False)]
+        return [Finding("chat template", False, _NO_TEMPLATE), _videos(model, takes_videos=False)]
     placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
     num_written = _num_written(tokenizer, source, "image", placeholder)
     if num_written != 1:
@@ -165,10 +179,9 @@ def _videos(model: FamilyModel, *, takes_videos: bool) -> Finding:
     return Finding("videos", True, ", ".join(rows))
 
 
-def _num_tokens(folder: ModelFolder, shape: ImageShape) -> int:
+def _num_tokens(folder: ModelFolder, tokenizer: Any, shape: ImageShape) -> int:
     """Returns the number of prompt tokens of one image. Raises ModelFolderError if the tokenizer does not fit."""
     token_id = _image_token_id(folder)
-    tokenizer = _tokenizer(folder)
     token = tokenizer.convert_ids_to_tokens(token_id)
     if token is None:
         raise ModelFolderError(f"the tokenizer has no token with the image token's id {token_id}")
@@ -188,16 +201,6 @@ def _image_token_id(folder: ModelFolder) -> int:
     if not isinstance(token_id, int):
         raise ModelFolderError("config.json has no image token (image_token_index or image_token_id)")
     return token_id
-
-
-def _tokenizer(folder: ModelFolder) -> Any:
-    try:
-        found = transformers.AutoTokenizer.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelFolderError(f"the tokenizer of {folder.path} cannot be loaded: {error}") from error
-    if not found.is_fast:
-        raise ModelFolderError(f"{folder.path} has no fast tokenizer (tokenizer.json)")
-    return found
 
 
 def _size(num_bytes: int) -> str:

@@ -16,12 +16,12 @@ _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 
 
 def resolve_model(name: str) -> pathlib.Path:
-    """Returns `name` if it is a folder, otherwise the folder of the hub repository, downloaded if needed.
+    """Returns `name` if it is a path that exists, otherwise the folder of the hub repository, downloaded if needed.
 
-    Raises ModelFolderError if it is neither.
+    Raises ModelFolderError if it is neither. Whether the path is a model's folder is seen when it is opened.
     """
     path = pathlib.Path(name)
-    if name and path.is_dir():
+    if name and path.exists():
         return path
     if not _HUB_NAME.fullmatch(name):
         raise ModelFolderError(f"{name} is neither a folder nor a name on the hub like Qwen/Qwen2-VL-2B-Instruct")

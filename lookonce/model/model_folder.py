@@ -15,10 +15,13 @@ from typing import Any
 from lookonce.errors import ModelFolderError
 from lookonce.families.registry import FAMILIES
 
+_CONFIG_FILE = "config.json"
+_ADAPTER_FILE = "adapter_config.json"
 _CONFIG_FILES = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+_SAFETENSORS_ADVICE = "give the folder of the original Hugging Face model with safetensors weights"
 # A safetensors file starts with the length of its JSON header; the format limits the header to 100 MB.
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -44,8 +47,10 @@ class ModelFolder:
     def open(cls, path: pathlib.Path) -> ModelFolder:
         """Checks the folder. Raises ModelFolderError with the problem and its remedy."""
         if not path.is_dir():
-            raise ModelFolderError(f"{path} is not a folder; give the folder of a Hugging Face model")
-        config = read_json_object(path / "config.json")
+            raise ModelFolderError(_not_a_folder(path))
+        if not (path / _CONFIG_FILE).exists():
+            raise ModelFolderError(_without_config(path))
+        config = read_json_object(path / _CONFIG_FILE)
         model_type, architecture = _checked_architecture(path, config)
         _refuse_own_code(path)
         if "quantization_config" in config:
@@ -73,6 +78,41 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelFolderError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content
+
+
+def _not_a_folder(path: pathlib.Path) -> str:
+    """Returns why something else than a folder is refused, and what to give instead."""
+    if not path.exists():
+        return f"{path} is not a folder (it does not exist); give the folder of a Hugging Face model"
+    if path.suffix == ".gguf":
+        return f"{path} is not a folder but a GGUF file, which is not served; {_SAFETENSORS_ADVICE}"
+    if path.suffix == ".safetensors":
+        return (
+            f"{path} is not a folder but a weight file; give the folder that holds it together with config.json and "
+            "tokenizer.json"
+        )
+    return f"{path} is not a folder but a file; give the folder of a Hugging Face model"
+
+
+def _without_config(path: pathlib.Path) -> str:
+    """Returns what a folder without config.json seems to hold, and what to do about it."""
+    names = sorted(file.name for file in path.iterdir())
+    if not names:
+        return f"{path} is empty; download a model into it: config.json, safetensors weights and tokenizer"
+    if _ADAPTER_FILE in names:
+        return _adapter(path)
+    if any(name.endswith(".gguf") for name in names):
+        return f"{path} has no config.json but a GGUF file, which is not served; {_SAFETENSORS_ADVICE}"
+    return f"{path} is no folder of a Hugging Face model (config.json is missing); download the whole model into it"
+
+
+def _adapter(path: pathlib.Path) -> str:
+    base = read_json_object(path / _ADAPTER_FILE).get("base_model_name_or_path")
+    named = f" {base}" if isinstance(base, str) and base else ""
+    return (
+        f"{path} holds a PEFT adapter ({_ADAPTER_FILE}), which is not served by itself; merge it into its base "
+        f"model{named} (merge_and_unload of peft), save the result with its tokenizer, and give that folder"
+    )
 
 
 def _checked_architecture(path: pathlib.Path, config: Mapping[str, Any]) -> tuple[str, str]:
@@ -109,7 +149,11 @@ def _complete_weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
                 f"{path} holds pickled weights only ({pickled[0]}), which can run code and are never loaded; "
                 "convert them to safetensors"
             )
-        raise ModelFolderError(f"{path} holds no weights; {_SINGLE_FILE} or {_INDEX_FILE} is needed")
+        if (path / _ADAPTER_FILE).exists():
+            raise ModelFolderError(_adapter(path))
+        raise ModelFolderError(
+            f"{path} holds no weights ({_SINGLE_FILE} or {_INDEX_FILE} is missing); download the whole model into it"
+        )
     for file in files:
         _check_safetensors(file)
     return files

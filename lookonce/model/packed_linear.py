@@ -13,9 +13,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 
-import structlog
 import torch
 from torch.nn import functional
+
+from lookonce.logs import get_logger
 
 # Number of rows for which oneDNN chooses the layout. 32 was as fast as the true number from 1 to 4608 rows.
 _ROWS_HINT = 32
@@ -27,7 +28,7 @@ _CAPABILITIES = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float32: ("a
 _TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 _NUM_CHECKED_ROWS = 4
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class Activation(enum.Enum):

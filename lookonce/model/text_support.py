@@ -21,7 +21,7 @@ SINK_MODEL_TYPES = frozenset({
     "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash",
     "openai_privacy_filter",
 })  # fmt: skip
-_ADVICE = "use a model whose text model does not need this"
+_ADVICE = "use a model with another text model"
 _HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
 # Configuration fields of features that the decoder does not support, with their description.
 _UNSERVED_FIELDS = {
@@ -105,8 +105,13 @@ def _rope_types(parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def _heads(_config: Any, text: Any) -> str | None:
     for name in _HEAD_FIELDS:
         value = getattr(text, name, None)
+        if value is None:
+            return (
+                f"no {name} in its configuration, which sizes the KV cache, so text models of type "
+                f"{text.model_type!r} are not served; use a model with another text model, such as llama or qwen2"
+            )
         if not isinstance(value, int) or value < 1:
-            return f"no valid number of attention heads for a KV cache ({name} is {value!r}); {_ADVICE}"
+            return f"no valid number of attention heads ({name} is {value!r}); it must be at least 1 in config.json"
     return None
 
 

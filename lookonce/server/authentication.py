@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lookonce.errors import UnauthenticatedError
 from lookonce.identity import ANYBODY, TENANT_NAME, CallerRole, Identity
 from lookonce.server.settings import ServiceSettings
-from lookonce.watched_files import WatchedFiles
+from lookonce.server.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
     from jwt import PyJWK

@@ -6,17 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import structlog
-
 from lookonce.errors import InvalidParameterError, PermissionDeniedError, UnauthenticatedError
 from lookonce.identity import ANYBODY, TENANT_KEY, TENANT_NAME, CallerRole, Identity, acting_for
+from lookonce.logs import get_logger
 from lookonce.server.authentication import Authenticator
 from lookonce.server.quotas import Quotas
 
 _AUTHORIZATION_KEY = "authorization"
 _SCHEME = "bearer "
 
-_audit: structlog.stdlib.BoundLogger = structlog.get_logger("lookonce.audit")
+_audit = get_logger("lookonce.audit")
 
 
 class CallGate:

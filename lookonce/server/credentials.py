@@ -9,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from lookonce.server.settings import ServiceSettings
-from lookonce.watched_files import WatchedFiles
+from lookonce.server.watched_files import WatchedFiles
 
 
 def server_credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_status import rpc_status
@@ -26,6 +25,7 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from lookonce import errors, status_codes, tracing
+from lookonce.logs import get_logger
 from lookonce.server.call_gate import CallGate, values_of
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.message_bounds import MessageBounds
@@ -38,7 +38,7 @@ _MAX_MESSAGE_CHARS = 400
 _MAX_STATUS_BYTES = 3072
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 # Untyped messages: methods of all services pass here.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from lookonce.logs import get_logger
 
 # Connections open at the same time. Scrapers need a handful.
 _MAX_CONNECTIONS = 128
@@ -24,7 +25,7 @@ _ANSWER_S = 10.0
 _MAX_REQUEST_BYTES = 16384
 _TEXT = ("Content-Type", "text/plain; charset=utf-8")
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 Application: TypeAlias = Callable[[dict[str, Any], Callable[[str, list[tuple[str, str]]], None]], Iterable[bytes]]
 """A WSGI application, as far as prometheus_client's needs it."""

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lookonce.errors import OverloadedError
 from lookonce.identity import CallerRole, Identity
 from lookonce.server.settings import ServiceSettings
-from lookonce.watched_files import Current, WatchedFiles
+from lookonce.server.watched_files import Current, WatchedFiles
 
 # Capacity of a bucket, in seconds of its rate.
 _BURST_S = 2.0

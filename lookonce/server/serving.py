@@ -22,13 +22,13 @@ from types import FrameType
 from typing import Any, Never
 
 import grpc.aio
-import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from lookonce.errors import ConfigurationError, StartupError
 from lookonce.identity import CallerRole
+from lookonce.logs import get_logger
 from lookonce.server.authentication import load_authenticator
 from lookonce.server.call_gate import CallGate
 from lookonce.server.credentials import server_credentials
@@ -60,7 +60,7 @@ _QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 _OPEN = frozenset({health.SERVICE_NAME})
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

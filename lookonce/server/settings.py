@@ -14,9 +14,16 @@ from collections.abc import Sequence
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
 from lookonce.errors import ConfigurationError
+from lookonce.server.setting_names import unknown_flags
 
 MIB = 1 << 20
 
@@ -261,14 +268,16 @@ def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], pr
     arguments, config = _split_config(list(arguments))
     if config is not None:
         _check_toml(config)
-    overrides = SettingsConfigDict(toml_file=config, cli_prog_name=program)
+    overrides = SettingsConfigDict(toml_file=config, cli_prog_name=program, cli_exit_on_error=False)
     attributes = {"model_config": overrides, "__doc__": settings_class.__doc__, "__module__": settings_class.__module__}
     configured: Any = type(settings_class.__name__, (settings_class,), attributes)
     try:
         settings: SettingsT = configured(_cli_parse_args=arguments)
     except ValidationError as error:
-        lines = [f"{_flag(item['loc'])}: {_reason(item['type'], item['msg'])}" for item in error.errors()]
+        lines = [f"{_flag(item['loc'])}: {_reason(item['type'], item['msg'], item['loc'])}" for item in error.errors()]
         raise ConfigurationError("; ".join(lines)) from None
+    except SettingsError as error:
+        raise ConfigurationError(f"{_command_line_fault(arguments, settings_class, error)}; see --help") from None
     return settings
 
 
@@ -307,7 +316,24 @@ def _existing(name: str) -> pathlib.Path:
     return path
 
 
-def _reason(kind: str, message: str) -> str:
+def _command_line_fault(arguments: Sequence[str], settings_class: type[ServiceSettings], error: SettingsError) -> str:
+    """Returns the fault of a command line that argparse refuses. Its text has no value, which may be secret."""
+    flags = [_flag((name,)) for name in settings_class.model_fields]
+    negated = [f"--no-{flag[2:]}" for flag in flags]
+    return unknown_flags(arguments, [*flags, *negated, "--config", "--help", "-h"]) or _argparse_fault(str(error))
+
+
+def _argparse_fault(text: str) -> str:
+    if "unrecognized arguments" in text:
+        return "the command line has a value without a flag"
+    found = re.search(r"argument (--[a-z0-9-]+)[^:]*: (expected one argument)?", text)
+    return text if found is None else f"{found[1]}: {'needs a value' if found[2] else 'takes no such value'}"
+
+
+def _reason(kind: str, message: str, location: tuple[int | str, ...]) -> str:
+    if kind == "missing":
+        name = str(location[0])
+        return f"is not set; give {_flag(location)}, or set LOOKONCE_{name.upper()}"
     return "there is no such setting" if kind == "extra_forbidden" else message.removeprefix("Value error, ")
 
 

@@ -7,6 +7,7 @@ library's warning looks like our own lines. Tracebacks never show local variable
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import uuid
@@ -16,7 +17,9 @@ import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from lookonce.errors import ConfigurationError
+from lookonce.logs import get_logger
 from lookonce.server.metrics_endpoint import MetricsEndpoint
+from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
 
 _HANDLER_NAME = "lookonce"
@@ -28,6 +31,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 # Libraries that log through a handler of their own, which is removed.
 _CAPTIVE_LOGGERS = ("transformers",)
+
+_log = get_logger(__name__)
 
 LogFormat = Literal["json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -119,8 +124,10 @@ class Telemetry:
 
     @classmethod
     def from_settings(cls, settings: ServiceSettings) -> Self:
-        """Configures the logs of the process and creates its registry."""
+        """Configures the logs of the process and creates its registry. Logs which LOOKONCE_ variables nothing reads."""
         configure_logging(settings.log_format, settings.log_level)
+        for warning in unknown_variables(os.environ, ServiceSettings.model_fields):
+            _log.warning(warning)
         return cls(settings.metrics_listen)
 
     @property

@@ -52,3 +52,30 @@ def test_a_model_folder_that_cannot_be_served_is_refused(module: str, fault: str
         "no folder": "not a folder",
     }[fault]
     assert expected in refusal(module, "--model", str(folder))
+
+
+_UNUSABLE = {
+    "Redis URL": ("--redis-url", "http://:SECRET@somewhere", "redis_url: cannot be used"),
+    "Sentinel URL": ("--redis-url", "redis+sentinel://:SECRET@somewhere", "redis_url: cannot be used"),
+    "seal keys": ("--seal-key-file", "short.txt", "seal_key_file"),
+    "no seal keys": ("--seal-key-file", "missing.txt", "seal_key_file"),
+    "tenant secret": ("--tenant-secret-file", "short.txt", "tenant_secret_file"),
+}
+
+
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+@pytest.mark.parametrize("fault", _UNUSABLE)
+def test_an_unusable_setting_of_the_cache_is_refused_before_the_model_is_loaded(
+    module: str, fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, value, expected = _UNUSABLE[fault]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("SECRET")
+    # Nothing can be loaded without torch, and without a fault in the settings this would be the error.
+    program = f"import sys; sys.modules['torch'] = None; from {module}.__main__ import main; main()"
+    command = [sys.executable, "-c", program, "--model", str(DEMO_MODEL), flag, value]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 2, process.stderr
+    assert expected in process.stderr
+    assert "SECRET" not in process.stderr
+    assert "Traceback" not in process.stderr

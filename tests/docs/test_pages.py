@@ -8,7 +8,14 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "models").rglob("*.md"),
+    ]
+)
 _PATH = re.compile(r"`((?:lookonce|encoder_svc|decoder_svc|tests|benchmarks|protos|k8s|docs|observability)/[\w./-]*)`")
 _LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 _ANCHOR = re.compile(r"\]\(([^):#]*)#([^)]+)\)")

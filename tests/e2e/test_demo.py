@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import io
+import pathlib
 import re
 import subprocess
 import sys
 
+import pytest
+from rich.console import Console
+
 from demo.questions import demo_session
-from tests.conftest import REPOSITORY
+from lookonce import cli
+from lookonce.local.local_stack import LocalStack
+from tests.conftest import DEMO_MODEL, REPOSITORY
+
+LIMIT = "knows drawn shapes only, not photographs"
+
+
+@pytest.mark.parametrize("page", ["README.md", "models/demo/README.md"])
+def test_the_pages_say_what_the_demo_model_does_not_know(page: str) -> None:
+    assert LIMIT in " ".join((REPOSITORY / page).read_text().split())
+
+
+def test_up_says_it_of_the_demo_model_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(cli, "_out", Console(file=shown, width=100))
+    cli._announce(LocalStack(DEMO_MODEL), DEMO_MODEL)
+    assert LIMIT in shown.getvalue()
+    shown.truncate(0)
+    cli._announce(LocalStack(tmp_path), tmp_path)
+    assert LIMIT not in shown.getvalue()
 
 
 def test_demo_answers_all_questions_and_encodes_each_picture_once() -> None:
@@ -19,4 +43,5 @@ def test_demo_answers_all_questions_and_encodes_each_picture_once() -> None:
     assert f"5 of 5 answers right; {len(pictures)} pictures, {len(pictures)} encodes." in process.stdout
     rows = re.findall(r"^│\s*(\d)\s*│\s*(\d+)\s*│\s*(\d+)\s*│", process.stdout, re.MULTILINE)
     assert rows[0][1] != "0", "the first look encodes"
+    assert LIMIT in process.stdout
     assert rows[1][1] == "0", "the second question about the same picture encodes nothing"

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-import structlog
 from google.protobuf.message import Message
 
 import lookonce
@@ -48,15 +47,12 @@ SHORT_S, ENCODE_S = 0.3, 1.0
 def stack() -> Iterator[InProcessStack]:
     """One encoder and one decoder that take files a little larger than the tests' images."""
     limits = ("--max-image-bytes", str(9 * MIB))
-    # By default structlog prints the local variables of a traceback, which takes minutes with large images. And pytest
-    # keeps log records with their tracebacks, which refer to the requests.
+    # pytest keeps log records with their tracebacks, which refer to the requests.
     logging.disable()
-    structlog.configure(processors=[structlog.processors.format_exc_info, structlog.processors.JSONRenderer()])
     with InProcessStack(
         DEMO_MODEL, encoder_arguments=(*SERVICE_FLAGS, *limits), decoder_arguments=(*SERVICE_FLAGS, *limits)
     ) as running:
         yield running
-    structlog.reset_defaults()
     logging.disable(logging.NOTSET)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import redis
-import structlog
 
 from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.logs import configure_plainly
 from lookonce.server.telemetry import configure_logging
 from tests.lookonce.store.faults import FaultProxy
 
@@ -39,6 +39,6 @@ def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
     stream = io.StringIO()
     configure_logging("json", "info", stream)
     yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    structlog.reset_defaults()
+    configure_plainly()
     for handler in [handler for handler in logging.getLogger().handlers if handler.name == "lookonce"]:
         logging.getLogger().removeHandler(handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import pathlib
 import signal
@@ -138,6 +139,36 @@ def test_doctor_says_when_the_configured_cache_is_away(environment: dict[str, st
     assert "does not answer" in finished.stdout
 
 
+def test_up_refuses_what_is_no_model_folder_before_it_starts_anything(
+    environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    finished = run(environment, "up", "--model", str(tmp_path / "model.gguf"))
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr.startswith("error: ")
+    assert len(finished.stderr.splitlines()) == 1
+    assert "GGUF" in finished.stderr
+
+
+def test_a_variable_that_nothing_reads_is_named(environment: dict[str, str]) -> None:
+    finished = run(environment | {"LOOKONCE_TARGT": "127.0.0.1:1", "LOOKONCE_MODEL": "x"}, "models")
+    assert finished.returncode == 0
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("warning: LOOKONCE_TARGT ")
+    assert line.endswith("did you mean LOOKONCE_TARGET?")
+
+
+def test_the_services_name_such_a_variable_in_their_logs(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
+    for service in ("encoder", "decoder"):
+        changed = environment | {"LOOKONCE_REDIS_ULR": "SECRET", "LOOKONCE_MODEL": str(tmp_path)}
+        finished = run(changed, "serve", service)
+        warning, *_ = finished.stderr.splitlines()
+        assert json.loads(warning)["level"] == "warning"
+        assert "LOOKONCE_REDIS_ULR" in warning
+        assert "did you mean LOOKONCE_REDIS_URL?" in warning
+        assert "SECRET" not in finished.stderr
+
+
 @pytest.fixture
 def running_up(environment: dict[str, str], tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
     """`lookonce up` with two decoders on a tiny model, started as a script's background is: SIGINT ignored."""
@@ -157,7 +188,12 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
     while not lines or not lines[-1].startswith("Ctrl-C"):
         lines.append(running_up.stdout.readline())
         assert lines[-1], running_up.stderr.read() if running_up.stderr else ""
-    assert sum(line.startswith("decoder") for line in lines) == 2
+    targets = [line.split()[1] for line in lines if line.startswith("decoder")]
+    assert len(targets) == 2
+    again = run(environment, "up", "--model", str(picture.parent / "tiny"))
+    assert (again.returncode, again.stdout) == (2, "")
+    assert f"running already: decoder at {targets[0]}, process {running_up.pid}" in again.stderr
+    assert len(again.stderr.splitlines()) == 1
     asked = ["generate", "What is it?", "--image", str(picture), "--max-tokens", "4", "--temperature", "0"]
     first, second = run(environment, *asked), run(environment, *asked)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
+import pickle
 import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -70,3 +75,46 @@ def test_an_error_that_is_not_the_images_fault_gets_no_position() -> None:
     with pytest.raises(errors.UnavailableError) as caught, errors.located_in_image(2):
         raise errors.UnavailableError("away")
     assert caught.value.metadata == {}
+
+
+def _examples() -> list[errors.LookonceError]:
+    """One error of each class, each with a metadata entry of its own."""
+    special = {
+        errors.InvalidParameterError: lambda: errors.InvalidParameterError("top_p", "must be in (0, 1], not 7"),
+        errors.EmbeddingNotCachedError: lambda: errors.EmbeddingNotCachedError("not cached", indexes=[0, 3]),
+        errors.OverloadedError: lambda: errors.OverloadedError("full", retry_after_s=2.5),
+    }
+    made = [special.get(kind, lambda kind=kind: kind("a fault"))() for kind in _classes().values()]
+    for error in made:
+        error.metadata["index"] = "2"
+        error.add_note("seen in a worker")
+    return made
+
+
+def _raise(error: errors.LookonceError) -> None:
+    raise error
+
+
+def _assert_same(found: BaseException | None, error: errors.LookonceError) -> None:
+    assert type(found) is type(error)
+    assert (str(found), found.args, vars(found)) == (str(error), error.args, vars(error))
+
+
+def _unpickled(error: errors.LookonceError) -> object:
+    return pickle.loads(pickle.dumps(error))  # noqa: S301
+
+
+@pytest.mark.parametrize("duplicate", [_unpickled, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("error", _examples(), ids=lambda error: type(error).__name__)
+def test_an_error_survives_pickling_and_copying(
+    error: errors.LookonceError, duplicate: Callable[[errors.LookonceError], errors.LookonceError]
+) -> None:
+    _assert_same(duplicate(error), error)
+
+
+def test_errors_come_back_from_another_process() -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for error in _examples():
+            found = pool.submit(_raise, error).exception(timeout=60)
+            # The pool names the other process's traceback as the cause, and adds nothing else.
+            _assert_same(found, error)

@@ -14,8 +14,8 @@ from typing import Any
 
 import redis.asyncio
 import redis.exceptions
-import structlog
 
+from lookonce.logs import get_logger
 from lookonce.store.redis.deployment import open_deployment
 from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
 from lookonce.store.redis.node import RedisNode
@@ -23,7 +23,7 @@ from lookonce.store.redis.node import RedisNode
 _RECONNECT_S = 1.0
 _CANCEL_AGAIN_S = 0.05
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class RedisSubscriber:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from decoder_svc.prompt.chat_template import ChatTemplate
 from decoder_svc.prompt.prompt_spec import ChatMessage, ChatRole, ImagePart, InlineImage, TextPart
-from decoder_svc.prompt.text_tokenizer import TextPiece, load_pretrained
+from decoder_svc.prompt.text_tokenizer import TextPiece
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import InvalidParameterError, ModelFolderError, PromptEmptyError
+from lookonce.model.pretrained_tokenizer import load_pretrained
 
 IMAGE = ImagePart(InlineImage(b"", ProcessorOptions()))
 

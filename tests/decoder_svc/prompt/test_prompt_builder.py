@@ -13,7 +13,6 @@ import pytest
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.prompt.prompt_builder import ResolvedImage
 from decoder_svc.prompt.prompt_spec import ChatPrompt, PromptSpec, TextPrompt, TokenPrompt
-from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ProcessorOptions
@@ -29,6 +28,7 @@ from lookonce.errors import (
 from lookonce.families.base import ImageShape
 from lookonce.families.sizing import constant
 from lookonce.model.family_model import FamilyModel
+from lookonce.model.pretrained_tokenizer import load_pretrained
 from tests import image_files
 from tests.decoder_svc.conftest import loaded
 from tests.decoder_svc.prompt.prompts import builder, chat, inline, resolved

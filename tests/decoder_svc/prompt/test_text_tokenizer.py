@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pathlib
 
 import pytest
 import transformers
@@ -11,9 +10,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer, load_pretrained
+from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
 from decoder_svc.service import LoadedText
-from lookonce.errors import InvalidParameterError, ModelFolderError
+from lookonce.errors import InvalidParameterError
 
 CORPUS = ["what is in the picture", "a red square left of a blue circle", "image im age < > | _ start end"]
 
@@ -189,9 +188,3 @@ def test_truncation_and_padding_of_the_folder_are_ignored() -> None:
 def test_unknown_ids_are_named() -> None:
     tokenizer = wrapped(byte_level())
     assert tokenizer.unknown_ids([0, 1, 5, 999_999]) == {999_999}
-
-
-def test_a_folder_without_tokenizer_is_a_model_folder_error(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(ModelFolderError, match="tokenizer"):
-        load_pretrained(tmp_path)

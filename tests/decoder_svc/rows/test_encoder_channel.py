@@ -10,10 +10,10 @@ import pytest
 import trustme
 
 from decoder_svc.rows.encoder_channel import EncoderChannel, watched_credentials
-from lookonce import watched_files
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import ConfigurationError
+from lookonce.server import watched_files
 from lookonce.server.serving import ServiceEntry
 from lookonce.server.settings import ServiceSettings
 from tests.decoder_svc.encoders import CHANNEL, served

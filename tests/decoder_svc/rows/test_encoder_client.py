@@ -30,8 +30,8 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceServicer
 from lookonce.identity import CallerRole, Identity, acting_for
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.server.authentication import parse_token
+from lookonce.server.watched_files import WatchedFiles
 from lookonce.tenants import Tenants
-from lookonce.watched_files import WatchedFiles
 from tests import image_files
 from tests.decoder_svc.encoders import CHANNEL, client, running_encoder, scripted_encoder
 from tests.garbled_service import garbled_service

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from lookonce.errors import ConfigurationError
-from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack, only_stack
 
 
 def test_the_record_of_a_running_stack_is_found_and_removed_by_its_owner(tmp_path: pathlib.Path) -> None:
@@ -27,6 +27,23 @@ def test_the_record_of_a_running_stack_is_found_and_removed_by_its_owner(tmp_pat
     assert find_stack(directory) == second
     second.remove(directory)
     assert list(directory.iterdir()) == []
+
+
+def test_a_second_stack_is_refused_with_the_place_of_the_first(tmp_path: pathlib.Path) -> None:
+    directory = tmp_path / "lookonce"
+    record = StackRecord("127.0.0.1:1", "127.0.0.1:2", os.getpid())
+    with only_stack(directory):
+        with pytest.raises(ConfigurationError, match="another `lookonce up` is starting"), only_stack(directory):
+            pass
+        record.write(directory)
+        with pytest.raises(ConfigurationError) as caught, only_stack(directory):
+            pass
+        assert "decoder at 127.0.0.1:1" in caught.value.message
+        assert f"kill {os.getpid()}" in caught.value.message
+        assert find_stack(directory) == record
+    # The record of a stack that was killed, whose process id another process has now.
+    with only_stack(directory):
+        pass
 
 
 def test_the_record_of_a_stack_that_died_is_not_used(tmp_path: pathlib.Path) -> None:

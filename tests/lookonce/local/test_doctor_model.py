@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -175,6 +176,71 @@ def test_ignored_generation_defaults_are_named(copied: Callable[..., pathlib.Pat
     assert finding == Finding("generation defaults", True, "ignored: num_beams=4, no_repeat_ngram_size=3")
     (path / "generation_config.json").write_text("[]")
     assert [finding.is_fine for finding in _examined(path).values()] == [False]
+
+
+def _without(path: pathlib.Path, pattern: str) -> pathlib.Path:
+    for file in path.glob(pattern):
+        file.unlink()
+    return path
+
+
+def _unservable(fault: str, tmp_path: pathlib.Path, copied: Callable[..., pathlib.Path]) -> pathlib.Path:
+    """Makes a path that newcomers give instead of a complete model folder."""
+    if fault in {"no tokenizer", "damaged tokenizer", "no chat template"}:
+        path = copied("llava_clip")
+        if fault == "damaged tokenizer":
+            (path / "tokenizer.json").write_text('{"model": 1}')
+            return path
+        return _without(path, "tokenizer*" if fault == "no tokenizer" else "chat_template*")
+    path = tmp_path / {"GGUF file": "model.gguf", "weight file": "model.safetensors"}.get(fault, "model")
+    if path.suffix:
+        path.write_bytes(b"GGUF")
+        return path
+    path.mkdir()
+    if fault == "config.json only":
+        shutil.copy(copied("llava_clip") / "config.json", path)
+    elif fault == "GGUF folder":
+        (path / "model-q4.gguf").write_bytes(b"GGUF")
+    elif fault == "adapter":
+        base = {"peft_type": "LORA", "base_model_name_or_path": "some/base-model"}
+        (path / "adapter_config.json").write_text(json.dumps(base))
+        (path / "adapter_model.safetensors").write_bytes(b"")
+    return path
+
+
+_FAULTS = {
+    "no tokenizer": ["tokenizer.json is missing", "download the tokenizer"],
+    "damaged tokenizer": ["tokenizer", "cannot be loaded", "download tokenizer.json"],
+    "no chat template": ["refuses chats", "chat_template.jinja"],
+    "GGUF file": ["GGUF", "safetensors"],
+    "GGUF folder": ["GGUF", "safetensors"],
+    "weight file": ["a weight file", "give the folder", "config.json"],
+    "empty": ["is empty", "download a model"],
+    "config.json only": ["no weights", "model.safetensors", "download the whole model"],
+    "adapter": ["adapter", "merge", "some/base-model"],
+}
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_a_path_that_newcomers_give_by_mistake_gets_one_line_with_the_remedy(
+    fault: str, tmp_path: pathlib.Path, copied: Callable[..., pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = _unservable(fault, tmp_path, copied)
+    (bad,) = [finding for finding in doctor.examine(CliSettings(), str(path)) if not finding.is_fine]
+    assert "\n" not in bad.detail
+    for part in _FAULTS[fault]:
+        assert part in bad.detail
+
+
+@pytest.mark.parametrize("fault", ["no tokenizer", "no chat template", "adapter"])
+def test_the_command_ends_with_a_status_and_no_traceback_on_such_a_path(
+    fault: str, tmp_path: pathlib.Path, copied: Callable[..., pathlib.Path]
+) -> None:
+    finished = _run("doctor", "--model", str(_unservable(fault, tmp_path, copied)))
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stdout + finished.stderr
+    assert [line for line in finished.stdout.splitlines() if line.startswith("no ")]
 
 
 def test_the_command_fails_for_a_folder_that_does_not_load(copied: Callable[..., pathlib.Path]) -> None:

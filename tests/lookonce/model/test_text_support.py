@@ -110,8 +110,17 @@ def test_a_text_model_that_is_not_served_exactly_is_refused_with_the_reason(
         ({"model_type": "gpt_oss", "num_attention_heads": 4, "num_key_value_heads": 2}, "attention sinks"),
         ({"model_type": "gemma3n_text", "num_hidden_layers": 5}, "per-layer inputs"),
         ({"model_type": "t5"}, "an encoder and a decoder"),
-        ({"model_type": "opt", "num_attention_heads": 4}, "num_key_value_heads is None"),
-        ({"model_type": "rwkv"}, "num_attention_heads is None"),
+        (
+            {"model_type": "gpt_neox", "num_attention_heads": 4},
+            "(gpt_neox) has no num_key_value_heads in its configuration, which sizes the KV cache, so text models of "
+            "type 'gpt_neox' are not served",
+        ),
+        ({"model_type": "opt", "num_attention_heads": 4}, "no num_key_value_heads"),
+        ({"model_type": "rwkv"}, "no num_attention_heads"),
+        (
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 0},
+            "(num_key_value_heads is 0); it must be at least 1",
+        ),
         ({"model_type": "jamba"}, "'linear_attention' (layer 0)"),
     ],
 )

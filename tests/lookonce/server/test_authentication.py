@@ -14,9 +14,9 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from lookonce import watched_files
 from lookonce.errors import UnauthenticatedError
 from lookonce.identity import ANYBODY, CallerRole, Identity
+from lookonce.server import watched_files
 from lookonce.server.authentication import (
     Authenticator,
     Unguarded,

@@ -12,11 +12,11 @@ import grpc.aio
 import pytest
 import trustme
 
-from lookonce import watched_files
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import ConfigurationError
 from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.server import watched_files
 from lookonce.server.serving import GrpcService, ServiceEntry
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.telemetry import Telemetry

@@ -78,6 +78,37 @@ def test_a_wrong_setting_is_named_with_its_range_or_its_fellow(arguments: list[s
     assert all(part in caught.value.message for part in parts), caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-image-byte", "5"], "there is no flag --max-image-byte; did you mean --max-image-bytes?; see --help"),
+        (["--insecure", "SECRET"], "the command line has a value without a flag; see --help"),
+        (["--redis-url"], "--redis-url: needs a value; see --help"),
+        (["--insecure=SECRET"], "--insecure: takes no such value; see --help"),
+    ],
+)
+def test_a_wrong_command_line_gets_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(errors.ConfigurationError) as caught:
+        parsed(*arguments)
+    assert caught.value.message == message
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_missing_model_names_the_flag_and_the_variable() -> None:
+    with pytest.raises(errors.ConfigurationError) as caught:
+        parse_settings(ServiceSettings, [], "test")
+    assert caught.value.message == "--model: is not set; give --model, or set LOOKONCE_MODEL"
+
+
+def test_help_is_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed("--help")
+    assert caught.value.code == 0
+    assert "--max-image-bytes" in capsys.readouterr().out
+
+
 def test_all_wrong_settings_are_named_at_once() -> None:
     with pytest.raises(errors.ConfigurationError) as caught:
         parsed("--ttl-s", "0", "--drain-timeout-s", "-1")

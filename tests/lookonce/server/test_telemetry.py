@@ -16,6 +16,7 @@ import structlog
 from prometheus_client import Counter
 
 from lookonce.errors import ConfigurationError
+from lookonce.logs import configure_plainly
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.telemetry import (
     Telemetry,
@@ -30,7 +31,7 @@ from lookonce.server.telemetry import (
 def restored_logging() -> Iterator[None]:
     """Restores the process' logging after a test."""
     yield
-    structlog.reset_defaults()
+    configure_plainly()
     structlog.contextvars.clear_contextvars()
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if handler.name == "lookonce"]:

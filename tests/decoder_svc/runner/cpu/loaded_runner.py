@@ -7,11 +7,11 @@ import pathlib
 import torch
 
 from decoder_svc.prompt.family import load_family
-from decoder_svc.prompt.text_tokenizer import load_pretrained
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from lookonce.model.half_model import text_child
 from lookonce.model.model_folder import ModelFolder
+from lookonce.model.pretrained_tokenizer import load_pretrained
 
 BLOCK_SIZE = 8
 

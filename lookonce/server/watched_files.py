@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-import structlog
-
 from lookonce.errors import ConfigurationError
+from lookonce.logs import get_logger
 
 ValueT = TypeVar("ValueT")
 ValueT_co = TypeVar("ValueT_co", covariant=True)
@@ -20,7 +19,7 @@ _Version: TypeAlias = "tuple[int, int, int] | None"
 # Pause between checks. Kubernetes takes about a minute to deliver a changed Secret.
 _LOOK_S = 1.0
 
-_log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class Current(Protocol[ValueT_co]):

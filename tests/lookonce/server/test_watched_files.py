@@ -7,9 +7,9 @@ import pathlib
 
 import pytest
 
-from lookonce import watched_files
 from lookonce.errors import ConfigurationError
-from lookonce.watched_files import WatchedFiles
+from lookonce.server import watched_files
+from lookonce.server.watched_files import WatchedFiles
 
 
 def number(content: bytes) -> int:

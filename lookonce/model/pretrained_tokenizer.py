@@ -1,0 +1,38 @@
+"""Loads the tokenizer of a model folder with transformers, for the decoder and for `lookonce doctor`."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from lookonce.errors import ModelFolderError
+
+# Files of which one holds a tokenizer's vocabulary: the fast format, or one that transformers converts to it.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def load_pretrained(folder: pathlib.Path) -> Any:
+    """Loads the folder's fast tokenizer with transformers, without running code from the folder.
+
+    Raises ModelFolderError if there is none. Its message is one line without the library's text.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        raise ModelFolderError(
+            f"{folder.name} has no tokenizer (tokenizer.json is missing); download the tokenizer that belongs to the "
+            "weights into the folder"
+        )
+    try:
+        pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        # Libraries raise exceptions of many kinds, some of them plain `Exception`, for damaged files.
+        raise ModelFolderError(
+            f"the tokenizer of {folder.name} cannot be loaded ({type(error).__name__}); download tokenizer.json and "
+            "tokenizer_config.json again"
+        ) from error
+    if not pretrained.is_fast:
+        raise ModelFolderError(
+            f"{folder.name} has no fast tokenizer; save the tokenizer with transformers as tokenizer.json"
+        )
+    return pretrained

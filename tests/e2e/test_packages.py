@@ -1,0 +1,264 @@
+"""The wheel and the source distribution, built and installed as a newcomer installs them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+# Installing takes seconds, but minutes on a machine that is busy with other tests.
+pytestmark = pytest.mark.timeout(900)
+
+_PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+_PACKAGES = ("decoder_svc", "encoder_svc", "lookonce")
+_SDIST_ROOT = {*_PACKAGES, "protos", "hatch_build.py", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
+# Added by the build backend.
+_SDIST_ROOT |= {"PKG-INFO", ".gitignore"}
+_SUFFIXES = {".py", ".pyi", ".typed", ".cpp", ".h", ".proto"}
+_MAX_FILE_BYTES = 1 << 20
+_STUB_TYPES = ("types-grpcio", "types-protobuf")
+# Leftovers of work in a checkout, which no package may hold.
+_LEFTOVERS = (
+    "lookonce/__pycache__/cli.cpython-311.pyc",
+    "lookonce/common/__pycache__/common.cpython-311.pyc",
+    "lookonce/common/v1/common_pb2.py.orig",
+    "lookonce/.mypy_cache/x.json",
+    "lookonce/up.log",
+    "encoder_svc/.hypothesis/examples",
+    "decoder_svc/runner/cpu/native/step.so",
+    "benchmarks/results/large.json",
+    "protos/lookonce/draft.txt",
+    "build/lib/lookonce/cli.py",
+)
+
+
+def _run(*command: object, cwd: pathlib.Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder of its own, without the repository on the import path."""
+    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "MYPYPATH"}}
+    kept = {name: value for name, value in kept.items() if not name.startswith("LOOKONCE_")}
+    finished = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=kept | {"XDG_RUNTIME_DIR": str(cwd), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert not check or finished.returncode == 0, finished.stdout + finished.stderr
+    return finished
+
+
+def _environment(folder: pathlib.Path) -> pathlib.Path:
+    """Makes an environment with nothing but Python, and returns its interpreter."""
+    _run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    return folder / "bin" / "python"
+
+
+def _install(python: pathlib.Path, *packages: object) -> subprocess.CompletedProcess[str]:
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *packages)
+    return _run(*pip, cwd=python.parent, check=False)
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The interpreter of an environment that has what a build needs."""
+    python = _environment(tmp_path_factory.mktemp("builder") / "venv")
+    installed = _install(python, *_PROJECT["build-system"]["requires"])
+    if installed.returncode != 0:
+        pytest.skip(f"the packages that a build needs cannot be had here: {installed.stderr.strip()[-200:]}")
+    return python
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A copy of the repository with leftovers, since a build writes stubs into its tree."""
+    target = tmp_path_factory.mktemp("tree") / "lookonce"
+    ignored = shutil.ignore_patterns(".git", ".venv", "dist", "build", "__pycache__", ".*_cache", ".hypothesis")
+    shutil.copytree(REPOSITORY, target, ignore=ignored)
+    for name in _LEFTOVERS:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_bytes(b"0" * (2 * _MAX_FILE_BYTES if "large" in name else 1))
+    return target
+
+
+def _built(builder: pathlib.Path, kind: str, tree: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """Builds a `wheel` or an `sdist` of a tree into a folder, and returns the file."""
+    _run(builder, "-m", "hatchling", "build", "--target", kind, "--directory", target, cwd=tree)
+    (file,) = target.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(builder: pathlib.Path, tree: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The wheel of the tree."""
+    return _built(builder, "wheel", tree, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(builder: pathlib.Path, tree: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The unpacked source distribution of the tree."""
+    archive = _built(builder, "sdist", tree, tmp_path_factory.mktemp("sdist"))
+    target = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(archive) as file:
+        file.extractall(target, filter="data")
+    (folder,) = target.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clean(wheel: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The programs' folder of an environment with the wheel and what it depends on, without extras."""
+    python = _environment(tmp_path_factory.mktemp("clean") / "venv")
+    installed = _install(python, wheel)
+    assert installed.returncode == 0, installed.stderr
+    return python.parent
+
+
+def test_the_source_distribution_holds_sources_only(sdist: pathlib.Path) -> None:
+    assert {path.name for path in sdist.iterdir()} == _SDIST_ROOT
+    files = [path for path in sdist.rglob("*") if path.is_file() and path.parent != sdist]
+    assert {path.suffix for path in files} == _SUFFIXES
+    assert [path for path in files if path.stat().st_size > _MAX_FILE_BYTES] == []
+    assert [path for path in files if any(part.startswith((".", "__pycache__")) for part in path.parts[-3:])] == []
+    assert [name for name in _LEFTOVERS if (sdist / name).exists()] == []
+
+
+def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: pathlib.Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+    info = f"lookonce-{_PROJECT['project']['version']}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {*_PACKAGES, info}
+    assert {pathlib.PurePath(name).suffix for name in names if not name.startswith(info)} == _SUFFIXES - {".proto"}
+    assert names >= {f"{package}/py.typed" for package in _PACKAGES}
+    assert names.isdisjoint(_LEFTOVERS)
+
+
+def test_the_wheel_of_the_source_distribution_equals_that_of_the_tree(
+    wheel: pathlib.Path, sdist: pathlib.Path, builder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    again = _built(builder, "wheel", sdist, tmp_path / "again")
+    assert again.name == wheel.name
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
+        assert [name for name in one.namelist() if one.read(name) != other.read(name)] == []
+
+
+def _readme_programs() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+_ASYNC_PROGRAM = """\
+import asyncio
+import pathlib
+
+import lookonce
+from lookonce.errors import LookonceError, OverloadedError
+from lookonce.generation import Generation, Message
+from lookonce.images import ImageRef
+
+
+async def ask(question: str, picture: pathlib.Path) -> Generation:
+    async with lookonce.AsyncClient.connect("127.0.0.1:50051", token="secret") as client:
+        (ref,) = await client.encode([picture])
+        assert ref.encoding is not None
+        print(ref.encoding.num_rows)
+        try:
+            async with client.stream([Message("user", [ref, question])], max_tokens=16, timeout_s=5.0) as stream:
+                async for piece in stream:
+                    print(piece.upper())
+            return stream.generation
+        except OverloadedError as error:
+            await asyncio.sleep(error.retry_after_s)
+            return await client.generate(question, images=[ImageRef.from_file(picture)])
+        except LookonceError as error:
+            print(error.metadata.get("field"), error.message)
+            raise
+
+
+print(asyncio.run(ask("What is it?", pathlib.Path("a.png"))).usage.prompt_tokens + 1)
+"""
+
+
+def _checked(program: str, clean: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    """Runs mypy over a user's program, with the packages of the clean environment."""
+    (folder / "program.py").write_text(program)
+    flags = ("--strict", "--no-incremental", "--config-file=", f"--python-executable={clean / 'python'}")
+    return _run(sys.executable, "-P", "-m", "mypy", *flags, "program.py", cwd=folder, check=False)
+
+
+def test_mypy_checks_a_users_program(clean: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    sdk_programs = [program for program in _readme_programs() if "import grpc" not in program]
+    assert len(sdk_programs) == 2
+    for program in (*sdk_programs, _ASYNC_PROGRAM):
+        found = _checked(program, clean, tmp_path)
+        assert found.returncode == 0, found.stdout + found.stderr
+    wrong = _checked(sdk_programs[0] + "    answer.text + 1\n    client.generate('x', max_token=3)\n", clean, tmp_path)
+    assert "Unsupported operand types" in wrong.stdout
+    assert "max_token" in wrong.stdout
+    assert 'has no attribute "Cleint"' in _checked("import lookonce\n\nlookonce.Cleint\n", clean, tmp_path).stdout
+
+
+def test_mypy_checks_a_program_with_the_stubs(
+    wheel: pathlib.Path, tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    python = _environment(tmp_path_factory.mktemp("typed") / "venv")
+    installed = _install(python, wheel, *_STUB_TYPES)
+    assert installed.returncode == 0, installed.stderr
+    (program,) = [program for program in _readme_programs() if "import grpc" in program]
+    found = _checked(program, python.parent, tmp_path)
+    assert found.returncode == 0, found.stdout + found.stderr
+    wrong = _checked(program + "    event.delta.text + 1\n    event.nothing\n", python.parent, tmp_path)
+    assert "Unsupported operand types" in wrong.stdout
+    assert 'has no attribute "nothing"' in wrong.stdout
+
+
+def _command(clean: pathlib.Path, folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return _run(clean / "lookonce", *arguments, cwd=folder, check=False)
+
+
+def test_without_extras_the_command_explains_itself(clean: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    shown = _command(clean, tmp_path, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for name in ("up", "serve", "generate", "encode", "lookup", "models", "token", "doctor"):
+        assert re.search(rf"^\W*{name} ", shown.stdout, re.MULTILINE), name
+        assert _command(clean, tmp_path, name, "--help").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["up", "up --model /none", "serve encoder --model /none", "serve decoder --help", "token someone"],
+)
+def test_without_the_extra_commands_that_need_it_say_what_to_install(
+    arguments: str, clean: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    finished = _command(clean, tmp_path, *arguments.split())
+    assert (finished.returncode, finished.stdout) == (2, "")
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith("pip install 'lookonce[serve]'")
+
+
+def test_without_the_extra_the_doctor_names_it_and_the_client_commands_work(
+    clean: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    report = _command(clean, tmp_path, "doctor", "--model", str(REPOSITORY / "models" / "demo"))
+    assert report.returncode == 1, report.stderr
+    assert "Traceback" not in report.stderr
+    faults = [line for line in report.stdout.splitlines() if line.startswith("no ")]
+    assert faults
+    assert all("pip install 'lookonce[serve]'" in line for line in faults)
+    assert _command(clean, tmp_path, "models").returncode == 0
+    asked = _command(clean, tmp_path, "generate", "hello", "--target", "127.0.0.1:1", "--timeout-s", "2")
+    assert asked.returncode == 1
+    assert asked.stderr.startswith("error: ")

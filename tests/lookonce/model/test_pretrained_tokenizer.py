@@ -1,0 +1,22 @@
+"""The refusal of folders without a usable tokenizer; what usable ones do is tested with the decoder's tokenizer."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from lookonce.errors import ModelFolderError
+from lookonce.model.pretrained_tokenizer import load_pretrained
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"model": 1}'])
+def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(
+    content: str | None, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json") as caught:
+        load_pretrained(tmp_path)
+    assert "\n" not in caught.value.message
