@@ -16,6 +16,8 @@ FROM ${PYTHON_IMAGE} AS build
 ARG COMPUTE=cpu
 # Address of a mirror of PyTorch's index. If set, COMPUTE has no effect.
 ARG TORCH_INDEX_URL=
+# The extra heic is not among them because of its licence (docs/operations/deploying.md).
+ARG EXTRAS=serve,otel
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_PROGRESS_BAR=off
 WORKDIR /src
@@ -36,7 +38,7 @@ COPY encoder_svc encoder_svc
 COPY decoder_svc decoder_svc
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install --constraint constraints/cpu.txt ".[serve,otel]"
+    pip install --constraint constraints/cpu.txt ".[${EXTRAS}]"
 
 FROM ${PYTHON_IMAGE} AS service
 # The compiler is needed at run time: the services ask it whether a compiled library fits this processor and these

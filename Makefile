@@ -101,5 +101,5 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@echo "Installing PyTorch into .venv; this may take a few minutes …"
 	@$(PIP) "$$(grep '^torch==' constraints/cpu.txt)"
 	@echo "Installing Lookonce and its tools …"
-	@$(PIP) --editable ".[serve,dev]"
+	@$(PIP) --editable ".[serve,heic,dev]"
 	@touch $@

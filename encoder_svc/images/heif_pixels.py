@@ -117,7 +117,7 @@ def _decoded_heic(file: bytes) -> PIL.Image.Image:
     except ImportError:
         raise UnsupportedError(
             "the image is HEIC, and the encoder lacks the package that decodes it; "
-            "install it there (pip install pillow-heif), or send JPEG"
+            "install it there (pip install 'lookonce[heic]'), or send JPEG"
         ) from None
 
 

@@ -50,7 +50,7 @@ def _heic() -> Finding:
         return Finding("HEIC images", True, f"pillow-heif {importlib.metadata.version('pillow-heif')}")
     except importlib.metadata.PackageNotFoundError:
         # All other formats work without it.
-        return Finding("HEIC images", True, "refused by encoders here; pip install pillow-heif")
+        return Finding("HEIC images", True, "refused by encoders here; pip install 'lookonce[heic]'")
 
 
 def _torch() -> Finding:

@@ -31,8 +31,8 @@ from tests.in_process_stack import InProcessStack
 
 MIB = 1 << 20
 IMAGE_BYTES = 8 * MIB
-# After calls that keep nothing, gRPC's buffers were up to 8.3 MiB larger, whether two calls were made or six. Four calls
-# that keep their images would leave 32 MiB.
+# After calls that keep nothing, gRPC's buffers were up to 8.3 MiB larger, after two calls as after six. Four calls that
+# keep their images would leave 32 MiB.
 NUM_CALLS = 4
 LEFT_BYTES = NUM_CALLS * IMAGE_BYTES // 2
 NOISE = os.urandom(IMAGE_BYTES)

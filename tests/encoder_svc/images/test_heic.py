@@ -220,7 +220,7 @@ def test_an_encoder_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UnsupportedError) as caught:
             decode_worker._exchange(ours, heic(picture()), 60)
         assert "HEIC" in caught.value.message
-        assert "pip install pillow-heif" in caught.value.message
+        assert "pip install 'lookonce[heic]'" in caught.value.message
         # AVIF needs Pillow only.
         image, _ = decode_worker._exchange(ours, image_files.encoded(picture(), "AVIF"), 60)
         assert image.size == (WIDTH, HEIGHT)

@@ -77,7 +77,7 @@ def test_heic_is_told_to_be_refused_without_its_package(settings: CliSettings, m
     assert _examined(settings)["HEIC images"].detail == f"pillow-heif {version('pillow-heif')}"
     monkeypatch.setattr(importlib.metadata, "version", without)
     finding = _examined(settings)["HEIC images"]
-    assert (finding.is_fine, finding.detail) == (True, "refused by encoders here; pip install pillow-heif")
+    assert (finding.is_fine, finding.detail) == (True, "refused by encoders here; pip install 'lookonce[heic]'")
 
 
 def test_a_missing_package_names_the_command_that_installs_it(
