@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,16 +43,24 @@ class Preprocessor:
         self._decoders: list[DecodeWorker] = []
         self._quarantine = quarantine
 
-    async def prepare(
-        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
-    ) -> tuple[PixelInputs, ImageHeader]:
-        """Returns pixels and header of an image file, or pair of frames, with this digest; `options` have been
-        checked.
+    async def read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
+        """Returns the header of an image file, or of a pair of frames, after checking it; `options` have been checked.
 
-        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
-        InvalidParameterError for frames of different sizes.
+        Waits for no image that is being decoded. Raises ImageUndecodableError, ImageTooLargeError or
+        ImageDecodeLimitError, and InvalidParameterError for frames of different sizes.
         """
-        return await run_in_thread(self._workers, self._prepare, data, digest, options)
+        # Up to some 20 ms for a file with much metadata.
+        return await asyncio.to_thread(self._read_header, data, options)
+
+    async def prepare(
+        self, data: ImageFile, header: ImageHeader, digest: ImageDigest, options: ProcessorOptions
+    ) -> PixelInputs:
+        """Returns the pixels of an image file, or pair of frames, with this checked header and this digest.
+
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError, ImagePoisonousError, or
+        UnavailableError.
+        """
+        return await run_in_thread(self._workers, self._prepare, data, header, digest, options)
 
     def close(self) -> None:
         """Waits for the images in progress, drops the others and ends the decoding processes."""
@@ -59,20 +68,22 @@ class Preprocessor:
         for decoder in self._decoders:
             decoder.close()
 
-    def _prepare(
-        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
-    ) -> tuple[PixelInputs, ImageHeader]:
-        # Limits are checked on the header first: that is cheap and needs no decoding process.
+    def _read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
+        return header
+
+    def _prepare(
+        self, data: ImageFile, header: ImageHeader, digest: ImageDigest, options: ProcessorOptions
+    ) -> PixelInputs:
         if not isinstance(data, FramePair):
             image = self._decoded(data, digest)
             with _span(header):
-                return self._adapter.pixel_inputs(image, options), header
+                return self._adapter.pixel_inputs(image, options)
         # A generator, so that each frame is scaled down before the next one is decoded.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
         with _span(header):
-            return self._adapter.pair_inputs(frames, options), header
+            return self._adapter.pair_inputs(frames, options)
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
         """Upright RGB pixels of a file. Raises ImagePoisonousError for a file in quarantine."""

@@ -68,6 +68,11 @@ class ImageHeader:
     # EXIF orientation 1..8, 1 where there is none.
     orientation: int
 
+    @property
+    def num_pixels(self) -> int:
+        """The number of pixels, width times height."""
+        return self.width * self.height
+
 
 @functools.cache
 def set_pillow_limits() -> None:

@@ -188,10 +188,11 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
     quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
     preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 2, 10.0, quarantine)
     other = image_files.encoded(image_files.noise(9, 90, 40))
+    header = await preprocessor.read_header(GOOD, ProcessorOptions())
     for _ in range(4):
         with pytest.raises(ImagePoisonousError):
-            await preprocessor.prepare(GOOD, image_digest(GOOD), ProcessorOptions())
-        await preprocessor.prepare(other, image_digest(other), ProcessorOptions())
+            await preprocessor.prepare(GOOD, header, image_digest(GOOD), ProcessorOptions())
+        await preprocessor.prepare(other, header, image_digest(other), ProcessorOptions())
     assert tries.count(GOOD) == 2
     assert tries.count(other) == 4
     assert registry.get_sample_value("lookonce_encoder_poisonous_total", {"stage": "decode"}) == 2

@@ -31,7 +31,8 @@ async def test_prepared_pixels_equal_the_processors(name: str, vision_model: Cal
     preprocessor = Preprocessor(adapter, LIMITS, 2, 60.0, quarantine())
     image = image_files.noise(5, 120, 70)
     data = image_files.encoded(image)
-    inputs, header = await preprocessor.prepare(data, image_digest(data), ProcessorOptions())
+    header = await preprocessor.read_header(data, ProcessorOptions())
+    inputs = await preprocessor.prepare(data, header, image_digest(data), ProcessorOptions())
     preprocessor.close()
     assert torch.equal(inputs.pixel_values, adapter.processor(images=image, return_tensors="pt")["pixel_values"])
     assert (header.width, header.height) == (120, 70)
@@ -41,5 +42,5 @@ async def test_limits_are_checked_before_anything_is_decoded(vision_model: Calla
     preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 1, 60.0, quarantine())
     data = image_files.png_of_size(40_000, 40_000)
     with pytest.raises(ImageTooLargeError):
-        await preprocessor.prepare(data, image_digest(data), ProcessorOptions())
+        await preprocessor.read_header(data, ProcessorOptions())
     preprocessor.close()
