@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import PIL.Image
 
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.images.quarantine import Quarantine
@@ -27,16 +28,16 @@ class Preprocessor:
         adapter: VisionAdapter,
         limits: ImageLimits,
         num_workers: int,
-        decode_timeout_s: float,
+        time_limits: DecodeTimeLimits,
         quarantine: Quarantine,
     ) -> None:
-        """`decode_timeout_s`: maximum time to decode one image, seconds.
+        """`time_limits` bound the decoding of one image.
 
         `quarantine` holds the digests of files that kill decoding processes; options make no difference to decoding.
         """
         self._adapter = adapter
         self._limits = limits
-        self._decode_timeout_s = decode_timeout_s
+        self._time_limits = time_limits
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="preprocess")
         self._own = threading.local()
         self._lock = threading.Lock()
@@ -101,7 +102,7 @@ class Preprocessor:
         """The decoding process of the current thread, started on first use."""
         decoder: DecodeWorker | None = getattr(self._own, "decoder", None)
         if decoder is None:
-            decoder = self._own.decoder = DecodeWorker(self._limits, self._decode_timeout_s)
+            decoder = self._own.decoder = DecodeWorker(self._limits, self._time_limits)
             with self._lock:
                 self._decoders.append(decoder)
         return decoder

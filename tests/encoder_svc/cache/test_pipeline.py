@@ -22,6 +22,7 @@ from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.fair_queue import CallerId
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
@@ -113,7 +114,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
         store = None if redis_url is None else EmbeddingStore(redis_url, redis_budget_s, 60, 1 << 20)
         encoder = ImageEncoder(
             model,
-            Preprocessor(model.adapter, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, metrics)),
+            Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
             ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
             metrics,
             max_queued_images=max_queued,
