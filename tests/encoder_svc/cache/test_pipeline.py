@@ -74,7 +74,8 @@ class Harness:
     ) -> EncodeOutcome:
         """Encodes an image file, for the default tenant unless told otherwise."""
         image = ImageInput(data, fields.get("digest"), fields.get("options", ProcessorOptions()))
-        return await self.pipeline.encode(image, cache_policy, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
+        tenant, charge_pixels = fields.get("tenant", DEFAULT_TENANT), fields.get("charge_pixels")
+        return await self.pipeline.encode(image, cache_policy, tenant, CallerId("me"), charge_pixels)
 
     async def find(self, data: bytes, **fields: Any) -> EncodeOutcome:
         """Asks for an image by its digest."""
@@ -493,3 +494,24 @@ async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(op
         assert {span.parent_id for span in own} == {root.span_id}
         num_together[seed] = passes[root.trace_id].attributes["lookonce.num_images"]
     assert num_together == {0: 1, 1: 2, 2: 2}
+
+
+async def test_pixels_are_charged_for_each_image_that_is_sent_before_it_is_decoded(
+    open_harness: Callable[..., Any],
+) -> None:
+    charged: list[int] = []
+
+    def refuse(num_pixels: int) -> None:
+        raise OverloadedError(f"{num_pixels} are too many")
+
+    async with open_harness() as harness:
+        # Its pixels are missing, but its header claims them.
+        with pytest.raises(ImageUndecodableError):
+            await harness.encode(image_files.png_of_size(700, 600), charge_pixels=charged.append)
+        for _ in range(2):
+            await harness.encode(png(1), charge_pixels=charged.append)
+        await harness.find(png(1))
+        assert charged == [420_000, 4800, 4800]
+        with pytest.raises(OverloadedError, match="4800"):
+            await harness.encode(png(2), charge_pixels=refuse)
+        assert harness.num_encoded == 1
