@@ -42,6 +42,8 @@ _READY = b"r"
 _START_TIMEOUT_S = 30.0
 # Maximum time between the worker's closing of its socket and its exit.
 _END_TIMEOUT_S = 1.0
+# Advised pause for the caller of an image whose decoding process got too little processor time, seconds.
+_RETRY_S = 1.0
 # Signals from the kernel's out-of-memory killer or an operator. A crash ends the process by other signals, and a worker
 # that exceeds its memory limit gets a MemoryError.
 _FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM})
@@ -89,7 +91,8 @@ class DecodeWorker:
                     "save it in a simpler form"
                 ) from None
             raise UnavailableError(
-                f"the server is too busy: in {self._time_limits.wall_s:g} s the image was not decoded; try again"
+                f"the server is too busy: in {self._time_limits.wall_s:g} s the image was not decoded; try again",
+                retry_after_s=_RETRY_S,
             ) from None
         except (EOFError, OSError):
             was_killed = self._exit_status() in _FROM_OUTSIDE
@@ -152,7 +155,7 @@ class DecodeWorker:
         except TimeoutError:
             self.close()
             raise UnavailableError(
-                "the server is too busy: a decoding process did not start in time; try again"
+                "the server is too busy: a decoding process did not start in time; try again", retry_after_s=_RETRY_S
             ) from None
         except (EOFError, OSError) as error:
             self.close()

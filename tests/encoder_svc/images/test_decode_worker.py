@@ -137,8 +137,9 @@ async def test_an_image_whose_process_gets_no_processor_time_is_not_to_blame(
         pid, worker._time_limits = worker.pid, DecodeTimeLimits(0.2, 0.3)
         assert pid is not None
         psutil.Process(pid).suspend()
-        with pytest.raises(UnavailableError, match=r"0\.3 s .* try again"):
+        with pytest.raises(UnavailableError, match=r"0\.3 s .* try again") as caught:
             await prepared()
+        assert caught.value.retry_after_s == 1.0
         assert not psutil.pid_exists(pid)
         worker._time_limits = DecodeTimeLimits(60.0, 120.0)
     await prepared()
