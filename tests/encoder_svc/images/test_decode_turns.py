@@ -64,6 +64,15 @@ def test_of_tenants_with_equal_images_the_new_one_is_next() -> None:
     assert [request.tenant for request in taken(turns)] == ["b", "a", "b", "a", "a"]
 
 
+def test_a_tenant_that_comes_late_has_saved_up_nothing() -> None:
+    turns: Turns = DecodeTurns()
+    put(turns, *line("a", 10, GIANT))
+    for _ in range(5):
+        turns.take()
+    put(turns, *line("b", 5, GIANT, start=20))
+    assert [request.tenant for request in taken(turns)] == ["b", "a"] * 5
+
+
 def test_a_tenant_with_many_pictures_and_one_with_giants_get_equal_pixels() -> None:
     turns: Turns = DecodeTurns()
     num_pictures = GIANT // MIN_PIXELS
@@ -172,7 +181,7 @@ class Passed:
 IMAGES = st.tuples(st.sampled_from("abcd"), st.sampled_from([1, MIN_PIXELS, 600_000, 2_000_000, 12_000_000, GIANT]))
 
 
-@given(st.lists(IMAGES | st.just("take"), max_size=120))
+@given(st.lists(IMAGES | st.just("take"), min_size=20, max_size=120))
 def test_the_order_is_the_rule_s_and_no_member_starves(steps: list[tuple[str, int] | str]) -> None:
     turns: Turns = DecodeTurns()
     model, tenants = Model(), Passed()
