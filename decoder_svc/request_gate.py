@@ -132,6 +132,10 @@ class RequestGate:
         """Charges the tenant's quota for images that came with a request."""
         self._quotas.charge(identity, Resource.IMAGE_BYTES, num_bytes)
 
+    def charge_pixels(self, identity: Identity, num_pixels: int) -> None:
+        """Charges the tenant's quota for the pixels of these images, which their headers claim."""
+        self._quotas.charge(identity, Resource.IMAGE_PIXELS, num_pixels)
+
     def account(self, ticket: Ticket, usage: RequestUsage) -> None:
         """Charges the tokens of a request that ends to its tenant's quota, and counts the request in the metrics."""
         self._quotas.charge(ticket.identity, Resource.TOKENS, usage.prompt_tokens + usage.completion_tokens)

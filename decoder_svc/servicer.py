@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -137,8 +138,9 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     ) -> decoder_service_pb2.TokenizeResponse:
         """Returns the prompt's tokens as Generate would see them, also when they do not fit into the context."""
         spec = wire_request.parse_prompt(request, self._engine.limits.max_context_tokens)
-        self._gate.charge_images(current_identity(), num_inline_bytes(spec))
-        prompt = await self._preparer.build_prompt(spec, self._tenant())
+        identity = current_identity()
+        self._gate.charge_images(identity, num_inline_bytes(spec))
+        prompt = await self._preparer.build_prompt(spec, self._tenant(), partial(self._gate.charge_pixels, identity))
         images = [wire_response.placeholder_range(item) for item in prompt.images]
         return decoder_service_pb2.TokenizeResponse(token_ids=prompt.token_ids, images=images)
 
@@ -217,7 +219,8 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             sampling = wire_request.parse_sampling(params.sampling)
             spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)
             self._gate.charge_images(identity, num_inline_bytes(spec))
-            prepared = await self._preparer.prepare(spec, sampling, tenant)
+            charge_pixels = partial(self._gate.charge_pixels, identity)
+            prepared = await self._preparer.prepare(spec, sampling, tenant, charge_pixels)
             if ticket.is_aborted:
                 raise AbortedError("the request was aborted before it began")
             scope = wire_request.parse_cache_scope(params, tenant)

@@ -135,7 +135,7 @@ def _image_encoder(
         model.adapter,
         limits,
         settings.preprocess_workers,
-        settings.decode_timeout_s,
+        settings.decode_time_limits,
         Quarantine(Stage.DECODE, metrics),
     )
     return ImageEncoder(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 import grpc.aio
@@ -161,9 +161,26 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self._pipeline.check_fingerprint(key.encoder_fingerprint)
         return self._pipeline.key_of(digest, options, self._tenant())
 
+    def _pixel_charge(self, *, in_stream: bool) -> Callable[[int], None] | None:
+        """Returns the charge for the pixels of an image; None for a caller without a limit on pixels.
+
+        A call that was admitted is served whole. In a stream, the charge refuses an image that comes during a debt.
+        """
+        identity = current_identity()
+        if not self._quotas.has_limit(identity, Resource.IMAGE_PIXELS):
+            return None
+
+        def charge(num_pixels: int) -> None:
+            if in_stream:
+                self._quotas.check(identity, Resource.IMAGE_PIXELS)
+            self._quotas.charge(identity, Resource.IMAGE_PIXELS, num_pixels)
+
+        return charge
+
     async def _encode_all(self, images: Sequence[ImageInput], cache_policy: CachePolicy) -> list[EncodeOutcome]:
+        charge_pixels = self._pixel_charge(in_stream=False)
         results = await asyncio.gather(
-            *(self._encode_one(image, cache_policy) for image in images),
+            *(self._encode_one(image, cache_policy, charge_pixels) for image in images),
             return_exceptions=True,
         )
         outcomes = [result for result in results if isinstance(result, EncodeOutcome)]
@@ -184,9 +201,11 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             )
         return outcomes
 
-    async def _encode_one(self, image: ImageInput, cache_policy: CachePolicy) -> EncodeOutcome:
+    async def _encode_one(
+        self, image: ImageInput, cache_policy: CachePolicy, charge_pixels: Callable[[int], None] | None
+    ) -> EncodeOutcome:
         try:
-            return await self._pipeline.encode(image, cache_policy, self._tenant(), _caller())
+            return await self._pipeline.encode(image, cache_policy, self._tenant(), _caller(), charge_pixels)
         except LookonceError as error:
             self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
             raise
@@ -194,9 +213,11 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
     async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
         """Answers one item of a stream. Never raises: a failure is the item's answer."""
         try:
-            self._quotas.check(current_identity(), Resource.IMAGE_BYTES)
+            for resource in (Resource.IMAGE_BYTES, Resource.IMAGE_PIXELS):
+                self._quotas.check(current_identity(), resource)
             image = self._image(request.item.image, "item.image")
-            outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE)
+            charge_pixels = self._pixel_charge(in_stream=True)
+            outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE, charge_pixels)
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
         except Exception as fault:

@@ -6,8 +6,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.server.settings import MIB, ServiceSettings
+
+# Default of decode_wall_timeout_s, as a multiple of decode_timeout_s.
+_WALL_RATIO = 6.0
 
 
 class EncoderSettings(ServiceSettings):
@@ -47,7 +51,17 @@ class EncoderSettings(ServiceSettings):
         2, ge=1, description="Number of threads that preprocess images; each has a process that decodes them."
     )
     decode_timeout_s: float = Field(
-        10.0, gt=0, description="Maximum time to decode one image, seconds; after it the decoding process is killed."
+        10.0,
+        gt=0,
+        description="Maximum processor time to decode one image, seconds. An image that needs more is refused, and the "
+        "decoding process is killed.",
+    )
+    decode_wall_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Maximum time on the clock to decode one image, seconds; at least decode_timeout_s. After it the "
+        "decoding process, which got too little processor time, is killed, and the caller is asked to try again. "
+        "Default: six times decode_timeout_s.",
     )
     max_image_aspect: float = Field(
         200.0, ge=1, le=200, description="Maximum ratio of an image's longer to its shorter side."
@@ -74,12 +88,24 @@ class EncoderSettings(ServiceSettings):
         """The part of the settings that the vision model is loaded with."""
         return VisionConfig(self.model, self.device, self.dtype, self.row_format)
 
+    @property
+    def decode_time_limits(self) -> DecodeTimeLimits:
+        """The limits on the decoding of one image."""
+        return DecodeTimeLimits(
+            self.decode_timeout_s, self.decode_wall_timeout_s or _WALL_RATIO * self.decode_timeout_s
+        )
+
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         if self.max_batch_items > self.max_queued_images:
             raise ValueError(
                 f"max_batch_items={self.max_batch_items} images in one call can never fit into "
                 f"max_queued_images={self.max_queued_images}"
+            )
+        if self.decode_wall_timeout_s is not None and self.decode_wall_timeout_s < self.decode_timeout_s:
+            raise ValueError(
+                f"decode_wall_timeout_s={self.decode_wall_timeout_s:g} must be at least "
+                f"decode_timeout_s={self.decode_timeout_s:g}"
             )
         if self.redis_url is None and not self.local_cache_bytes:
             raise ValueError("without redis_url rows live in this process only, so local_cache_bytes must not be 0")

@@ -148,7 +148,16 @@ class MessageTooLargeError(LookonceError):
 
 
 class UnavailableError(LookonceError):
-    """A needed service cannot be reached at the moment. Safe to retry."""
+    """A needed service cannot be reached at the moment. Safe to retry.
+
+    `retry_after_s` is the advised pause before the next try, in seconds; None: another replica may answer at once.
+    """
+
+    def __init__(
+        self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, metadata=metadata)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineError(LookonceError):

@@ -79,7 +79,7 @@ def to_status(error: errors.LookonceError) -> status_pb2.Status:
     if isinstance(error, errors.InvalidParameterError):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.description)
         details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
-    if isinstance(error, errors.OverloadedError):
+    if isinstance(error, errors.OverloadedError | errors.UnavailableError) and error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(int(error.retry_after_s * 1000))
         details.append(_packed(retry))
@@ -130,6 +130,8 @@ def from_reason(
         return errors.EmbeddingNotCachedError(message, indexes=indexes)
     if kind is errors.OverloadedError:
         return errors.OverloadedError(message, retry_after_s=retry_after_s)
+    if kind is errors.UnavailableError:
+        return errors.UnavailableError(message, metadata=metadata, retry_after_s=retry_after_s or None)
     if kind is errors.InvalidParameterError:
         field = metadata.get("field", "")
         return errors.InvalidParameterError(field, message.removeprefix(f"{field}: "))

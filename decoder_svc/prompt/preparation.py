@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -55,21 +56,33 @@ class RequestPreparer:
         self._max_context_tokens = max_context_tokens
         self._threads = threads
 
-    async def prepare(self, spec: PromptSpec, sampling: SamplingSpec, tenant: Tenant) -> PreparedRequest:
+    async def prepare(
+        self,
+        spec: PromptSpec,
+        sampling: SamplingSpec,
+        tenant: Tenant,
+        charge_pixels: Callable[[int], None] | None = None,
+    ) -> PreparedRequest:
         """Returns the checked request.
+
+        `charge_pixels`, if given, is called with the number of pixels of the images that the request contains.
 
         Raises a subclass of InvalidInputError, EmbeddingNotCachedError or another LookonceError that names the problem.
         """
         checked = check_sampling(sampling, self._defaults, self._limits)
-        prompt = await self.build_prompt(spec, tenant)
+        prompt = await self.build_prompt(spec, tenant, charge_pixels)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
         return PreparedRequest(prompt, params, checked)
 
-    async def build_prompt(self, spec: PromptSpec, tenant: Tenant) -> Prompt:
+    async def build_prompt(
+        self, spec: PromptSpec, tenant: Tenant, charge_pixels: Callable[[int], None] | None = None
+    ) -> Prompt:
         """Returns the prompt alone, without checking that an answer fits behind it."""
         self._builder.check(spec)
         videos: list[SplitVideo] = []
         if isinstance(spec, ChatPrompt) and spec.videos:
             videos = await run_in_thread(self._threads, self._splitter.split_all, spec.visuals)
         images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant)
+        if charge_pixels is not None:
+            charge_pixels(sum(image.num_inline_pixels for image in images))
         return await run_in_thread(self._threads, self._builder.build, spec, images, videos)

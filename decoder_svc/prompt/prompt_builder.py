@@ -32,7 +32,7 @@ from lookonce.errors import (
     PromptEmptyError,
     UnsupportedError,
 )
-from lookonce.image_file import ImageFile
+from lookonce.image_file import ImageFile, files_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class ResolvedImage:
     data: ImageFile | None = field(repr=False)
     # Number of rows according to the cache; None if the cache was not asked.
     num_rows: int | None = None
+
+    @property
+    def num_inline_pixels(self) -> int:
+        """The number of pixels of the files in the request; 0 for a reference by digest."""
+        return 0 if self.data is None else self.width * self.height * len(files_of(self.data))
 
 
 @dataclass(frozen=True, slots=True)

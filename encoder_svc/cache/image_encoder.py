@@ -1,4 +1,4 @@
-"""Encodes one image that no cache has: admission → pixel budget → preprocessing → forward pass → rows.
+"""Encodes one image that no cache has: admission → header → turn → preprocessing → forward pass → rows.
 
 Knows neither caches nor other replicas; pipeline.py asks it once per image, however many requests wait for the rows.
 """
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from encoder_svc.cache.encode_job import EncodeJob
 from encoder_svc.cache.local_cache import LocalEmbedding
+from encoder_svc.images.decode_turns import DecodeRequest
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine
@@ -23,6 +24,7 @@ from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import tracing
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import ImagePoisonousError, OverloadedError
+from lookonce.image_file import files_of
 from lookonce.media.image_header import ImageHeader
 
 
@@ -42,9 +44,9 @@ class ImageEncoder:
     ) -> None:
         """Owns `preprocessor` and `batcher`.
 
-        `max_queued_images` bounds the images between admission and the end of their forward pass, `budget` the memory
-        of their pixels. `quarantine` holds the cache keys of images on which the model fails; a key stands for the
-        options and the tenant as well.
+        `max_queued_images` bounds the images between admission and the end of their forward pass. `budget` bounds the
+        memory of their pixels and lets tenants take turns. `quarantine` holds the cache keys of images on which the
+        model fails; a key stands for the options and the tenant as well.
         """
         self._model = model
         self._preprocessor = preprocessor
@@ -75,8 +77,9 @@ class ImageEncoder:
         with self._admitted():
             admitted_s = time.monotonic()
             self._batcher.check_answering()
-            async with self._budget.reserved(job.turn.caller, job.turn.number) as reservation:
-                inputs, header = await self._preprocessor.prepare(job.data, job.key.digest, job.options)
+            header = await self._preprocessor.read_header(job.data, job.options)
+            async with self._budget.reserved(_decode_request(job, header)) as reservation:
+                inputs = await self._preprocessor.prepare(job.data, header, job.key.digest, job.options)
                 reservation.charge(inputs.size_bytes)
                 await job.turn.wait()
                 submitted = self._batcher.submit(inputs, job.turn.caller, job.turn.number)
@@ -140,3 +143,8 @@ class ImageEncoder:
             image_width=header.width,
             image_height=header.height,
         )
+
+
+def _decode_request(job: EncodeJob, header: ImageHeader) -> DecodeRequest:
+    num_pixels = header.num_pixels * len(files_of(job.data))
+    return DecodeRequest(job.key.tenant_tag, job.turn.caller, job.turn.number, num_pixels)

@@ -8,7 +8,7 @@ loop; everything over a millisecond (hashing photos, pixels, the model, Redis) h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from encoder_svc.cache.cache_tiers import CachedRows, CacheTiers, not_cached
@@ -24,7 +24,7 @@ from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tena
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import DigestMismatchError, FingerprintMismatchError, InvalidParameterError, LookonceError
 from lookonce.image_file import ImageFile, file_digest, files_of, num_file_bytes
-from lookonce.media.image_header import ImageLimits, check_file_size
+from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
 from lookonce.uncounted_rows import UncountedRows
 
 # SHA-256 of 64 KiB takes about a quarter of a millisecond without hardware support. Larger files go to a thread.
@@ -67,7 +67,12 @@ class EncodePipeline:
         return self._encoder.has_died
 
     async def encode(
-        self, image: ImageInput, cache_policy: CachePolicy, tenant: Tenant, caller: CallerId
+        self,
+        image: ImageInput,
+        cache_policy: CachePolicy,
+        tenant: Tenant,
+        caller: CallerId,
+        charge_pixels: Callable[[int], None] | None = None,
     ) -> EncodeOutcome:
         """Makes sure that the image's rows can be read from a cache.
 
@@ -76,6 +81,9 @@ class EncodePipeline:
 
         One outcome of each encode is COMPUTED, so that callers can add up what was computed: that of the caller who
         began it, or if it has left, of the next caller with the image's bytes, who waits already or comes later.
+
+        `charge_pixels`, if given, is called with the number of pixels that the header of an image claims, before the
+        image is looked up. It may raise a refusal.
 
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds,
         DigestMismatchError, InvalidParameterError, and the errors of `ImageEncoder.encode`.
@@ -88,6 +96,8 @@ class EncodePipeline:
             if image.data is None or cache_policy is CachePolicy.ONLY_IF_CACHED:
                 turn.pass_on()
                 return await self._find(key)
+            if charge_pixels is not None:
+                charge_pixels(await asyncio.to_thread(_num_pixels, image.data, self._limits))
             job = EncodeJob(key, image.data, image.options, cache_policy, turn)
             if not job.refresh and (found := await self._find_local(key)) is not None:
                 return self._counted(found)
@@ -213,6 +223,11 @@ class EncodePipeline:
     async def _find_shared(self, key: ContentKey) -> EncodeOutcome | None:
         meta = await self.tiers.find_shared(key)
         return None if meta is None else EncodeOutcome(key, meta, Origin.SHARED_CACHE, 0.0, stored=True)
+
+
+def _num_pixels(data: ImageFile, limits: ImageLimits) -> int:
+    """The pixels that the files of an image claim in all. Raises the errors of `probe_file`."""
+    return probe_file(data, limits).num_pixels * len(files_of(data))
 
 
 async def _hashed(data: ImageFile) -> ImageDigest:

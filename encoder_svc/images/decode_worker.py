@@ -18,10 +18,13 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import PIL.Image
 
+from encoder_svc.images.decode_clock import DecodeClock, DecodeTimeLimits
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import (
     ImageDecodeLimitError,
@@ -40,6 +43,8 @@ _READY = b"r"
 _START_TIMEOUT_S = 30.0
 # Maximum time between the worker's closing of its socket and its exit.
 _END_TIMEOUT_S = 1.0
+# Advised pause for the caller of an image whose decoding process got too little processor time, seconds.
+_RETRY_S = 1.0
 # Signals from the kernel's out-of-memory killer or an operator. A crash ends the process by other signals, and a worker
 # that exceeds its memory limit gets a MemoryError.
 _FROM_OUTSIDE = frozenset({-signal.SIGKILL, -signal.SIGTERM})
@@ -58,10 +63,9 @@ _BYTES_PER_PIXEL = 16
 class DecodeWorker:
     """One worker process, started on first use and again after its death. Used by one thread only."""
 
-    def __init__(self, limits: ImageLimits, timeout_s: float) -> None:
-        """`timeout_s`: maximum time to decode one image, seconds."""
+    def __init__(self, limits: ImageLimits, time_limits: DecodeTimeLimits) -> None:
         self._limits = limits
-        self._timeout_s = timeout_s
+        self._time_limits = time_limits
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
@@ -75,16 +79,25 @@ class DecodeWorker:
 
         Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError for an image that takes too much time or
         memory, ImagePoisonousError for one that crashed the worker, UnavailableError when the worker was killed from
-        outside, for example by the kernel's out-of-memory killer, and UnsupportedError for a format whose package is
-        not installed.
+        outside, for example by the kernel's out-of-memory killer, or got too little processor time, and
+        UnsupportedError for a format whose package is not installed.
         """
         connection = self._connected()
+        assert self._process is not None, "a connection has a process"
+        clock = DecodeClock(self._process.pid, self._time_limits)
         try:
-            return _exchange(connection, data, self._timeout_s)
+            return _exchange(connection, data, clock)
         except TimeoutError:
+            is_image_slow = clock.is_cpu_used_up
             self.close()
-            raise ImageDecodeLimitError(
-                f"decoding the image takes more than {self._timeout_s:g} s; save it in a simpler form"
+            if is_image_slow:
+                raise ImageDecodeLimitError(
+                    f"decoding the image takes more than {self._time_limits.cpu_s:g} s of processor time; "
+                    "save it in a simpler form"
+                ) from None
+            raise UnavailableError(
+                f"the server is too busy: in {self._time_limits.wall_s:g} s the image was not decoded; try again",
+                retry_after_s=_RETRY_S,
             ) from None
         except (EOFError, OSError):
             was_killed = self._exit_status() in _FROM_OUTSIDE
@@ -137,9 +150,18 @@ class DecodeWorker:
         return self._socket
 
     def _wait_until_ready(self, connection: socket.socket) -> None:
-        """Raises InternalError for a worker that does not start: that is never the image's fault."""
+        """Raises InternalError for a worker that does not start, and UnavailableError for one that takes too long.
+
+        Neither is the image's fault.
+        """
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
         try:
-            _receive(connection, len(_READY), time.monotonic() + _START_TIMEOUT_S)
+            _receive(connection, len(_READY), lambda: _left_until(deadline_s))
+        except TimeoutError:
+            self.close()
+            raise UnavailableError(
+                "the server is too busy: a decoding process did not start in time; try again", retry_after_s=_RETRY_S
+            ) from None
         except (EOFError, OSError) as error:
             self.close()
             raise InternalError("a decoding process did not start") from error
@@ -150,42 +172,61 @@ def memory_limit(limits: ImageLimits) -> int:
     return _BASE_BYTES + limits.max_bytes + _BYTES_PER_PIXEL * limits.max_pixels
 
 
-def _exchange(connection: socket.socket, data: bytes, timeout_s: float) -> tuple[PIL.Image.Image, ImageHeader]:
-    deadline_s = time.monotonic() + timeout_s
+def _exchange(connection: socket.socket, data: bytes, clock: DecodeClock) -> tuple[PIL.Image.Image, ImageHeader]:
     for part in (_LENGTH.pack(len(data)), data):
-        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
-        connection.sendall(part)
-    length = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline_s))[0]
+        _send(connection, part, clock.wait_s)
+    length = _LENGTH.unpack(_receive(connection, _LENGTH.size, clock.wait_s))[0]
     if length > _MAX_HEADER_BYTES:
         raise EOFError
-    header = json.loads(_receive(connection, length, deadline_s))
+    header = json.loads(_receive(connection, length, clock.wait_s))
     if "error" in header:
         raise _ERRORS[header["error"]](header["text"])
     size = header["size"]
-    pixels = _receive(connection, 3 * size[0] * size[1], deadline_s)
+    pixels = _receive(connection, 3 * size[0] * size[1], clock.wait_s)
     image = PIL.Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1)
     return image, ImageHeader(ImageFormat(header["format"]), size[0], size[1], header["orientation"])
 
 
-def _receive(connection: socket.socket, num_bytes: int, deadline_s: float | None) -> bytearray:
-    """Receives exactly `num_bytes`. Raises EOFError when the other side closes, TimeoutError at the deadline."""
+def _send(connection: socket.socket, data: bytes, wait_s: Callable[[], float]) -> None:
+    """Sends all of `data`. Raises the TimeoutError of `wait_s`, which is asked how long to wait each time."""
+    view = memoryview(data)
+    while view:
+        connection.settimeout(wait_s())
+        with suppress(TimeoutError):
+            view = view[connection.send(view) :]
+
+
+def _receive(connection: socket.socket, num_bytes: int, wait_s: Callable[[], float | None] = lambda: None) -> bytearray:
+    """Receives exactly `num_bytes`. `wait_s` is asked each time how long to wait; None: without a limit.
+
+    Raises EOFError when the other side closes, and the TimeoutError of `wait_s`.
+    """
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
-        connection.settimeout(None if deadline_s is None else max(0.001, deadline_s - time.monotonic()))
-        received = connection.recv_into(view)
-        if not received:
-            raise EOFError
-        view = view[received:]
+        connection.settimeout(wait_s())
+        with suppress(TimeoutError):
+            received = connection.recv_into(view)
+            if not received:
+                raise EOFError
+            view = view[received:]
     return data
+
+
+def _left_until(deadline_s: float) -> float:
+    """Returns the time that is left, seconds. Raises TimeoutError when none is."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
 
 
 def serve(connection: socket.socket, limits: ImageLimits) -> None:
     """Runs the worker side: answers requests until the other side closes."""
     while True:
         try:
-            length = _LENGTH.unpack(_receive(connection, _LENGTH.size, None))[0]
-            data = bytes(_receive(connection, length, None))
+            length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
+            data = bytes(_receive(connection, length))
         except EOFError:
             return
         header, pixels = _answer(data, limits)

@@ -1,7 +1,8 @@
-"""Memory budget for preprocessed images that wait for a forward pass. Event loop only.
+"""Admission of images to decoding: in turns, and within the memory budget of their pixels. Event loop only.
 
 Images are preprocessed faster than they are encoded, and pixels are large: one image of 12.8 million pixels, the most
-that Qwen2-VL takes, is 308 MB of patches. While the budget is used up, further images wait as compressed files.
+that Qwen2-VL takes, is 308 MB of patches. While the budget is used up or all decoding processes are busy, images wait
+as compressed files, and `decode_turns.py` says which is next.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from encoder_svc.fair_queue import CallerId, FairQueue
+from encoder_svc.images.decode_turns import DecodeRequest, DecodeTurns
 
 
 class Reservation:
@@ -28,7 +29,7 @@ class Reservation:
 
 
 class PixelBudget:
-    """Grants reservations to callers in turn, and to images of one caller in the order of their numbers."""
+    """Grants reservations in turn. An image that is being decoded is not interrupted."""
 
     def __init__(self, max_bytes: int, max_preparing: int) -> None:
         """Grants a reservation while less than `max_bytes` are charged and fewer than `max_preparing` images are being
@@ -41,7 +42,7 @@ class PixelBudget:
         self._max_preparing = max_preparing
         self._num_bytes = 0
         self._num_preparing = 0
-        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        self._waiting: DecodeTurns[asyncio.Future[None]] = DecodeTurns()
 
     @property
     def num_bytes(self) -> int:
@@ -49,12 +50,9 @@ class PixelBudget:
         return self._num_bytes
 
     @asynccontextmanager
-    async def reserved(self, caller: CallerId, number: int) -> AsyncIterator[Reservation]:
-        """Waits for a reservation and holds it until the block ends.
-
-        `number` is the image's position among all images ever asked for.
-        """
-        await self._grant(caller, number)
+    async def reserved(self, request: DecodeRequest) -> AsyncIterator[Reservation]:
+        """Waits for a reservation and holds it until the block ends."""
+        await self._grant(request)
         reservation = Reservation(self)
         try:
             yield reservation
@@ -75,17 +73,15 @@ class PixelBudget:
     def _has_room(self) -> bool:
         return self._num_preparing < self._max_preparing and self._num_bytes < self._max_bytes
 
-    async def _grant(self, caller: CallerId, number: int) -> None:
-        if not self._waiting and self._has_room:
-            self._num_preparing += 1
-            return
+    async def _grant(self, request: DecodeRequest) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(caller, number, granted)
+        self._waiting.put(request, granted)
+        self._grant_next()
         try:
             await granted
         except asyncio.CancelledError:
             if granted.cancelled():
-                self._waiting.discard(caller, number)
+                self._waiting.discard(request)
             else:
                 # The grant and the cancellation came together: pass the grant on.
                 self._num_preparing -= 1
@@ -94,7 +90,7 @@ class PixelBudget:
 
     def _grant_next(self) -> None:
         while self._waiting and self._has_room:
-            granted = self._waiting.take(self._waiting.callers()[0])
+            granted = self._waiting.take()
             # A waiter that was cancelled a moment ago has not yet removed itself.
             if not granted.done():
                 # Counted here and not by the waiter, so that nobody takes its place before it runs.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import PIL.Image
 
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.images.quarantine import Quarantine
@@ -26,32 +28,40 @@ class Preprocessor:
         adapter: VisionAdapter,
         limits: ImageLimits,
         num_workers: int,
-        decode_timeout_s: float,
+        time_limits: DecodeTimeLimits,
         quarantine: Quarantine,
     ) -> None:
-        """`decode_timeout_s`: maximum time to decode one image, seconds.
+        """`time_limits` bound the decoding of one image.
 
         `quarantine` holds the digests of files that kill decoding processes; options make no difference to decoding.
         """
         self._adapter = adapter
         self._limits = limits
-        self._decode_timeout_s = decode_timeout_s
+        self._time_limits = time_limits
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="preprocess")
         self._own = threading.local()
         self._lock = threading.Lock()
         self._decoders: list[DecodeWorker] = []
         self._quarantine = quarantine
 
-    async def prepare(
-        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
-    ) -> tuple[PixelInputs, ImageHeader]:
-        """Returns pixels and header of an image file, or pair of frames, with this digest; `options` have been
-        checked.
+    async def read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
+        """Returns the header of an image file, or of a pair of frames, after checking it; `options` have been checked.
 
-        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError or ImagePoisonousError, and
-        InvalidParameterError for frames of different sizes.
+        Waits for no image that is being decoded. Raises ImageUndecodableError, ImageTooLargeError or
+        ImageDecodeLimitError, and InvalidParameterError for frames of different sizes.
         """
-        return await run_in_thread(self._workers, self._prepare, data, digest, options)
+        # Up to some 20 ms for a file with much metadata.
+        return await asyncio.to_thread(self._read_header, data, options)
+
+    async def prepare(
+        self, data: ImageFile, header: ImageHeader, digest: ImageDigest, options: ProcessorOptions
+    ) -> PixelInputs:
+        """Returns the pixels of an image file, or pair of frames, with this checked header and this digest.
+
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError, ImagePoisonousError, or
+        UnavailableError.
+        """
+        return await run_in_thread(self._workers, self._prepare, data, header, digest, options)
 
     def close(self) -> None:
         """Waits for the images in progress, drops the others and ends the decoding processes."""
@@ -59,20 +69,22 @@ class Preprocessor:
         for decoder in self._decoders:
             decoder.close()
 
-    def _prepare(
-        self, data: ImageFile, digest: ImageDigest, options: ProcessorOptions
-    ) -> tuple[PixelInputs, ImageHeader]:
-        # Limits are checked on the header first: that is cheap and needs no decoding process.
+    def _read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
         header = probe_file(data, self._limits)
         self._adapter.check_size(header.width, header.height, options)
+        return header
+
+    def _prepare(
+        self, data: ImageFile, header: ImageHeader, digest: ImageDigest, options: ProcessorOptions
+    ) -> PixelInputs:
         if not isinstance(data, FramePair):
             image = self._decoded(data, digest)
             with _span(header):
-                return self._adapter.pixel_inputs(image, options), header
+                return self._adapter.pixel_inputs(image, options)
         # A generator, so that each frame is scaled down before the next one is decoded.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
         with _span(header):
-            return self._adapter.pair_inputs(frames, options), header
+            return self._adapter.pair_inputs(frames, options)
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
         """Upright RGB pixels of a file. Raises ImagePoisonousError for a file in quarantine."""
@@ -90,7 +102,7 @@ class Preprocessor:
         """The decoding process of the current thread, started on first use."""
         decoder: DecodeWorker | None = getattr(self._own, "decoder", None)
         if decoder is None:
-            decoder = self._own.decoder = DecodeWorker(self._limits, self._decode_timeout_s)
+            decoder = self._own.decoder = DecodeWorker(self._limits, self._time_limits)
             with self._lock:
                 self._decoders.append(decoder)
         return decoder

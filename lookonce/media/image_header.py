@@ -78,6 +78,11 @@ class ImageHeader:
     # EXIF orientation 1..8, 1 where there is none, and in AVIF and HEIC, which have transformations of their own.
     orientation: int
 
+    @property
+    def num_pixels(self) -> int:
+        """The number of pixels, width times height."""
+        return self.width * self.height
+
 
 @functools.cache
 def set_pillow_limits() -> None:

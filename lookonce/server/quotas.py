@@ -1,4 +1,4 @@
-"""Quotas per tenant: calls in flight, and calls, image bytes and tokens per second. Event loop only.
+"""Quotas per tenant: calls in flight, and calls, image bytes, image pixels and tokens per second. Event loop only.
 
 Rates are token buckets that may go into debt. A call is admitted while its tenant's bucket is not empty, and is charged
 the real amount once that is known. So nobody has to guess the length of an answer, no image is too large for a bucket,
@@ -34,6 +34,8 @@ class Resource(enum.Enum):
 
     REQUESTS = "requests_per_s"
     IMAGE_BYTES = "image_bytes_per_s"
+    # Width times height as the files' headers claim them: decoding takes time by pixels, not by bytes.
+    IMAGE_PIXELS = "image_pixels_per_s"
     TOKENS = "tokens_per_s"
 
 
@@ -45,6 +47,7 @@ class Quota(BaseModel):
     max_in_flight: int | None = Field(None, ge=1)
     requests_per_s: float | None = Field(None, gt=0)
     image_bytes_per_s: float | None = Field(None, gt=0)
+    image_pixels_per_s: float | None = Field(None, gt=0)
     tokens_per_s: float | None = Field(None, gt=0)
 
     def rate(self, resource: Resource) -> float | None:
@@ -136,6 +139,12 @@ class Quotas:
             yield
         finally:
             usage.num_in_flight -= 1
+
+    def has_limit(self, identity: Identity, resource: Resource) -> bool:
+        """Whether charges of this resource have an effect, so that the amount has to be found out."""
+        if self._table is None or identity.role is not CallerRole.CLIENT:
+            return False
+        return self._state(identity.tenant)[0].rate(resource) is not None
 
     def check(self, identity: Identity, resource: Resource) -> None:
         """Checks one quota during a call, for example before each item of a stream. Raises OverloadedError."""

@@ -97,7 +97,8 @@ class ServiceSettings(BaseSettings):
     quotas_file: pathlib.Path | None = Field(
         None,
         description="TOML file of quotas per tenant ([default] and [tenants.NAME] with max_in_flight, requests_per_s, "
-        "image_bytes_per_s, tokens_per_s), read again when it changes. They apply to each process separately.",
+        "image_bytes_per_s, image_pixels_per_s, tokens_per_s), read again when it changes. They apply to each process "
+        "separately.",
     )
     ready_file: pathlib.Path | None = Field(
         None,

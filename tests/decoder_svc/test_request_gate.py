@@ -246,7 +246,7 @@ def test_an_abort_marks_the_tenants_request_only_and_an_operators_all_of_that_id
 
 def test_images_and_tokens_are_charged_to_the_tenant_and_counted() -> None:
     class Table:
-        value = parse_quotas(b"[default]\nimage_bytes_per_s = 100\ntokens_per_s = 10")
+        value = parse_quotas(b"[default]\nimage_bytes_per_s = 100\nimage_pixels_per_s = 1000\ntokens_per_s = 10")
 
     registry, clock = CollectorRegistry(), Clock()
     quotas = Quotas(Table(), CollectorRegistry(), clock)
@@ -261,12 +261,17 @@ def test_images_and_tokens_are_charged_to_the_tenant_and_counted() -> None:
     gate.charge_images(TENANT_A, 500)
     with pytest.raises(OverloadedError, match="image_bytes_per_s"):
         quotas.check(TENANT_A, Resource.IMAGE_BYTES)
+    quotas.check(TENANT_A, Resource.IMAGE_PIXELS)
+    gate.charge_pixels(TENANT_A, 7000)
+    with pytest.raises(OverloadedError, match="image_pixels_per_s") as caught:
+        quotas.check(TENANT_A, Resource.IMAGE_PIXELS)
+    assert caught.value.retry_after_s == pytest.approx(5.0)
     quotas.check(TENANT_A, Resource.TOKENS)
     with gate.admitted(Arrival(TENANT_A)) as ticket:
         gate.account(ticket, RequestUsage(prompt_tokens=20, completion_tokens=5))
     with pytest.raises(OverloadedError, match="tokens_per_s"):
         quotas.check(TENANT_A, Resource.TOKENS)
-    for resource in (Resource.IMAGE_BYTES, Resource.TOKENS):
+    for resource in Resource:
         quotas.check(TENANT_B, resource)
     assert registry.get_sample_value("lookonce_decoder_prompt_tokens_total") == 20
     assert registry.get_sample_value("lookonce_decoder_generated_tokens_total") == 5

@@ -39,7 +39,14 @@ TENANTS = ("acme", "beta")
 # Enough for a busy machine. An eviction is repeated after four times this time.
 BUDGET = ("--redis-budget-s", "1")
 ADMIN = ("--admin-listen", "127.0.0.1:0")
-QUOTAS = "[tenants.tiny]\nrequests_per_s = 0.02\n[tenants.narrow]\nimage_bytes_per_s = 1\n"
+QUOTAS = """
+[tenants.tiny]
+requests_per_s = 0.02
+[tenants.narrow]
+image_bytes_per_s = 1
+[tenants.flat]
+image_pixels_per_s = 1
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     issued.private_key_pem.write_to_path(key)
     tokens, entries = {}, []
     for name, tenant, role in [
-        *((tenant, tenant, "client") for tenant in (*TENANTS, "tiny", "narrow")),
+        *((tenant, tenant, "client") for tenant in (*TENANTS, "tiny", "narrow", "flat")),
         ("operator", "", "operator"),
         ("decoder", "", "service"),
     ]:
@@ -215,30 +222,32 @@ def images_stream(*images: bytes) -> Iterator[pb.EncodeStreamRequest]:
         yield pb.EncodeStreamRequest(item_id=str(number), item=item)
 
 
-def test_image_bytes_count_within_a_stream(guarded: Guarded) -> None:
+@pytest.mark.parametrize("limited", ["narrow", "flat"])
+def test_image_bytes_and_pixels_count_within_a_stream(guarded: Guarded, limited: str) -> None:
     images = [picture.data for picture in fresh(4)]
     with guarded.channel(guarded.stack.encoder_targets[0]) as channel:
         stub = pb_grpc.EncoderServiceStub(channel)
         answers = {
             tenant: list(stub.EncodeStream(images_stream(*images), metadata=guarded.metadata(tenant), timeout=60))
-            for tenant in ("narrow", "acme")
+            for tenant in (limited, "acme")
         }
     assert not any(answer.HasField("error") for answer in answers["acme"])
-    refused = [answer.error for answer in answers["narrow"] if answer.HasField("error")]
-    assert len(answers["narrow"]) == 4
+    refused = [answer.error for answer in answers[limited] if answer.HasField("error")]
+    assert len(answers[limited]) == 4
     assert [error.reason for error in refused] == ["OVERLOADED"] * 3
 
 
-def test_image_bytes_count_where_they_are_only_looked_at(guarded: Guarded) -> None:
+@pytest.mark.parametrize("limited", ["narrow", "flat"])
+def test_image_bytes_and_pixels_count_where_they_are_only_looked_at(guarded: Guarded, limited: str) -> None:
     (picture,) = fresh(1)
     part = decoder_pb.ContentPart(image=common_pb2.ImageSource(data=picture.data))
     message = decoder_pb.ChatMessage(role=decoder_pb.ROLE_USER, parts=[part])
     request = decoder_pb.TokenizeRequest(chat=decoder_pb.ChatPrompt(messages=[message]))
     with guarded.channel(guarded.stack.decoder_targets[0]) as channel:
         stub = DecoderServiceStub(channel)
-        assert stub.Tokenize(request, metadata=guarded.metadata("narrow"), timeout=60).images
+        assert stub.Tokenize(request, metadata=guarded.metadata(limited), timeout=60).images
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Tokenize(request, metadata=guarded.metadata("narrow"), timeout=60)
+            stub.Tokenize(request, metadata=guarded.metadata(limited), timeout=60)
         assert isinstance(from_rpc_error(caught.value), OverloadedError)
 
 

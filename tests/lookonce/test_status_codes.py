@@ -51,6 +51,14 @@ def _status(code: int, domain: str, reason: str) -> status_pb2.Status:
     return status_pb2.Status(code=code, message="text", details=[detail])
 
 
+@pytest.mark.parametrize("retry_after_s", [None, 2.5])
+def test_an_unavailable_service_may_advise_a_pause(retry_after_s: float | None) -> None:
+    status = status_codes.to_status(errors.UnavailableError("busy", retry_after_s=retry_after_s))
+    received = status_codes.from_status(status)
+    assert isinstance(received, errors.UnavailableError)
+    assert (received.message, received.retry_after_s) == ("busy", retry_after_s)
+
+
 def test_the_table_has_a_row_for_every_error_that_a_client_can_meet() -> None:
     assert {row.exception for row in status_codes.STATUS_TABLE} == _all_errors() - WITHOUT_ROW
 

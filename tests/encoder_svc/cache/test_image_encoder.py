@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from encoder_svc.cache.encode_job import CachePolicy, EncodeJob
 from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.fair_queue import CallerId
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
@@ -92,7 +93,7 @@ async def opened(model: VisionModel) -> AsyncIterator[Bench]:
     )
     encoder = ImageEncoder(
         model,
-        Preprocessor(model.adapter, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, metrics)),
+        Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
         batcher,
         metrics,
         max_queued_images=2,

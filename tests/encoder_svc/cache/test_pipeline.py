@@ -22,6 +22,7 @@ from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.fair_queue import CallerId
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
@@ -73,7 +74,8 @@ class Harness:
     ) -> EncodeOutcome:
         """Encodes an image file, for the default tenant unless told otherwise."""
         image = ImageInput(data, fields.get("digest"), fields.get("options", ProcessorOptions()))
-        return await self.pipeline.encode(image, cache_policy, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
+        tenant, charge_pixels = fields.get("tenant", DEFAULT_TENANT), fields.get("charge_pixels")
+        return await self.pipeline.encode(image, cache_policy, tenant, CallerId("me"), charge_pixels)
 
     async def find(self, data: bytes, **fields: Any) -> EncodeOutcome:
         """Asks for an image by its digest."""
@@ -113,7 +115,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
         store = None if redis_url is None else EmbeddingStore(redis_url, redis_budget_s, 60, 1 << 20)
         encoder = ImageEncoder(
             model,
-            Preprocessor(model.adapter, LIMITS, 2, 60.0, Quarantine(Stage.DECODE, metrics)),
+            Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
             ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
             metrics,
             max_queued_images=max_queued,
@@ -492,3 +494,24 @@ async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(op
         assert {span.parent_id for span in own} == {root.span_id}
         num_together[seed] = passes[root.trace_id].attributes["lookonce.num_images"]
     assert num_together == {0: 1, 1: 2, 2: 2}
+
+
+async def test_pixels_are_charged_for_each_image_that_is_sent_before_it_is_decoded(
+    open_harness: Callable[..., Any],
+) -> None:
+    charged: list[int] = []
+
+    def refuse(num_pixels: int) -> None:
+        raise OverloadedError(f"{num_pixels} are too many")
+
+    async with open_harness() as harness:
+        # Its pixels are missing, but its header claims them.
+        with pytest.raises(ImageUndecodableError):
+            await harness.encode(image_files.png_of_size(700, 600), charge_pixels=charged.append)
+        for _ in range(2):
+            await harness.encode(png(1), charge_pixels=charged.append)
+        await harness.find(png(1))
+        assert charged == [420_000, 4800, 4800]
+        with pytest.raises(OverloadedError, match="4800"):
+            await harness.encode(png(2), charge_pixels=refuse)
+        assert harness.num_encoded == 1

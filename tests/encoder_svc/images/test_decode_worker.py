@@ -16,8 +16,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from encoder_svc.images import decode_worker
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
+from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine, Stage
 from encoder_svc.metrics import EncoderMetrics
@@ -43,7 +45,7 @@ SLOW = image_files.encoded(image_files.noise(2, 4000, 3000), "JPEG", progressive
 
 @pytest.fixture
 def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, timeout_s=60)
+    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
     yield worker
     worker.close()
 
@@ -90,17 +92,59 @@ def test_bad_images_are_errors_of_their_own_and_keep_the_process(worker: DecodeW
 
 
 def test_an_image_that_takes_too_long_is_given_up_and_its_process_killed() -> None:
-    worker = DecodeWorker(LIMITS, timeout_s=60)
+    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
     check(worker, GOOD)
     pid = worker.pid
     assert pid is not None
-    worker._timeout_s = 0.05
+    worker._time_limits = DecodeTimeLimits(0.05, 60.0)
     with pytest.raises(ImageDecodeLimitError, match=r"0\.05 s"):
         worker.decode(SLOW)
     assert not psutil.pid_exists(pid)
-    worker._timeout_s = 60
+    worker._time_limits = DecodeTimeLimits(60.0, 120.0)
     check(worker, GOOD)
     worker.close()
+
+
+def test_a_process_that_waits_for_a_processor_does_not_use_up_the_image_s_time(worker: DecodeWorker) -> None:
+    check(worker, GOOD)
+    assert worker.pid is not None
+    process = psutil.Process(worker.pid)
+    worker._time_limits = DecodeTimeLimits(0.2, 60.0)
+    process.suspend()
+    # A suspended process gets no processor time, like one on a machine that is far too busy.
+    resuming = threading.Timer(0.5, process.resume)
+    resuming.start()
+    check(worker, GOOD)
+    resuming.join()
+    assert worker.pid == process.pid
+
+
+async def test_an_image_whose_process_gets_no_processor_time_is_not_to_blame(
+    vision_model: Callable[[str], VisionModel],
+) -> None:
+    registry = CollectorRegistry()
+    quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
+    adapter = vision_model("llava_clip").adapter
+    preprocessor = Preprocessor(adapter, LIMITS, 1, DecodeTimeLimits(60.0, 120.0), quarantine)
+    header = await preprocessor.read_header(GOOD, ProcessorOptions())
+
+    async def prepared() -> PixelInputs:
+        return await preprocessor.prepare(GOOD, header, image_digest(GOOD), ProcessorOptions())
+
+    for _ in range(3):
+        await prepared()
+        (worker,) = preprocessor._decoders
+        pid, worker._time_limits = worker.pid, DecodeTimeLimits(0.2, 0.3)
+        assert pid is not None
+        psutil.Process(pid).suspend()
+        with pytest.raises(UnavailableError, match=r"0\.3 s .* try again") as caught:
+            await prepared()
+        assert caught.value.retry_after_s == 1.0
+        assert not psutil.pid_exists(pid)
+        worker._time_limits = DecodeTimeLimits(60.0, 120.0)
+    await prepared()
+    assert registry.get_sample_value("lookonce_encoder_poisonous_total", {"stage": "decode"}) in (None, 0)
+    preprocessor.close()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +190,7 @@ def test_a_process_killed_while_idle_does_not_count_against_an_image(worker: Dec
 
 def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_worker, "memory_limit", lambda limits: 256 << 20)
-    worker = DecodeWorker(LIMITS, timeout_s=60)
+    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
     check(worker, GOOD)
     with pytest.raises(ImageDecodeLimitError, match="memory"):
         worker.decode(image_files.encoded(PIL.Image.new("RGBA", (7000, 7000))))
@@ -157,7 +201,17 @@ def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.Monk
 def test_a_process_that_cannot_start_is_not_the_image_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encoder_svc.images.decode_worker.sys.executable", "/bin/false")
     with pytest.raises(InternalError):
-        DecodeWorker(LIMITS, timeout_s=60).decode(GOOD)
+        DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0)).decode(GOOD)
+
+
+def test_a_process_that_takes_too_long_to_start_is_tried_again(
+    worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_worker, "_START_TIMEOUT_S", 0.0)
+    with pytest.raises(UnavailableError, match="did not start in time"):
+        worker.decode(GOOD)
+    monkeypatch.undo()
+    check(worker, GOOD)
 
 
 def test_the_process_has_no_secrets_and_no_model(worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +240,15 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
     monkeypatch.setattr(DecodeWorker, "decode", decode)
     registry = CollectorRegistry()
     quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
-    preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 2, 10.0, quarantine)
+    preprocessor = Preprocessor(
+        vision_model("llava_clip").adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), quarantine
+    )
     other = image_files.encoded(image_files.noise(9, 90, 40))
+    header = await preprocessor.read_header(GOOD, ProcessorOptions())
     for _ in range(4):
         with pytest.raises(ImagePoisonousError):
-            await preprocessor.prepare(GOOD, image_digest(GOOD), ProcessorOptions())
-        await preprocessor.prepare(other, image_digest(other), ProcessorOptions())
+            await preprocessor.prepare(GOOD, header, image_digest(GOOD), ProcessorOptions())
+        await preprocessor.prepare(other, header, image_digest(other), ProcessorOptions())
     assert tries.count(GOOD) == 2
     assert tries.count(other) == 4
     assert registry.get_sample_value("lookonce_encoder_poisonous_total", {"stage": "decode"}) == 2

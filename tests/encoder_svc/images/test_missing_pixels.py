@@ -11,6 +11,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import ImageUndecodableError
@@ -90,7 +91,7 @@ def is_refused(data: bytes) -> bool:
 
 @pytest.fixture
 def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, timeout_s=60)
+    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
     yield worker
     worker.close()
 

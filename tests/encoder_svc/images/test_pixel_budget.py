@@ -9,9 +9,11 @@ import random
 import pytest
 
 from encoder_svc.fair_queue import CallerId
+from encoder_svc.images.decode_turns import DecodeRequest
 from encoder_svc.images.pixel_budget import PixelBudget
 
 HANG_S = 30.0
+ONE = DecodeRequest("tenant", CallerId("a"), 0, 1)
 
 
 _numbers = itertools.count()
@@ -22,14 +24,13 @@ class Image:
 
     def __init__(self, budget: PixelBudget, num_bytes: int, caller: str = "a", number: int | None = None) -> None:
         self.num_bytes = num_bytes
-        self.caller = CallerId(caller)
-        self.number = next(_numbers) if number is None else number
+        self.request = DecodeRequest("tenant", CallerId(caller), next(_numbers) if number is None else number, 1)
         self.is_in = asyncio.Event()
         self.is_prepared, self.is_encoded = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self._pass_through(budget))
 
     async def _pass_through(self, budget: PixelBudget) -> None:
-        async with budget.reserved(self.caller, self.number) as reservation:
+        async with budget.reserved(self.request) as reservation:
             self.is_in.set()
             await self.is_prepared.wait()
             reservation.charge(self.num_bytes)
@@ -79,7 +80,7 @@ async def test_a_caller_with_many_images_does_not_delay_others_by_all_of_them() 
     for _ in range(4):
         await idle()
         (inside,) = [one for one in (*many, *few) if one.is_in.is_set() and not one.task.done()]
-        came.append(inside.caller)
+        came.append(inside.request.caller)
         inside.is_prepared.set()
         inside.is_encoded.set()
     assert came == ["many", "many", "few", "many"]
@@ -119,9 +120,9 @@ async def test_an_image_that_cannot_be_prepared_returns_its_reservation() -> Non
     budget = PixelBudget(max_bytes=10, max_preparing=1)
     for _ in range(3):
         with pytest.raises(ValueError, match="no image"):
-            async with budget.reserved(CallerId("a"), 0):
+            async with budget.reserved(ONE):
                 raise ValueError("no image")
-    async with asyncio.timeout(HANG_S), budget.reserved(CallerId("a"), 0) as reservation:
+    async with asyncio.timeout(HANG_S), budget.reserved(ONE) as reservation:
         reservation.charge(3)
         assert budget.num_bytes == 3
     assert budget.num_bytes == 0

@@ -10,6 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.pixel_modes import rgb_pixels
 from lookonce.errors import ImageUndecodableError
@@ -26,7 +27,7 @@ GREY, RGB, PALETTE, GREY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, timeout_s=60)
+    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
     yield worker
     worker.close()
 

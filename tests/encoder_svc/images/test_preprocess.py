@@ -8,6 +8,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine, Stage
 from encoder_svc.metrics import EncoderMetrics
@@ -28,18 +29,21 @@ def quarantine() -> Quarantine:
 @pytest.mark.parametrize("name", ["llava_clip", "llava_siglip", "qwen2_vl"])
 async def test_prepared_pixels_equal_the_processors(name: str, vision_model: Callable[[str], VisionModel]) -> None:
     adapter = vision_model(name).adapter
-    preprocessor = Preprocessor(adapter, LIMITS, 2, 60.0, quarantine())
+    preprocessor = Preprocessor(adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), quarantine())
     image = image_files.noise(5, 120, 70)
     data = image_files.encoded(image)
-    inputs, header = await preprocessor.prepare(data, image_digest(data), ProcessorOptions())
+    header = await preprocessor.read_header(data, ProcessorOptions())
+    inputs = await preprocessor.prepare(data, header, image_digest(data), ProcessorOptions())
     preprocessor.close()
     assert torch.equal(inputs.pixel_values, adapter.processor(images=image, return_tensors="pt")["pixel_values"])
     assert (header.width, header.height) == (120, 70)
 
 
 async def test_limits_are_checked_before_anything_is_decoded(vision_model: Callable[[str], VisionModel]) -> None:
-    preprocessor = Preprocessor(vision_model("llava_clip").adapter, LIMITS, 1, 60.0, quarantine())
+    preprocessor = Preprocessor(
+        vision_model("llava_clip").adapter, LIMITS, 1, DecodeTimeLimits(60.0, 120.0), quarantine()
+    )
     data = image_files.png_of_size(40_000, 40_000)
     with pytest.raises(ImageTooLargeError):
-        await preprocessor.prepare(data, image_digest(data), ProcessorOptions())
+        await preprocessor.read_header(data, ProcessorOptions())
     preprocessor.close()

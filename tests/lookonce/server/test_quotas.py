@@ -99,11 +99,24 @@ def test_services_and_operators_have_none(registry: CollectorRegistry, clock: Cl
     assert all(admit(quotas, Identity("x", "a", role)) is None for _ in range(10))
 
 
+def test_pixels_are_a_rate_of_their_own(registry: CollectorRegistry, clock: Clock) -> None:
+    quotas = Quotas(Table("[tenants.a]\nimage_pixels_per_s = 1_000_000"), registry, clock)
+    assert [quotas.has_limit(identity, Resource.IMAGE_PIXELS) for identity in (A, B, ANYBODY)] == [True, False, False]
+    assert not quotas.has_limit(A, Resource.IMAGE_BYTES)
+    for identity in (A, B):
+        quotas.charge(identity, Resource.IMAGE_BYTES, 34)
+        quotas.charge(identity, Resource.IMAGE_PIXELS, 49_000_000)
+    assert admit(quotas, A) == pytest.approx(47)
+    assert admit(quotas, B) is None
+    assert registry.get_sample_value("lookonce_quota_refusals_total", {"limit": "image_pixels_per_s"}) == 1
+
+
 def test_without_a_table_there_are_no_limits(registry: CollectorRegistry) -> None:
     quotas = Quotas(None, registry)
     quotas.charge(A, Resource.TOKENS, 1e12)
     assert admit(quotas, A) is None
     assert admit(quotas, ANYBODY) is None
+    assert not quotas.has_limit(A, Resource.TOKENS)
 
 
 def test_idle_tenants_are_forgotten_and_those_in_debt_are_not(
