@@ -123,7 +123,7 @@ class ServiceSettings(BaseSettings):
 
     max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
     max_receive_bytes: int = Field(
-        1024 * MIB,
+        512 * MIB,
         ge=MIB,
         description="Memory for the requests that can hold images, from before they are received to the ends of their "
         "calls; at least twice max_message_bytes. One connection gets half of it. Further callers wait.",
