@@ -19,6 +19,7 @@ import pytest
 
 from encoder_svc.images import decode_worker, heif_pixels
 from encoder_svc.images.av1_size import check_av1_size
+from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import (
@@ -59,7 +60,7 @@ def with_properties(*further: bytes) -> heif_files.Item:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, timeout_s=60)
+    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
     yield worker
     worker.close()
 
@@ -326,7 +327,7 @@ def test_tiles_of_many_pixels_outside_of_the_image_are_refused() -> None:
 
 def test_an_image_that_needs_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_worker, "memory_limit", lambda limits: 256 << 20)
-    worker = DecodeWorker(LIMITS, timeout_s=60)
+    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
     large = image_files.encoded(PIL.Image.new("RGB", (6000, 5000)), "AVIF", speed=10)
     with pytest.raises(ImageDecodeLimitError, match="memory"):
         worker.decode(large)
