@@ -125,7 +125,7 @@ class Engine:
         return stream
 
     def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends a request in any state and frees what it holds; its last output has this reason.
+        """Ends a request in any state and frees what it holds. Its last output says `reason`.
 
         Unknown and ended ids are ignored.
         """

@@ -234,7 +234,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, op
 def _attend_softcapped(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """Does the same with soft-capped scores, which PyTorch's SDPA does not support; softmax in float32."""
+    """Computes attention with soft-capped scores, which PyTorch's SDPA does not support; softmax in float32."""
     if mask is None:
         mask = _causal_mask(len(query), len(keys), query.device)
     num_groups, head_dim = query.shape[1] // keys.shape[1], query.shape[2]

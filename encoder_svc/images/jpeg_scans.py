@@ -67,7 +67,7 @@ class _Feeder:
         self.is_done = False
 
     def takes(self, data: bytes) -> bool:
-        """Tells whether the decoder takes all bytes. Raises ImageUndecodableError for an error of the decoder."""
+        """Whether the decoder accepts all bytes. Raises ImageUndecodableError for an error of the decoder."""
         if self.is_done:
             return True
         num_taken, error = self._decoder.decode(self._left + data)

@@ -50,7 +50,7 @@ class Reader:
         return self.number(1), self.number(3)
 
     def count(self, num_bytes: int) -> int:
-        """The next number, which counts entries. Raises ImageDecodeLimitError for more than any picture has."""
+        """The next number, a count of entries. Raises ImageDecodeLimitError if no real picture has so many."""
         number = self.number(num_bytes)
         check_entries(number)
         return number
