@@ -65,8 +65,8 @@ def identity(manifest: Manifest) -> tuple[str, str, str]:
     return (manifest["kind"], metadata.get("namespace", ""), metadata["name"])
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML loader for plain types only, which refuses a key that appears twice."""
+class _StrictLoader(yaml.CSafeLoader):
+    """YAML loader for plain types only, which refuses a key that appears twice. PyYAML's wheels contain its C part."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

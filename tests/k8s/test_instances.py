@@ -65,10 +65,11 @@ class Instance:
 
 
 FIRST = Instance()
+BOTH_FIELDS = Instance("other", "-b")
 OTHERS = (
     Instance(name_suffix="-b"),
     Instance(namespace="other"),
-    Instance("other", "-b"),
+    BOTH_FIELDS,
     Instance(name_suffix="-2"),
     Instance(name_prefix="new-"),
 )
@@ -85,24 +86,23 @@ def build_instance(variant: Variant, instance: Instance) -> list[Manifest]:
         return build(folder)
 
 
-@pytest.fixture(params=VARIANTS, ids=str)
-def variant(request: pytest.FixtureRequest) -> Variant:
-    one: Variant = request.param
-    return one
+# Each variant with both fields at once and with one of the other instances in turn; rendering all pairs takes long.
+PAIRS = [
+    (variant, instance)
+    for number, variant in enumerate(VARIANTS)
+    for instance in dict.fromkeys((BOTH_FIELDS, OTHERS[number % len(OTHERS)]))
+]
+each_pair = pytest.mark.parametrize(("variant", "instance"), PAIRS, ids=str)
 
 
-@pytest.fixture(params=OTHERS, ids=str)
-def instance(request: pytest.FixtureRequest) -> Instance:
-    one: Instance = request.param
-    return one
-
-
+@each_pair
 def test_no_object_of_an_instance_refers_to_the_other_instance(variant: Variant, instance: Instance) -> None:
     first, second = build_instance(variant, FIRST), build_instance(variant, instance)
     assert references(second, first) == []
     assert references(first, second) == []
 
 
+@each_pair
 def test_two_instances_have_no_object_in_common_and_lack_none(variant: Variant, instance: Instance) -> None:
     first, second = build_instance(variant, FIRST), build_instance(variant, instance)
     assert {identity(one) for one in first} & {identity(one) for one in second} == set()
@@ -117,6 +117,7 @@ def test_two_instances_have_no_object_in_common_and_lack_none(variant: Variant, 
     assert namespaces == ([("Namespace", "", instance.namespace)] if has_namespace else [])
 
 
+@each_pair
 def test_selectors_of_a_second_instance_meet_as_many_of_its_objects(variant: Variant, instance: Instance) -> None:
     def met(manifests: list[Manifest]) -> int:
         return len([one for one in references(manifests, manifests) if " selects " in one])
