@@ -25,6 +25,7 @@ PUBLIC_NAMES = {
     "lookonce.videos": {"Video"},
     "lookonce.errors": {
         "AbortedError",
+        "CacheAccessError",
         "ConfigurationError",
         "ContextTooLongError",
         "DeadlineError",
