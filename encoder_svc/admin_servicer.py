@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import grpc.aio
 from google.protobuf import duration_pb2
 
 from encoder_svc import wire
 from encoder_svc.cache.cache_admin import EntryStatistics
-from encoder_svc.cache.cache_control import CacheControl, TierStatistics
+from encoder_svc.cache.cache_control import CacheControl, Eviction, TierStatistics
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.servicer import MAX_LOOKUP_KEYS
 from lookonce.common.v1 import common_pb2
@@ -24,6 +27,9 @@ from lookonce.logs import get_logger
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderAdminService"
+
+# Share of a call's time after which Redis is not waited for any longer, so that the answer arrives before the deadline.
+_REDIS_SHARE = 0.9
 
 _audit = get_logger("lookonce.audit")
 
@@ -44,7 +50,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetCacheStatsRequest, pb.GetCacheStatsResponse],
     ) -> pb.GetCacheStatsResponse:
         """Answers with figures since the start of this process; shared entries are those of this encoder."""
-        shared = await self._control.shared_statistics()
+        shared = await self._control.shared_statistics(until_s=_until_s(context))
         return pb.GetCacheStatsResponse(local=_tier(self._control.local_statistics()), shared=_tier(shared))
 
     async def DescribeEmbeddings(
@@ -54,7 +60,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
     ) -> pb.DescribeEmbeddingsResponse:
         """Answers with one result per key, in the order of the keys."""
         keys = self._selected(request.selection)
-        found = await self._control.describe(keys)
+        found = await self._control.describe(keys, until_s=_until_s(context))
         results = [
             _statistics(entry, is_local=self._control.is_local(key)) for key, entry in zip(keys, found, strict=True)
         ]
@@ -68,7 +74,7 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         """Pins the selected images, or unpins them."""
         keys = self._selected(request.selection)
         with _audited("unpin" if request.unpin else "pin", request.selection.tenant) as outcome:
-            found = await self._control.pin(keys, unpin=request.unpin)
+            found = await self._control.pin(keys, unpin=request.unpin, until_s=_until_s(context))
             outcome["num_images"] = sum(found)
         return pb.PinEmbeddingsResponse(found=found)
 
@@ -80,7 +86,8 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         """Reads the selected images from the shared cache into this process."""
         keys = self._selected(request.selection)
         with _audited("prewarm", request.selection.tenant) as outcome:
-            found = [await self._control.prewarm(key) for key in keys]
+            until_s = _until_s(context)
+            found = [await self._control.prewarm(key, until_s=until_s) for key in keys]
             outcome["num_images"] = sum(found)
         return pb.PrewarmEmbeddingsResponse(found=found)
 
@@ -94,19 +101,27 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
             raise InvalidParameterError("keys", "exactly one of keys, all and all_of_tenant must be set")
         what = "keys" if request.keys else "all" if request.all else "tenant"
         with _audited("evict", request.tenant, what=what) as outcome:
-            outcome["num_images"] = num_evicted = await self._evict(request)
-        return pb.EvictEmbeddingsResponse(evicted=num_evicted)
+            eviction = await self._evict(request, _until_s(context))
+            outcome["num_images"] = eviction.num_entries
+        images = [pb.EvictedImage(entries=image.num_images, pairs=image.num_pairs) for image in eviction.images]
+        return pb.EvictEmbeddingsResponse(evicted=eviction.num_entries, images=images)
 
-    async def _evict(self, request: pb.EvictEmbeddingsRequest) -> int:
+    async def _evict(self, request: pb.EvictEmbeddingsRequest, until_s: float) -> Eviction:
         tenant = self._tenants.named(request.tenant)
         if request.keys:
             options = wire.parse_options(request)
-            # Both entries of each image are removed, the one for prompts with other images too.
-            variants = {options, replace(options, beside_others=True)} if self._depends_on_image_count else {options}
-            return await self._control.evict([key for one in variants for key in self._keys(request.keys, one, tenant)])
+            keys = self._keys(request.keys, options, tenant)
+            if options.frame_size is not None:
+                return await self._control.evict_pairs(keys, until_s=until_s)
+            variants = {options, ProcessorOptions()}
+            if self._depends_on_image_count:
+                variants |= {replace(one, beside_others=True) for one in variants}
+            digests = [key.digest for key in keys]
+            keys = [self._pipeline.key_of(digest, one, tenant) for one in variants for digest in digests]
+            return await self._control.evict(digests, keys, tenant, until_s=until_s)
         if request.all:
-            return await self._control.evict_all()
-        return await self._control.evict_tenant(tenant)
+            return Eviction(await self._control.evict_all(until_s=until_s), [])
+        return Eviction(await self._control.evict_tenant(tenant, until_s=until_s), [])
 
     def _selected(self, selection: pb.EmbeddingSelection) -> list[ContentKey]:
         return self._keys(selection.keys, wire.parse_options(selection), self._tenants.named(selection.tenant))
@@ -120,6 +135,12 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
             self._pipeline.check_fingerprint(key.encoder_fingerprint)
         digests = [wire.parse_key(key, f"keys[{index}]") for index, key in enumerate(keys)]
         return [self._pipeline.key_of(digest, options, tenant) for digest in digests]
+
+
+def _until_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    """Returns when to stop waiting for Redis, on the monotonic clock; never for a call without a deadline."""
+    remaining_s: float | None = context.time_remaining()
+    return math.inf if remaining_s is None else time.monotonic() + _REDIS_SHARE * remaining_s
 
 
 @contextlib.contextmanager

@@ -1,18 +1,19 @@
 """Lookonce: an image is looked at once.
 
-`lookonce.Client` and `lookonce.AsyncClient` are loaded on first use, so that importing a module of this package does
-not import gRPC.
+The clients are loaded on first use, so that importing a module of this package does not import gRPC.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AdminClient", "AsyncAdminClient", "AsyncClient", "Client", "__version__"]
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from lookonce.admin.aio import AsyncAdminClient
+    from lookonce.admin.client import AdminClient
     from lookonce.aio import AsyncClient
     from lookonce.client import Client
 else:
@@ -26,4 +27,12 @@ else:
             from lookonce.aio import AsyncClient
 
             return AsyncClient
+        if name == "AdminClient":
+            from lookonce.admin.client import AdminClient
+
+            return AdminClient
+        if name == "AsyncAdminClient":
+            from lookonce.admin.aio import AsyncAdminClient
+
+            return AsyncAdminClient
         raise AttributeError(f"module 'lookonce' has no attribute {name!r}")

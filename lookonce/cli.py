@@ -19,13 +19,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lookonce.admin.client import AdminClient
 from lookonce.client import Client
-from lookonce.errors import ConfigurationError, LookonceError, StartupError, UnavailableError
-from lookonce.families.base import Family, Mask, PositionAxes
+from lookonce.errors import (
+    ConfigurationError,
+    InvalidParameterError,
+    LookonceError,
+    StartupError,
+    UnavailableError,
+)
 from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
 from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack, only_stack
+from lookonce.local.family_offers import offers_of
 from lookonce.local.serve_extra import require_serve_packages
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
@@ -36,8 +43,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[1] / "models" / "demo"
 _RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-# Whether the tokens of an image may be computed in several steps.
-_CHUNKING = {Mask.CAUSAL: "chunked", Mask.IMAGE: "whole image in a step", Mask.PROMPT: "whole prompt in a step"}
 _REPORT_WIDTH = 150
 
 app = typer.Typer(
@@ -126,7 +131,8 @@ def up(
                 on_progress=lambda text: status.update(f"{text} …"),
             )
             exits.enter_context(stack)
-        record = StackRecord(stack.decoder_targets[0], stack.encoder_targets[0], os.getpid())
+        admin_target = stack.encoders[0].ready.admin_target
+        record = StackRecord(stack.decoder_targets[0], stack.encoder_targets[0], os.getpid(), admin_target)
         record.write(settings.record_dir)
         exits.callback(record.remove, settings.record_dir)
         _announce(stack, folder)
@@ -254,30 +260,64 @@ def lookup(images: Images, target: Target = None, timeout_s: Timeout = 120.0) ->
 
 
 @app.command()
+def evict(
+    images: Annotated[
+        list[str] | None, typer.Argument(help="Image files, or SHA-256 digests of 64 hex characters.", metavar="IMAGES")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port of an encoder's operators' calls. "
+            "Default: LOOKONCE_ADMIN_TARGET, else the running `lookonce up`."
+        ),
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Tenant that the images belong to. Default: the default tenant.")] = "",
+    all_of_tenant: Annotated[bool, typer.Option("--all-of-tenant", help="Remove all images of the tenant.")] = False,
+    timeout_s: Timeout = 60.0,
+) -> None:
+    """Remove images from all caches: of every model, and as frames of videos. Files are hashed here, not sent.
+
+    Exit status 0 says that the images are forgotten. The token needs the role operator.
+    """
+    if bool(images) == all_of_tenant:
+        raise typer.BadParameter("give images, or --all-of-tenant")
+    refs = [_named_image(image) for image in images or []]
+    with AdminClient.connect(_admin_target(target), **CliSettings().connection()) as admin:
+        if all_of_tenant:
+            _out.print(f"{admin.evict_tenant(tenant, timeout_s=timeout_s)} entries removed")
+            return
+        evicted = admin.evict(refs, tenant=tenant, timeout_s=timeout_s)
+    table = Table("image", "digest", "found", "entries removed", "video pairs removed")
+    for name, one in zip(images or [], evicted, strict=True):
+        found = "yes" if one.found else "no"
+        table.add_row(escape(pathlib.Path(name).name), one.image.hex[:16], found, str(one.entries), str(one.pairs))
+    _print_report(table)
+
+
+def _named_image(text: str) -> ImageRef:
+    """Returns the image of a file or a digest. Raises BadParameter for anything else."""
+    path = pathlib.Path(text)
+    if path.is_file():
+        return ImageRef.from_file(path)
+    if path.is_dir():
+        raise typer.BadParameter(f"{text} is a folder; name the image files in it")
+    try:
+        return ImageRef.from_digest(text)
+    except InvalidParameterError:
+        raise typer.BadParameter(
+            f"{text} is neither a file nor a SHA-256 digest of 64 hex characters; check the name"
+        ) from None
+
+
+@app.command()
 def models() -> None:
     """List the supported model families. `lookonce doctor --model` checks one model."""
     table = Table(box=None, pad_edge=False)
     for title in ("family", "model type", "architecture", "images"):
         table.add_column(title, overflow="fold")
     for family in FAMILIES.values():
-        table.add_row(family.title, family.model_type, family.architecture, ", ".join(_offers(family)))
+        table.add_row(family.title, family.model_type, family.architecture, ", ".join(offers_of(family)))
     _print_report(table)
-
-
-def _offers(family: Family) -> list[str]:
-    """Returns the features of a family for images and videos."""
-    offers = [_CHUNKING[family.mask]]
-    if family.has_max_pixels:
-        offers.append("max_pixels")
-    if family.axes is PositionAxes.MROPE:
-        offers.append("M-RoPE")
-    if family.has_levels:
-        offers.append("feature levels")
-    if family.depends_on_image_count:
-        offers.append("no tiles beside others")
-    if family.video is not None:
-        offers.append("videos")
-    return offers
 
 
 @app.command()
@@ -331,16 +371,18 @@ def _client(target: str | None) -> Client:
 
 
 def _connect(decoder_target: str, encoder_target: str | None = None) -> Client:
-    settings = CliSettings()
-    token = None if settings.token is None else settings.token.get_secret_value()
-    return Client.connect(
-        decoder_target,
-        encoder_target,
-        tls_ca=settings.tls_ca,
-        tls_cert=settings.tls_cert,
-        tls_key=settings.tls_key,
-        token=token,
-    )
+    return Client.connect(decoder_target, encoder_target, **CliSettings().connection())
+
+
+def _admin_target(target: str | None) -> str:
+    record = _running_stack()
+    chosen = target or CliSettings().admin_target or (None if record is None else record.admin_target)
+    if chosen is None:
+        raise ConfigurationError(
+            "no operators' calls found; start a server with `lookonce up`, or give --target host:port of an encoder's "
+            "admin_listen"
+        )
+    return chosen
 
 
 def _decoder_target(target: str | None) -> str:

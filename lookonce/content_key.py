@@ -26,6 +26,7 @@ DIGEST_BYTES = 32
 # Part of every fingerprint and key. Increase it whenever the meaning of stored rows changes.
 EMBEDDING_SCHEMA = 1
 _TENANT_DOMAIN = b"lookonce/tenant-tag/1"
+_FILE_DOMAIN = b"lookonce/file-tag/1"
 _BESIDE_OTHERS = b"beside others"
 _FRAME_SIZE = b"frame size"
 _PAIR_DOMAIN = b"lookonce/frame-pair/1"
@@ -111,6 +112,15 @@ def content_key(
         width, height = options.frame_size
         fields += [_FRAME_SIZE, f"{width}x{height}".encode()]
     return ContentKey(hashlib.sha256(_framed(fields)).digest(), digest, fingerprint, tenant.tag)
+
+
+def file_tag(digest: ImageDigest, tenant: Tenant) -> bytes:
+    """Returns the pseudonym of one image file, 32 bytes; only a holder of the tenant's secret can compute it.
+
+    Entries of the shared cache carry the tags of their files, so that all entries of a file can be found, whatever the
+    encoder, the options and the other frame are.
+    """
+    return hmac.new(tenant.secret, _framed([_FILE_DOMAIN, tenant.name.encode(), digest]), hashlib.sha256).digest()
 
 
 def encoder_fingerprint(

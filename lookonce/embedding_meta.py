@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class RowDtype(enum.Enum):
@@ -43,6 +43,8 @@ class EmbeddingMeta:
     # Upright size of the original image in pixels; it determines the placeholder layout.
     image_width: int
     image_height: int
+    # `file_tag` of each file that the rows were made from, at most two. Empty: not known. Not part of the shape.
+    file_tags: tuple[bytes, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def row_bytes(self) -> int:

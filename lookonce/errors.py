@@ -18,6 +18,7 @@ LookonceError
 ├── OverloadedError                  a queue or the memory is full; try again later
 ├── MessageTooLargeError             a gRPC message over the limit (seen by clients; gRPC itself answers it)
 ├── UnavailableError                 a needed service cannot be reached, or the server drains
+├── CacheAccessError                 the shared cache refuses the server's user; calling again does not help
 ├── DeadlineError                    the deadline passed
 ├── AbortedError                     AbortRequest or a cancelled call ended the request
 ├── UnauthenticatedError             no token, or an invalid one
@@ -158,6 +159,13 @@ class UnavailableError(LookonceError):
     ) -> None:
         super().__init__(message, metadata=metadata)
         self.retry_after_s = retry_after_s
+
+
+class CacheAccessError(LookonceError):
+    """The shared cache refuses the server's user a command of an operator's call, or its password.
+
+    The call fails again until the user's rights are changed.
+    """
 
 
 class DeadlineError(LookonceError):

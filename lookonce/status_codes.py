@@ -42,6 +42,7 @@ STATUS_TABLE: tuple[StatusRow, ...] = (
     StatusRow(errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),
     StatusRow(errors.MessageTooLargeError, grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
     StatusRow(errors.UnavailableError, grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
+    StatusRow(errors.CacheAccessError, grpc.StatusCode.FAILED_PRECONDITION, "CACHE_ACCESS_DENIED"),
     StatusRow(errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     StatusRow(errors.AbortedError, grpc.StatusCode.CANCELLED, "ABORTED"),
     StatusRow(errors.UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),

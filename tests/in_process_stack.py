@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
-from encoder_svc.service import open_pipeline, service_entry
+from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.local.redis_server import EmbeddedRedis
@@ -42,6 +42,8 @@ class RunningService:
     target: str
     registry: CollectorRegistry
     is_ready: Callable[[], bool]
+    # Address of the operators' calls; None where there are none.
+    admin_target: str | None = None
     # The id of this process, which runs all services.
     pid: int = field(default_factory=os.getpid)
 
@@ -86,6 +88,11 @@ class InProcessStack:
         return [service.target for service in self.decoders]
 
     @property
+    def admin_targets(self) -> list[str]:
+        """Addresses of the encoders' operators' calls, host:port."""
+        return [service.admin_target for service in self.encoders if service.admin_target is not None]
+
+    @property
     def redis_url(self) -> str | None:
         """The Redis URL of all services."""
         return self._redis_url
@@ -126,7 +133,7 @@ class InProcessStack:
         redis = ("--redis-url", str(self._redis_url))
         async with AsyncExitStack() as exits:
             for _ in range(self._num_encoders):
-                arguments = [*self._shared, *redis, *self._encoder_arguments]
+                arguments = [*self._shared, *redis, "--admin-listen", "127.0.0.1:0", *self._encoder_arguments]
                 self.encoders.append(await start_encoder(arguments, exits))
             targets = ("--encoder-target", f"ipv4:{','.join(self.encoder_targets)}") if self.encoders else ()
             for _ in range(self._num_decoders):
@@ -143,10 +150,18 @@ async def start_encoder(arguments: Sequence[str], exits: AsyncExitStack) -> Runn
     telemetry = Telemetry()
     model = VisionModel.load_warm(settings.vision)
     pipeline = await exits.enter_async_context(open_pipeline(settings, model, telemetry.registry))
-    entry = service_entry(pipeline, Tenants(None), Quotas(None, telemetry.registry), settings)
-    service = GrpcService(settings, telemetry, [entry], is_ready=lambda: pipeline.is_healthy)
+    control = await exits.enter_async_context(open_control(settings, pipeline))
+    tenants = Tenants(None)
+    service = GrpcService(
+        settings,
+        telemetry,
+        [service_entry(pipeline, tenants, Quotas(None, telemetry.registry), settings)],
+        admin_services=[admin_entry(pipeline, tenants, control)],
+        is_ready=lambda: pipeline.is_healthy,
+    )
     exits.push_async_callback(service.stop)
-    return RunningService(await service.start(), telemetry.registry, lambda: pipeline.is_healthy)
+    target = await service.start()
+    return RunningService(target, telemetry.registry, lambda: pipeline.is_healthy, service.admin_target)
 
 
 async def start_decoder(arguments: Sequence[str], exits: AsyncExitStack) -> RunningService:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
-from encoder_svc.cache.cache_admin import CacheAdmin, CacheTotals, EntryStatistics
+from encoder_svc.cache.cache_admin import CacheAdmin, CacheTotals, EntryStatistics, Removal, RemovedEntries
 from encoder_svc.cache.cache_tiers import CacheTiers
-from lookonce.content_key import ContentKey, EncoderFingerprint, Tenant
+from lookonce.content_key import ContentKey, EncoderFingerprint, ImageDigest, Tenant, file_tag
+from lookonce.errors import UnavailableError
 from lookonce.forgotten import EVERYTHING, Forgotten
 from lookonce.store.cache_names import pattern_of_fingerprint, pattern_of_tenant
 from lookonce.threads import run_in_thread
@@ -34,10 +36,22 @@ class TierStatistics:
     num_evictions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """The entries that a call removed from the shared cache."""
+
+    # Entries with rows, those whose files are not known included.
+    num_entries: int
+    # For each image of the call, in its order.
+    images: list[RemovedEntries]
+
+
 class CacheControl:
     """Operators' actions on the caches. Without a shared cache they concern this process only.
 
-    Called on the event loop; Redis is talked to in threads.
+    Called on the event loop; Redis is talked to in threads. Methods that talk to Redis raise UnavailableError if it
+    does not answer before `until_s` on the monotonic clock or within seconds, and CacheAccessError if it refuses the
+    user a command.
     """
 
     def __init__(
@@ -74,47 +88,88 @@ class CacheControl:
             len(local), local.num_bytes, local.capacity_bytes, num_hits, num_misses, local.num_evictions
         )
 
-    async def shared_statistics(self) -> TierStatistics:
+    async def shared_statistics(self, *, until_s: float = math.inf) -> TierStatistics:
         """The state of the shared cache.
 
         Entries are those of this encoder; bytes, capacity and evictions belong to the whole server; hits and misses are
-        those of this process. Raises UnavailableError.
+        those of this process. Raises as described for the class.
         """
         pattern = pattern_of_fingerprint(self._fingerprint)
-        totals = await self._with_admin(CacheAdmin.totals, CacheTotals(0, 0, 0, 0), pattern)
+        totals = await self._with_admin(CacheAdmin.totals, CacheTotals(0, 0, 0, 0), pattern, until_s=until_s)
         num_hits, num_misses = self._tiers.num_hits_and_misses("shared")
         return TierStatistics(
             totals.num_entries, totals.used_bytes, totals.max_bytes, num_hits, num_misses, totals.num_evictions
         )
 
-    async def describe(self, keys: Sequence[ContentKey]) -> list[EntryStatistics | None]:
-        """The shared cache's entry of each image, None where it has none. Raises UnavailableError."""
+    async def describe(self, keys: Sequence[ContentKey], *, until_s: float = math.inf) -> list[EntryStatistics | None]:
+        """The shared cache's entry of each image, None where it has none."""
         nothing: list[EntryStatistics | None] = [None] * len(keys)
-        return await self._with_admin(CacheAdmin.describe, nothing, keys)
+        return await self._with_admin(CacheAdmin.describe, nothing, keys, until_s=until_s)
 
-    async def pin(self, keys: Sequence[ContentKey], *, unpin: bool) -> list[bool]:
-        """Pins or unpins images. Returns for each whether the shared cache has it. Raises UnavailableError."""
+    async def pin(self, keys: Sequence[ContentKey], *, unpin: bool, until_s: float = math.inf) -> list[bool]:
+        """Pins or unpins images. Returns for each whether the shared cache has it."""
         nothing = [False] * len(keys)
         if unpin:
-            return await self._with_admin(CacheAdmin.unpin, nothing, keys, self._ttl_s)
-        return await self._with_admin(CacheAdmin.pin, nothing, keys)
+            return await self._with_admin(CacheAdmin.unpin, nothing, keys, self._ttl_s, until_s=until_s)
+        return await self._with_admin(CacheAdmin.pin, nothing, keys, until_s=until_s)
 
-    async def prewarm(self, key: ContentKey) -> bool:
-        """Brings rows from the shared cache into this process. Returns whether they are here now."""
-        return await self._tiers.prewarm(key)
+    async def prewarm(self, key: ContentKey, *, until_s: float = math.inf) -> bool:
+        """Brings rows from the shared cache into this process. Returns whether they are here now.
 
-    async def evict(self, keys: Sequence[ContentKey]) -> int:
-        """Removes images everywhere. Returns how many of them the shared cache had. Raises UnavailableError."""
-        return await self._evict(lambda admin: admin.evict(keys), Forgotten.of(keys))
+        False if no cache has them, or if they exceed the capacity of this process.
+        """
+        if await self._tiers.prewarm(key):
+            return True
+        # The tiers take trouble with Redis for a miss. This question raises instead.
+        (entry,) = await self.describe([key], until_s=until_s)
+        if entry is None or await self._tiers.prewarm(key):
+            return self._tiers.holds(key)
+        if entry.num_bytes > self._tiers.local.capacity_bytes:
+            return False
+        raise UnavailableError("the shared cache has the rows and did not deliver them: call again")
 
-    async def evict_all(self) -> int:
-        """Removes all images of this encoder everywhere. Returns and raises as `evict`."""
+    async def evict(
+        self, digests: Sequence[ImageDigest], keys: Sequence[ContentKey], tenant: Tenant, *, until_s: float = math.inf
+    ) -> Eviction:
+        """Removes all entries of these files everywhere: of any encoder, with any options, and pairs of video frames.
+
+        `keys` are entries of the files that are certain to exist under these names only, also if they carry no file
+        tags. Raises UnavailableError unless it is sure that the shared cache has none of them left.
+        """
+        tags = [file_tag(digest, tenant) for digest in digests]
+        pattern = pattern_of_tenant(tenant)
+
+        def remove(admin: CacheAdmin) -> Removal:
+            unique = list(dict.fromkeys(keys))
+            found = dict(zip(unique, admin.evict(unique, until_s=until_s), strict=True))
+            removal = admin.evict_files(pattern, tags, until_s=until_s)
+            removal.num_entries += sum(found.values())
+            for key, had_rows in found.items():
+                removal.by_file[file_tag(key.digest, tenant)].num_images += had_rows
+            return removal
+
+        nothing = Removal({tag: RemovedEntries() for tag in tags})
+        removal = await self._evict(remove, nothing, Forgotten.of_files(tags), until_s)
+        return Eviction(removal.num_entries, [removal.by_file[tag] for tag in tags])
+
+    async def evict_pairs(self, keys: Sequence[ContentKey], *, until_s: float = math.inf) -> Eviction:
+        """Removes these pairs of video frames everywhere, and no other pairs of their frames. Raises as `evict`."""
+
+        def remove(admin: CacheAdmin) -> list[bool]:
+            return admin.evict(keys, until_s=until_s)
+
+        found = await self._evict(remove, [False] * len(keys), Forgotten.of(keys), until_s)
+        return Eviction(sum(found), [RemovedEntries(num_pairs=int(had_rows)) for had_rows in found])
+
+    async def evict_all(self, *, until_s: float = math.inf) -> int:
+        """Removes all images of this encoder everywhere. Returns how many there were; raises as `evict`."""
         pattern = pattern_of_fingerprint(self._fingerprint)
-        return await self._evict(lambda admin: admin.evict_matching(pattern), EVERYTHING)
+        return await self._evict(lambda admin: admin.evict_matching(pattern, until_s=until_s), 0, EVERYTHING, until_s)
 
-    async def evict_tenant(self, tenant: Tenant) -> int:
-        """Removes all images of a tenant everywhere, those of other encoders too. Returns and raises as `evict`."""
-        return await self._evict(lambda admin: admin.evict_matching(pattern_of_tenant(tenant)), EVERYTHING)
+    async def evict_tenant(self, tenant: Tenant, *, until_s: float = math.inf) -> int:
+        """Removes all images of a tenant everywhere, those of other encoders too. Returns and raises as `evict_all`."""
+        pattern = pattern_of_tenant(tenant)
+        return await self._evict(lambda admin: admin.evict_matching(pattern, until_s=until_s), 0, EVERYTHING, until_s)
 
     def close(self) -> None:
         """Ends the threads without waiting for operations in progress."""
@@ -134,22 +189,33 @@ class CacheControl:
             return without
         return await run_in_thread(self._threads, function, self._admin, *arguments, **keywords)
 
-    async def _evict(self, remove: Callable[[CacheAdmin], int], forgotten: Forgotten) -> int:
+    async def _evict(
+        self, remove: Callable[[CacheAdmin], ResultT], nothing: ResultT, forgotten: Forgotten, until_s: float
+    ) -> ResultT:
         """Removes entries, and announces it before and after: a process that copied rows in between drops them, too.
 
         The removal is repeated a little later, for a replica that was writing a copy back and had not heard of it.
+        Returns the result of the first pass, `nothing` without a shared cache. Raises UnavailableError if the shared
+        cache had another primary at the end than at the beginning: entries may have survived on the new one.
         """
         self._tiers.forget(forgotten)
-        num_evicted = await self._with_admin(_evict_announced, 0, remove, forgotten)
+        if self._admin is None:
+            return nothing
+        admin, threads = self._admin, self._threads
+        primaries = await run_in_thread(threads, admin.agreed_primaries, until_s=until_s)
+        removed = await run_in_thread(threads, _evict_announced, admin, remove, forgotten, until_s)
         self._tiers.forget(forgotten)
-        if self._admin is not None:
-            await asyncio.sleep(self._restore_s)
-            await self._with_admin(remove, 0)
-        return num_evicted
+        await asyncio.sleep(self._restore_s)
+        await run_in_thread(threads, remove, admin)
+        if await run_in_thread(threads, admin.agreed_primaries, until_s=until_s) != primaries:
+            raise UnavailableError("the shared cache changed its primary during the removal: call again")
+        return removed
 
 
-def _evict_announced(admin: CacheAdmin, remove: Callable[[CacheAdmin], int], forgotten: Forgotten) -> int:
-    admin.tell_to_forget(forgotten)
-    num_evicted = remove(admin)
-    admin.tell_to_forget(forgotten)
-    return num_evicted
+def _evict_announced(
+    admin: CacheAdmin, remove: Callable[[CacheAdmin], ResultT], forgotten: Forgotten, until_s: float
+) -> ResultT:
+    admin.tell_to_forget(forgotten, until_s=until_s)
+    removed = remove(admin)
+    admin.tell_to_forget(forgotten, until_s=until_s)
+    return removed

@@ -50,6 +50,8 @@ class EncodeJob:
     key: ContentKey
     # The original file, or a pair of video frames.
     data: ImageFile = field(repr=False)
+    # `file_tag` of each of its files.
+    file_tags: tuple[bytes, ...] = field(repr=False)
     # Checked against the model.
     options: ProcessorOptions
     cache_policy: CachePolicy

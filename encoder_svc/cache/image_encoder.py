@@ -92,7 +92,7 @@ class ImageEncoder:
                     # The future keeps its exception, whose traceback refers to this frame, and so to the image.
                     del submitted
             self._metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
-        return LocalEmbedding(self._meta_of(encoded, header), row_bytes(encoded.rows), encoded.compute_s)
+        return LocalEmbedding(self._meta_of(job, encoded, header), row_bytes(encoded.rows), encoded.compute_s)
 
     def close(self) -> None:
         """Stops preprocessing and forward passes. Blocks until the work in progress has ended."""
@@ -134,7 +134,7 @@ class ImageEncoder:
         )
         return encoded
 
-    def _meta_of(self, encoded: EncodedRows, header: ImageHeader) -> EmbeddingMeta:
+    def _meta_of(self, job: EncodeJob, encoded: EncodedRows, header: ImageHeader) -> EmbeddingMeta:
         return EmbeddingMeta(
             num_rows=encoded.rows.shape[0],
             hidden_size=self._model.hidden_size,
@@ -142,6 +142,7 @@ class ImageEncoder:
             dtype=self._model.row_dtype,
             image_width=header.width,
             image_height=header.height,
+            file_tags=job.file_tags,
         )
 
 

@@ -100,7 +100,8 @@ class LocalCache:
         """Drops the entries of images that were removed from all caches."""
         self.num_forgets += 1
         for segment in (self._new, self._hot):
-            for key in [key for key in segment.entries if forgotten.includes(key)]:
+            entries = segment.entries.items()
+            for key in [key for key, entry in entries if forgotten.includes(key, entry.meta.file_tags)]:
                 segment.take(key)
 
     def remove(self, key: bytes) -> None:

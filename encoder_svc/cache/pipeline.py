@@ -20,10 +20,10 @@ from encoder_svc.fair_queue import CallerId
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.caller_order import CallerOrder
-from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key
+from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key, file_tag
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import DigestMismatchError, FingerprintMismatchError, InvalidParameterError, LookonceError
-from lookonce.image_file import ImageFile, file_digest, files_of, num_file_bytes
+from lookonce.image_file import FileDigests, ImageFile, file_digests, files_of, num_file_bytes
 from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
 from lookonce.uncounted_rows import UncountedRows
 
@@ -92,13 +92,15 @@ class EncodePipeline:
             self.model.adapter.check_options(image.options)
             if image.data is None and cache_policy is CachePolicy.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")
-            key = self.key_of(await self._digest_of(image), image.options, tenant)
+            digests = await self._digests_of(image)
+            key = self.key_of(digests.digest, image.options, tenant)
             if image.data is None or cache_policy is CachePolicy.ONLY_IF_CACHED:
                 turn.pass_on()
                 return await self._find(key)
             if charge_pixels is not None:
                 charge_pixels(await asyncio.to_thread(_num_pixels, image.data, self._limits))
-            job = EncodeJob(key, image.data, image.options, cache_policy, turn)
+            tags = tuple(file_tag(file, tenant) for file in digests.files)
+            job = EncodeJob(key, image.data, tags, image.options, cache_policy, turn)
             if not job.refresh and (found := await self._find_local(key)) is not None:
                 return self._counted(found)
             return self._counted(await self._join_or_start(job))
@@ -179,17 +181,17 @@ class EncodePipeline:
         for part in (self._encoder, self.tiers):
             await asyncio.to_thread(part.close)
 
-    async def _digest_of(self, image: ImageInput) -> ImageDigest:
-        """The digest of the image's bytes, checked against the one it was sent with, or the digest of a reference."""
+    async def _digests_of(self, image: ImageInput) -> FileDigests:
+        """The digests of the image's bytes, checked against the one it was sent with, or the digest of a reference."""
         if image.data is None:
             assert image.digest is not None, "a reference has a digest"
-            return image.digest
+            return FileDigests(image.digest, ())
         for file in files_of(image.data):
             check_file_size(file, self._limits)
-        digest = await _hashed(image.data)
-        if image.digest is not None and digest != image.digest:
+        digests = await _hashed(image.data)
+        if image.digest is not None and digests.digest != image.digest:
             raise DigestMismatchError("the image does not hash to its expected digest; nothing was stored")
-        return digest
+        return digests
 
     async def _find(self, key: ContentKey) -> EncodeOutcome:
         """Never encodes, but waits for an encode that is in flight. Raises EmbeddingNotCachedError."""
@@ -230,10 +232,10 @@ def _num_pixels(data: ImageFile, limits: ImageLimits) -> int:
     return probe_file(data, limits).num_pixels * len(files_of(data))
 
 
-async def _hashed(data: ImageFile) -> ImageDigest:
+async def _hashed(data: ImageFile) -> FileDigests:
     if num_file_bytes(data) <= _INLINE_HASH_BYTES:
-        return file_digest(data)
-    return await asyncio.to_thread(file_digest, data)
+        return file_digests(data)
+    return await asyncio.to_thread(file_digests, data)
 
 
 def _as_joined(outcome: EncodeOutcome) -> EncodeOutcome:

@@ -11,6 +11,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TypedDict
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -22,12 +23,24 @@ _RECORD_NAME = "up.json"
 _LOCK_NAME = "up.lock"
 
 
+class ConnectionArguments(TypedDict):
+    """Arguments of the clients' `connect`: the token, and PEM files as described there."""
+
+    tls_ca: pathlib.Path | None
+    tls_cert: pathlib.Path | None
+    tls_key: pathlib.Path | None
+    token: str | None
+
+
 class CliSettings(BaseSettings):
     """Environment settings of the `lookonce` command."""
 
     model_config = SettingsConfigDict(env_prefix="LOOKONCE_", frozen=True, extra="ignore", hide_input_in_errors=True)
 
     target: str | None = Field(default=None, description="host:port of the decoder for generate, encode and lookup.")
+    admin_target: str | None = Field(
+        default=None, description="host:port of the operators' calls of an encoder (its admin_listen), for evict."
+    )
     redis_url: SecretStr | None = Field(default=None, description="Redis that `up` uses instead of its own.")
     token: SecretStr | None = Field(default=None, description="Bearer token for calls.")
     tls_ca: pathlib.Path | None = Field(default=None, description="PEM file with the servers' certificate authorities.")
@@ -38,6 +51,11 @@ class CliSettings(BaseSettings):
         validation_alias="XDG_RUNTIME_DIR",
         description="Folder for the user's files of running programs.",
     )
+
+    def connection(self) -> ConnectionArguments:
+        """Returns the TLS files and the token for calls."""
+        token = None if self.token is None else self.token.get_secret_value()
+        return {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key, "token": token}
 
     @property
     def record_dir(self) -> pathlib.Path:
@@ -56,6 +74,8 @@ class StackRecord:
     encoder_target: str
     # Process id of `lookonce up`.
     pid: int
+    # host:port of the first encoder's operators' calls.
+    admin_target: str | None = None
 
     def write(self, directory: pathlib.Path) -> None:
         """Writes the record and replaces an older one, so commands find the newest `up`."""
@@ -102,7 +122,9 @@ def find_stack(directory: pathlib.Path) -> StackRecord | None:
         return None
     _check_private(directory)
     content = json.loads(path.read_text())
-    record = StackRecord(content["decoder_target"], content["encoder_target"], content["pid"])
+    record = StackRecord(
+        content["decoder_target"], content["encoder_target"], content["pid"], content.get("admin_target")
+    )
     return record if _is_alive(record.pid) else None
 
 

@@ -30,13 +30,16 @@ DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"]
 ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 
-def channel_options(service: str) -> list[tuple[str, int | str]]:
-    """Returns the options of a channel to one service, given by its full name.
+def channel_options(service: str | None = None) -> list[tuple[str, int | str]]:
+    """Returns the options of a channel to one service, given by its full name; None: one without health checks.
 
-    Calls are balanced over the replicas behind the target that report SERVING. gRPC itself retries a call on another
-    replica if no server has seen it because its connection was closing; nothing else is retried.
+    Calls are balanced over the replicas behind the target, with health checks over those that report SERVING. gRPC
+    itself retries a call on another replica if no server has seen it because its connection was closing; nothing else
+    is retried.
     """
-    config = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": service}}
+    config: dict[str, object] = {"loadBalancingConfig": [{"round_robin": {}}]}
+    if service is not None:
+        config["healthCheckConfig"] = {"serviceName": service}
     return [
         # No limit here: the server enforces its own and answers RESOURCE_EXHAUSTED.
         ("grpc.max_send_message_length", -1),

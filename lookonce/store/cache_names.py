@@ -49,5 +49,10 @@ def pattern_of_tenant(tenant: Tenant) -> bytes:
     return f"lookonce:*:{tenant.tag}:*".encode()
 
 
+def tag_of_name(name: bytes) -> bytes:
+    """Returns the name without its kind, which all keys of one image share."""
+    return name.rpartition(b":")[0]
+
+
 def _name(key: ContentKey, kind: str) -> bytes:
     return f"lookonce:{key.fingerprint}:{key.tenant_tag}:{{{key.hex}}}:{kind}".encode()

@@ -1,11 +1,12 @@
 """The binary format of entries: packs rows into sealed bytes, parses them, and maps row ranges to byte ranges.
 
     entry    = header (4096 bytes) | row blocks
-    header   = fixed fields (112 bytes) | block seals | zeros | header seal
+    header   = fixed fields (112 bytes) | block seals | zeros | file tags (at byte 3840) | zeros | header seal
     metadata = fixed fields (68 bytes)  | seal
 
 All numbers are little-endian. A block is a whole number of rows, about 1 MiB. The header seal covers all bytes before
 it, the key included, so a value of another key, an older writer or another generation is not mistaken for this one.
+The file tags are two fields of 32 bytes, with zeros for a tag that is absent or not known.
 Seals are checksums, which detect accidents, or with a key file AES-GCM, which also prevents reading and forgery
 (sealing.py). A record states its kind of seal, and a reader accepts only its own kind. This module does no I/O.
 """
@@ -13,7 +14,7 @@ Seals are checksums, which detect accidents, or with a key file AES-GCM, which a
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.store.redis.miss_reason import CorruptEntryError, MissReason
@@ -21,6 +22,11 @@ from lookonce.store.sealing import BlockCipher, Sealer
 
 HEADER_BYTES = 4096
 KEY_BYTES = 32
+FILE_TAG_BYTES = 32
+MAX_FILE_TAGS = 2
+# The offset does not depend on the kind of seal, so that operators' calls can read tags without a key file. The longest
+# header seal fits behind them.
+FILE_TAGS_OFFSET = HEADER_BYTES - 256
 NONCE_BYTES = 16
 FORMAT_VERSION = 1
 BLOCK_TARGET_BYTES = 1 << 20
@@ -115,7 +121,7 @@ class EmbeddingCodec:
     def __init__(self, sealer: Sealer) -> None:
         self._sealer = sealer
         self._header_seal_offset = HEADER_BYTES - sealer.record_seal_bytes
-        self.max_blocks = (self._header_seal_offset - _SEALS_OFFSET) // sealer.block_seal_bytes
+        self.max_blocks = (FILE_TAGS_OFFSET - _SEALS_OFFSET) // sealer.block_seal_bytes
         self.metadata_bytes = _PREAMBLE.size + _SHAPE.size + sealer.record_seal_bytes
 
     def layout(self, num_rows: int, row_bytes: int) -> BlockLayout:
@@ -134,6 +140,8 @@ class EmbeddingCodec:
             raise ValueError(f"key and nonce must have {KEY_BYTES} and {NONCE_BYTES} bytes")
         if rows.nbytes != meta.size_bytes or rows.nbytes == 0:
             raise ValueError(f"rows have {rows.nbytes} bytes, their description says {meta.size_bytes}")
+        if len(meta.file_tags) > MAX_FILE_TAGS or any(len(tag) != FILE_TAG_BYTES for tag in meta.file_tags):
+            raise ValueError(f"an entry has at most {MAX_FILE_TAGS} file tags of {FILE_TAG_BYTES} bytes")
         layout = self.layout(meta.num_rows, meta.row_bytes)
         block_bytes = layout.block_bytes(0)
         num_blocks = -(-rows.nbytes // block_bytes)
@@ -142,7 +150,8 @@ class EmbeddingCodec:
         cipher = self._sealer.blocks(0, fixed)
         parts = [rows[offset : offset + block_bytes] for offset in range(0, rows.nbytes, block_bytes)]
         blocks, seals = zip(*(cipher.seal(index, part) for index, part in enumerate(parts)), strict=True)
-        return PackedEntry(self._sealed((fixed + b"".join(seals)).ljust(self._header_seal_offset, b"\0")), blocks)
+        header = (fixed + b"".join(seals)).ljust(FILE_TAGS_OFFSET, b"\0") + b"".join(meta.file_tags)
+        return PackedEntry(self._sealed(header.ljust(self._header_seal_offset, b"\0")), blocks)
 
     def parse_header(self, data: bytes | memoryview, key: bytes) -> EntryHeader:
         """Verifies and parses the first HEADER_BYTES of an entry that was found under `key`.
@@ -162,6 +171,7 @@ class EmbeddingCodec:
         offsets = range(_SEALS_OFFSET, _SEALS_OFFSET + num_blocks * width, width)
         seals = tuple(bytes(data[offset : offset + width]) for offset in offsets)
         cipher = self._sealer.blocks(key_index, bytes(data[:_SEALS_OFFSET]))
+        meta = replace(meta, file_tags=parse_file_tags(data[FILE_TAGS_OFFSET:]))
         return EntryHeader(meta, BlockLayout(meta.num_rows, row_bytes, block_rows), nonce, created_s, seals, cipher)
 
     def pack_metadata(self, key: bytes, meta: EmbeddingMeta) -> bytes:
@@ -213,6 +223,12 @@ class EmbeddingCodec:
 
     def _sealed(self, data: bytes) -> bytes:
         return data + self._sealer.seal_record(data)
+
+
+def parse_file_tags(data: bytes | memoryview) -> tuple[bytes, ...]:
+    """Returns the tags at the start of `data`, the part of an entry from FILE_TAGS_OFFSET on; empty if not known."""
+    fields = (bytes(data[at : at + FILE_TAG_BYTES]) for at in range(0, MAX_FILE_TAGS * FILE_TAG_BYTES, FILE_TAG_BYTES))
+    return tuple(tag for tag in fields if len(tag) == FILE_TAG_BYTES and any(tag))
 
 
 def check_length(header: EntryHeader, entry_bytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from lookonce.tenants import Tenants
 from tests.encoder_svc.conftest import RunningEncoder, StartEncoder, encoder_settings
 from tests.encoder_svc.encode_requests import encode_one, key_of, png
 
-# The handlers do not use it.
-NO_CONTEXT: Any = None
+# The handlers ask a call for its remaining time only. This one has no deadline.
+NO_DEADLINE: Any = SimpleNamespace(time_remaining=lambda: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ async def test_an_image_is_described_in_every_tier(operated: Operated) -> None:
     encoded, unknown = png(1), png(2)
     await encode_one(operated.encoder, encoded)
     request = pb.DescribeEmbeddingsRequest(selection=selection(encoded, unknown))
-    found = (await operated.servicer.DescribeEmbeddings(request, NO_CONTEXT)).results
+    found = (await operated.servicer.DescribeEmbeddings(request, NO_DEADLINE)).results
     assert [(entry.cached, entry.cached_locally, entry.pinned) for entry in found] == [
         (True, True, False),
         (False, False, False),
@@ -75,8 +76,8 @@ async def test_an_eviction_names_exactly_one_kind_of_images(
 ) -> None:
     await encode_one(operated.encoder, png(1))
     with pytest.raises(InvalidParameterError, match="exactly one of"):
-        await operated.servicer.EvictEmbeddings(request_, NO_CONTEXT)
-    assert (await operated.servicer.GetCacheStats(pb.GetCacheStatsRequest(), NO_CONTEXT)).local.entries == 1
+        await operated.servicer.EvictEmbeddings(request_, NO_DEADLINE)
+    assert (await operated.servicer.GetCacheStats(pb.GetCacheStatsRequest(), NO_DEADLINE)).local.entries == 1
 
 
 async def test_bad_keys_are_refused_by_name_before_anything_changes(operated: Operated) -> None:
@@ -88,15 +89,15 @@ async def test_bad_keys_are_refused_by_name_before_anything_changes(operated: Op
     ):
         request = pb.PinEmbeddingsRequest(selection=pb.EmbeddingSelection(keys=keys))
         with capture_logs() as lines, pytest.raises(error, match=words):
-            await operated.servicer.PinEmbeddings(request, NO_CONTEXT)
+            await operated.servicer.PinEmbeddings(request, NO_DEADLINE)
         assert not [line for line in lines if line["event"].startswith("cache administration")]
 
 
 async def test_each_change_is_audited_with_its_result(operated: Operated) -> None:
     await encode_one(operated.encoder, png(1))
     with capture_logs() as lines:
-        await operated.servicer.PinEmbeddings(pb.PinEmbeddingsRequest(selection=selection(png(1), png(2))), NO_CONTEXT)
-        await operated.servicer.EvictEmbeddings(pb.EvictEmbeddingsRequest(all=True), NO_CONTEXT)
+        await operated.servicer.PinEmbeddings(pb.PinEmbeddingsRequest(selection=selection(png(1), png(2))), NO_DEADLINE)
+        await operated.servicer.EvictEmbeddings(pb.EvictEmbeddingsRequest(all=True), NO_DEADLINE)
     audited = [line for line in lines if line["event"].startswith("cache administration")]
     assert [(line["action"], line.get("num_images"), line.get("succeeded")) for line in audited] == [
         ("pin", None, None),
@@ -110,6 +111,6 @@ async def test_each_change_is_audited_with_its_result(operated: Operated) -> Non
 async def test_a_change_that_failed_is_audited_as_such(operated: Operated, own_redis: EmbeddedRedis) -> None:
     own_redis.stop()
     with capture_logs() as lines, pytest.raises(UnavailableError):
-        await operated.servicer.PinEmbeddings(pb.PinEmbeddingsRequest(selection=selection(png(1))), NO_CONTEXT)
+        await operated.servicer.PinEmbeddings(pb.PinEmbeddingsRequest(selection=selection(png(1))), NO_DEADLINE)
     audited = [line for line in lines if line["event"].startswith("cache administration")]
     assert [line.get("succeeded") for line in audited] == [None, False]

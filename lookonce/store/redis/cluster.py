@@ -107,6 +107,11 @@ class ClusterDeployment:
         self._lookup.run(until_s)
         return list(self._nodes.values())
 
+    def agreed_primaries(self, until_s: float) -> tuple[Address, ...]:
+        """Returns the addresses of all primaries that the cluster names now. Raises RedisTroubleError."""
+        addresses = (node.address for node in self.nodes(until_s))
+        return tuple(sorted(address for address in addresses if address is not None))
+
     def note_trouble(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
         """Schedules a new read of the table: from this node if it replied MOVED, otherwise from another one first."""
         if isinstance(trouble, RedisMovedError):

@@ -12,7 +12,7 @@ from lookonce.store.redis.cluster import ClusterDeployment
 from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
 from lookonce.store.redis.node import RedisNode
 from lookonce.store.redis.sentinel import SentinelDeployment
-from lookonce.store.redis.url import DeploymentKind, parse_redis_url
+from lookonce.store.redis.url import Address, DeploymentKind, parse_redis_url
 
 
 class Deployment(Protocol):
@@ -29,6 +29,14 @@ class Deployment(Protocol):
         """Returns every primary, after a new lookup of the topology that ends at `until_s` on the monotonic clock.
 
         Raises RedisTroubleError.
+        """
+        ...
+
+    def agreed_primaries(self, until_s: float) -> tuple[Address, ...]:
+        """Returns the addresses of the primaries in use, if all who know the topology agree on them now.
+
+        Empty where nothing but the servers themselves decides who is a primary. Raises RedisTroubleError, with reason
+        MOVED while a failover is in progress.
         """
         ...
 
@@ -58,6 +66,10 @@ class SingleDeployment:
     def nodes(self, until_s: float) -> list[RedisNode]:
         """Returns a list of the single server."""
         return [self._node]
+
+    def agreed_primaries(self, until_s: float) -> tuple[Address, ...]:
+        """Returns nothing: no one else decides about a single server."""
+        return ()
 
     def note_trouble(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
         """Returns False always: a single server has no replacement."""

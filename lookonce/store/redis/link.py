@@ -17,6 +17,7 @@ from lookonce.store.redis.deployment import open_deployment
 from lookonce.store.redis.exchange import Exchange
 from lookonce.store.redis.miss_reason import MissReason, RedisReplyError, RedisTroubleError
 from lookonce.store.redis.node import RedisNode
+from lookonce.store.redis.url import Address
 
 ResultT = TypeVar("ResultT")
 
@@ -66,6 +67,14 @@ class RedisLink:
         """Returns every primary, after a new lookup of the topology. Raises RedisTroubleError."""
         self._check_open()
         return self._deployment.nodes(self._find_until_s(deadline_s))
+
+    def agreed_primaries(self, deadline_s: float) -> tuple[Address, ...]:
+        """Returns the addresses of the primaries in use, if those who know the topology agree; see deployment.py.
+
+        Raises RedisTroubleError, with reason MOVED while a failover is in progress.
+        """
+        self._check_open()
+        return self._deployment.agreed_primaries(deadline_s)
 
     def run_on(self, node: RedisNode, action: Callable[[Exchange], ResultT], deadline_s: float) -> ResultT:
         """Runs `action` on this server and no other, until `deadline_s` on the monotonic clock.

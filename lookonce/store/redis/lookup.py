@@ -139,6 +139,28 @@ class TopologySources:
                 node.retire()
         raise trouble
 
+    def ask_each(self, question: Callable[[RedisNode, float], AnswerT], until_s: float) -> list[AnswerT]:
+        """Returns the answer of each server of the URL that gives one. Raises RedisTroubleError if none does.
+
+        `question` is as in `ask`.
+        """
+        answers: list[AnswerT] = []
+        trouble = RedisTroubleError(MissReason.CONNECT_FAILED)
+        for address in self._url.addresses:
+            patience_s = min(self._patience_s, until_s - time.monotonic())
+            if patience_s <= 0:
+                raise RedisTroubleError(MissReason.TIMEOUT)
+            node = RedisNode(self._url.seed_url, address, 2 * patience_s)
+            try:
+                answers.append(question(node, time.monotonic() + patience_s))
+            except RedisTroubleError as error:
+                trouble = error
+            finally:
+                node.retire()
+        if not answers:
+            raise trouble
+        return answers
+
     def _in_turn(self, others: Iterable[Address], first: Address | None) -> list[Address]:
         addresses = list({*self._url.addresses, *others})
         with self._lock:

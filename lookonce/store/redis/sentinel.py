@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from lookonce.store.redis.exchange import Nested
 from lookonce.store.redis.lookup import STALE_TOPOLOGY_REASONS, Lookup, TopologySources
-from lookonce.store.redis.miss_reason import MissReason, RedisTroubleError
+from lookonce.store.redis.miss_reason import MissReason, RedisReplyError, RedisTroubleError
 from lookonce.store.redis.node import RedisNode
 from lookonce.store.redis.url import Address, RedisUrl, checked_address
 
 # The array, host and port.
 _MAX_VALUES = 3
 _MAX_PORT_DIGITS = 5
+# Names and values of a primary's state; Redis 7.2 has 40, later ones may have more.
+_MAX_STATE_VALUES = 1024
+_FAILOVER_FLAG = b"failover_in_progress"
 
 
 class SentinelDeployment:
@@ -40,6 +43,24 @@ class SentinelDeployment:
         """Returns the primary that the Sentinels name now. Raises RedisTroubleError."""
         self._lookup.make_due(at_once=True)
         return [self.node_of(None, until_s)]
+
+    def agreed_primaries(self, until_s: float) -> tuple[Address, ...]:
+        """Returns the address of the primary in use, if every Sentinel that answers names it and none is replacing it.
+
+        A replaced primary accepts commands for seconds, until a Sentinel demotes it, and the Sentinels learn of the new
+        one at different times. Raises RedisTroubleError, with reason MOVED while they replace it or disagree.
+        """
+        named = set(self._sources.ask_each(self._ask_settled, until_s))
+        if len(named) > 1 or None in named:
+            self._lookup.make_due(at_once=True)
+            raise RedisTroubleError(MissReason.MOVED)
+        (address,) = named
+        if self._node is None or self._node.address != address:
+            self._lookup.make_due(at_once=True)
+        if self.node_of(None, until_s).address != address:
+            raise RedisTroubleError(MissReason.MOVED)
+        assert address is not None, "checked above"
+        return (address,)
 
     def note_trouble(self, node: RedisNode, trouble: RedisTroubleError) -> bool:
         """Schedules a new question to the Sentinels, to another one than last time if there is one."""
@@ -74,6 +95,29 @@ class SentinelDeployment:
             address = _parse_address(exchange.read_nested(_MAX_VALUES))
         self._source = sentinel.address
         return address
+
+    def _ask_settled(self, sentinel: RedisNode, deadline_s: float) -> Address | None:
+        """Returns the primary that this Sentinel names; None if it is replacing it just now."""
+        service = self._url.service.encode()
+        with sentinel.exchange(deadline_s) as exchange:
+            exchange.send(b"SENTINEL", b"MASTER", service)
+            exchange.send(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service)
+            try:
+                state = exchange.read_nested(_MAX_STATE_VALUES)
+            except RedisReplyError:
+                # Without the right to see the state, the name alone must do.
+                state = None
+            address = _parse_address(exchange.read_nested(_MAX_VALUES))
+        return None if _FAILOVER_FLAG in _flags_of(state) else address
+
+
+def _flags_of(state: Nested) -> list[bytes]:
+    """Returns the flags in the reply to SENTINEL MASTER, which lists names and values in turn."""
+    fields = state if isinstance(state, list) else []
+    for name, value in zip(fields[::2], fields[1::2], strict=False):
+        if name == b"flags" and isinstance(value, bytes):
+            return value.split(b",")
+    return []
 
 
 def _parse_address(reply: Nested) -> Address:

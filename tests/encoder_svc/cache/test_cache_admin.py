@@ -105,8 +105,8 @@ def test_only_the_selected_images_are_removed(admin: CacheAdmin, store: Embeddin
         return [sum(store.stat(key) is not None for key in group) for group in groups]
 
     assert admin.totals(pattern_of_fingerprint(ENCODER)).num_entries == 16
-    assert admin.evict(groups[0][:3]) == 3
-    assert admin.evict(groups[0][:3]) == 0
+    assert sum(admin.evict(groups[0][:3])) == 3
+    assert sum(admin.evict(groups[0][:3])) == 0
     assert numbers_left() == [5, 8, 8, 8]
     assert admin.evict_matching(pattern_of_tenant(ACME)) == 13
     assert numbers_left() == [0, 8, 0, 8]
@@ -174,7 +174,7 @@ def test_an_entry_stays_when_its_replacement_is_refused(url: str, admin: CacheAd
 
 def test_closed_access_refuses_calls(server: EmbeddedRedis) -> None:
     admin = CacheAdmin(server.url)
-    assert admin.evict([fresh_key()]) == 0
+    assert sum(admin.evict([fresh_key()])) == 0
     admin.close()
     with pytest.raises(UnavailableError):
         admin.evict([fresh_key()])
@@ -182,7 +182,7 @@ def test_closed_access_refuses_calls(server: EmbeddedRedis) -> None:
 
 def test_calls_fail_while_redis_is_down_and_work_when_it_is_back() -> None:
     with EmbeddedRedis(64 << 20) as server, contextlib.closing(CacheAdmin(server.url)) as admin:
-        assert admin.evict([fresh_key()]) == 0
+        assert sum(admin.evict([fresh_key()])) == 0
         kill_child(server.pid)
         for act in (
             lambda: admin.evict([fresh_key()]),
@@ -194,7 +194,7 @@ def test_calls_fail_while_redis_is_down_and_work_when_it_is_back() -> None:
             with pytest.raises(UnavailableError):
                 act()
         server.start()
-        assert admin.evict([fresh_key()]) == 0
+        assert sum(admin.evict([fresh_key()])) == 0
 
 
 # --- names that move between servers ---------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_an_operator_follows_a_failover_that_sentinels_decided() -> None:
             fleet.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
             until(lambda: all(named_port(one) == fleet.replica.port for one in fleet.sentinels), "nobody was promoted")
             until(lambda: role_of(fleet.primary) == "slave", "the old primary was not demoted")
-            assert admin.evict(keys[:1]) == 1
+            assert sum(admin.evict(keys[:1])) == 1
             assert admin.totals(b"lookonce:*").num_entries == len(keys) - 1
             assert admin.evict_matching(b"lookonce:*") == len(keys) - 1
             assert fleet.replica.ask("DBSIZE") == 0
@@ -300,7 +300,7 @@ def test_the_documented_access_rules_are_enough_in_a_cluster(cluster: ClusterFle
         assert admin.pin(keys) == [True] * len(keys)
         assert None not in admin.describe(keys)
         assert admin.unpin(keys, 60) == [True] * len(keys)
-        assert admin.evict(keys[:2]) == 2
+        assert sum(admin.evict(keys[:2])) == 2
         assert admin.totals(b"lookonce:*").num_entries == len(keys) - 2
         assert admin.evict_matching(b"lookonce:*") == len(keys) - 2
     for node in nodes:

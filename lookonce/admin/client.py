@@ -1,0 +1,170 @@
+"""The SDK's client of operators' calls for synchronous code; `lookonce.admin.aio` has the same for asyncio.
+
+with lookonce.AdminClient.connect("127.0.0.1:50052", token=token) as admin:
+    admin.evict(["cat.png"])
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar
+
+import grpc
+
+from lookonce import tracing
+from lookonce.admin.messages import cache_stats, entry_stats, evicted_images, eviction_requests, selections
+from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
+from lookonce.images import ImageLike, as_images
+from lookonce.sdk.channel import ConnectionOptions, Deadline, channel_options, path_of
+from lookonce.sdk.replies import error_of
+
+ResponseT = TypeVar("ResponseT")
+
+
+class AdminClient:
+    """A connection to the operators' calls of one encoder (its `admin_listen`). Thread-safe.
+
+    Images are references, bytes, or paths of files; only their digests are sent. `tenant` is the owner of the images;
+    empty: the default tenant. `timeout_s` is the deadline of a call, seconds; None: the client's default.
+
+    Every method raises UnauthenticatedError without an accepted token; PermissionDeniedError for a token without the
+    role operator; UnavailableError if the encoder or the shared cache does not answer, or changes its primary: call
+    again; CacheAccessError if the shared cache refuses the encoder's user a command: calling again does not help;
+    DeadlineError; and UnsupportedError if the target does not serve operators' calls.
+    """
+
+    def __init__(self, target: str, options: ConnectionOptions) -> None:
+        """Opens the channel. Call `connect` instead."""
+        self._options = options
+        credentials = options.credentials()
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options=channel_options())
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options=channel_options())
+        self._stub: pb_grpc.EncoderAdminServiceStub = pb_grpc.EncoderAdminServiceStub(self._channel)
+
+    @classmethod
+    def connect(
+        cls,
+        target: str,
+        *,
+        timeout_s: float = 60.0,
+        tls_ca: str | os.PathLike[str] | None = None,
+        tls_cert: str | os.PathLike[str] | None = None,
+        tls_key: str | os.PathLike[str] | None = None,
+        token: str | None = None,
+    ) -> Self:
+        """Returns a client. It connects at the first call, which raises UnavailableError if the encoder is not reached.
+
+        `target` is the host:port of an encoder's `admin_listen`; any encoder of a fleet will do. `token` needs the role
+        operator. The other arguments are those of `lookonce.Client.connect`.
+        """
+        return cls(target, ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token))
+
+    def evict(
+        self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
+    ) -> list[EvictedImage]:
+        """Removes images from every cache: the shared one, all encoders, all decoders. Returns one result per image.
+
+        All entries of an image go, whatever their encoder and options, and all pairs of video frames with it. After the
+        call the shared cache and this encoder have none of its rows. Other processes drop theirs as soon as they
+        receive the message, usually within milliseconds. An image that no cache has is no error. Removes 256 images per
+        request: after an error, call again with all of them.
+        """
+        deadline = self._deadline(timeout_s)
+        with tracing.calling("admin.evict"):
+            results: list[EvictedImage] = []
+            for chunk, request in eviction_requests(as_images(images), tenant):
+                results += evicted_images(chunk, self._call(self._stub.EvictEmbeddings, request, deadline))
+            return results
+
+    def evict_tenant(self, tenant: str, *, timeout_s: float | None = None) -> int:
+        """Removes all images of a tenant as `evict` does. Returns the number of entries that the shared cache had."""
+        with tracing.calling("admin.evict_tenant"):
+            request = pb.EvictEmbeddingsRequest(tenant=tenant, all_of_tenant=True)
+            return self._call(self._stub.EvictEmbeddings, request, self._deadline(timeout_s)).evicted
+
+    def evict_all(self, *, timeout_s: float | None = None) -> int:
+        """Removes all images of this encoder's model, of all tenants. Returns as `evict_tenant`."""
+        with tracing.calling("admin.evict_all"):
+            request = pb.EvictEmbeddingsRequest(all=True)
+            return self._call(self._stub.EvictEmbeddings, request, self._deadline(timeout_s)).evicted
+
+    def pin(
+        self, images: Sequence[ImageLike], *, tenant: str = "", unpin: bool = False, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Keeps the images' rows in the shared cache until they are unpinned or removed; `unpin` lets them expire.
+
+        Returns for each image whether the shared cache has it. Pins hold under memory pressure only with a cache server
+        whose eviction policy is a "volatile" one.
+        """
+        deadline = self._deadline(timeout_s)
+        with tracing.calling("admin.pin"):
+            refs = as_images(images)
+            found = [False] * len(refs)
+            for indexes, selection in selections(refs, tenant):
+                request = pb.PinEmbeddingsRequest(selection=selection, unpin=unpin)
+                response = self._call(self._stub.PinEmbeddings, request, deadline)
+                for index, was_found in zip(indexes, response.found, strict=True):
+                    found[index] = was_found
+            return found
+
+    def prewarm(self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None) -> list[bool]:
+        """Copies rows from the shared cache into this encoder. Returns for each image whether this encoder has it now.
+
+        To encode images that no cache has, use `lookonce.Client.encode`.
+        """
+        deadline = self._deadline(timeout_s)
+        with tracing.calling("admin.prewarm"):
+            refs = as_images(images)
+            found = [False] * len(refs)
+            for indexes, selection in selections(refs, tenant):
+                request = pb.PrewarmEmbeddingsRequest(selection=selection)
+                response = self._call(self._stub.PrewarmEmbeddings, request, deadline)
+                for index, was_found in zip(indexes, response.found, strict=True):
+                    found[index] = was_found
+            return found
+
+    def describe(
+        self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
+    ) -> list[EntryStats]:
+        """Returns the state of each image's rows in the shared cache and in this encoder."""
+        deadline = self._deadline(timeout_s)
+        with tracing.calling("admin.describe"):
+            refs = as_images(images)
+            found: dict[int, EntryStats] = {}
+            for indexes, selection in selections(refs, tenant):
+                request = pb.DescribeEmbeddingsRequest(selection=selection)
+                response = self._call(self._stub.DescribeEmbeddings, request, deadline)
+                for index, result in zip(indexes, response.results, strict=True):
+                    found[index] = entry_stats(refs[index], result)
+            return [found[index] for index in range(len(refs))]
+
+    def stats(self, *, timeout_s: float | None = None) -> CacheStats:
+        """Returns the counters of this encoder's cache and of the shared cache. Scans all names in the shared cache."""
+        with tracing.calling("admin.stats"):
+            request = pb.GetCacheStatsRequest()
+            return cache_stats(self._call(self._stub.GetCacheStats, request, self._deadline(timeout_s)))
+
+    def close(self) -> None:
+        """Closes the channel; calls in flight end with AbortedError."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+
+    def _call(self, method: Callable[..., ResponseT], request: object, deadline: Deadline) -> ResponseT:
+        try:
+            return method(request, timeout=deadline.remaining_s(), metadata=self._options.metadata())
+        except grpc.RpcError as error:
+            error.__traceback__ = None
+            raise error_of(error) from None
