@@ -289,8 +289,8 @@ def evict(
         evicted = admin.evict(refs, tenant=tenant, timeout_s=timeout_s)
     table = Table("image", "digest", "found", "entries removed", "video pairs removed")
     for name, one in zip(images or [], evicted, strict=True):
-        found = "yes" if one.found else "no"
-        table.add_row(escape(pathlib.Path(name).name), one.image.hex[:16], found, str(one.entries), str(one.pairs))
+        counts = ("yes" if one.found else "no", str(one.entries), str(one.pairs))
+        table.add_row(escape(pathlib.Path(name).name), one.image.hex[:16], *counts)
     _print_report(table)
 
 
@@ -304,9 +304,7 @@ def _named_image(text: str) -> ImageRef:
     try:
         return ImageRef.from_digest(text)
     except InvalidParameterError:
-        raise typer.BadParameter(
-            f"{text} is neither a file nor a SHA-256 digest of 64 hex characters; check the name"
-        ) from None
+        raise typer.BadParameter(f"{text} is neither a file nor a SHA-256 digest of 64 hex characters") from None
 
 
 @app.command()
