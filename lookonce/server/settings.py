@@ -130,12 +130,6 @@ class ServiceSettings(BaseSettings):
     ttl_s: int = Field(86_400, ge=1, description="Lifetime of a cache entry after its last use, seconds.")
 
     max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
-    max_receive_bytes: int = Field(
-        512 * MIB,
-        ge=MIB,
-        description="Memory for the requests that can hold images, from before they are received to the ends of their "
-        "calls; at least twice max_message_bytes. One connection gets half of it. Further callers wait.",
-    )
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest accepted image file.")
     max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted image, width times height in pixels.")
     keepalive_time_s: float = Field(
