@@ -14,6 +14,14 @@ _ORIENTATION_TAG = 0x0112
 # First column, first row, column step and row step of each pass of an interlaced PNG.
 _ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)]
 
+_EXIF_TURN = b"II*\0" + struct.pack("<IHHHIHH", 8, 1, 0x112, 3, 1, 6, 0) + bytes(4)
+# Names and contents of PNG blocks that tell orientation 6, a quarter turn.
+ORIENTATIONS_OF_PNG = (
+    b"eXIf" + _EXIF_TURN,
+    b'iTXtXML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>',
+    b"tEXtRaw profile type exif\0\nexif\n%8d\n%s\n" % (len(_EXIF_TURN) + 6, (b"Exif\0\0" + _EXIF_TURN).hex().encode()),
+)
+
 
 def encoded(image: PIL.Image.Image, file_format: str = "PNG", **options: object) -> bytes:
     """The bytes of an image file."""
@@ -43,7 +51,7 @@ def jpeg_with_broken_exif() -> bytes:
 def png_of_size(width: int, height: int) -> bytes:
     """A PNG that claims a size and holds next to no pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return _PNG_SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(bytes(8))) + _chunk(b"IEND", b"")
+    return _PNG_SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(8))) + chunk(b"IEND", b"")
 
 
 def png_of_samples(
@@ -70,10 +78,10 @@ def png_of_rows(
 ) -> bytes:
     """A PNG with this content of its rows, which may be less than the size (width, height) needs."""
     header = struct.pack(">IIBBBBB", *size, bit_depth, colour_type, 0, 0, interlaced)
-    chunks = [_chunk(b"IHDR", header)]
+    chunks = [chunk(b"IHDR", header)]
     if transparent is not None:
-        chunks.append(_chunk(b"tRNS", transparent))
-    return b"".join([_PNG_SIGNATURE, *chunks, _chunk(b"IDAT", zlib.compress(rows)), _chunk(b"IEND", b"")])
+        chunks.append(chunk(b"tRNS", transparent))
+    return b"".join([_PNG_SIGNATURE, *chunks, chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")])
 
 
 def webp_of_size(width: int, height: int) -> bytes:
@@ -95,7 +103,7 @@ def jpeg_of_many_scans(width: int, height: int, num_scans: int) -> bytes:
 def png_in_pieces(data: bytes) -> bytes:
     """A PNG with one chunk of pixels, in chunks of one byte each."""
     start, end = data.index(b"IDAT") - 4, data.index(b"IEND") - 4
-    pieces = (_chunk(b"IDAT", bytes([byte])) for byte in data[start + 8 : end - 4])
+    pieces = (chunk(b"IDAT", bytes([byte])) for byte in data[start + 8 : end - 4])
     return data[:start] + b"".join(pieces) + data[end:]
 
 
@@ -112,5 +120,6 @@ def _row(samples: np.ndarray, bit_depth: int) -> bytes:
     return b"\0" + np.packbits(bits.flatten()).tobytes()
 
 
-def _chunk(kind: bytes, payload: bytes) -> bytes:
+def chunk(kind: bytes, payload: bytes) -> bytes:
+    """A block of a PNG."""
     return struct.pack(">I", len(payload)) + kind + payload + struct.pack(">I", zlib.crc32(kind + payload))

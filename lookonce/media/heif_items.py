@@ -31,6 +31,12 @@ class Property(NamedTuple):
     is_essential: bool
 
 
+_ALPHA = frozenset({b"urn:mpeg:mpegB:cicp:systems:auxiliary:alpha", b"urn:mpeg:hevc:2015:auxid:1"})
+# A version and flags, with which most boxes begin.
+_FLAGS_BYTES = 4
+_MAX_NAME_BYTES = 64
+
+
 @dataclass(frozen=True, slots=True)
 class _Location:
     # Places in the file, each as (start, end).
@@ -50,8 +56,8 @@ class Items:
     locations: dict[int, _Location] = field(default_factory=dict)
     # (kind, item) → the items that it refers to.
     references: dict[tuple[bytes, int], list[int]] = field(default_factory=dict)
-    # Item → its auxiliary images.
-    auxiliaries: dict[int, list[int]] = field(default_factory=dict)
+    # Item → the item that holds its opacity.
+    opacities: dict[int, int] = field(default_factory=dict)
     boxes_of_properties: list[Box] = field(default_factory=list)
     # Item → places in the list above, from 1, with the mark of an essential property.
     associations: dict[int, list[tuple[int, bool]]] = field(default_factory=dict)
@@ -116,6 +122,7 @@ def read_items(data: bytes) -> Items:
     _read_properties(items, readers[b"iprp"])
     if b"iref" in readers:
         _read_references(items, readers[b"iref"])
+        _read_opacities(items)
     return items
 
 
@@ -198,6 +205,17 @@ def _read_references(items: Items, reader: Reader) -> None:
         check_entries(num_targets := num_targets + num_more)
         targets = [entry.number(num_bytes) for _ in range(num_more)]
         items.references.setdefault((one.kind, source), []).extend(targets)
-        if one.kind == b"auxl":
+
+
+def _read_opacities(items: Items) -> None:
+    """Notes which items hold the opacity of which. Each property is read once, however many items have it."""
+    marks = {index for index, one in enumerate(items.boxes_of_properties, 1) if _marks_opacity(items.data, one)}
+    for (kind, source), targets in items.references.items():
+        if kind == b"auxl" and any(index in marks for index, _ in items.associations.get(source, ())):
             for target in targets:
-                items.auxiliaries.setdefault(target, []).append(source)
+                items.opacities.setdefault(target, source)
+
+
+def _marks_opacity(data: bytes, one: Box) -> bool:
+    name = data[one.start + _FLAGS_BYTES : min(one.end, one.start + _MAX_NAME_BYTES)].partition(b"\0")[0]
+    return one.kind == b"auxC" and name in _ALPHA

@@ -20,13 +20,12 @@ from lookonce.media.heif_items import Items, Property, read_items
 HEVC, AV1 = b"hvc1", b"av01"
 _GRID = b"grid"
 _CONFIGURATION = {HEVC: b"hvcC", AV1: b"av1C"}
-_ALPHA = frozenset({b"urn:mpeg:mpegB:cicp:systems:auxiliary:alpha", b"urn:mpeg:hevc:2015:auxid:1"})
 # Properties that a decoder needs. Others that are not essential describe the picture and do not change it.
 _DECODING = frozenset({b"hvcC", b"av1C", b"ispe", b"pixi", b"auxC", b"a1op", b"lsel"})
-_KNOWN = _DECODING | {b"clap", b"irot", b"imir", b"colr"}
+_TRANSFORMING = frozenset({b"clap", b"irot", b"imir"})
+_KNOWN = _DECODING | _TRANSFORMING | {b"colr"}
 # A version and flags, with which most boxes begin.
 _FLAGS_BYTES = 4
-_MAX_NAME_BYTES = 64
 _MAX_GRID_BYTES = 12
 _ROTATIONS = (None, PIL.Image.Transpose.ROTATE_90, PIL.Image.Transpose.ROTATE_180, PIL.Image.Transpose.ROTATE_270)
 _MIRRORS = (PIL.Image.Transpose.FLIP_TOP_BOTTOM, PIL.Image.Transpose.FLIP_LEFT_RIGHT)
@@ -82,6 +81,11 @@ class HeifPicture:
         return sum(tile.width * tile.height for tile in self.tiles)
 
     @property
+    def num_decoded_pixels(self) -> int:
+        """Pixels that a decoder computes: of all tiles and of their opacities."""
+        return sum(tile.width * tile.height * (1 if tile.alpha is None else 2) for tile in self.tiles)
+
+    @property
     def upright_size(self) -> tuple[int, int]:
         """Width and height behind the transformations."""
         width, height = self.width, self.height
@@ -120,9 +124,11 @@ def read_picture(data: bytes) -> HeifPicture:
 
 def _layout_with_alpha(items: Items, item: int, colours: tuple[Property, ...]) -> _Layout:
     layout = _layout(items, item, colours)
-    alpha = _alpha(items, item)
+    alpha = items.opacities.get(item)
     if alpha is None:
         return layout
+    if _turns(items, alpha) not in ([], _turns(items, item)):
+        raise _unsupported()
     other = _layout(items, alpha, ())
     if (other.size, other.num_columns) != (layout.size, layout.num_columns) or other.shapes != layout.shapes:
         raise _unsupported()
@@ -163,7 +169,7 @@ def _grid(items: Items, item: int, size: tuple[int, int], colours: tuple[Propert
     targets = items.referred(b"dimg", item)
     if canvas_size != size or len(targets) != num_columns * num_rows:
         raise broken()
-    if any(items.kind(target) == _GRID for target in targets):
+    if any(items.kind(target) == _GRID or _turns(items, target) for target in set(targets)):
         raise _unsupported()
     # A tile that is used often is read once.
     tiles = {target: _layout_with_alpha(items, target, colours).tiles[0] for target in set(targets)}
@@ -178,14 +184,9 @@ def _grid(items: Items, item: int, size: tuple[int, int], colours: tuple[Propert
     return layout
 
 
-def _alpha(items: Items, item: int) -> int | None:
-    """The item that holds an item's opacity."""
-    for other in items.auxiliaries.get(item, []):
-        for one in items.properties(other):
-            name = items.data[one.start + _FLAGS_BYTES : min(one.end, one.start + _MAX_NAME_BYTES)].partition(b"\0")[0]
-            if one.kind == b"auxC" and name in _ALPHA:
-                return other
-    return None
+def _turns(items: Items, item: int) -> list[bytes]:
+    """The transformations of an item, as the file holds them."""
+    return [one.kind + items.data[one.start : one.end] for one in items.properties(item) if one.kind in _TRANSFORMING]
 
 
 def _size(items: Items, properties: list[Property]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import functools
 import io
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import PIL.Image
 import PIL.ImageFile
@@ -23,7 +23,7 @@ from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidPa
 from lookonce.image_file import ImageFile, files_of
 from lookonce.media.heif_items import is_heif
 from lookonce.media.heif_picture import AV1, HEVC, HeifPicture, read_picture
-from lookonce.media.image_metadata import check_exif, check_metadata
+from lookonce.media.image_metadata import check_exif, check_metadata, with_orientation_first
 
 # Unpacked size of a PNG's compressed texts. 70 kB of them can expand to Pillow's own limit of 64 MiB.
 _MAX_PNG_TEXT_BYTES = 8 << 20
@@ -77,11 +77,14 @@ class ImageHeader:
     height: int
     # EXIF orientation 1..8, 1 where there is none, and in AVIF and HEIC, which have transformations of their own.
     orientation: int
+    # Pixels that decoding computes, if those are others than the image's: tiles reach over its border, a crop hides
+    # some, opacity is a picture of its own.
+    num_decoded_pixels: int = field(default=0, compare=False)
 
     @property
     def num_pixels(self) -> int:
-        """The number of pixels, width times height."""
-        return self.width * self.height
+        """The number of pixels that decoding costs, at least width times height."""
+        return max(self.width * self.height, self.num_decoded_pixels)
 
 
 @functools.cache
@@ -142,7 +145,7 @@ def open_heif(data: bytes, limits: ImageLimits) -> tuple[HeifPicture, ImageHeade
             f"the tiles of the image have {picture.num_coded_pixels} pixels, "
             f"the limit is {_MAX_TILE_SHARE * limits.max_pixels}; send it smaller"
         )
-    return picture, ImageHeader(_FORMAT_OF_CODING[picture.coding], width, height, 1)
+    return picture, ImageHeader(_FORMAT_OF_CODING[picture.coding], width, height, 1, picture.num_decoded_pixels)
 
 
 @contextlib.contextmanager
@@ -153,6 +156,7 @@ def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.ImageFile
     """
     set_pillow_limits()
     check_file_size(data, limits)
+    data = with_orientation_first(data)
     check_metadata(data)
     image = _opened(data)
     with image:

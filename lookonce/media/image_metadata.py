@@ -21,6 +21,12 @@ MAX_EXIF_BYTES = 128 << 10
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXELS = frozenset({b"IDAT", b"fdAT"})
+# Beginnings of PNG blocks, name and content, that can hold an orientation.
+_PNG_ORIENTATIONS = (
+    b"eXIf",
+    b"iTXtXML:com.adobe.xmp\0",
+    *(name + b"Raw profile type exif\0" for name in (b"tEXt", b"zTXt", b"iTXt")),
+)
 _JPEG_FILL, _JPEG_START_OF_SCAN, _JPEG_APP1 = 0xFF, 0xDA, 0xE1
 # Markers without a length: RST0 … EOI, and those that Pillow skips.
 _JPEG_LONE = frozenset({0x00, *range(0x01, 0xC0), 0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)})
@@ -45,6 +51,29 @@ def check_metadata(data: bytes) -> None:
                 "save it without metadata"
             )
     check_exif(num_exif_bytes)
+
+
+def with_orientation_first(data: bytes) -> bytes:
+    """Returns a PNG with the blocks that can hold an orientation before its pixels; any other file as it is.
+
+    PNG allows them behind the pixels, where Pillow finds them only when it has decoded the image. Raises
+    ImageDecodeLimitError for a PNG with such a block and too many others.
+    """
+    if not data.startswith(_PNG_SIGNATURE):
+        return data
+    pixels = data.find(b"IDAT", len(_PNG_SIGNATURE)) - 4
+    if pixels < 0 or all(data.find(beginning, pixels) < 0 for beginning in _PNG_ORIENTATIONS):
+        return data
+    late: list[bytes] = []
+    rest: list[bytes] = []
+    position = pixels
+    for _ in range(_MAX_BLOCKS):
+        if position >= len(data):
+            return b"".join((data[:pixels], *late, *rest))
+        end = position + 12 + int.from_bytes(data[position : position + 4], "big")
+        (late if data.startswith(_PNG_ORIENTATIONS, position + 4) else rest).append(data[position:end])
+        position = end
+    raise ImageDecodeLimitError(f"the image file holds more than {_MAX_BLOCKS} blocks; save it without metadata")
 
 
 def check_exif(num_bytes: int) -> None:

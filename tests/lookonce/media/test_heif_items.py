@@ -6,11 +6,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
 
 from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError
+from lookonce.media import heif_items
 from lookonce.media.boxes import MAX_ENTRIES
 from lookonce.media.heif_items import is_heif, read_items
 from lookonce.media.heif_picture import read_picture
@@ -122,3 +124,48 @@ print(header.format.value, "PIL._avif" in sys.modules, "pillow_heif" in sys.modu
     data = heif_files.heif([item()])
     done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, check=True, timeout=60)
     assert done.stdout.decode().split() == ["AVIF", "False", "False"]
+
+
+@pytest.mark.parametrize("turn", [heif_files.rotation(1), heif_files.mirror(0), heif_files.crop(32, 32)])
+def test_a_grid_of_tiles_that_are_turned_by_themselves_is_refused(turn: bytes) -> None:
+    """Decoders differ in what they do with them, so the picture could be a wrong one."""
+    grid, tile = heif_files.grid_item(2, 1, 128, 64), item(turn)
+    with pytest.raises(ImageUndecodableError, match="not supported"):
+        read_picture(heif_files.heif([grid, tile, tile], [(b"dimg", 1, [2, 3])]))
+
+
+def test_opacity_is_turned_as_its_picture_is_or_not_at_all() -> None:
+    turn = heif_files.rotation(1)
+
+    def file(*of_opacity: bytes) -> bytes:
+        return heif_files.heif([item(turn), item(heif_files.alpha_mark(), *of_opacity)], [(b"auxl", 2, [1])])
+
+    for fine in (file(), file(turn)):
+        assert read_picture(fine).tiles[0].alpha is not None
+    with pytest.raises(ImageUndecodableError, match="not supported"):
+        read_picture(file(heif_files.rotation(2)))
+
+
+def test_pixels_count_as_often_as_they_are_decoded() -> None:
+    """A small part of a large picture costs as much as all of it, and opacity is a picture of its own."""
+    cropped = heif_files.heif([item(heif_files.crop(40, 32))])
+    header = probe_image(cropped, LIMITS)
+    assert (header.width, header.height, header.num_pixels) == (40, 32, 64 * 64)
+    transparent = heif_files.heif([item(), item(heif_files.alpha_mark())], [(b"auxl", 2, [1])])
+    assert probe_image(transparent, LIMITS).num_pixels == 2 * 64 * 64
+
+
+def test_a_property_is_read_once_however_often_items_refer_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_reads = 0
+    marks_opacity = heif_items._marks_opacity
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal num_reads
+        num_reads += 1
+        return marks_opacity(*arguments)
+
+    monkeypatch.setattr(heif_items, "_marks_opacity", counted)
+    further = heif_files.Item(b"av01", b"", [heif_files.box(b"free", bytes([number])) for number in range(30)])
+    file = heif_files.heif([item(), further], [(b"auxl", 2, [1] * 900)] * 2)
+    assert read_picture(file).tiles[0].alpha is None
+    assert num_reads < 100

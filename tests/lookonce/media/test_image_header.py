@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 from hypothesis import strategies
 
-from lookonce.errors import ImageTooLargeError, ImageUndecodableError, InvalidInputError
+from lookonce.errors import ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError, InvalidInputError
 from lookonce.media.image_header import ImageFormat, ImageLimits, probe_image
 from tests import image_files
 
@@ -43,6 +43,23 @@ def test_sizes_are_upright(orientation: int) -> None:
     header = probe_image(image_files.oriented_jpeg(image_files.noise(1, 90, 40), orientation), LIMITS)
     assert (header.width, header.height) == ((90, 40) if orientation < 5 else (40, 90))
     assert header.orientation == orientation
+
+
+@pytest.mark.parametrize("block", image_files.ORIENTATIONS_OF_PNG, ids=lambda block: block[:4].decode())
+@pytest.mark.parametrize("place", ["first", "among", "last"])
+def test_a_png_may_tell_its_orientation_behind_its_pixels(place: str, block: bytes) -> None:
+    plain = image_files.png_in_pieces(image_files.encoded(image_files.noise(1, 90, 40)))
+    pixels = plain.index(b"IDAT") - 4
+    position = {"first": pixels, "among": plain.index(b"IDAT", pixels + 8) - 4, "last": len(plain) - 12}[place]
+    header = probe_image(plain[:position] + image_files.chunk(block[:4], block[4:]) + plain[position:], LIMITS)
+    assert (header.width, header.height, header.orientation) == (40, 90, 6)
+
+
+def test_a_png_with_an_orientation_behind_too_many_blocks_is_refused() -> None:
+    plain, block = image_files.encoded(image_files.noise(1, 90, 40)), image_files.ORIENTATIONS_OF_PNG[0]
+    further = image_files.chunk(b"IDAT", b"") * 10_000 + image_files.chunk(block[:4], block[4:])
+    with pytest.raises(ImageDecodeLimitError, match="blocks"):
+        probe_image(plain[:-12] + further + plain[-12:], LIMITS)
 
 
 def test_an_unknown_orientation_counts_as_none() -> None:
