@@ -22,7 +22,7 @@ _DECODER = frozenset({
     "speculative_tokens",
 })  # fmt: skip
 # Read by the `lookonce` command.
-_CLIENT = frozenset({"target", "token", "tls_ca"})
+_CLIENT = frozenset({"admin_target", "target", "token", "tls_ca"})
 # Read by compose.yaml, by the tests of images and by benchmarks.
 _TOOLS = frozenset({"compute", "model_folder", "image_base", "image_options", "peer_python", "peer_preload"})
 # Names of variables that are no settings of both services.

@@ -43,6 +43,8 @@ SECRETS = {
     "lookonce-decoder-tls",
     "lookonce-tokens",
     "lookonce-decoder-token",
+    "lookonce-admin-token",
+    "lookonce-admin-tls",
 }
 # Time that the server waits at the end for cancelled calls to get their status; see lookonce/server/serving.py.
 _FLUSH_S = 1.0
@@ -125,7 +127,12 @@ def test_pods_get_no_settings_from_service_links(manifests: list[Manifest], case
 @services
 def test_ports_are_those_of_the_settings(manifests: list[Manifest], case: ServiceCase) -> None:
     settings = parsed_settings(manifests, case)
-    expected = {"grpc": settings.listen, "metrics": settings.metrics_listen, "health": settings.health_listen}
+    expected = {
+        "grpc": settings.listen,
+        "metrics": settings.metrics_listen,
+        "health": settings.health_listen,
+        "admin": settings.admin_listen,
+    }
     assert container_ports(manifests, case.name) == {
         name: port_of(address) for name, address in expected.items() if address is not None
     }

@@ -53,6 +53,7 @@ MTLS = Variant("base", ("mtls",))
 AFFINITY = Variant("base", ("affinity",))
 TOKENS = Variant("base", ("tokens",))
 TRACING = Variant("base", ("tracing",))
+ADMIN = Variant("base", ("tokens", "admin"))
 PROD_ALL = Variant(
     PROD.start,
     (
@@ -61,9 +62,12 @@ PROD_ALL = Variant(
         "networkpolicy",
         "networkpolicy/external-redis",
         "networkpolicy/tracing",
+        "networkpolicy/admin",
         "mtls",
         "tokens",
         "tracing",
+        "admin",
+        "admin/mtls",
     ),
 )
 GPU_ALL = Variant(GPU.start, ("keda", "servicemonitor", "networkpolicy", "affinity"))
@@ -80,6 +84,7 @@ VARIANTS = (
     AFFINITY,
     TOKENS,
     TRACING,
+    ADMIN,
     GRPC_ROUTE,
     REVISION,
     IMAGE_VOLUME,

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -156,6 +157,25 @@ async def test_without_a_token_every_method_is_refused(server: Server) -> None:
             continue
         for metadata in [(), (("authorization", "Bearer wrong"),), (("authorization", TOKENS["client"]),)]:
             assert await code_of(channel, method, *metadata) is grpc.StatusCode.UNAUTHENTICATED, method
+
+
+async def test_an_operator_describes_a_service_by_reflection_and_others_do_not(server: Server) -> None:
+    """The exchange that grpcurl has: it tries version 1 first, and takes v1alpha if that is not implemented."""
+    newer = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    assert await code_of(server.admin_channel, newer, bearer("operator")) is grpc.StatusCode.UNIMPLEMENTED
+    stub = reflection_pb2_grpc.ServerReflectionStub(server.admin_channel)
+    asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=NAMES[1])
+    call = stub.ServerReflectionInfo(iter([asked]), metadata=(bearer("operator"),), timeout=10)
+    files = (await anext(aiter(call))).file_descriptor_response.file_descriptor_proto
+    services = [service for file in files for service in FileDescriptorProto.FromString(file).service]
+    assert {method.name for service in services for method in service.method} >= {"EvictEmbeddings", "GetCacheStats"}
+    for metadata, code in (
+        ((), grpc.StatusCode.UNAUTHENTICATED),
+        ((bearer("client"),), grpc.StatusCode.PERMISSION_DENIED),
+        ((bearer("service"),), grpc.StatusCode.PERMISSION_DENIED),
+    ):
+        refused = stub.ServerReflectionInfo(iter([asked]), metadata=metadata, timeout=10)
+        assert await refused.code() is code
 
 
 async def test_health_asks_for_nothing_on_both_addresses(server: Server) -> None:
