@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import sys
@@ -34,8 +35,6 @@ from lookonce.aio import AsyncClient
 _NAME = "soak"
 _CALM_SHARE = 0.1
 _LEAST_CALM_S = 60.0
-# A fault or an abuse counts for so long after its end.
-_ECHO_S = 2.0
 CALM, ABUSE, FAULT, BETWEEN = "calm", "under abuses", "under faults", "between them"
 
 
@@ -52,6 +51,8 @@ class Plan:
     control_interval_s: float = 0.5
     num_loops: int = 3
     num_asks: int = 300
+    # A fault or an abuse counts for so long after its end.
+    echo_s: float = 2.0
     # Share of the full size of abuses.
     abuse_scale: float = 1.0
     # Whether processes are killed and replaced.
@@ -66,8 +67,8 @@ class Window:
     is_abuse: bool
     begin_s: float
     end_s: float
-    # Error of the harness's own action, else its counts.
-    outcome: str
+    # Number of an abuse's calls by status; "done" for a fault; else the error of the attempt.
+    outcome: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -78,13 +79,20 @@ class Found:
     windows: list[Window] = field(default_factory=list)
     # Begin and end of the phase of faults.
     faults_s: tuple[float, float] = (0.0, 0.0)
+    # At the ends of both calm phases.
     memory: list[list[Memory]] = field(default_factory=list)
+    # After each stretch of faults, and of abuses.
+    stretches: list[list[Memory]] = field(default_factory=list)
     num_encodes: int = 0
     ended_by_themselves: list[str] = field(default_factory=list)
 
+    def windows_of(self, call: Call) -> list[Window]:
+        """Returns what was done to the fleet during the call, or shortly before."""
+        return [one for one in self.windows if call.sent_s < one.end_s and call.ended_s > one.begin_s]
+
     def kind(self, call: Call) -> str:
         """Returns the kind of time in which the call ran. A fault beside an abuse makes it one under faults."""
-        hit = {one.is_abuse for one in self.windows if call.sent_s < one.end_s and call.ended_s > one.begin_s}
+        hit = {one.is_abuse for one in self.windows_of(call)}
         if hit:
             return FAULT if False in hit else ABUSE
         begin_s, end_s = self.faults_s
@@ -103,8 +111,8 @@ def main(given: Sequence[str] | None = None) -> None:
     plan = Plan(seconds, max(_LEAST_CALM_S, _CALM_SHARE * seconds), arguments.seed)
     if arguments.quick:
         plan = Plan(
-            5.0, 1.0, arguments.seed,
-            num_each=1, interval_s=0.4, num_loops=2, num_asks=6, abuse_scale=0.02, replaces=False,
+            1.5, 0.5, arguments.seed,
+            num_each=1, interval_s=0.2, echo_s=0.3, num_loops=2, num_asks=6, abuse_scale=0.02, replaces=False,
         )  # fmt: skip
     if plan.duration_s <= 2 * plan.calm_s:
         parser.error(f"--minutes must exceed {2 * _LEAST_CALM_S / 60:g}: each of the two calm phases takes a minute")
@@ -173,7 +181,7 @@ async def _proxies(fleet: Fleet) -> AsyncIterator[tuple[list[CuttingProxy], list
 
 
 @contextlib.asynccontextmanager
-async def _abuser(fleet: Fleet, scale: float) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
+async def _abuser(fleet: Fleet, scale: float) -> AsyncIterator[Callable[[str], Awaitable[dict[str, int]]]]:
     """Yields a function that commits one abuse, in the process that commits them all."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.soak_abuses",
@@ -186,9 +194,10 @@ async def _abuser(fleet: Fleet, scale: float) -> AsyncIterator[Callable[[str], A
     abuser = {"decoder": decoder, "encoder": encoder, "token": fleet.tokens[ABUSER], "scale": scale}
     stdin.write(f"{json.dumps(abuser)}\n".encode())
 
-    async def commit(name: str) -> str:
+    async def commit(name: str) -> dict[str, int]:
         stdin.write(f"{json.dumps(name)}\n".encode())
-        return (await stdout.readline()).decode().strip()
+        ends: dict[str, int] = json.loads(await stdout.readline())
+        return ends
 
     try:
         yield commit
@@ -206,7 +215,7 @@ class _Storm:
         fleet: Fleet,
         found: Found,
         faults: Mapping[str, Callable[[], Awaitable[None]]],
-        abuse: Callable[[str], Awaitable[str]],
+        abuse: Callable[[str], Awaitable[dict[str, int]]],
         rng: random.Random,
     ) -> None:
         self._plan = plan
@@ -215,44 +224,44 @@ class _Storm:
         self._faults = faults
         self._abuse = abuse
         self._rng = rng
-        self._deck: list[str] = []
         self._busy: set[str] = set()
 
     async def run(self) -> None:
-        """Runs for the plan's time between the calm phases, and until the last fault is over."""
-        end_s = time.monotonic() + self._plan.duration_s - 2 * self._plan.calm_s
-        async with asyncio.TaskGroup() as group:
-            while time.monotonic() < end_s:
-                self._fleet.note_ended()
-                if (name := self._draw()) is not None:
-                    group.create_task(self._do(name))
-                await asyncio.sleep(self._plan.interval_s)
-        await asyncio.sleep(_ECHO_S)
+        """Runs for the plan's time between the calm phases, but until all have come once, and the last one is over.
 
-    def _draw(self) -> str | None:
-        """Returns the next one whose subject is free. All come once before one comes again."""
-        if not self._deck:
-            self._deck = [*self._faults, *ABUSES]
-            self._rng.shuffle(self._deck)
-        name = next((one for one in self._deck if _subject(one) not in self._busy), None)
-        if name is not None:
-            self._deck.remove(name)
-            self._busy.add(_subject(name))
-        return name
+        Faults and abuses take turns and never overlap, so that a dead replica does not count against the abuses.
+        """
+        end_s = time.monotonic() + self._plan.duration_s - 2 * self._plan.calm_s
+        for number, kind in enumerate(itertools.cycle([self._faults, ABUSES])):
+            names = list(kind)
+            self._rng.shuffle(names)
+            async with asyncio.TaskGroup() as group:
+                while names and (number < 2 or time.monotonic() < end_s):
+                    self._fleet.note_ended()
+                    # Waits for a subject of its own.
+                    if (name := next((one for one in names if _subject(one) not in self._busy), None)) is not None:
+                        names.remove(name)
+                        self._busy.add(_subject(name))
+                        group.create_task(self._do(name))
+                    await asyncio.sleep(self._plan.interval_s)
+            await asyncio.sleep(self._plan.echo_s)
+            self._found.stretches.append(self._fleet.memory())
+            if number >= 1 and time.monotonic() >= end_s:
+                return
 
     async def _do(self, name: str) -> None:
-        begin_s, outcome = time.monotonic(), "done"
+        begin_s, outcome = time.monotonic(), {"done": 1}
         try:
             if name in ABUSES:
                 outcome = await self._abuse(name)
             else:
                 await self._faults[name]()
         except Exception as error:
-            outcome = repr(error)
+            outcome = {repr(error): 1}
         self._busy.discard(_subject(name))
         end_s = time.monotonic()
         print(f"{name}: {outcome} ({end_s - begin_s:.1f} s)", flush=True)
-        self._found.windows.append(Window(name, name in ABUSES, begin_s, end_s + _ECHO_S, outcome))
+        self._found.windows.append(Window(name, name in ABUSES, begin_s, end_s + self._plan.echo_s, outcome))
 
 
 def _subject(name: str) -> str:
@@ -283,10 +292,17 @@ def figures_of(plan: Plan, found: Found) -> dict[str, object]:
         },
         "memory": _lasting(*found.memory),
         "all_memory": [[asdict(one) for one in phase] for phase in found.memory],
+        "stretches": [[asdict(one) for one in phase] for phase in found.stretches],
+        "control_failures": [
+            {"outcome": call.outcome, "during": [one.name for one in found.windows_of(call)]}
+            for call in calls
+            if call.client == "control" and call.outcome != RIGHT
+        ],
+        "num_windows": len(found.windows),
         "num_encodes": found.num_encodes,
         "num_pictures": sum(map(len, pictures.values())),
         "faults": {
-            name: dict(Counter(one.outcome for one in found.windows if one.name == name))
+            name: dict(sum((Counter(one.outcome) for one in found.windows if one.name == name), Counter()))
             for name in sorted({one.name for one in found.windows})
         },
         "ended_by_themselves": found.ended_by_themselves,
@@ -348,9 +364,8 @@ def section(figures: Mapping[str, Any]) -> str:
     ]
     note = (
         f"{plan['duration_s'] / 60:g} minutes, of which {plan['calm_s']:g} s calm at each end; seed {plan['seed']}; "
-        f"{sum(sum(counts.values()) for counts in figures['faults'].values())} faults and abuses, one every "
-        f"{plan['interval_s']:g} s. A call counts as under faults if one\nor its echo of {_ECHO_S:g} s overlaps it, "
-        "also when there is an abuse beside it."
+        f"{figures['num_windows']} faults and abuses, one every {plan['interval_s']:g} s;\nfaults and abuses take "
+        f"turns. A call counts as under them if one or its echo of {plan['echo_s']:g} s overlaps it."
     )
     return "\n\n".join(
         [

@@ -67,6 +67,8 @@ class Recorder:
             task.cancel()
         await asyncio.wait({task}, timeout=timeout_s + GRACE_S)
         outcome, note = _outcome(task, ask)
+        if timeout_s < TIMEOUT_S and outcome.startswith("DEADLINE"):
+            outcome = "a short deadline passed"
         if note:
             kind = "stream" if is_stream else "unary"
             text = f"{name}, {kind}, deadline {timeout_s:.2f} s, cancelled after {cancel_after_s} s: {outcome}: {note}"

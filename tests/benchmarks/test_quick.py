@@ -132,8 +132,9 @@ def test_soak(quick: Any) -> None:
     assert not figures["notes"], "wrong answers, or calls that hang"
     assert not figures["ended_by_themselves"]
     ends = [Counter(counts) for by_kind in figures["outcomes"].values() for counts in by_kind.values()]
-    assert sum(ends, Counter())["right"] > 20
-    assert len(figures["faults"]) >= 5
+    assert sum(ends, Counter())["right"] > 10
+    assert len(figures["faults"]) == 15
+    assert len(figures["stretches"]) == 2, "one of faults, one of abuses"
     assert {"encoder-0", "decoder-0"} <= set(figures["memory"])
     assert figures["num_encodes"] > 0
 
