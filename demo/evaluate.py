@@ -78,9 +78,8 @@ class DemoModel:
     ) -> list[tuple[str, float]]:
         """Returns the greedy (answer, logit margin) of each chat. `pictures[i]` are those of `chats[i]`, in order."""
         prompts = [self._processor.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-        inputs = self._processor(
-            text=prompts, images=[list(each) for each in pictures], padding=True, return_tensors="pt"
-        )
+        images = [list(each) for each in pictures] if any(pictures) else None
+        inputs = self._processor(text=prompts, images=images, padding=True, return_tensors="pt")
         with torch.inference_mode():
             output = self._model.generate(
                 **inputs, do_sample=False, max_new_tokens=32, return_dict_in_generate=True, output_logits=True

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import pathlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -124,6 +125,18 @@ def test_event_loop(quick: Any) -> None:
         assert loop["num_callbacks"] > 20
         assert 0 < loop["cpu_s"]["0.5"] <= loop["cpu_s"]["1.0"]
         assert sum(map(len, loop["long_s"].values())) < loop["num_callbacks"]
+
+
+def test_soak(quick: Any) -> None:
+    figures = quick("soak", in_processes=True)
+    assert not figures["notes"], "wrong answers, or calls that hang"
+    assert not figures["ended_by_themselves"]
+    ends = [Counter(counts) for by_kind in figures["outcomes"].values() for counts in by_kind.values()]
+    assert sum(ends, Counter())["right"] > 10
+    assert len(figures["faults"]) == 15
+    assert len(figures["stretches"]) == 2, "one of faults, one of abuses"
+    assert {"encoder-0", "decoder-0"} <= set(figures["memory"])
+    assert figures["num_encodes"] > 0
 
 
 def test_image_light(quick: Any) -> None:
