@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,8 +17,8 @@ from lookonce.tenants import Tenants
 from tests.encoder_svc.conftest import StartEncoder, encoder_settings
 from tests.encoder_svc.encode_requests import encode_one, failure, key_of, png, request, source
 
-# The handler does not look at it.
-NO_CONTEXT: Any = None
+# The handler asks a call for its remaining time only. This one has no deadline.
+NO_DEADLINE: Any = SimpleNamespace(time_remaining=lambda: None)
 
 
 async def test_an_image_beside_others_is_another_entry_and_both_are_evicted(
@@ -37,7 +38,7 @@ async def test_an_image_beside_others_is_another_entry_and_both_are_evicted(
         settings = encoder_settings(tiny_folder("llava_onevision"), redis_url=own_redis.url)
         async with open_control(settings, encoder.pipeline) as control:
             servicer = EncoderAdminServicer(encoder.pipeline, Tenants(None), control)
-            evicted = await servicer.EvictEmbeddings(pb.EvictEmbeddingsRequest(keys=[key_of(picture)]), NO_CONTEXT)
+            evicted = await servicer.EvictEmbeddings(pb.EvictEmbeddingsRequest(keys=[key_of(picture)]), NO_DEADLINE)
         assert evicted.evicted == 2
         for beside_others in (False, True):
             lookup = pb.LookupEmbeddingsRequest(keys=[key_of(picture)], beside_others=beside_others)
