@@ -31,7 +31,8 @@ from lookonce.errors import (
 from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, Usage
 from lookonce.images import ImageRef
-from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack, only_stack
+from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
+from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 from lookonce.local.family_offers import offers_of
 from lookonce.local.serve_extra import require_serve_packages
 from lookonce.server.setting_names import unknown_variables
@@ -214,7 +215,7 @@ def generate(
         options["temperature"] = temperature
     if seed is not None:
         options["seed"] = seed
-    with _connect(_decoder_target(target)) as client, client.stream(prompt, image or [], **options) as stream:
+    with _connect(decoder_target(target)) as client, client.stream(prompt, image or [], **options) as stream:
         for text in stream:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -282,7 +283,7 @@ def evict(
     if bool(images) == all_of_tenant:
         raise typer.BadParameter("give images, or --all-of-tenant")
     refs = [_named_image(image) for image in images or []]
-    with AdminClient.connect(_admin_target(target), **CliSettings().connection()) as admin:
+    with AdminClient.connect(admin_target(target), **CliSettings().connection()) as admin:
         if all_of_tenant:
             _out.print(f"{admin.evict_tenant(tenant, timeout_s=timeout_s)} entries removed")
             return
@@ -361,40 +362,13 @@ def _print_report(table: Table) -> None:
 
 def _client(target: str | None) -> Client:
     """Returns a client of the decoder, and of its encoder as well if the decoder is the running stack's."""
-    record = _running_stack()
-    decoder_target = _decoder_target(target)
-    is_running_stack = record is not None and record.decoder_target == decoder_target
-    encoder_target = record.encoder_target if record is not None and is_running_stack else None
-    return _connect(decoder_target, encoder_target)
+    decoder, record = decoder_target(target), running_stack()
+    is_running_stack = record is not None and record.decoder_target == decoder
+    return _connect(decoder, record.encoder_target if record is not None and is_running_stack else None)
 
 
-def _connect(decoder_target: str, encoder_target: str | None = None) -> Client:
-    return Client.connect(decoder_target, encoder_target, **CliSettings().connection())
-
-
-def _admin_target(target: str | None) -> str:
-    record = _running_stack()
-    chosen = target or CliSettings().admin_target or (None if record is None else record.admin_target)
-    if chosen is None:
-        raise ConfigurationError(
-            "no operators' calls found; start a server with `lookonce up`, or give --target host:port of an encoder's "
-            "admin_listen"
-        )
-    return chosen
-
-
-def _decoder_target(target: str | None) -> str:
-    chosen = target or CliSettings().target
-    if chosen is not None:
-        return chosen
-    record = _running_stack()
-    if record is None:
-        raise ConfigurationError("no running server found; start one with `lookonce up`, or give --target host:port")
-    return record.decoder_target
-
-
-def _running_stack() -> StackRecord | None:
-    return find_stack(CliSettings().record_dir)
+def _connect(decoder: str, encoder: str | None = None) -> Client:
+    return Client.connect(decoder, encoder, **CliSettings().connection())
 
 
 if __name__ == "__main__":
