@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import PIL.Image
@@ -22,12 +22,11 @@ from encoder_svc.images.decode_clock import DecodeClock, DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError, InvalidInputError, UnsupportedError
-from lookonce.media.image_header import ImageFormat, ImageLimits, probe_image
 from tests import heif_files, image_files
+from tests.encoder_svc.images.decoding import LIMITS, decoded
 
 pillow_heif = pytest.importorskip("pillow_heif", reason="pillow-heif is not installed")
 
-LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
 WIDTH, HEIGHT = 149, 101
 LOSSLESS = {"quality": -1, "chroma": 444, "matrix_coefficients": 0}
 NUM_THREADS = 2
@@ -59,22 +58,6 @@ def deep(samples: np.ndarray, monkeypatch: pytest.MonkeyPatch, bits: int) -> byt
     stream = io.BytesIO()
     pillow_heif.from_bytes("RGB;16", samples.shape[1::-1], wide).save(stream, **LOSSLESS)
     return stream.getvalue()
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
-    yield worker
-    worker.close()
-
-
-def decoded(worker: DecodeWorker, data: bytes) -> np.ndarray:
-    """Pixels [height, width, 3] from the decoding process; their size is that of the header."""
-    image, header = worker.decode(data)
-    assert probe_image(data, LIMITS) == header
-    assert header.format is ImageFormat.HEIC
-    assert image.size == (header.width, header.height)
-    return np.asarray(image).astype(int)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])

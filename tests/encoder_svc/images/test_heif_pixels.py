@@ -10,7 +10,7 @@ import itertools
 import pathlib
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import PIL.features
@@ -32,8 +32,8 @@ from lookonce.errors import (
 )
 from lookonce.media.image_header import ImageFormat, ImageLimits, probe_image
 from tests import heif_files, image_files
+from tests.encoder_svc.images.decoding import LIMITS, decoded
 
-LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
 WIDTH, HEIGHT = 48, 32
 # AVIF at its best quality rounds colours in both directions.
 TOLERANCE = 4
@@ -56,21 +56,6 @@ def item(seed: int = 1, mode: str = "RGB") -> heif_files.Item:
 
 def with_properties(*further: bytes) -> heif_files.Item:
     return heif_files.Item(b"av01", item().content, [*item().properties, *further])
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
-    yield worker
-    worker.close()
-
-
-def decoded(worker: DecodeWorker, data: bytes) -> np.ndarray:
-    """Pixels [height, width, 3] from the decoding process; their size is that of the header."""
-    image, header = worker.decode(data)
-    assert probe_image(data, LIMITS) == header
-    assert image.size == (header.width, header.height)
-    return np.asarray(image).astype(int)
 
 
 def check(worker: DecodeWorker, data: bytes, expected: PIL.Image.Image | np.ndarray) -> None:

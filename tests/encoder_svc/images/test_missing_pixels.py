@@ -15,10 +15,9 @@ from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import ImageUndecodableError
-from lookonce.media.image_header import ImageLimits
 from tests import image_files
+from tests.encoder_svc.images.decoding import LIMITS
 
-LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
 WIDTH, HEIGHT = 96, 72
 END_OF_JPEG = b"\xff\xd9"
 START_OF_FRAME, START_OF_PROGRESSIVE_FRAME = b"\xff\xc0", b"\xff\xc2"

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator
 
 import numpy as np
 import PIL.Image
 import pytest
 
-from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.pixel_modes import rgb_pixels
 from lookonce.errors import ImageUndecodableError
-from lookonce.media.image_header import ImageLimits
 from tests import image_files
 
-LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
 WIDTH, HEIGHT = 40, 30
 WHITE = 255
 # A JPEG's colours are rounded and blurred.
 JPEG_TOLERANCE = 6
 GREY, RGB, PALETTE, GREY_ALPHA, RGB_ALPHA = 0, 2, 3, 4, 6
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[DecodeWorker]:
-    worker = DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0))
-    yield worker
-    worker.close()
 
 
 def decoded(worker: DecodeWorker, data: bytes) -> np.ndarray:
