@@ -35,7 +35,7 @@ from tests.e2e.pictures import QUESTION, Picture, fresh
 from tests.lookonce.store.faults import kill_child
 
 # For each process that is replaced. Each step begins with them at full speed, which outlasts a drain.
-NUM_CALLS = 1_250
+NUM_CALLS = 800
 SLOWDOWN = 5
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "60")
