@@ -1,8 +1,9 @@
 """The one border between handlers and the wire, for all four kinds of RPC.
 
 Every call runs inside `_CallBorder.cross`. There it gets a request id, passes the gate (call_gate.py) and is admitted
-or refused. Its exceptions become statuses, and it leaves one access line, one span and two metrics. Requests are parsed
-and responses serialised there too, so that no library's error text reaches a client.
+or refused. Its exceptions become statuses, and it leaves one access line, one span and two metrics. Behind the gate,
+requests are received (receiving/) and parsed, and responses serialised, so that no library's error text reaches a
+client.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from lookonce.logs import get_logger
 from lookonce.server.call_gate import CallGate, values_of
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.message_bounds import MessageBounds
+from lookonce.server.receiving.inbox import Inbox, Receivers
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id
 
 REQUEST_ID_KEY = "x-request-id"
@@ -82,8 +84,10 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         metrics: CallMetrics,
         quiet_services: frozenset[str],
         default_timeouts_s: Mapping[str, float],
+        receivers: Receivers,
     ) -> None:
         self._calls = calls
+        self._receivers = receivers
         self._gate = gate
         self._metrics = metrics
         self._quiet_services = quiet_services
@@ -101,7 +105,8 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
         timeout_s = self._default_timeouts_s.get(method)
-        return _wrapped(handler, _CallBorder(method, is_quiet, timeout_s, self._calls, self._gate, self._metrics))
+        border = _CallBorder(method, is_quiet, timeout_s, self._calls, self._gate, self._metrics)
+        return _wrapped(handler, border, self._receivers)
 
 
 @dataclass(slots=True)
@@ -123,7 +128,7 @@ class _CallBorder:
         gate: CallGate,
         metrics: CallMetrics,
     ) -> None:
-        self._method = method
+        self.method = method
         self._is_quiet = is_quiet
         self._default_timeout_s = default_timeout_s
         self._calls = calls
@@ -139,7 +144,7 @@ class _CallBorder:
             bind_trace_id(tracing.trace_id())
             try:
                 async with self._calls.admitted(delays_drain=not self._is_quiet):
-                    with self._gate.passed(self._method, context.invocation_metadata() or ()):
+                    with self._gate.passed(self.method, context.invocation_metadata() or ()):
                         result = await self._handled_in_time(context, handle)
                 outcome.code = _code_so_far(context, grpc.StatusCode.OK)
             except asyncio.CancelledError:
@@ -151,7 +156,7 @@ class _CallBorder:
                 return None
             except Exception as error:
                 if isinstance(error, MemoryError):
-                    self._metrics.memory_errors.labels(self._method).inc()
+                    self._metrics.memory_errors.labels(self.method).inc()
                 status = _status_of(error)
                 outcome.code = _code_of(status)
                 await _abort(context, status, request_id)
@@ -179,7 +184,7 @@ class _CallBorder:
         """Returns the call's span; none for health and reflection, where a watch lasts as long as its client."""
         if self._is_quiet:
             return tracing.NO_SPAN
-        return tracing.serving(self._method, context.invocation_metadata() or (), request_id)
+        return tracing.serving(self.method, context.invocation_metadata() or (), request_id)
 
     @contextmanager
     def _accounted(self, span: trace.Span) -> Iterator[_Outcome]:
@@ -190,20 +195,30 @@ class _CallBorder:
         finally:
             duration_s = time.monotonic() - started_s
             tracing.answered(span, outcome.code.name)
-            self._metrics.requests.labels(self._method, outcome.code.name).inc()
-            self._metrics.duration.labels(self._method).observe(duration_s)
+            self._metrics.requests.labels(self.method, outcome.code.name).inc()
+            self._metrics.duration.labels(self.method).observe(duration_s)
             log = _log.debug if self._is_quiet else _log.info
-            log("rpc", method=self._method, code=outcome.code.name, duration_s=round(duration_s, 6))
+            log("rpc", method=self.method, code=outcome.code.name, duration_s=round(duration_s, 6))
 
 
-def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
-    """Returns the method's handler behind the border. A unary request is passed on as bytes and parsed behind it."""
-    parse, serialize = _parser(handler), handler.response_serializer
+def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers) -> Handler:
+    """Returns the method's handler behind the border.
+
+    To gRPC, every method's request is a stream, which gRPC hands over unread. So a call is admitted before its request
+    is received, and a refused one uploads no more than what was on its way.
+    """
+    serialize = handler.response_serializer
+    bounds = MessageBounds.of(handler.request_deserializer)
+    parse = _parser(handler, bounds)
+    # A request of unknown type may hold images.
+    receiver = receivers.of(border.method, has_images=bounds.descriptor is None or bounds.has_images)
     behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
-    async def answer_once(request: Any, context: Context) -> bytes:
+    async def answer_once(_: Any, context: Context) -> bytes:
+        inbox = Inbox(context, receiver, parse)
+
         async def handle() -> bytes:
-            received = request if handler.request_streaming else parse(request)
+            received = inbox if handler.request_streaming else await inbox.only_message()
             response = await behaviour(received, context)
             return bytes(response) if serialize is None else serialize(response)
 
@@ -212,20 +227,18 @@ def _wrapped(handler: Handler, border: _CallBorder) -> Handler:
 
     # A coroutine that writes, not a generator: it closes the handler's generator as soon as the call is cancelled. gRPC
     # would leave that to the garbage collector.
-    async def answer_many(request: Any, context: Context) -> None:
+    async def answer_many(_: Any, context: Context) -> None:
+        inbox = Inbox(context, receiver, parse)
+
         async def handle() -> None:
-            received = request if handler.request_streaming else parse(request)
+            received = inbox if handler.request_streaming else await inbox.only_message()
             await _write_all(behaviour(received, context), context)
 
         await border.cross(context, handle)
 
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(answer_many, parse, serialize)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(answer_once, parse, None)
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(answer_many, None, serialize)
-    return grpc.unary_unary_rpc_method_handler(answer_once, None, None)
+        return grpc.stream_stream_rpc_method_handler(answer_many, None, serialize)
+    return grpc.stream_unary_rpc_method_handler(answer_once, None, None)
 
 
 async def _write_all(responses: Any, context: Context) -> None:
@@ -245,9 +258,8 @@ async def _write_all(responses: Any, context: Context) -> None:
         raise asyncio.CancelledError("the client has disconnected") from None
 
 
-def _parser(handler: Handler) -> Callable[[bytes], Any]:
+def _parser(handler: Handler, bounds: MessageBounds) -> Callable[[bytes], Any]:
     deserialize = handler.request_deserializer
-    bounds = MessageBounds.of(deserialize)
 
     def parse(raw_request: bytes) -> Any:
         bounds.check(raw_request)

@@ -19,7 +19,7 @@ from lookonce.errors import MessageTooLargeError
 # Largest message of a method whose request holds no images; the ids of a long answer to detokenize take some 400 KB.
 MAX_IMAGELESS_BYTES = 1 << 20
 # Messages up to this size are parsed unseen.
-_SMALL_BYTES = 64 << 10
+SMALL_BYTES = 64 << 10
 # Fields and sub-messages of one message. A conversation of a thousand messages has some six thousand.
 MAX_FIELDS = 20_000
 # Bytes of text in one message, and of packed numbers, which take longer to parse.
@@ -46,7 +46,7 @@ class MessageBounds:
 
     def check(self, message: bytes) -> None:
         """Raises MessageTooLargeError for a message that would take long to parse. A malformed message passes."""
-        if self.descriptor is None or len(message) <= _SMALL_BYTES:
+        if self.descriptor is None or len(message) <= SMALL_BYTES:
             return
         if not self.has_images and len(message) > MAX_IMAGELESS_BYTES:
             raise MessageTooLargeError(
@@ -138,6 +138,7 @@ def _kinds(descriptor: Descriptor) -> dict[int, Descriptor | int]:
     return {field.number: field.message_type or field.type for field in descriptor.fields}
 
 
+@cache
 def _reaches_image(descriptor: Descriptor) -> bool:
     """Whether a message of this type can hold an image."""
     seen: set[str] = set()

@@ -35,8 +35,11 @@ from lookonce.server.credentials import server_credentials
 from lookonce.server.garbage import settle
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.interceptors import BorderInterceptor, CallMetrics
+from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES
 from lookonce.server.metrics import ServingMetrics
 from lookonce.server.quotas import Quotas
+from lookonce.server.receiving.inbox import Receivers
+from lookonce.server.server_options import server_options
 from lookonce.server.settings import ServiceSettings, exit_with
 from lookonce.server.telemetry import Telemetry
 
@@ -46,14 +49,6 @@ _READY_POLL_S = 0.2
 _FLUSH_S = 1.0
 # Drain time of a service that has died. It answers at once; the time is for the answers to reach their clients.
 _LAST_ANSWERS_S = 2.0
-# Clients that ping more often are disconnected.
-_MIN_CLIENT_PING_INTERVAL_MS = 1000
-# Concurrent calls per client connection: as many as requests wait in a decoder by default, so that a single client,
-# such as a proxy, can fill its queue.
-_MAX_CONCURRENT_CALLS = 1024
-# Calls that wait for the event loop, over all connections. gRPC refuses further ones by itself, without a reason and a
-# delay, and by default from 1000 on. The event loop refuses 1200 calls per second (2 x AMD EPYC, 2026-11-23).
-_MAX_PENDING_CALLS = 16 * _MAX_CONCURRENT_CALLS
 # Services whose calls leave no access line at info level and do not delay a drain.
 _QUIET = frozenset({health.SERVICE_NAME, reflection.SERVICE_NAME})
 # Services that need no token: probes have none, and neither has the health check that a client's channel makes itself.
@@ -152,7 +147,9 @@ class GrpcService:
         """
         self._telemetry.start_endpoint()
         metrics = CallMetrics(self._telemetry.registry)
-        self._server = self._build_server(metrics, self._services, role=None)
+        self._server = self._build_server(
+            metrics, self._services, role=None, max_message_bytes=self._settings.max_message_bytes
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._target = self._bind(self._server, "--listen", self._settings.listen, self._credentials)
         await self._report(is_serving=False)
@@ -221,21 +218,28 @@ class GrpcService:
     async def _start_side_servers(self, metrics: CallMetrics) -> None:
         settings = self._settings
         if settings.admin_listen is not None:
-            server = self._build_server(metrics, self._admin_services, role=CallerRole.OPERATOR)
+            server = self._build_server(
+                metrics, self._admin_services, role=CallerRole.OPERATOR, max_message_bytes=MAX_IMAGELESS_BYTES
+            )
             names = [entry.full_name for entry in (*self._services, *self._admin_services)]
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
             self._admin_target = self._bind(server, "--admin-listen", settings.admin_listen, self._credentials)
             await server.start()
             self._side_servers.append(server)
         if settings.health_listen is not None:
-            server = self._build_server(metrics, (), role=None)
+            server = self._build_server(metrics, (), role=None, max_message_bytes=SMALL_BYTES)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             self._health_target = self._bind(server, "--health-listen", settings.health_listen, None)
             await server.start()
             self._side_servers.append(server)
 
     def _build_server(
-        self, metrics: CallMetrics, services: Sequence[ServiceEntry], *, role: CallerRole | None
+        self,
+        metrics: CallMetrics,
+        services: Sequence[ServiceEntry],
+        *,
+        role: CallerRole | None,
+        max_message_bytes: int,
     ) -> grpc.aio.Server:
         gate = CallGate(self._authenticator, self._quotas, open_services=_OPEN, role=role)
         default_timeouts_s = {
@@ -243,8 +247,10 @@ class GrpcService:
             for entry in services
             for method, timeout_s in entry.default_timeouts_s.items()
         }
-        border = BorderInterceptor(self._calls, gate, metrics, _QUIET, default_timeouts_s)
-        server = grpc.aio.server(interceptors=[border], options=server_options(self._settings))
+        receivers = Receivers(self._settings.max_receive_bytes, max_message_bytes, _OPEN)
+        border = BorderInterceptor(self._calls, gate, metrics, _QUIET, default_timeouts_s, receivers)
+        options = server_options(self._settings, max_message_bytes)
+        server = grpc.aio.server(interceptors=[border], options=options)
         for entry in services:
             entry.add_to_server(server)
         return server
@@ -325,29 +331,6 @@ def check_files(settings: ServiceSettings) -> None:
     """Raises ConfigurationError if the settings name certificates, tokens or keys with which no server can start."""
     server_credentials(settings)
     load_authenticator(settings)
-
-
-def server_options(settings: ServiceSettings) -> list[tuple[str, int]]:
-    """gRPC channel arguments: message limits both ways, keepalive that notices a frozen peer, no shared ports."""
-    keepalive_timeout_ms = int(settings.keepalive_timeout_s * 1000)
-    return [
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", _MAX_CONCURRENT_CALLS),
-        # By default gRPC counts a call until the server has cleaned up after it. Clients count it until its answer and
-        # start the next one, which gRPC then reset: 1400 to 1800 of 3000 calls at once on one connection.
-        ("grpc.http.overload_protection", 0),
-        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
-        ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),
-        ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
-        ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_CLIENT_PING_INTERVAL_MS),
-        ("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)),
-        ("grpc.max_connection_age_grace_ms", int(settings.max_connection_age_grace_s * 1000)),
-        ("grpc.so_reuseport", 0),
-    ]
 
 
 def end_by(number: signal.Signals) -> None:

@@ -130,6 +130,13 @@ class ServiceSettings(BaseSettings):
     ttl_s: int = Field(86_400, ge=1, description="Lifetime of a cache entry after its last use, seconds.")
 
     max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
+    max_receive_bytes: int = Field(
+        1024 * MIB,
+        ge=MIB,
+        description="Memory for requests that can hold images while they are received, each counted as "
+        "max_message_bytes; at least two are received at the same time. A tenant (without authentication: a "
+        "connection) gets half of it. Further calls wait.",
+    )
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest accepted image file.")
     max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted image, width times height in pixels.")
     keepalive_time_s: float = Field(

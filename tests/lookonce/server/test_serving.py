@@ -7,9 +7,8 @@ import json
 import pathlib
 import signal
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -26,6 +25,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.server.serving import GrpcService
 from lookonce.server.settings import MIB
 from lookonce.server.telemetry import Telemetry
+from tests.lookonce.server.program_process import PROGRAM, ROOT, ProgramProcess
 from tests.lookonce.server.running_server import (
     CHANNEL_OPTIONS,
     ENCODER,
@@ -36,8 +36,6 @@ from tests.lookonce.server.running_server import (
     until,
 )
 
-PROGRAM = [sys.executable, "-m", "tests.lookonce.server.serving_program"]
-ROOT = pathlib.Path(__file__).parents[3]
 Health = health_pb2.HealthCheckResponse
 
 
@@ -132,46 +130,6 @@ async def test_a_taken_port_is_a_configuration_error() -> None:
         telemetry = Telemetry()
         with pytest.raises(errors.ConfigurationError, match="cannot listen"):
             await GrpcService(server_settings(listen=running.service.target), telemetry, []).start()
-
-
-class Process:
-    """The slow service of `serving_program.py` in a process of its own."""
-
-    def __init__(self, folder: pathlib.Path, *flags: str) -> None:
-        self.ready_file = folder / "ready.json"
-        command = [*PROGRAM, "--model", ".", "--ready-file", str(self.ready_file), *flags]
-        self.log_file = (folder / "log").open("w+")
-        self.popen = subprocess.Popen(command, stderr=self.log_file, cwd=ROOT)
-
-    async def target(self) -> str:
-        async def written() -> bool:
-            assert self.popen.poll() is None, self.log()
-            return self.ready_file.exists()
-
-        await until(written)
-        return str(json.loads(self.ready_file.read_text())["target"])
-
-    def log(self) -> str:
-        self.log_file.flush()
-        return pathlib.Path(self.log_file.name).read_text()
-
-    async def exit_status(self) -> int:
-        return await asyncio.to_thread(self.popen.wait, 20)
-
-
-@pytest.fixture
-def processes(tmp_path: pathlib.Path) -> Iterator[Any]:
-    started: list[Process] = []
-
-    def start(*flags: str) -> Process:
-        started.append(Process(tmp_path, *flags))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.popen.kill()
-        process.popen.wait()
-        process.log_file.close()
 
 
 async def _items(*names: str) -> AsyncIterator[pb.EncodeStreamRequest]:
@@ -314,7 +272,7 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def _ports_of_clients(process: Process) -> set[int]:
+def _ports_of_clients(process: ProgramProcess) -> set[int]:
     connections = psutil.Process(process.popen.pid).net_connections("tcp")
     return {one.raddr.port for one in connections if one.status == psutil.CONN_ESTABLISHED}
 

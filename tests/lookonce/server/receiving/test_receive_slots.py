@@ -1,0 +1,216 @@
+"""Callers share the slots for uploads: half for each at most, the fewest first, and silence gives way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from lookonce.errors import DeadlineError, LookonceError, OverloadedError
+from lookonce.server.receiving.receive_slots import ReceiveSlots, SlotLimits
+
+# Times in which nothing is ended.
+LONG = SlotLimits(num_slots=4)
+SURE_S = 0.1
+
+
+def hurried(**values: Any) -> SlotLimits:
+    return SlotLimits(num_slots=values.pop("num_slots", 4), sure_s=SURE_S, settle_s=SURE_S, **values)
+
+
+class Uploads:
+    """Calls whose messages arrive when the test says so."""
+
+    def __init__(self, limits: SlotLimits) -> None:
+        self.slots = ReceiveSlots(limits)
+        self.order: list[str] = []
+        self._messages: list[tuple[str, asyncio.Future[None]]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def begin(self, caller: str, *, may_pause: bool = False) -> asyncio.Task[None]:
+        message: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def read() -> None:
+            self.order.append(caller)
+            self._messages.append((caller, message))
+            await message
+
+        self._tasks.append(asyncio.create_task(self.slots.receive(caller, read, may_pause=may_pause)))
+        await turns()
+        return self._tasks[-1]
+
+    async def arrive(self, caller: str) -> None:
+        """Completes the caller's oldest message."""
+        entry = next(entry for entry in self._messages if entry[0] == caller and not entry[1].done())
+        entry[1].set_result(None)
+        await turns()
+
+    def receiving(self) -> list[str]:
+        """Callers whose messages have not arrived."""
+        return [caller for caller, message in self._messages if not message.done()]
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert (self.slots.num_taken, self.slots.num_waiting) == (0, 0)
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def uploads(limits: SlotLimits) -> AsyncIterator[Uploads]:
+    running = Uploads(limits)
+    yield running
+    await running.end()
+
+
+async def error_of(task: asyncio.Task[None]) -> LookonceError:
+    with pytest.raises(LookonceError) as caught:
+        await asyncio.wait_for(task, 20)
+    return caught.value
+
+
+async def test_a_caller_gets_half_of_the_slots() -> None:
+    async with uploads(LONG) as running:
+        for caller in ("a", "a", "a", "b"):
+            await running.begin(caller)
+        assert running.order == ["a", "a", "b"]
+        await running.arrive("b")
+        assert running.slots.num_waiting == 1
+        await running.arrive("a")
+        assert running.order == ["a", "a", "b", "a"]
+
+
+async def test_the_caller_with_the_fewest_slots_comes_first_and_equal_ones_take_turns() -> None:
+    async with uploads(LONG) as running:
+        for caller in ("a", "a", "b", "b", "a", "a", "b", "c", "c", "d"):
+            await running.begin(caller)
+        assert running.order == ["a", "a", "b", "b"]
+        for caller in ("a", "a", "b", "b"):
+            await running.arrive(caller)
+        assert running.order[4:] == ["c", "a", "d", "b"]
+
+
+async def test_a_silent_upload_gives_way_to_another_caller_only_if_it_waits() -> None:
+    async with uploads(hurried()) as running:
+        silent = [await running.begin(caller) for caller in ("a", "b", "b", "c")]
+        await asyncio.sleep(3 * SURE_S)
+        assert not any(task.done() for task in silent)
+        await running.begin("d")
+        # The oldest one of the caller with the most slots.
+        assert type(await error_of(silent[1])) is OverloadedError
+        await turns()
+        assert running.order[-1] == "d"
+        assert sum(task.done() for task in silent) == 1
+
+
+@pytest.mark.parametrize("may_pause", [False, True])
+async def test_overdue_slots_do_not_count_and_stay_while_there_are_free_ones(may_pause: bool) -> None:
+    async with uploads(hurried()) as running:
+        slow = [await running.begin("a", may_pause=may_pause) for _ in range(2)]
+        await running.begin("a")
+        assert running.slots.num_waiting == 1
+        await asyncio.sleep(3 * SURE_S)
+        await running.begin("b")
+        assert (running.slots.num_taken, running.slots.num_waiting) == (4, 0)
+        assert not any(task.done() for task in slow)
+        await running.arrive("a")
+        await slow[0]
+
+
+async def test_a_caller_with_its_share_ends_none_of_others() -> None:
+    async with uploads(hurried()) as running:
+        others = [await running.begin("b") for _ in range(2)]
+        await asyncio.sleep(2 * SURE_S)
+        for _ in range(3):
+            await running.begin("a")
+        assert running.slots.num_waiting == 1
+        assert not any(task.done() for task in others)
+
+
+async def test_a_paused_stream_gives_way_when_all_slots_are_taken() -> None:
+    async with uploads(hurried()) as running:
+        paused = [await running.begin("a", may_pause=True) for _ in range(2)]
+        await asyncio.sleep(2 * SURE_S)
+        for caller in ("a", "a", "b"):
+            await running.begin(caller)
+        assert type(await error_of(paused[0])) is OverloadedError
+        await turns()
+        assert running.slots.num_taken == 4
+        assert not paused[1].done()
+
+
+async def test_only_a_stream_may_take_any_time() -> None:
+    async with uploads(hurried(max_receive_s=SURE_S)) as running:
+        stream = await running.begin("a", may_pause=True)
+        assert type(await error_of(await running.begin("b"))) is DeadlineError
+        assert not stream.done()
+
+
+async def test_a_call_that_waits_too_long_is_refused() -> None:
+    async with uploads(SlotLimits(num_slots=2, max_wait_s=0.1)) as running:
+        await running.begin("a")
+        assert type(await error_of(await running.begin("a"))) is OverloadedError
+        assert running.slots.num_taken == 1
+
+
+async def test_when_too_many_wait_the_newest_of_the_largest_caller_is_refused() -> None:
+    async with uploads(hurried(num_slots=2, max_waiting=3, max_receive_s=60)) as running:
+        for caller in ("a", "b"):
+            await running.begin(caller, may_pause=False)
+        running.slots.limits = SlotLimits(num_slots=2, settle_s=SURE_S, max_waiting=3)
+        waiting = [await running.begin(caller) for caller in ("a", "a", "a", "b")]
+        assert type(await error_of(waiting[2])) is OverloadedError
+        assert [task.done() for task in waiting] == [False, False, True, False]
+
+
+async def test_a_call_that_is_cancelled_as_it_gets_its_slot_gives_it_back() -> None:
+    async with uploads(SlotLimits(num_slots=2)) as running:
+        first = await running.begin("a")
+        second = await running.begin("a")
+        first.cancel()
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert (running.slots.num_taken, running.slots.num_waiting) == (0, 0)
+
+
+async def test_a_cancelled_call_gets_no_slot() -> None:
+    async with uploads(SlotLimits(num_slots=2)) as running:
+        for _ in range(2):
+            cancelled = await running.begin("a")
+        await running.begin("a")
+        cancelled.cancel()
+        await running.arrive("a")
+        assert running.order == ["a", "a"]
+        assert (running.slots.num_taken, running.slots.num_waiting) == (1, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_order_of_events_loses_a_slot(seed: int) -> None:
+    rng = random.Random(seed)
+    async with uploads(SlotLimits(num_slots=4, sure_s=0.01, max_receive_s=0.05, max_wait_s=0.05)) as running:
+        slots, tasks = running.slots, [await running.begin("a")]
+        for _ in range(100):
+            event = rng.choice(["begin", "begin", "arrive", "cancel", "cancel at once", "time"])
+            if event.startswith("begin"):
+                tasks.append(await running.begin(rng.choice("aab"), may_pause=rng.random() < 0.3))
+            elif event == "arrive":
+                for caller in running.receiving()[:1]:
+                    await running.arrive(caller)
+            elif event.startswith("cancel"):
+                rng.choice(tasks).cancel()
+                await (turns() if event == "cancel" else asyncio.sleep(0))
+            else:
+                await asyncio.sleep(0.005)
+            assert slots.num_taken <= 4
+            assert slots.num_taken == sum(len(own) for own in slots._taken.values())
+            assert slots.num_waiting == sum(len(own) for own in slots._waiting.values())
