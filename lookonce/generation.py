@@ -56,8 +56,8 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     adapter: str
     bypass_prefix_cache: bool
-    # Deadline of the whole call, seconds. Default: the client's.
-    timeout_s: float
+    # Deadline of the whole call, seconds; math.inf: none. None, the default: the client's.
+    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
