@@ -23,12 +23,22 @@ from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
-from lookonce.generation import GenerateOptions, Generation, Message, Usage
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
+from lookonce.sdk.answers import Transcript, generation_of
 from lookonce.sdk.calls import AsyncCalls, closed_error
-from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options, path_of
-from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
+from lookonce.sdk.channel import (
+    DECODER,
+    ENCODER,
+    ConnectionOptions,
+    Deadline,
+    channel_options,
+    check_request_id,
+    path_of,
+)
+from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.replies import parsed
+from lookonce.sdk.target import checked_target
 from lookonce.status_codes import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
@@ -72,18 +82,20 @@ class AsyncClient:
         The arguments are those of `lookonce.Client.connect`. Call it inside the running event loop.
         """
         options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
-        return cls(decoder_target, encoder_target, options)
+        encoder_target = None if encoder_target is None else checked_target(encoder_target)
+        return cls(checked_target(decoder_target), encoder_target, options)
 
     async def generate(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Returns the answer to a prompt or to a chat of messages.
+        """Returns the answer to a question, to a chat of messages, or to a TextPrompt.
 
-        A prompt is one user turn with `images` before the text. In a chat, images are parts of the messages.
+        A question is one user turn with `images` before the text. A chat and a TextPrompt have their own images.
         """
+        check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         with tracing.calling("client.generate"):
             prepared = await _prepared(prompt, images, options)
@@ -99,7 +111,7 @@ class AsyncClient:
 
     def stream(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncTextStream:
@@ -107,6 +119,7 @@ class AsyncClient:
 
         The request is sent when the iteration starts.
         """
+        check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         span = tracing.start_call("client.stream")
         with tracing.current(span):
@@ -208,9 +221,7 @@ class AsyncClient:
             await self._encode(ahead, deadline)
 
 
-async def _prepared(
-    prompt: str | Sequence[Message], images: Sequence[ImageLike], options: GenerateOptions
-) -> PreparedPrompt:
+async def _prepared(prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> PreparedPrompt:
     """Prepares a prompt, in a thread if it may have files to read and hash. Text alone is cheaper than a thread."""
     if isinstance(prompt, str) and not images:
         return PreparedPrompt(prompt, (), options)

@@ -21,11 +21,21 @@ from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
-from lookonce.generation import GenerateOptions, Generation, Message, Usage
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
+from lookonce.sdk.answers import Transcript, generation_of
 from lookonce.sdk.calls import SyncCalls, closed_error
-from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options, path_of
-from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
+from lookonce.sdk.channel import (
+    DECODER,
+    ENCODER,
+    ConnectionOptions,
+    Deadline,
+    channel_options,
+    check_request_id,
+    path_of,
+)
+from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
+from lookonce.sdk.target import checked_target
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
 
@@ -70,22 +80,24 @@ class Client:
         Targets are host:port. Without `encoder_target` the client asks the decoder for its encoder. `timeout_s` is the
         default deadline of each method, in seconds; None: no deadline. `tls_ca` is a PEM file with the servers'
         authorities; without it the connection is plaintext. `tls_cert` and `tls_key` are the client's own certificate
-        and key, for servers that ask for one. `token` is sent as a bearer token. Raises InvalidParameterError or
-        ConfigurationError for values that no call could use.
+        and key, for servers that ask for one. `token` is sent as a bearer token. Raises ConfigurationError or
+        InvalidParameterError for values that no call could use.
         """
         options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
-        return cls(decoder_target, encoder_target, options)
+        encoder_target = None if encoder_target is None else checked_target(encoder_target)
+        return cls(checked_target(decoder_target), encoder_target, options)
 
     def generate(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Returns the answer to a prompt or to a chat of messages.
+        """Returns the answer to a question, to a chat of messages, or to a TextPrompt.
 
-        A prompt is one user turn with `images` before the text. In a chat, images are parts of the messages.
+        A question is one user turn with `images` before the text. A chat and a TextPrompt have their own images.
         """
+        check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         with tracing.calling("client.generate"):
             prepared = PreparedPrompt(prompt, images, options)
@@ -101,11 +113,12 @@ class Client:
 
     def stream(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> TextStream:
         """Answers as `generate` does, as a stream: iterate for the text, then read `.generation` or `.usage`."""
+        check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         prepared = PreparedPrompt(prompt, images, options)
         span = tracing.start_call("client.stream")

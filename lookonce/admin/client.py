@@ -20,6 +20,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import SyncCalls
 from lookonce.sdk.channel import ConnectionOptions, channel_options, path_of
+from lookonce.sdk.target import checked_target
 
 
 class AdminClient:
@@ -61,7 +62,8 @@ class AdminClient:
         `target` is the host:port of an encoder's `admin_listen`; any encoder of a fleet will do. `token` needs the role
         operator. The other arguments are those of `lookonce.Client.connect`.
         """
-        return cls(target, ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token))
+        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        return cls(checked_target(target), options)
 
     def evict(
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
