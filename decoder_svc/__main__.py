@@ -21,6 +21,7 @@ async def serve(arguments: list[str]) -> None:
     """Runs the service until SIGTERM. Raises StartupError when it must not start."""
     # Imported here, because `main` first checks that the packages of the extra `serve` are installed.
     from lookonce.server import serving
+    from lookonce.server.addresses import check_addresses
     from lookonce.server.garbage import long_lived_objects
     from lookonce.server.quotas import load_quotas
     from lookonce.server.telemetry import Telemetry
@@ -34,6 +35,7 @@ async def serve(arguments: list[str]) -> None:
     # Loading takes seconds to minutes: a process that must not start says so before it.
     ModelFolder.open(settings.model)
     serving.check_files(settings)
+    check_addresses(settings)
     check_cache_settings(settings.redis_url, settings.seal_key_file)
     load_tenants(settings.tenant_secret_file)
     # Meanwhile probes see that the process is alive.

@@ -18,6 +18,7 @@ async def serve(arguments: list[str]) -> None:
     # Imported here, because `main` first checks that the packages of the extra `serve` are installed.
     from encoder_svc.settings import EncoderSettings
     from lookonce.server import serving
+    from lookonce.server.addresses import check_addresses
     from lookonce.server.garbage import long_lived_objects
     from lookonce.server.quotas import load_quotas
     from lookonce.server.telemetry import Telemetry
@@ -32,6 +33,7 @@ async def serve(arguments: list[str]) -> None:
     # Loading takes seconds to minutes: a process that must not start says so before it.
     ModelFolder.open(settings.model)
     serving.check_files(settings)
+    check_addresses(settings)
     check_cache_settings(settings.redis_url, settings.seal_key_file)
     # Meanwhile probes see that the process is alive.
     telemetry.start_endpoint()

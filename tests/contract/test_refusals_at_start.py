@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -100,3 +101,14 @@ def test_without_the_extra_the_service_says_what_to_install(module: str, missing
     (line,) = process.stderr.splitlines()
     assert line.startswith(f"error: `python -m {module}` needs packages that are not installed")
     assert line.endswith("pip install 'lookonce[serve]'")
+
+
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+def test_a_taken_port_is_refused_before_the_model_is_loaded(module: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        program = _WITH_AN_EMPTY_TORCH.format(module)
+        command = [sys.executable, "-c", program, "--model", str(DEMO_MODEL), "--listen", address]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.splitlines()[-1] == f"error: --listen: cannot listen on {address}: Address already in use"
