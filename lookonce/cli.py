@@ -71,10 +71,6 @@ def main() -> Never:
         _fail(error, 2)
     except LookonceError as error:
         _fail(error, 1)
-    except BrokenPipeError:
-        # The reader of stdout has left. Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except OSError as error:
         named = "" if error.filename is None else f"{error.filename}: "
         _fail(ConfigurationError(f"{named}{error.strerror or error}"), 2)
