@@ -314,3 +314,5 @@ class AsyncTextStream(AsyncIterator[str]):
         finally:
             # Has no effect on a finished call.
             call.cancel()
+            # The call refers to its request, and so to the images.
+            self._call = None
