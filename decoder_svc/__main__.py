@@ -6,15 +6,11 @@ import sys
 
 from decoder_svc.settings import DecoderSettings
 from lookonce import tracing
+from lookonce.errors import ConfigurationError
+from lookonce.local.serve_extra import require_serve_packages
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.openmp import set_openmp_spin_count
-from lookonce.server import serving
-from lookonce.server.garbage import long_lived_objects
-from lookonce.server.quotas import load_quotas
-from lookonce.server.settings import TracingVariables, parse_settings
-from lookonce.server.telemetry import Telemetry
-from lookonce.store.early_checks import check_cache_settings
-from lookonce.store.health import watched_cache
+from lookonce.server.settings import TracingVariables, exit_with, parse_settings
 from lookonce.tenants import load_tenants
 
 # The name in health of the engine alone. Readiness also depends on the encoders; restarting helps only the engine.
@@ -23,6 +19,15 @@ ENGINE_PART = "lookonce.engine"
 
 async def serve(arguments: list[str]) -> None:
     """Runs the service until SIGTERM. Raises StartupError when it must not start."""
+    # Imported here, because `main` first checks that the packages of the extra `serve` are installed.
+    from lookonce.server import serving
+    from lookonce.server.addresses import check_addresses
+    from lookonce.server.garbage import long_lived_objects
+    from lookonce.server.quotas import load_quotas
+    from lookonce.server.telemetry import Telemetry
+    from lookonce.store.early_checks import check_cache_settings
+    from lookonce.store.health import watched_cache
+
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-decoder", TracingVariables().exporters)
@@ -30,6 +35,7 @@ async def serve(arguments: list[str]) -> None:
     # Loading takes seconds to minutes: a process that must not start says so before it.
     ModelFolder.open(settings.model)
     serving.check_files(settings)
+    check_addresses(settings)
     check_cache_settings(settings.redis_url, settings.seal_key_file)
     load_tenants(settings.tenant_secret_file)
     # Meanwhile probes see that the process is alive.
@@ -55,6 +61,12 @@ async def serve(arguments: list[str]) -> None:
 
 def main() -> None:
     """Runs the service with the flags of the command line, and ends the process."""
+    try:
+        require_serve_packages("python -m decoder_svc")
+    except ConfigurationError as error:
+        exit_with(error)
+    from lookonce.server import serving
+
     serving.run(serve(sys.argv[1:]))
 
 

@@ -32,7 +32,7 @@ from lookonce.image_file import num_file_bytes
 from lookonce.logs import get_logger
 from lookonce.server.quotas import Quotas, Resource
 from lookonce.server.telemetry import current_request_id
-from lookonce.status_codes import code_number, from_reason, status_row
+from lookonce.status_codes import from_reason, status_row
 from lookonce.tenants import Tenants
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderService"
@@ -219,12 +219,12 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             charge_pixels = self._pixel_charge(in_stream=True)
             outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE, charge_pixels)
         except LookonceError as error:
-            return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
+            return pb.EncodeStreamResponse(item_id=request.item_id, error=wire.item_error(error))
         except Exception as fault:
             fault_id = uuid.uuid4().hex
             _log.error("unexpected error in an item", fault_id=fault_id, exc_info=fault)
             opaque = InternalError(f"internal error {fault_id}")
-            return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(opaque))
+            return pb.EncodeStreamResponse(item_id=request.item_id, error=wire.item_error(opaque))
         result = wire.encode_result(outcome)
         if request.item.rows_if_not_stored:
             await self._add_rows(result, outcome, self._settings.max_message_bytes // 2)
@@ -257,7 +257,3 @@ def _located(error: BaseException, index: int) -> BaseException:
     if isinstance(error, InvalidInputError):
         return from_reason(status_row(error).reason, error.message, {**error.metadata, "index": str(index)})
     return error
-
-
-def _item_error(error: LookonceError) -> pb.ItemError:
-    return pb.ItemError(code=code_number(error), reason=status_row(error).reason, message=error.message)

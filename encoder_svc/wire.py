@@ -7,8 +7,9 @@ from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, parse_digest
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
-from lookonce.errors import InvalidParameterError
+from lookonce.errors import InvalidParameterError, LookonceError
 from lookonce.image_file import FramePair, ImageFile
+from lookonce.status_codes import code_number, pause_of, status_row
 
 DATA_TYPES = {
     RowDtype.FLOAT32: common_pb2.DATA_TYPE_FLOAT32,
@@ -111,3 +112,11 @@ def encode_result(outcome: EncodeOutcome) -> pb.EncodeResult:
     )
     result.compute_time.FromNanoseconds(round(outcome.compute_s * 1e9))
     return result
+
+
+def item_error(error: LookonceError) -> pb.ItemError:
+    """The error of one item of a stream."""
+    item = pb.ItemError(code=code_number(error), reason=status_row(error).reason, message=error.message)
+    if (retry_after_s := pause_of(error)) is not None:
+        item.retry_delay.FromMilliseconds(int(retry_after_s * 1000))
+    return item

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import grpc.aio
 from opentelemetry import trace
@@ -21,17 +22,26 @@ from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
-from lookonce.errors import EmbeddingNotCachedError, UnsupportedError
-from lookonce.generation import GenerateOptions, Generation, Message, Usage
+from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options, path_of
-from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
+from lookonce.sdk.answers import Transcript, generation_of
+from lookonce.sdk.calls import AsyncCalls, closed_error
+from lookonce.sdk.channel import (
+    DECODER,
+    ENCODER,
+    ConnectionOptions,
+    Deadline,
+    channel_options,
+    check_request_id,
+    path_of,
+)
+from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.replies import parsed
+from lookonce.sdk.target import checked_target
 from lookonce.status_codes import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
-
-ResponseT = TypeVar("ResponseT")
 
 
 class AsyncClient:
@@ -39,11 +49,16 @@ class AsyncClient:
 
     Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
     it is small. If the server does not have the image cached, the client sends the bytes once, by itself.
+
+    A `timeout_s` of math.inf means no deadline, None the client's default. The server may have a default of its own
+    for calls without a deadline.
     """
 
     def __init__(self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions) -> None:
         """Opens the decoder's channel. Call `connect` instead."""
         self._options = options
+        self._calls = AsyncCalls(options)
+        self._streams: weakref.WeakSet[AsyncTextStream] = weakref.WeakSet()
         self._encoder_target = encoder_target
         self._decoder_channel = self._open(decoder_target, DECODER)
         self._decoder: decoder_grpc.DecoderServiceAsyncStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
@@ -56,7 +71,7 @@ class AsyncClient:
         decoder_target: str,
         encoder_target: str | None = None,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
@@ -67,34 +82,36 @@ class AsyncClient:
         The arguments are those of `lookonce.Client.connect`. Call it inside the running event loop.
         """
         options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
-        return cls(decoder_target, encoder_target, options)
+        encoder_target = None if encoder_target is None else checked_target(encoder_target)
+        return cls(checked_target(decoder_target), encoder_target, options)
 
     async def generate(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Returns the answer to a prompt or to a chat of messages.
+        """Returns the answer to a question, to a chat of messages, or to a TextPrompt.
 
-        A prompt is one user turn with `images` before the text. In a chat, images are parts of the messages.
+        A question is one user turn with `images` before the text. A chat and a TextPrompt have their own images.
         """
-        deadline = self._deadline(options)
+        check_request_id(options.get("request_id"))
+        deadline = self._options.deadline(options.get("timeout_s"))
         with tracing.calling("client.generate"):
             prepared = await _prepared(prompt, images, options)
             metadata = self._options.metadata(options.get("request_id"))
             try:
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = await self._call(self._decoder.Generate, request, deadline, metadata)
+                response = await self._calls.unary(self._decoder.Generate, request, deadline, metadata)
             except EmbeddingNotCachedError as error:
                 await self._supply(prepared, error, deadline)
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = await self._call(self._decoder.Generate, request, deadline, metadata)
+                response = await self._calls.unary(self._decoder.Generate, request, deadline, metadata)
             return generation_of(response)
 
     def stream(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncTextStream:
@@ -102,7 +119,8 @@ class AsyncClient:
 
         The request is sent when the iteration starts.
         """
-        deadline = self._deadline(options)
+        check_request_id(options.get("request_id"))
+        deadline = self._options.deadline(options.get("timeout_s"))
         span = tracing.start_call("client.stream")
         with tracing.current(span):
             metadata = self._options.metadata(options.get("request_id"))
@@ -111,6 +129,7 @@ class AsyncClient:
             return await _prepared(prompt, images, options)
 
         def start(prepared: PreparedPrompt) -> Any:
+            self._calls.check_open()
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
             return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
 
@@ -118,40 +137,50 @@ class AsyncClient:
             with tracing.current(span):
                 await self._supply(prepared, error, deadline)
 
-        return AsyncTextStream(prepare, start, supply, span)
+        stream = AsyncTextStream(self._calls, prepare, start, supply, span)
+        self._streams.add(stream)
+        return stream
 
     async def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
         """Encodes the images that are not cached yet; returns a reference for each, with its `.encoding` filled in."""
-        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        return await self._encode(images, self._options.deadline(timeout_s))
+
+    async def _encode(self, images: Sequence[ImageLike], deadline: Deadline) -> list[ImageRef]:
         with tracing.calling("client.encode"):
             plan = EncodePlan(await asyncio.to_thread(as_images, images))
             encoder = await self._encoder(deadline)
             for looked_up, lookup in plan.lookups():
-                plan.take_lookup(looked_up, await self._call(encoder.LookupEmbeddings, lookup, deadline))
+                plan.take_lookup(looked_up, await self._calls.unary(encoder.LookupEmbeddings, lookup, deadline))
             if not plan.is_complete:
-                info = await self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
+                info = await self._calls.unary(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
                 for uploaded, upload in plan.uploads(info):
-                    plan.take_encoded(uploaded, await self._call(encoder.Encode, upload, deadline))
+                    plan.take_encoded(uploaded, await self._calls.unary(encoder.Encode, upload, deadline))
             return plan.images()
 
     async def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
         """Returns for each image whether its embedding is cached. Uploads and encodes nothing."""
-        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.lookup"):
             refs = await asyncio.to_thread(as_images, images)
             encoder = await self._encoder(deadline)
             found: set[ImageRef] = set()
             for looked_up, request in lookup_requests(refs, touch=False):
-                found.update(cached_images(looked_up, await self._call(encoder.LookupEmbeddings, request, deadline)))
+                found.update(
+                    cached_images(looked_up, await self._calls.unary(encoder.LookupEmbeddings, request, deadline))
+                )
             return [ref in found for ref in refs]
 
     async def model_info(self) -> decoder_pb2.GetModelInfoResponse:
         """Returns the decoder's description of its model and limits; later calls return the first answer."""
         with tracing.calling("client.model_info"):
-            return await self._model_info(Deadline.after(self._options.timeout_s))
+            return await self._model_info(self._options.deadline(None))
 
     async def aclose(self) -> None:
-        """Closes the channels; calls in flight end with AbortedError."""
+        """Closes the channels. Calls and streams in flight end with AbortedError; so do later calls."""
+        self._calls.close()
+        # gRPC ends only the calls for which a task is waiting at this moment.
+        for stream in list(self._streams):
+            stream._end(closed_error())
         await self._decoder_channel.close()
         if self._encoder_channel is not None:
             await self._encoder_channel.close()
@@ -172,6 +201,7 @@ class AsyncClient:
         target = self._encoder_target or (await self._model_info(deadline)).encoder_target
         if not target:
             raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
+        self._calls.check_open()
         if self._encoder_channel is None:
             self._encoder_channel = self._open(target, ENCODER)
         stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel)
@@ -179,35 +209,19 @@ class AsyncClient:
 
     async def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
         if self._info is None:
-            self._info = await self._call(self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline)
+            self._info = await self._calls.unary(
+                self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline
+            )
         return self._info
 
     async def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""
         ahead = prepared.supply(error, await self._model_info(deadline))
         if ahead:
-            await self.encode(ahead, timeout_s=deadline.remaining_s())
-
-    def _deadline(self, options: GenerateOptions) -> Deadline:
-        return Deadline.after(options.get("timeout_s", self._options.timeout_s))
-
-    async def _call(
-        self,
-        method: Callable[..., Awaitable[ResponseT]],
-        request: object,
-        deadline: Deadline,
-        metadata: tracing.Metadata | None = None,
-    ) -> ResponseT:
-        metadata = metadata or self._options.metadata()
-        try:
-            return parsed(await method(request, timeout=deadline.remaining_s(), metadata=metadata))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            await self._encode(ahead, deadline)
 
 
-async def _prepared(
-    prompt: str | Sequence[Message], images: Sequence[ImageLike], options: GenerateOptions
-) -> PreparedPrompt:
+async def _prepared(prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> PreparedPrompt:
     """Prepares a prompt, in a thread if it may have files to read and hash. Text alone is cheaper than a thread."""
     if isinstance(prompt, str) and not images:
         return PreparedPrompt(prompt, (), options)
@@ -222,17 +236,20 @@ class AsyncTextStream(AsyncIterator[str]):
 
     def __init__(
         self,
+        calls: AsyncCalls,
         prepare: Callable[[], Awaitable[PreparedPrompt]],
         start: Callable[[PreparedPrompt], Any],
         supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
         span: trace.Span,
     ) -> None:
         """`prepare` hashes the images, `start` begins a call, `supply` adds images the server lacks. Ends `span`."""
+        self._calls = calls
         self._prepare = prepare
         self._start = start
         self._supply = supply
         self._span = span
         self._transcript = Transcript()
+        self._call: Any = None
         self._pieces = self._read()
 
     @property
@@ -249,6 +266,12 @@ class AsyncTextStream(AsyncIterator[str]):
         """Ends the request and the iteration. Must not be called while another task waits for the next piece."""
         await self._pieces.aclose()
         tracing.end(self._span)
+
+    def _end(self, error: LookonceError) -> None:
+        """Ends the request and the span. A task that waits for the next piece gets AbortedError."""
+        if self._call is not None:
+            self._call.cancel()
+        tracing.end(self._span, error)
 
     async def __anext__(self) -> str:
         with tracing.ended_by(self._span, StopAsyncIteration):
@@ -277,7 +300,7 @@ class AsyncTextStream(AsyncIterator[str]):
                 yield text
 
     async def _texts(self, prepared: PreparedPrompt) -> AsyncGenerator[str]:
-        call = self._start(prepared)
+        call = self._call = self._start(prepared)
         try:
             async for response in call:
                 if text := self._transcript.add(parsed(response)):
@@ -285,6 +308,11 @@ class AsyncTextStream(AsyncIterator[str]):
             self._transcript.generation()
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
+        except asyncio.CancelledError:
+            self._calls.check_cancelled()
+            raise
         finally:
             # Has no effect on a finished call.
             call.cancel()
+            # The call refers to its request, and so to the images.
+            self._call = None

@@ -23,14 +23,14 @@ from lookonce.admin.client import AdminClient
 from lookonce.client import Client
 from lookonce.errors import (
     ConfigurationError,
-    InvalidParameterError,
     LookonceError,
     StartupError,
     UnavailableError,
 )
 from lookonce.families.registry import FAMILIES
-from lookonce.generation import GenerateOptions, Usage
+from lookonce.generation import GenerateOptions, TextPrompt, Usage
 from lookonce.images import ImageRef
+from lookonce.local.cli_options import MAX_UINT32, MAX_UINT64, Images, Target, Timeout, filled, named_image
 from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
 from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 from lookonce.local.family_offers import offers_of
@@ -58,12 +58,6 @@ app.add_typer(serve_app, name="serve")
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 
-Target = Annotated[
-    str | None, typer.Option(help="host:port of the decoder. Default: LOOKONCE_TARGET, else the running `lookonce up`.")
-]
-Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Deadline of the call, seconds.")]
-Images = Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exists=True, dir_okay=False)]
-
 
 def main() -> Never:
     """Entry point of the console script."""
@@ -78,7 +72,8 @@ def main() -> Never:
     except LookonceError as error:
         _fail(error, 1)
     except OSError as error:
-        _fail(ConfigurationError(f"{error.filename}: {error.strerror}"), 2)
+        named = "" if error.filename is None else f"{error.filename}: "
+        _fail(ConfigurationError(f"{named}{error.strerror or error}"), 2)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     sys.exit(0)
@@ -92,10 +87,12 @@ def _fail(error: LookonceError, status: int) -> Never:
 @app.command()
 def up(
     model: Annotated[
-        str | None, typer.Option(help="Model folder, or a name on the Hugging Face hub. Default: the demo model.")
+        str | None,
+        typer.Option(help="Model folder, or a name on the Hugging Face hub. Default: the demo model.", callback=filled),
     ] = None,
     redis_url: Annotated[
-        str | None, typer.Option(help="Redis to use. Default: LOOKONCE_REDIS_URL, else a new server.")
+        str | None,
+        typer.Option(help="Redis to use. Default: LOOKONCE_REDIS_URL, else a new server.", callback=filled),
     ] = None,
     decoders: Annotated[int, typer.Option(min=1, help="Number of decoders.")] = 1,
     encoders: Annotated[int, typer.Option(min=1, help="Number of encoders.")] = 1,
@@ -202,9 +199,17 @@ def generate(
         typer.Option("--image", "-i", help="Image file; repeatable.", exists=True, dir_okay=False),
     ] = None,
     target: Target = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, max=MAX_UINT32, help="Longest answer, tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy. Default: the model's.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=MAX_UINT64, help="Makes sampling repeatable.")] = None,
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw",
+            help="Send the prompt without the chat template, for models that have none. Write the model's image "
+            "placeholder once for each image; without any, the images come before the text.",
+        ),
+    ] = False,
     timeout_s: Timeout = 120.0,
 ) -> None:
     """Ask about images. The answer is streamed to stdout."""
@@ -215,12 +220,23 @@ def generate(
         options["temperature"] = temperature
     if seed is not None:
         options["seed"] = seed
-    with _connect(decoder_target(target)) as client, client.stream(prompt, image or [], **options) as stream:
-        for text in stream:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        _err.print(f"[dim]{usage_line(stream.usage)}[/]")
+    images = image or []
+    with _connect(decoder_target(target)) as client:
+        stream = (
+            client.stream(_raw(client, prompt, images), **options) if raw else client.stream(prompt, images, **options)
+        )
+        with stream:
+            for text in stream:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+            _err.print(f"[dim]{usage_line(stream.usage)}[/]")
+
+
+def _raw(client: Client, text: str, images: Sequence[pathlib.Path]) -> TextPrompt:
+    """Returns a prompt without a chat template. A text without placeholders gets one for each image at its start."""
+    placeholder = client.model_info().image_placeholder if images else ""
+    return TextPrompt(text if placeholder in text else placeholder * len(images) + text, images)
 
 
 def usage_line(usage: Usage) -> str:
@@ -269,10 +285,14 @@ def evict(
         str | None,
         typer.Option(
             help="host:port of an encoder's operators' calls. "
-            "Default: LOOKONCE_ADMIN_TARGET, else the running `lookonce up`."
+            "Default: LOOKONCE_ADMIN_TARGET, else the running `lookonce up`.",
+            callback=filled,
         ),
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Tenant that the images belong to. Default: the default tenant.")] = "",
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="Tenant that the images belong to. Default: the default tenant.", callback=filled),
+    ] = None,
     all_of_tenant: Annotated[bool, typer.Option("--all-of-tenant", help="Remove all images of the tenant.")] = False,
     timeout_s: Timeout = 60.0,
 ) -> None:
@@ -282,30 +302,17 @@ def evict(
     """
     if bool(images) == all_of_tenant:
         raise typer.BadParameter("give images, or --all-of-tenant")
-    refs = [_named_image(image) for image in images or []]
+    refs = [named_image(image) for image in images or []]
     with AdminClient.connect(admin_target(target), **CliSettings().connection()) as admin:
         if all_of_tenant:
-            _out.print(f"{admin.evict_tenant(tenant, timeout_s=timeout_s)} entries removed")
+            _out.print(f"{admin.evict_tenant(tenant or '', timeout_s=timeout_s)} entries removed")
             return
-        evicted = admin.evict(refs, tenant=tenant, timeout_s=timeout_s)
+        evicted = admin.evict(refs, tenant=tenant or "", timeout_s=timeout_s)
     table = Table("image", "digest", "found", "entries removed", "video pairs removed")
     for name, one in zip(images or [], evicted, strict=True):
         counts = ("yes" if one.found else "no", str(one.entries), str(one.pairs))
         table.add_row(escape(pathlib.Path(name).name), one.image.hex[:16], *counts)
     _print_report(table)
-
-
-def _named_image(text: str) -> ImageRef:
-    """Returns the image of a file or a digest. Raises BadParameter for anything else."""
-    path = pathlib.Path(text)
-    if path.is_file():
-        return ImageRef.from_file(path)
-    if path.is_dir():
-        raise typer.BadParameter(f"{text} is a folder; name the image files in it")
-    try:
-        return ImageRef.from_digest(text)
-    except InvalidParameterError:
-        raise typer.BadParameter(f"{text} is neither a file nor a SHA-256 digest of 64 hex characters") from None
 
 
 @app.command()
@@ -336,7 +343,9 @@ def token(
 
 @app.command()
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Model folder or hub name to check as well.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder or hub name to check as well.", callback=filled)
+    ] = None,
 ) -> None:
     """Check that this machine has all that Lookonce needs."""
     from lookonce.local.doctor import examine

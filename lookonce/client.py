@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from opentelemetry import trace
@@ -20,15 +21,23 @@ from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
-from lookonce.generation import GenerateOptions, Generation, Message, Usage
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options, path_of
-from lookonce.sdk.messages import EncodePlan, PreparedPrompt, Transcript, cached_images, generation_of, lookup_requests
-from lookonce.sdk.replies import error_of
+from lookonce.sdk.answers import Transcript, generation_of
+from lookonce.sdk.calls import SyncCalls, closed_error
+from lookonce.sdk.channel import (
+    DECODER,
+    ENCODER,
+    ConnectionOptions,
+    Deadline,
+    channel_options,
+    check_request_id,
+    path_of,
+)
+from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
+from lookonce.sdk.target import checked_target
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
-
-ResponseT = TypeVar("ResponseT")
 
 
 class Client:
@@ -36,13 +45,19 @@ class Client:
 
     Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
     it is small. If the server does not have the image cached, the client sends the bytes once, by itself.
+
+    A `timeout_s` of math.inf means no deadline, None the client's default. The server may have a default of its own
+    for calls without a deadline.
     """
 
     def __init__(self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions) -> None:
         """Opens the decoder's channel. Call `connect` instead."""
         self._options = options
+        self._calls = SyncCalls(options)
         self._encoder_target = encoder_target
+        # Guards the encoder's channel and the streams.
         self._lock = threading.Lock()
+        self._streams: weakref.WeakSet[TextStream] = weakref.WeakSet()
         self._decoder_channel = self._open(decoder_target, DECODER)
         self._decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
         self._encoder_channel: grpc.Channel | None = None
@@ -54,7 +69,7 @@ class Client:
         decoder_target: str,
         encoder_target: str | None = None,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
@@ -63,44 +78,48 @@ class Client:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
         Targets are host:port. Without `encoder_target` the client asks the decoder for its encoder. `timeout_s` is the
-        default deadline of each method, in seconds. `tls_ca` is a PEM file with the servers' authorities; without it
-        the connection is plaintext. `tls_cert` and `tls_key` are the client's own certificate and key, for servers
-        that ask for one. `token` is sent as a bearer token.
+        default deadline of each method, in seconds; None: no deadline. `tls_ca` is a PEM file with the servers'
+        authorities; without it the connection is plaintext. `tls_cert` and `tls_key` are the client's own certificate
+        and key, for servers that ask for one. `token` is sent as a bearer token. Raises ConfigurationError or
+        InvalidParameterError for values that no call could use.
         """
         options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
-        return cls(decoder_target, encoder_target, options)
+        encoder_target = None if encoder_target is None else checked_target(encoder_target)
+        return cls(checked_target(decoder_target), encoder_target, options)
 
     def generate(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Returns the answer to a prompt or to a chat of messages.
+        """Returns the answer to a question, to a chat of messages, or to a TextPrompt.
 
-        A prompt is one user turn with `images` before the text. In a chat, images are parts of the messages.
+        A question is one user turn with `images` before the text. A chat and a TextPrompt have their own images.
         """
-        deadline = self._deadline(options)
+        check_request_id(options.get("request_id"))
+        deadline = self._options.deadline(options.get("timeout_s"))
         with tracing.calling("client.generate"):
             prepared = PreparedPrompt(prompt, images, options)
             metadata = self._options.metadata(options.get("request_id"))
             try:
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = self._call(self._decoder.Generate, request, deadline, metadata)
+                response = self._calls.unary(self._decoder.Generate, request, deadline, metadata)
             except EmbeddingNotCachedError as error:
                 self._supply(prepared, error, deadline)
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = self._call(self._decoder.Generate, request, deadline, metadata)
+                response = self._calls.unary(self._decoder.Generate, request, deadline, metadata)
             return generation_of(response)
 
     def stream(
         self,
-        prompt: str | Sequence[Message],
+        prompt: Prompt,
         images: Sequence[ImageLike] = (),
         **options: Unpack[GenerateOptions],
     ) -> TextStream:
         """Answers as `generate` does, as a stream: iterate for the text, then read `.generation` or `.usage`."""
-        deadline = self._deadline(options)
+        check_request_id(options.get("request_id"))
+        deadline = self._options.deadline(options.get("timeout_s"))
         prepared = PreparedPrompt(prompt, images, options)
         span = tracing.start_call("client.stream")
         with tracing.current(span):
@@ -108,50 +127,62 @@ class Client:
 
         def start() -> Any:
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
-            return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
+            return self._calls.started(
+                lambda: self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
+            )
 
         def supply(error: EmbeddingNotCachedError) -> None:
             with tracing.current(span):
                 self._supply(prepared, error, deadline)
 
-        return TextStream(start, supply, span)
+        stream = TextStream(self._calls, start, supply, span)
+        with self._lock:
+            self._streams.add(stream)
+        return stream
 
     def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
         """Encodes the images that are not cached yet; returns a reference for each, with its `.encoding` filled in."""
-        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        return self._encode(images, self._options.deadline(timeout_s))
+
+    def _encode(self, images: Sequence[ImageLike], deadline: Deadline) -> list[ImageRef]:
         with tracing.calling("client.encode"):
             plan = EncodePlan(as_images(images))
             encoder = self._encoder(deadline)
             for looked_up, lookup in plan.lookups():
-                plan.take_lookup(looked_up, self._call(encoder.LookupEmbeddings, lookup, deadline))
+                plan.take_lookup(looked_up, self._calls.unary(encoder.LookupEmbeddings, lookup, deadline))
             if not plan.is_complete:
-                info = self._call(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
+                info = self._calls.unary(encoder.GetEncoderInfo, encoder_pb2.GetEncoderInfoRequest(), deadline)
                 for uploaded, upload in plan.uploads(info):
-                    plan.take_encoded(uploaded, self._call(encoder.Encode, upload, deadline))
+                    plan.take_encoded(uploaded, self._calls.unary(encoder.Encode, upload, deadline))
             return plan.images()
 
     def lookup(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[bool]:
         """Returns for each image whether its embedding is cached. Uploads and encodes nothing."""
-        deadline = Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.lookup"):
             refs = as_images(images)
             encoder = self._encoder(deadline)
             found: set[ImageRef] = set()
             for looked_up, request in lookup_requests(refs, touch=False):
-                found.update(cached_images(looked_up, self._call(encoder.LookupEmbeddings, request, deadline)))
+                found.update(cached_images(looked_up, self._calls.unary(encoder.LookupEmbeddings, request, deadline)))
             return [ref in found for ref in refs]
 
     def model_info(self) -> decoder_pb2.GetModelInfoResponse:
         """Returns the decoder's description of its model and limits; later calls return the first answer."""
         with tracing.calling("client.model_info"):
-            return self._model_info(Deadline.after(self._options.timeout_s))
+            return self._model_info(self._options.deadline(None))
 
     def close(self) -> None:
-        """Closes the channels; calls in flight end with AbortedError."""
-        self._decoder_channel.close()
+        """Closes the channels. Calls and streams in flight end with AbortedError; so do later calls."""
+        self._calls.close()
         with self._lock:
-            if self._encoder_channel is not None:
-                self._encoder_channel.close()
+            streams = list(self._streams)
+            channels = [self._decoder_channel, self._encoder_channel]
+        for channel in channels:
+            if channel is not None:
+                channel.close()
+        for stream in streams:
+            stream._end(closed_error())
 
     def __enter__(self) -> Self:
         return self
@@ -170,36 +201,21 @@ class Client:
         if not target:
             raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
         with self._lock:
+            self._calls.check_open()
             if self._encoder_channel is None:
                 self._encoder_channel = self._open(target, ENCODER)
             return encoder_grpc.EncoderServiceStub(self._encoder_channel)
 
     def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
         if self._info is None:
-            self._info = self._call(self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline)
+            self._info = self._calls.unary(self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline)
         return self._info
 
     def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""
         ahead = prepared.supply(error, self._model_info(deadline))
         if ahead:
-            self.encode(ahead, timeout_s=deadline.remaining_s())
-
-    def _deadline(self, options: GenerateOptions) -> Deadline:
-        return Deadline.after(options.get("timeout_s", self._options.timeout_s))
-
-    def _call(
-        self,
-        method: Callable[..., ResponseT],
-        request: object,
-        deadline: Deadline,
-        metadata: tracing.Metadata | None = None,
-    ) -> ResponseT:
-        metadata = metadata or self._options.metadata()
-        try:
-            return method(request, timeout=deadline.remaining_s(), metadata=metadata)
-        except grpc.RpcError as error:
-            raise error_of(error) from None
+            self._encode(ahead, deadline)
 
 
 class TextStream(Iterator[str]):
@@ -209,15 +225,21 @@ class TextStream(Iterator[str]):
     """
 
     def __init__(
-        self, start: Callable[[], Any], supply: Callable[[EmbeddingNotCachedError], None], span: trace.Span
+        self,
+        calls: SyncCalls,
+        start: Callable[[], Any],
+        supply: Callable[[EmbeddingNotCachedError], None],
+        span: trace.Span,
     ) -> None:
         """`start` begins a call with the current prompt, `supply` adds images that the server lacks. Ends `span`."""
+        self._calls = calls
         self._start = start
         self._supply = supply
         self._span = span
         self._transcript = Transcript()
         self._closed = False
-        self._call = start()
+        with tracing.ended_by(span, StopIteration):
+            self._call = start()
         self._pieces = self._read()
 
     @property
@@ -234,7 +256,11 @@ class TextStream(Iterator[str]):
         """Ends the request and the iteration."""
         self._closed = True
         self._call.cancel()
-        tracing.end(self._span)
+        self._end(None)
+
+    def _end(self, error: LookonceError | None) -> None:
+        """Ends the span, if that has not happened yet."""
+        tracing.end(self._span, error)
 
     def __next__(self) -> str:
         with tracing.ended_by(self._span, StopIteration):
@@ -267,7 +293,7 @@ class TextStream(Iterator[str]):
             # The call is its own exception. Its traceback would refer to this frame, and so to the call and the images.
             error.__traceback__ = None
             if not self._closed:
-                raise error_of(error) from None
+                raise self._calls.error_of(error) from None
         except LookonceError:
             self._call.cancel()
             raise

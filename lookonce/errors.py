@@ -14,13 +14,13 @@ LookonceError
 │   └── DigestMismatchError          the bytes do not hash to the digest that came with them
 ├── EmbeddingNotCachedError          the cache has no entry for a digest; upload the bytes
 ├── FingerprintMismatchError         the request asks for rows of another encoder
-├── UnsupportedError                 a known feature that this server does not offer
+├── UnsupportedError                 a feature or a call that this server does not offer
 ├── OverloadedError                  a queue or the memory is full; try again later
 ├── MessageTooLargeError             a gRPC message over the limit (seen by clients; gRPC itself answers it)
 ├── UnavailableError                 a needed service cannot be reached, or the server drains
 ├── CacheAccessError                 the shared cache refuses the server's user; calling again does not help
 ├── DeadlineError                    the deadline passed
-├── AbortedError                     AbortRequest or a cancelled call ended the request
+├── AbortedError                     AbortRequest, a cancelled call or a closed client ended the request
 ├── UnauthenticatedError             no token, or an invalid one
 ├── PermissionDeniedError            a valid token, but its role does not allow the call
 ├── InternalError                    a fault of the server; the message holds only an opaque id
@@ -133,7 +133,7 @@ class FingerprintMismatchError(LookonceError):
 
 
 class UnsupportedError(LookonceError):
-    """The server does not offer this feature of the contract."""
+    """The server does not offer this feature or this call of the contract."""
 
 
 class OverloadedError(LookonceError):
@@ -173,7 +173,7 @@ class DeadlineError(LookonceError):
 
 
 class AbortedError(LookonceError):
-    """AbortRequest or the end of the call cancelled the request."""
+    """AbortRequest, the end of the call or the end of the client cancelled the request."""
 
 
 class UnauthenticatedError(LookonceError):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
-from lookonce.images import ImageRef
+from lookonce.images import ImageLike, ImageRef
 from lookonce.videos import Video
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
@@ -23,6 +23,23 @@ class Message:
     role: Role
     # A text, or a list of texts, images and videos in reading order.
     content: str | Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt as the model reads it, without the chat template: the way for models that have none.
+
+    Control tokens that are spelled in the text count, so keep other people's texts out of it.
+    """
+
+    # Text in which `model_info().image_placeholder` stands once for each image.
+    text: str
+    # Images in the order of their placeholders: references, bytes or paths.
+    images: Sequence[ImageLike] = ()
+
+
+Prompt: TypeAlias = "str | TextPrompt | Sequence[Message]"
+"""A question, a prompt as text, or a chat."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -56,8 +73,8 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     adapter: str
     bypass_prefix_cache: bool
-    # Deadline of the whole call, seconds. Default: the client's.
-    timeout_s: float
+    # Deadline of the whole call, seconds; math.inf: none. None, the default: the client's.
+    timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

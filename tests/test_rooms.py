@@ -21,7 +21,7 @@ MAX_MODULES = 20
 PUBLIC_NAMES = {
     "lookonce": {"AdminClient", "AsyncAdminClient", "AsyncClient", "Client", "__version__"},
     "lookonce.admin": {"CacheStats", "EntryStats", "EvictedImage", "TierStats"},
-    "lookonce.generation": {"GenerateOptions", "Generation", "Message", "Usage"},
+    "lookonce.generation": {"GenerateOptions", "Generation", "Message", "TextPrompt", "Usage"},
     "lookonce.images": {"Encoding", "ImageRef", "as_image", "as_images"},
     "lookonce.videos": {"Video"},
     "lookonce.errors": {

@@ -174,7 +174,10 @@ class PromptBuilder:
 
     def _check_chat(self, spec: ChatPrompt) -> None:
         if self._template is None:
-            raise UnsupportedError("this model has no chat template; send a text or token prompt")
+            raise UnsupportedError(
+                "this model has no chat template; send a text or token prompt, in which "
+                f"{self._family.placeholder} stands for each image (TextPrompt in Python, `lookonce generate --raw`)"
+            )
         if not spec.messages:
             raise PromptEmptyError("chat.messages is empty; send at least one message")
         for index, message in enumerate(spec.messages):

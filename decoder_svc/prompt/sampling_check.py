@@ -197,5 +197,6 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> InvalidParameterError:
-    shown = f"{value:g}" if math.isfinite(value) else str(value)
+    # All digits of an integer, and those that tell a float32 from its neighbours.
+    shown = str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.8g}"
     return InvalidParameterError(f"sampling.{name}", f"must be {allowed}, got {shown}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Self, TypeVar
+from collections.abc import Sequence
+from typing import Self
 
 import grpc.aio
 
@@ -19,11 +19,9 @@ from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
-from lookonce.sdk.channel import ConnectionOptions, Deadline, channel_options, path_of
-from lookonce.sdk.replies import parsed
-from lookonce.status_codes import from_rpc_error
-
-ResponseT = TypeVar("ResponseT")
+from lookonce.sdk.calls import AsyncCalls
+from lookonce.sdk.channel import ConnectionOptions, channel_options, path_of
+from lookonce.sdk.target import checked_target
 
 
 class AsyncAdminClient:
@@ -35,6 +33,7 @@ class AsyncAdminClient:
     def __init__(self, target: str, options: ConnectionOptions) -> None:
         """Opens the channel. Call `connect` instead."""
         self._options = options
+        self._calls = AsyncCalls(options)
         credentials = options.credentials()
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=channel_options())
@@ -47,49 +46,54 @@ class AsyncAdminClient:
         cls,
         target: str,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> Self:
         """Returns a client. Call it inside the running event loop, with the arguments of `lookonce.AdminClient`."""
-        return cls(target, ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token))
+        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        return cls(checked_target(target), options)
 
     async def evict(
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[EvictedImage]:
         """Removes images from every cache; see `lookonce.AdminClient.evict`."""
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.evict"):
             results: list[EvictedImage] = []
             for chunk, request in eviction_requests(await asyncio.to_thread(as_images, images), tenant):
-                results += evicted_images(chunk, await self._call(self._stub.EvictEmbeddings, request, deadline))
+                results += evicted_images(chunk, await self._calls.unary(self._stub.EvictEmbeddings, request, deadline))
             return results
 
     async def evict_tenant(self, tenant: str, *, timeout_s: float | None = None) -> int:
         """Removes all images of a tenant as `evict` does. Returns the number of entries that the shared cache had."""
         with tracing.calling("admin.evict_tenant"):
             request = pb.EvictEmbeddingsRequest(tenant=tenant, all_of_tenant=True)
-            return (await self._call(self._stub.EvictEmbeddings, request, self._deadline(timeout_s))).evicted
+            return (
+                await self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s))
+            ).evicted
 
     async def evict_all(self, *, timeout_s: float | None = None) -> int:
         """Removes all images of this encoder's model, of all tenants. Returns as `evict_tenant`."""
         with tracing.calling("admin.evict_all"):
             request = pb.EvictEmbeddingsRequest(all=True)
-            return (await self._call(self._stub.EvictEmbeddings, request, self._deadline(timeout_s))).evicted
+            return (
+                await self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s))
+            ).evicted
 
     async def pin(
         self, images: Sequence[ImageLike], *, tenant: str = "", unpin: bool = False, timeout_s: float | None = None
     ) -> list[bool]:
         """Pins images, or unpins them; see `lookonce.AdminClient.pin`."""
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.pin"):
             refs = await asyncio.to_thread(as_images, images)
             found = [False] * len(refs)
             for indexes, selection in selections(refs, tenant):
                 request = pb.PinEmbeddingsRequest(selection=selection, unpin=unpin)
-                response = await self._call(self._stub.PinEmbeddings, request, deadline)
+                response = await self._calls.unary(self._stub.PinEmbeddings, request, deadline)
                 for index, was_found in zip(indexes, response.found, strict=True):
                     found[index] = was_found
             return found
@@ -98,13 +102,13 @@ class AsyncAdminClient:
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[bool]:
         """Copies rows from the shared cache into this encoder; see `lookonce.AdminClient.prewarm`."""
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.prewarm"):
             refs = await asyncio.to_thread(as_images, images)
             found = [False] * len(refs)
             for indexes, selection in selections(refs, tenant):
                 request = pb.PrewarmEmbeddingsRequest(selection=selection)
-                response = await self._call(self._stub.PrewarmEmbeddings, request, deadline)
+                response = await self._calls.unary(self._stub.PrewarmEmbeddings, request, deadline)
                 for index, was_found in zip(indexes, response.found, strict=True):
                     found[index] = was_found
             return found
@@ -113,13 +117,13 @@ class AsyncAdminClient:
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[EntryStats]:
         """Returns the state of each image's rows in the shared cache and in this encoder."""
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.describe"):
             refs = await asyncio.to_thread(as_images, images)
             found: dict[int, EntryStats] = {}
             for indexes, selection in selections(refs, tenant):
                 request = pb.DescribeEmbeddingsRequest(selection=selection)
-                response = await self._call(self._stub.DescribeEmbeddings, request, deadline)
+                response = await self._calls.unary(self._stub.DescribeEmbeddings, request, deadline)
                 for index, result in zip(indexes, response.results, strict=True):
                     found[index] = entry_stats(refs[index], result)
             return [found[index] for index in range(len(refs))]
@@ -128,10 +132,13 @@ class AsyncAdminClient:
         """Returns the counters of this encoder's cache and of the shared cache. Scans all names in the shared cache."""
         with tracing.calling("admin.stats"):
             request = pb.GetCacheStatsRequest()
-            return cache_stats(await self._call(self._stub.GetCacheStats, request, self._deadline(timeout_s)))
+            return cache_stats(
+                await self._calls.unary(self._stub.GetCacheStats, request, self._options.deadline(timeout_s))
+            )
 
     async def aclose(self) -> None:
-        """Closes the channel; calls in flight end with AbortedError."""
+        """Closes the channel. Calls in flight end with AbortedError; so do later calls."""
+        self._calls.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -139,14 +146,3 @@ class AsyncAdminClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
-
-    async def _call(
-        self, method: Callable[..., Awaitable[ResponseT]], request: object, deadline: Deadline
-    ) -> ResponseT:
-        try:
-            return parsed(await method(request, timeout=deadline.remaining_s(), metadata=self._options.metadata()))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None

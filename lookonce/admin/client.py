@@ -7,8 +7,8 @@ with lookonce.AdminClient.connect("127.0.0.1:50052", token=token) as admin:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from collections.abc import Sequence
+from typing import Self
 
 import grpc
 
@@ -18,10 +18,9 @@ from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
-from lookonce.sdk.channel import ConnectionOptions, Deadline, channel_options, path_of
-from lookonce.sdk.replies import error_of
-
-ResponseT = TypeVar("ResponseT")
+from lookonce.sdk.calls import SyncCalls
+from lookonce.sdk.channel import ConnectionOptions, channel_options, path_of
+from lookonce.sdk.target import checked_target
 
 
 class AdminClient:
@@ -39,6 +38,7 @@ class AdminClient:
     def __init__(self, target: str, options: ConnectionOptions) -> None:
         """Opens the channel. Call `connect` instead."""
         self._options = options
+        self._calls = SyncCalls(options)
         credentials = options.credentials()
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=channel_options())
@@ -51,7 +51,7 @@ class AdminClient:
         cls,
         target: str,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
@@ -62,7 +62,8 @@ class AdminClient:
         `target` is the host:port of an encoder's `admin_listen`; any encoder of a fleet will do. `token` needs the role
         operator. The other arguments are those of `lookonce.Client.connect`.
         """
-        return cls(target, ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token))
+        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        return cls(checked_target(target), options)
 
     def evict(
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
@@ -74,24 +75,24 @@ class AdminClient:
         receive the message, usually within milliseconds. An image that no cache has is no error. Removes 256 images per
         request: after an error, call again with all of them.
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.evict"):
             results: list[EvictedImage] = []
             for chunk, request in eviction_requests(as_images(images), tenant):
-                results += evicted_images(chunk, self._call(self._stub.EvictEmbeddings, request, deadline))
+                results += evicted_images(chunk, self._calls.unary(self._stub.EvictEmbeddings, request, deadline))
             return results
 
     def evict_tenant(self, tenant: str, *, timeout_s: float | None = None) -> int:
         """Removes all images of a tenant as `evict` does. Returns the number of entries that the shared cache had."""
         with tracing.calling("admin.evict_tenant"):
             request = pb.EvictEmbeddingsRequest(tenant=tenant, all_of_tenant=True)
-            return self._call(self._stub.EvictEmbeddings, request, self._deadline(timeout_s)).evicted
+            return self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s)).evicted
 
     def evict_all(self, *, timeout_s: float | None = None) -> int:
         """Removes all images of this encoder's model, of all tenants. Returns as `evict_tenant`."""
         with tracing.calling("admin.evict_all"):
             request = pb.EvictEmbeddingsRequest(all=True)
-            return self._call(self._stub.EvictEmbeddings, request, self._deadline(timeout_s)).evicted
+            return self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s)).evicted
 
     def pin(
         self, images: Sequence[ImageLike], *, tenant: str = "", unpin: bool = False, timeout_s: float | None = None
@@ -101,13 +102,13 @@ class AdminClient:
         Returns for each image whether the shared cache has it. Pins hold under memory pressure only with a cache server
         whose eviction policy is a "volatile" one.
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.pin"):
             refs = as_images(images)
             found = [False] * len(refs)
             for indexes, selection in selections(refs, tenant):
                 request = pb.PinEmbeddingsRequest(selection=selection, unpin=unpin)
-                response = self._call(self._stub.PinEmbeddings, request, deadline)
+                response = self._calls.unary(self._stub.PinEmbeddings, request, deadline)
                 for index, was_found in zip(indexes, response.found, strict=True):
                     found[index] = was_found
             return found
@@ -117,13 +118,13 @@ class AdminClient:
 
         To encode images that no cache has, use `lookonce.Client.encode`.
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.prewarm"):
             refs = as_images(images)
             found = [False] * len(refs)
             for indexes, selection in selections(refs, tenant):
                 request = pb.PrewarmEmbeddingsRequest(selection=selection)
-                response = self._call(self._stub.PrewarmEmbeddings, request, deadline)
+                response = self._calls.unary(self._stub.PrewarmEmbeddings, request, deadline)
                 for index, was_found in zip(indexes, response.found, strict=True):
                     found[index] = was_found
             return found
@@ -132,13 +133,13 @@ class AdminClient:
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[EntryStats]:
         """Returns the state of each image's rows in the shared cache and in this encoder."""
-        deadline = self._deadline(timeout_s)
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("admin.describe"):
             refs = as_images(images)
             found: dict[int, EntryStats] = {}
             for indexes, selection in selections(refs, tenant):
                 request = pb.DescribeEmbeddingsRequest(selection=selection)
-                response = self._call(self._stub.DescribeEmbeddings, request, deadline)
+                response = self._calls.unary(self._stub.DescribeEmbeddings, request, deadline)
                 for index, result in zip(indexes, response.results, strict=True):
                     found[index] = entry_stats(refs[index], result)
             return [found[index] for index in range(len(refs))]
@@ -147,10 +148,11 @@ class AdminClient:
         """Returns the counters of this encoder's cache and of the shared cache. Scans all names in the shared cache."""
         with tracing.calling("admin.stats"):
             request = pb.GetCacheStatsRequest()
-            return cache_stats(self._call(self._stub.GetCacheStats, request, self._deadline(timeout_s)))
+            return cache_stats(self._calls.unary(self._stub.GetCacheStats, request, self._options.deadline(timeout_s)))
 
     def close(self) -> None:
-        """Closes the channel; calls in flight end with AbortedError."""
+        """Closes the channel. Calls in flight end with AbortedError; so do later calls."""
+        self._calls.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -158,13 +160,3 @@ class AdminClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline.after(self._options.timeout_s if timeout_s is None else timeout_s)
-
-    def _call(self, method: Callable[..., ResponseT], request: object, deadline: Deadline) -> ResponseT:
-        try:
-            return method(request, timeout=deadline.remaining_s(), metadata=self._options.metadata())
-        except grpc.RpcError as error:
-            error.__traceback__ = None
-            raise error_of(error) from None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TypedDict
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from lookonce.errors import ConfigurationError
@@ -51,6 +51,20 @@ class CliSettings(BaseSettings):
         validation_alias="XDG_RUNTIME_DIR",
         description="Folder for the user's files of running programs.",
     )
+
+    @field_validator("target", "admin_target", "redis_url", "token", "runtime_dir", mode="before")
+    @classmethod
+    def _unset_if_empty(cls, value: object) -> object:
+        """Takes an empty variable for an unset one, as most programs do."""
+        return None if isinstance(value, str) and not value.strip() else value
+
+    @field_validator("tls_ca", "tls_cert", "tls_key", mode="before")
+    @classmethod
+    def _refuse_empty(cls, value: object, field: ValidationInfo) -> object:
+        """Raises ConfigurationError for an empty variable: to take it for an unset one would mean plaintext."""
+        if value == "":
+            raise ConfigurationError(f"LOOKONCE_{str(field.field_name).upper()} is empty; name a PEM file, or unset it")
+        return value
 
     def connection(self) -> ConnectionArguments:
         """Returns the TLS files and the token for calls."""
@@ -116,15 +130,18 @@ def _running(record: StackRecord | None) -> str:
 
 
 def find_stack(directory: pathlib.Path) -> StackRecord | None:
-    """Returns the running stack, or None. Raises ConfigurationError if others could have written the record."""
+    """Returns the running stack, or None. Raises ConfigurationError for a record of others or a damaged one."""
     path = directory / _RECORD_NAME
     if not path.exists():
         return None
     _check_private(directory)
-    content = json.loads(path.read_text())
-    record = StackRecord(
-        content["decoder_target"], content["encoder_target"], content["pid"], content.get("admin_target")
-    )
+    try:
+        content = json.loads(path.read_text())
+        record = StackRecord(
+            content["decoder_target"], content["encoder_target"], int(content["pid"]), content.get("admin_target")
+        )
+    except (ValueError, KeyError, TypeError):
+        raise ConfigurationError(f"{path} is damaged; remove it") from None
     return record if _is_alive(record.pid) else None
 
 

@@ -6,36 +6,54 @@ import importlib.metadata
 import pathlib
 import platform
 import sys
+from collections.abc import Sequence
 
 from lookonce import __version__
 from lookonce.errors import LookonceError
 from lookonce.local.cli_settings import CliSettings, find_stack
 from lookonce.local.finding import Finding
 from lookonce.local.model_source import resolve_model
-from lookonce.local.serve_extra import INSTALL_HINT
+from lookonce.local.serve_extra import INSTALL_HINT, missing_packages
 from lookonce.model.model_folder import ModelFolder
 
-_PACKAGES = ("grpcio", "protobuf", "torch", "transformers", "tokenizers", "safetensors", "pillow", "redis")
+_PACKAGES = ("grpcio", "protobuf")
+_SERVE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pillow", "redis")
+# Packages of the extra `serve` that an installation for clients has not, neither by itself nor by chance.
+_SIGNS_OF_SERVICES = frozenset({"torch", "grpcio-health-checking"})
 # Instruction sets that affect speed, as /proc/cpuinfo names them: matrix operations, bfloat16, SHA-256.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "sha_ni", "asimd", "bf16", "sha2")
 _PING_BUDGET_S = 1.0
 
 
 def examine(settings: CliSettings, model: str | None) -> list[Finding]:
-    """Returns all findings. `model` is a folder or a hub name to check as well, or None."""
+    """Returns all findings. `model` is a folder or a hub name to check as well, or None.
+
+    An installation for clients alone, without the extra `serve`, is fine unless a model is to be checked.
+    """
     findings = [
         Finding("lookonce", True, __version__),
         Finding("Python", sys.version_info >= (3, 11), f"{platform.python_version()} on {platform.platform()}"),
         *(_package(name) for name in _PACKAGES),
-        _heic(),
-        _torch(),
-        Finding("CPU features", True, ", ".join(_cpu_features()) or "none of those that affect speed"),
-        _redis(settings),
-        _stack(settings),
     ]
+    missing = missing_packages()
+    if model is None and set(missing) >= _SIGNS_OF_SERVICES:
+        findings.append(Finding("services", True, f"not installed: clients work here, services do not; {INSTALL_HINT}"))
+    else:
+        findings += _of_services(settings, missing)
+    findings.append(_stack(settings))
     if model is not None:
         findings += _model(model)
     return findings
+
+
+def _of_services(settings: CliSettings, missing: Sequence[str]) -> list[Finding]:
+    """Returns the findings about what services need. `missing` are packages of the extra `serve`."""
+    findings = [*(_package(name) for name in _SERVE_PACKAGES)]
+    others = [name for name in missing if name not in _SERVE_PACKAGES]
+    if others:
+        findings.append(Finding("other packages", False, f"not installed: {', '.join(others)}; {INSTALL_HINT}"))
+    features = ", ".join(_cpu_features()) or "none of those that affect speed"
+    return [*findings, _heic(), _torch(), Finding("CPU features", True, features), _redis(settings)]
 
 
 def _package(name: str) -> Finding:

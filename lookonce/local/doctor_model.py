@@ -32,7 +32,7 @@ _SAMPLE_FRAMES = (16, 128)
 _BLOCK_TOKENS = 16
 _MANY_TOKENS = 1024
 _NO_TEMPLATE = (
-    "none: the decoder starts, but refuses chats, and with them `lookonce generate`; put the model's "
+    "none: the decoder starts, but refuses chats, and with them `lookonce generate` without --raw; put the model's "
     "chat_template.jinja into the folder, or use text and token prompts only"
 )
 

@@ -24,7 +24,9 @@ def resolve_model(name: str) -> pathlib.Path:
     if name and path.exists():
         return path
     if not _HUB_NAME.fullmatch(name):
-        raise ModelFolderError(f"{name} is neither a folder nor a name on the hub like Qwen/Qwen2-VL-2B-Instruct")
+        raise ModelFolderError(
+            f"{name or repr(name)} is neither a folder nor a name on the hub like Qwen/Qwen2-VL-2B-Instruct"
+        )
     return _download(name)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import numbers
 import os
 import pathlib
+import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ import grpc
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.encoder.v1 import encoder_service_pb2
-from lookonce.errors import DeadlineError
+from lookonce.errors import ConfigurationError, DeadlineError, InvalidParameterError
 from lookonce.sdk.channel_credentials import channel_credentials
 
 _MAX_RECEIVE_BYTES = 64 << 20
@@ -25,6 +28,9 @@ _KEEPALIVE_TIMEOUT_MS = 5_000
 _MAX_RECONNECT_BACKOFF_MS = 5_000
 # gRPC's default is half a minute. A rollout can replace the pods behind a name in less.
 _MIN_RESOLUTION_INTERVAL_MS = 2_000
+# gRPC sends no longer deadline than 27,000 hours, about three years, and takes one of centuries for a passed one.
+_MAX_TIMEOUT_S = 27_000 * 3600.0
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name
 ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -54,6 +60,12 @@ def channel_options(service: str | None = None) -> list[tuple[str, int | str]]:
     ]
 
 
+def check_request_id(request_id: str | None) -> None:
+    """Raises InvalidParameterError for an id that the contract does not allow; gRPC would fail in ways of its own."""
+    if request_id and not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
+        raise InvalidParameterError("request_id", f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {request_id!r}")
+
+
 def path_of(path: str | os.PathLike[str] | None) -> pathlib.Path | None:
     """Returns a pathlib.Path, and None for None."""
     return None if path is None else pathlib.Path(path)
@@ -63,8 +75,8 @@ def path_of(path: str | os.PathLike[str] | None) -> pathlib.Path | None:
 class ConnectionOptions:
     """Deadline, TLS files and token of a client's connections."""
 
-    # Default deadline of a call, seconds.
-    timeout_s: float = 60.0
+    # Default deadline of a call, seconds. None or math.inf: no deadline.
+    timeout_s: float | None = 60.0
     # PEM file with the servers' authorities; None: plaintext.
     tls_ca: pathlib.Path | None = None
     # PEM files of the client's own certificate and key, for servers that ask for one.
@@ -72,6 +84,18 @@ class ConnectionOptions:
     tls_key: pathlib.Path | None = None
     # Bearer token of every call. Use it with `tls_ca`, or anybody on the way can read it.
     token: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidParameterError for a deadline that none can have, ConfigurationError for an unusable token."""
+        self.deadline(None)
+        # gRPC would refuse it at every call, with an error that shows the token.
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
+            raise ConfigurationError("the token must be printable ASCII without spaces and line ends")
+
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """Returns the deadline of one call; None: the client's default. Raises InvalidParameterError as Deadline."""
+        chosen = self.timeout_s if timeout_s is None else timeout_s
+        return Deadline.after(math.inf if chosen is None else chosen)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Returns TLS credentials, None for plaintext. Raises ConfigurationError for unusable files."""
@@ -89,16 +113,25 @@ class ConnectionOptions:
 class Deadline:
     """The common deadline of all gRPC calls that one SDK call makes."""
 
-    # Reading of the monotonic clock, seconds.
-    at_s: float
+    # Reading of the monotonic clock, seconds. None: no deadline.
+    at_s: float | None
 
     @classmethod
     def after(cls, timeout_s: float) -> Self:
-        """Returns the deadline `timeout_s` from now."""
-        return cls(time.monotonic() + timeout_s)
+        """Returns the deadline `timeout_s` from now; math.inf: none. A longer one than gRPC's longest becomes that.
 
-    def remaining_s(self) -> float:
-        """Returns the seconds left. Raises DeadlineError if the deadline has passed."""
+        Raises InvalidParameterError for anything but a number above 0.
+        """
+        given: object = timeout_s
+        seconds = float(given) if isinstance(given, numbers.Real) else math.nan
+        if math.isnan(seconds) or seconds <= 0:
+            raise InvalidParameterError("timeout_s", f"must be a number of seconds above 0, got {given!r}")
+        return cls(None if math.isinf(seconds) else time.monotonic() + min(seconds, _MAX_TIMEOUT_S))
+
+    def remaining_s(self) -> float | None:
+        """Returns the seconds left, None without a deadline. Raises DeadlineError if the deadline has passed."""
+        if self.at_s is None:
+            return None
         left_s = self.at_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineError("the deadline passed before the call was complete")

@@ -8,13 +8,15 @@ import grpc
 
 from lookonce.errors import ConfigurationError
 
+_PEM_MARK = b"-----BEGIN "
+
 
 def channel_credentials(
     authorities: pathlib.Path | None, certificate: pathlib.Path | None, key: pathlib.Path | None
 ) -> grpc.ChannelCredentials | None:
     """Returns the credentials of a client that trusts `authorities` and may have a certificate of its own.
 
-    Returns None, for plaintext, without authorities. Raises ConfigurationError for files that cannot be read, for a
+    Returns None, for plaintext, without authorities. Raises ConfigurationError for files that are no PEM files, for a
     certificate without its key or a key without its certificate, and for a certificate without authorities.
     """
     if (certificate is None) != (key is None):
@@ -30,6 +32,10 @@ def channel_credentials(
 
 def _content(path: pathlib.Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"TLS: cannot read {path}: {error.strerror}") from None
+    # gRPC would notice it at the first call, and only say that the server cannot be reached.
+    if _PEM_MARK not in content:
+        raise ConfigurationError(f"TLS: {path} is no PEM file")
+    return content

@@ -1,19 +1,18 @@
-"""Converts between plain data and protobuf for both clients, and chooses the images to upload. Calls no server."""
+"""Converts plain data to the requests of both clients, and chooses the images to upload. Calls no server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
-
-from google.protobuf.duration_pb2 import Duration
+from typing import Any, TypeAlias
 
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
-from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
-from lookonce.generation import FinishReason, GenerateOptions, Generation, Message, Role, Usage
+from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
+from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextPrompt
 from lookonce.images import EmbeddingSource, Encoding, ImageLike, ImageRef, as_image, as_images
+from lookonce.sdk.answers import seconds_of
 from lookonce.videos import Video
 
 # Up to this size, sending the image costs less than a round trip to learn that the server lacks it.
@@ -25,19 +24,15 @@ _ROLES: Mapping[Role, decoder_pb2.Role.ValueType] = {
     "user": decoder_pb2.ROLE_USER,
     "assistant": decoder_pb2.ROLE_ASSISTANT,
 }
-_FINISH_REASONS: Mapping[int, FinishReason] = {
-    decoder_pb2.FINISH_REASON_STOP: "stop",
-    decoder_pb2.FINISH_REASON_LENGTH: "length",
-    decoder_pb2.FINISH_REASON_ABORT: "abort",
-}
 _SOURCES: Mapping[int, EmbeddingSource] = {
     encoder_pb2.RESULT_SOURCE_COMPUTED: "computed",
     encoder_pb2.RESULT_SOURCE_COALESCED: "coalesced",
     encoder_pb2.RESULT_SOURCE_LOCAL_CACHE: "local cache",
     encoder_pb2.RESULT_SOURCE_SHARED_CACHE: "shared cache",
 }
+_Turn: TypeAlias = tuple[Role, list[str | ImageRef | Video]]
 _REQUEST_FIELDS = ("request_id", "priority", "cache_salt", "adapter", "bypass_prefix_cache")
-_REPEATED_FIELDS = ("stop", "stop_token_ids")
+_CONTAINER_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 
 
 class PreparedPrompt:
@@ -46,12 +41,17 @@ class PreparedPrompt:
     Small images are sent as bytes at once, larger ones as digests first, and as bytes if the server lacks them.
     """
 
-    def __init__(self, prompt: str | Sequence[Message], images: Sequence[ImageLike], options: GenerateOptions) -> None:
+    def __init__(self, prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> None:
         """Reads and hashes files, so keep it off event loops. Raises InvalidParameterError and OSError."""
-        self._messages = _as_messages(prompt, images)
         self._options = options
-        # Images and videos in reading order.
-        self._visuals = [part for _, parts in self._messages for part in parts if not isinstance(part, str)]
+        if isinstance(prompt, TextPrompt):
+            self._content: str | list[_Turn] = _as_text(prompt, images)
+            # Images and videos in reading order.
+            self._visuals: list[ImageRef | Video] = [*as_images(prompt.images)]
+        else:
+            turns = _as_turns(prompt, images)
+            self._content = turns
+            self._visuals = [part for _, parts in turns for part in parts if not isinstance(part, str)]
         # The server counts each image and each pair of frames as one. This is the index in `_visuals` of each.
         self._visual_of = [
             index
@@ -66,8 +66,21 @@ class PreparedPrompt:
         for name in _REQUEST_FIELDS:
             if name in self._options:
                 _assign(params, name, self._options[name])  # type: ignore[literal-required]
+        try:
+            self._add_prompt(params)
+        except UnicodeEncodeError:
+            raise InvalidParameterError("prompt", "has characters that are no Unicode text (surrogates)") from None
+        return params
+
+    def _add_prompt(self, params: decoder_pb2.GenerateParams) -> None:
         index = 0
-        for role, parts in self._messages:
+        if isinstance(self._content, str):
+            params.text.text = self._content
+            for index, image in enumerate(self._visuals):
+                assert isinstance(image, ImageRef), "a TextPrompt has no videos"
+                params.text.images.append(image_source(image, as_bytes=index in self._inline, in_prompt=True))
+            return
+        for role, parts in self._content:
             message = params.chat.messages.add(role=_ROLES[role])
             for part in parts:
                 if isinstance(part, str):
@@ -78,7 +91,6 @@ class PreparedPrompt:
                 else:
                     message.parts.add(image=image_source(part, as_bytes=index in self._inline, in_prompt=True))
                 index += 1
-        return params
 
     def supply(self, error: EmbeddingNotCachedError, info: decoder_pb2.GetModelInfoResponse) -> list[ImageRef]:
         """Sends the images that the server lacks as bytes from now on; returns those to encode ahead of the request.
@@ -110,56 +122,6 @@ class PreparedPrompt:
         if not asked or not all(_has_bytes(self._visuals[index]) for index in asked):
             raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
         return asked
-
-
-class Transcript:
-    """Collects the events of one choice's stream; checks that it has no gap and exactly one end."""
-
-    def __init__(self) -> None:
-        self._request_id = ""
-        self._pieces: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[tuple[tuple[int, float], ...]] = []
-        self._finished: decoder_pb2.StreamFinished | None = None
-
-    @property
-    def has_text(self) -> bool:
-        """Whether any text has arrived. A stream that has shown text cannot be started again."""
-        return bool(self._pieces)
-
-    def add(self, response: decoder_pb2.GenerateStreamResponse) -> str:
-        """Adds one event and returns its text, "" for none. Raises InternalError on a gap or a second end."""
-        if response.HasField("started"):
-            self._request_id = response.started.request_id
-        elif response.HasField("finished"):
-            if self._finished is not None:
-                raise InternalError("the stream ended twice")
-            self._finished = response.finished
-        elif response.HasField("delta"):
-            return self._add_delta(response.delta)
-        return ""
-
-    def _add_delta(self, delta: decoder_pb2.StreamDelta) -> str:
-        if delta.token_ids and delta.token_index != len(self._token_ids):
-            raise InternalError(f"the stream has a gap: token {delta.token_index} follows {len(self._token_ids)}")
-        self._token_ids += delta.token_ids
-        self._logprobs += _logprobs(delta.logprobs)
-        if delta.text:
-            self._pieces.append(delta.text)
-        return delta.text
-
-    def generation(self) -> Generation:
-        """Returns the whole answer. Raises InternalError if the stream has not finished."""
-        if self._finished is None:
-            raise InternalError("the stream stopped before its final event")
-        return Generation(
-            text="".join(self._pieces),
-            token_ids=tuple(self._token_ids),
-            finish_reason=_FINISH_REASONS.get(self._finished.finish_reason, "abort"),
-            usage=usage_of(self._finished.usage),
-            request_id=self._request_id,
-            logprobs=tuple(self._logprobs),
-        )
 
 
 class EncodePlan:
@@ -210,7 +172,7 @@ class EncodePlan:
                 num_rows=result.embedding.num_rows,
                 size_bytes=result.embedding.size_bytes,
                 source=_SOURCES.get(result.source, "computed"),
-                compute_time_s=_seconds(result.compute_time),
+                compute_time_s=seconds_of(result.compute_time),
                 stored=result.stored,
             )
 
@@ -267,41 +229,14 @@ def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
     return source
 
 
-def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
-    """Returns the first choice of a response. Raises InternalError if it has none."""
-    if not response.choices:
-        raise InternalError("the answer has no choice")
-    choice = response.choices[0]
-    return Generation(
-        text=choice.text,
-        token_ids=tuple(choice.token_ids),
-        finish_reason=_FINISH_REASONS.get(choice.finish_reason, "abort"),
-        usage=usage_of(response.usage),
-        request_id=response.request_id,
-        logprobs=tuple(_logprobs(choice.logprobs)),
-    )
+def _as_text(prompt: TextPrompt, images: Sequence[ImageLike]) -> str:
+    if images:
+        raise InvalidParameterError("images", "must be those of the TextPrompt")
+    return prompt.text
 
 
-def usage_of(usage: decoder_pb2.Usage) -> Usage:
-    """Converts the token accounting, with durations in seconds."""
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        image_tokens=usage.image_tokens,
-        encoded_image_tokens=usage.encoded_image_tokens,
-        cached_image_tokens=usage.cached_image_tokens,
-        skipped_image_tokens=usage.skipped_image_tokens,
-        completion_tokens=usage.completion_tokens,
-        accepted_draft_tokens=usage.accepted_draft_tokens,
-        queue_time_s=_seconds(usage.queue_time),
-        time_to_first_token_s=_seconds(usage.time_to_first_token),
-    )
-
-
-def _as_messages(
-    prompt: str | Sequence[Message], images: Sequence[ImageLike]
-) -> list[tuple[Role, list[str | ImageRef | Video]]]:
-    """Returns role and parts of each message. A plain prompt is one user message, with its images before its text."""
+def _as_turns(prompt: str | Sequence[Message], images: Sequence[ImageLike]) -> list[_Turn]:
+    """Returns role and parts of each message. A question is one user message, with its images before its text."""
     if isinstance(prompt, str):
         return [("user", [*as_images(images), prompt])]
     if images:
@@ -329,10 +264,8 @@ def _sampling(options: GenerateOptions) -> decoder_pb2.SamplingParams:
             continue
         if name not in sampling.DESCRIPTOR.fields_by_name:
             raise TypeError(f"unknown option {name!r}")
-        if name == "logit_bias":
-            sampling.logit_bias.update(cast("Mapping[int, float]", value))
-        elif name in _REPEATED_FIELDS:
-            getattr(sampling, name).extend([value] if isinstance(value, str) else value)
+        if name in _CONTAINER_FIELDS:
+            _fill(sampling, name, value)
         else:
             _assign(sampling, name, value)
     return sampling
@@ -343,6 +276,18 @@ def _assign(message: Any, name: str, value: object) -> None:
         setattr(message, name, value)
     except (TypeError, ValueError):
         raise InvalidParameterError(name, f"{value!r} is not a valid value") from None
+
+
+def _fill(message: Any, name: str, values: Any) -> None:
+    """Adds values to a repeated field or a map; a single string is a list of one."""
+    container = getattr(message, name)
+    try:
+        if name == "logit_bias":
+            container.update(values)
+        else:
+            container.extend([values] if isinstance(values, str) else values)
+    except (TypeError, ValueError):
+        raise InvalidParameterError(name, f"{values!r} is not a valid value") from None
 
 
 def _assign_max_pixels(message: Any, max_pixels: int | None) -> None:
@@ -386,11 +331,3 @@ def _batches(images: Sequence[ImageRef], max_items: int, max_bytes: int) -> Iter
         num_bytes += size_bytes
     if batch:
         yield batch
-
-
-def _logprobs(tokens: Sequence[decoder_pb2.TokenLogprobs]) -> list[tuple[tuple[int, float], ...]]:
-    return [tuple((entry.token_id, entry.logprob) for entry in token.top) for token in tokens]
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.ToNanoseconds() / 1e9

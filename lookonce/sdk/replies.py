@@ -1,4 +1,4 @@
-"""Replies that cannot be parsed, of which gRPC makes no error of its own that a caller could act on."""
+"""The errors of single items in replies, and of replies that cannot be parsed, for which gRPC has none of its own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import TypeVar
 
 import grpc
 
+from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.errors import LookonceError, UnavailableError
-from lookonce.status_codes import from_rpc_error
+from lookonce.status_codes import from_reason, from_rpc_error
 
 # The text with which a synchronous channel ends a call whose reply it cannot parse. The status is INTERNAL.
 _UNPARSABLE = "Exception deserializing response!"
@@ -30,6 +31,12 @@ def error_of(rpc_error: grpc.RpcError) -> LookonceError:
     if rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_error.details() == _UNPARSABLE:
         return _broken("the server")
     return from_rpc_error(rpc_error)
+
+
+def error_of_item(item: encoder_service_pb2.ItemError) -> LookonceError:
+    """Returns the typed error of one item of EncodeStream."""
+    retry_after_s = item.retry_delay.ToMilliseconds() / 1000 if item.HasField("retry_delay") else None
+    return from_reason(item.reason, item.message, {}, retry_after_s, code=item.code)
 
 
 def _broken(sender: str) -> UnavailableError:

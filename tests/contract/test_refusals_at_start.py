@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 
 import pytest
 
+from lookonce.local.serve_extra import SERVE_MODULES
 from tests.conftest import DEMO_MODEL
 
 
@@ -54,6 +56,14 @@ def test_a_model_folder_that_cannot_be_served_is_refused(module: str, fault: str
     assert expected in refusal(module, "--model", str(folder))
 
 
+# Nothing can be loaded with it, and without a fault in the settings this would be the error.
+_WITH_AN_EMPTY_TORCH = """
+import importlib.machinery, sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].__spec__ = importlib.machinery.ModuleSpec("torch", None)
+from {}.__main__ import main
+main()
+"""
 _UNUSABLE = {
     "Redis URL": ("--redis-url", "http://:SECRET@somewhere", "redis_url: cannot be used"),
     "Sentinel URL": ("--redis-url", "redis+sentinel://:SECRET@somewhere", "redis_url: cannot be used"),
@@ -71,11 +81,34 @@ def test_an_unusable_setting_of_the_cache_is_refused_before_the_model_is_loaded(
     flag, value, expected = _UNUSABLE[fault]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("SECRET")
-    # Nothing can be loaded without torch, and without a fault in the settings this would be the error.
-    program = f"import sys; sys.modules['torch'] = None; from {module}.__main__ import main; main()"
-    command = [sys.executable, "-c", program, "--model", str(DEMO_MODEL), flag, value]
+    command = [sys.executable, "-c", _WITH_AN_EMPTY_TORCH.format(module), "--model", str(DEMO_MODEL), flag, value]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 2, process.stderr
     assert expected in process.stderr
     assert "SECRET" not in process.stderr
     assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+@pytest.mark.parametrize("missing", [["structlog"], list(SERVE_MODULES)], ids=["one", "all"])
+def test_without_the_extra_the_service_says_what_to_install(module: str, missing: list[str]) -> None:
+    hidden = [SERVE_MODULES[name] for name in missing]
+    hide = f"import runpy, sys; sys.modules.update(dict.fromkeys({hidden}))"
+    program = f"{hide}; runpy.run_module({module!r}, run_name='__main__')"
+    command = [sys.executable, "-c", program, "--model", str(DEMO_MODEL)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 2, process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"error: `python -m {module}` needs packages that are not installed")
+    assert line.endswith("pip install 'lookonce[serve]'")
+
+
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+def test_a_taken_port_is_refused_before_the_model_is_loaded(module: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        program = _WITH_AN_EMPTY_TORCH.format(module)
+        command = [sys.executable, "-c", program, "--model", str(DEMO_MODEL), "--listen", address]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.splitlines()[-1] == f"error: --listen: cannot listen on {address}: Address already in use"

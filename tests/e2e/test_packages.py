@@ -249,6 +249,16 @@ def test_without_the_extra_commands_that_need_it_say_what_to_install(
     assert line.endswith("pip install 'lookonce[serve]'")
 
 
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+def test_without_the_extra_a_service_says_what_to_install(
+    module: str, clean: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    finished = _run(clean / "python", "-P", "-m", module, "--model", "/none", cwd=tmp_path, check=False)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    (line,) = finished.stderr.splitlines()
+    assert line.endswith("pip install 'lookonce[serve]'")
+
+
 def test_without_the_extra_the_doctor_names_it_and_the_client_commands_work(
     clean: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -259,6 +269,9 @@ def test_without_the_extra_the_doctor_names_it_and_the_client_commands_work(
     assert faults
     assert all("pip install 'lookonce[serve]'" in line for line in faults)
     assert _command(clean, tmp_path, "models").returncode == 0
+    for_clients = _command(clean, tmp_path, "doctor")
+    assert (for_clients.returncode, for_clients.stderr) == (0, "")
+    assert re.search(r"^ok +services +not installed", for_clients.stdout, re.MULTILINE)
     asked = _command(clean, tmp_path, "generate", "hello", "--target", "127.0.0.1:1", "--timeout-s", "2")
     assert asked.returncode == 1
     assert asked.stderr.startswith("error: ")

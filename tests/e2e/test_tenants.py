@@ -31,6 +31,7 @@ from lookonce.errors import (
 from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
 from lookonce.local.token_entry import new_token
+from lookonce.sdk.replies import error_of_item
 from lookonce.status_codes import from_rpc_error
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, fresh
@@ -235,6 +236,9 @@ def test_image_bytes_and_pixels_count_within_a_stream(guarded: Guarded, limited:
     refused = [answer.error for answer in answers[limited] if answer.HasField("error")]
     assert len(answers[limited]) == 4
     assert [error.reason for error in refused] == ["OVERLOADED"] * 3
+    for error in map(error_of_item, refused):
+        assert isinstance(error, OverloadedError)
+        assert error.retry_after_s > 1
 
 
 @pytest.mark.parametrize("limited", ["narrow", "flat"])

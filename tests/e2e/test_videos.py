@@ -24,6 +24,7 @@ from lookonce.errors import EmbeddingNotCachedError, FingerprintMismatchError, I
 from lookonce.generation import Generation, Message, Part
 from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
+from lookonce.sdk.channel import Deadline
 from lookonce.videos import Video
 from tests.conftest import REPOSITORY, SERVICE_FLAGS
 from tests.in_process_stack import InProcessStack
@@ -195,9 +196,7 @@ async def test_a_wrong_video_is_refused_and_says_why(served: Served, what: str) 
     params.chat.messages.add(role=pb.ROLE_USER).parts.add(video=video)
     async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
         with pytest.raises((InvalidInputError, FingerprintMismatchError), match=reason):
-            await client._call(
-                client._decoder.Generate, pb.GenerateRequest(params=params), client._deadline({"timeout_s": 30})
-            )
+            await client._calls.unary(client._decoder.Generate, pb.GenerateRequest(params=params), Deadline.after(30))
 
 
 def pair_items(square: int) -> dict[str, tuple[common_pb2.ImageSource, str]]:
@@ -234,10 +233,10 @@ async def test_a_wrong_pair_is_refused_by_the_encoder(served: Served, what: str)
     num_before = served.num_encodes
     request = encoder_pb2.EncodeRequest(items=[encoder_pb2.EncodeItem(image=image)])
     async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
-        deadline = client._deadline({"timeout_s": 30})
+        deadline = Deadline.after(30)
         encoder = await client._encoder(deadline)
         with pytest.raises(InvalidInputError, match=reason):
-            await client._call(encoder.Encode, request, deadline)
+            await client._calls.unary(encoder.Encode, request, deadline)
     assert served.num_encodes == num_before
 
 

@@ -19,8 +19,16 @@ from lookonce.content_key import (
 )
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
-from lookonce.errors import InvalidParameterError
+from lookonce.errors import (
+    ImagePoisonousError,
+    InternalError,
+    InvalidParameterError,
+    LookonceError,
+    OverloadedError,
+    UnavailableError,
+)
 from lookonce.image_file import FramePair
+from lookonce.sdk.replies import error_of_item
 
 DIGEST = image_digest(b"a picture")
 KEY = content_key(DIGEST, EncoderFingerprint("f" * 64), ProcessorOptions(), DEFAULT_TENANT)
@@ -103,3 +111,30 @@ def test_sha_256_is_meant_where_no_hash_is_named() -> None:
     for algorithm in (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256):
         found: ImageDigest = wire.parse_key(common_pb2.ContentKey(digest=DIGEST, algorithm=algorithm), "key")
         assert found == DIGEST
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OverloadedError("full", retry_after_s=2.5),
+        UnavailableError("busy", retry_after_s=0.25),
+        UnavailableError("gone"),
+        ImagePoisonousError("no"),
+        InvalidParameterError("item.image", "either `data` or `key` must be set"),
+        InternalError("internal error 0"),
+    ],
+)
+def test_clients_rebuild_the_error_of_an_item_with_its_pause(error: LookonceError) -> None:
+    item = wire.item_error(error)
+    pause_s = getattr(error, "retry_after_s", None)
+    assert item.HasField("retry_delay") == (pause_s is not None)
+    received = error_of_item(item)
+    assert (type(received), received.message) == (type(error), error.message)
+    assert getattr(received, "retry_after_s", None) == pause_s
+
+
+def test_an_unknown_reason_of_an_item_is_the_error_of_its_code() -> None:
+    item = wire.item_error(UnavailableError("text"))
+    item.reason = "FROM_A_NEWER_SERVER"
+    received = error_of_item(item)
+    assert (type(received), received.message) == (UnavailableError, "text")

@@ -16,7 +16,7 @@ import pytest
 import lookonce
 from lookonce import errors
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
-from lookonce.generation import Generation, Message
+from lookonce.generation import Generation, Message, TextPrompt
 from lookonce.images import ImageRef
 from lookonce.sdk.messages import SMALL_IMAGE_BYTES
 from lookonce.server.settings import MIB
@@ -331,8 +331,10 @@ async def test_a_target_without_a_server_is_unavailable(driver_class: Any) -> No
 
 @pytest.mark.parametrize("driver_class", [SyncDriver, AsyncDriver])
 async def test_an_unreadable_certificate_is_a_configuration_error(driver_class: Any, tmp_path: pathlib.Path) -> None:
+    system = System()
+    system.decoder_target = "127.0.0.1:1"
     with pytest.raises(errors.ConfigurationError, match=r"none\.pem"):
-        driver_class(System(), tls_ca=tmp_path / "none.pem")
+        driver_class(system, tls_ca=tmp_path / "none.pem")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the certificate is made by the openssl command")
@@ -354,6 +356,59 @@ def _make_certificate(certificate: pathlib.Path, key: pathlib.Path) -> None:
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-subj", "/CN=lookonce test", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+
+
+UNUSABLE: list[dict[str, Any]] = [
+    {"request_id": "a\nb"},
+    {"request_id": "ä"},
+    {"request_id": 3},
+    {"stop": [3]},
+    {"stop": ["\udce9"]},
+    {"stop_token_ids": ["x"]},
+    {"stop_token_ids": 5},
+    {"logit_bias": {"x": 1.0}},
+    {"logit_bias": 3},
+    {"cache_salt": "\udce9"},
+    {"seed": 2**64},
+]
+
+
+@pytest.mark.parametrize("options", UNUSABLE, ids=str)
+async def test_an_option_that_cannot_be_sent_is_named_and_sends_nothing(
+    driver: Any, system: System, options: dict[str, Any]
+) -> None:
+    (name,) = options
+    for call in (driver.call("generate", "x", **options), driver.stream("x", **options)):
+        with pytest.raises(errors.InvalidParameterError) as caught:
+            await call
+        assert caught.value.field == name
+    assert system.knowledge.calls == []
+
+
+async def test_a_prompt_that_is_no_unicode_text_is_refused(driver: Any) -> None:
+    for prompt in ("caf\udce9", [Message("user", "caf\udce9")], TextPrompt("caf\udce9")):
+        with pytest.raises(errors.InvalidParameterError, match="no Unicode text"):
+            await driver.call("generate", prompt)
+
+
+@pytest.mark.parametrize("token", ["a\nb", "token\n", "a b", "ä"])
+@pytest.mark.parametrize("kind", [lookonce.Client, lookonce.AdminClient])
+def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(kind: Any, token: str) -> None:
+    with pytest.raises(errors.ConfigurationError) as caught:
+        kind.connect("127.0.0.1:1", token=token)
+    assert token not in str(caught.value)
+
+
+async def test_a_text_prompt_goes_out_as_text_with_its_images(driver: Any, system: System) -> None:
+    images = [b"tiny", large_image(1)]
+    prompt = TextPrompt("<image><image>caption", images)
+    assert (await driver.call("generate", prompt)).text == "<image><image>caption +2"
+    assert system.knowledge.uploads == [4, 4, LARGE]
+    pieces, answer = await driver.stream(prompt)
+    assert pieces == ["<image><image>caption", " +2"]
+    assert answer.usage.image_tokens == 2 * NUM_ROWS
+    with pytest.raises(errors.InvalidParameterError, match="those of the TextPrompt"):
+        await driver.call("generate", prompt, images=[b"other"])
 
 
 def test_a_single_image_instead_of_a_list_is_refused() -> None:

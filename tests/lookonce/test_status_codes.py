@@ -45,10 +45,26 @@ def _all_errors() -> set[type[errors.LookonceError]]:
     }
 
 
-def _status(code: int, domain: str, reason: str) -> status_pb2.Status:
+def _number(code: grpc.StatusCode) -> int:
+    value: Any = code.value[0]
+    return int(value)
+
+
+def _packed(message: Any) -> any_pb2.Any:
     detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(domain=domain, reason=reason))
-    return status_pb2.Status(code=code, message="text", details=[detail])
+    detail.Pack(message)
+    return detail
+
+
+def _status(code: int, domain: str, reason: str, **metadata: str) -> status_pb2.Status:
+    info = error_details_pb2.ErrorInfo(domain=domain, reason=reason, metadata=metadata)
+    return status_pb2.Status(code=code, message="text", details=[_packed(info)])
+
+
+def _status_with_pause(code: int, *details: Any) -> status_pb2.Status:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(2500)
+    return status_pb2.Status(code=code, message="text", details=[_packed(detail) for detail in (*details, retry)])
 
 
 @pytest.mark.parametrize("retry_after_s", [None, 2.5])
@@ -88,8 +104,12 @@ def test_an_error_that_clients_must_not_see_is_an_internal_error(kind: type[erro
         (grpc.StatusCode.UNAVAILABLE, errors.UnavailableError),
         (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
         (grpc.StatusCode.CANCELLED, errors.AbortedError),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.MessageTooLargeError),
-        (grpc.StatusCode.UNIMPLEMENTED, errors.UnsupportedError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.OverloadedError),
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidInputError),
+        (grpc.StatusCode.OUT_OF_RANGE, errors.InvalidInputError),
+        (grpc.StatusCode.UNAUTHENTICATED, errors.UnauthenticatedError),
+        (grpc.StatusCode.PERMISSION_DENIED, errors.PermissionDeniedError),
+        (grpc.StatusCode.NOT_FOUND, errors.InternalError),
         (grpc.StatusCode.DATA_LOSS, errors.InternalError),
     ],
 )
@@ -110,12 +130,73 @@ def test_details_that_a_proxy_made_contradict_the_code_are_ignored() -> None:
     assert (type(received), received.message) == (errors.UnavailableError, "proxy")
 
 
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, errors.UnavailableError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.OverloadedError),
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidInputError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.UnsupportedError),
+        (grpc.StatusCode.FAILED_PRECONDITION, errors.InternalError),
+    ],
+)
 @pytest.mark.parametrize(("domain", "reason"), [("other.example", "OVERLOADED"), ("lookonce", "FROM_A_NEWER_SERVER")])
-def test_details_that_this_client_does_not_know_become_an_internal_error(domain: str, reason: str) -> None:
-    code: Any = grpc.StatusCode.UNAVAILABLE.value[0]
-    received = status_codes.from_status(_status(code, domain, reason))
-    assert (type(received), received.message) == (errors.InternalError, "text")
+def test_details_that_this_client_does_not_know_become_the_error_of_the_code(
+    domain: str, reason: str, code: grpc.StatusCode, kind: type[errors.LookonceError]
+) -> None:
+    received = status_codes.from_status(_status(_number(code), domain, reason))
+    assert (type(received), received.message) == (kind, "text")
 
 
-def test_an_unknown_reason_of_one_item_is_an_internal_error() -> None:
+def test_the_details_of_others_beside_ours_change_nothing() -> None:
+    status = status_codes.to_status(errors.PromptEmptyError("text"))
+    for other in (error_details_pb2.ErrorInfo(domain="other.example", reason="OVERLOADED"), error_details_pb2.Help()):
+        status.details.append(_packed(other))
+    assert type(status_codes.from_status(status)) is errors.PromptEmptyError
+
+
+def test_a_pause_that_others_advise_is_read() -> None:
+    code = _number(grpc.StatusCode.UNAVAILABLE)
+    received = status_codes.from_status(_status_with_pause(code))
+    assert isinstance(received, errors.UnavailableError)
+    assert received.retry_after_s == 2.5
+    info = error_details_pb2.ErrorInfo(domain="lookonce", reason="QUOTA_OF_A_NEWER_SERVER")
+    overloaded = status_codes.from_status(_status_with_pause(_number(grpc.StatusCode.RESOURCE_EXHAUSTED), info))
+    assert isinstance(overloaded, errors.OverloadedError)
+    assert overloaded.retry_after_s == 2.5
+
+
+def test_an_overload_without_advice_has_the_pause_of_the_exception() -> None:
+    received = status_codes.from_status(_status(_number(grpc.StatusCode.RESOURCE_EXHAUSTED), "lookonce", "OVERLOADED"))
+    assert isinstance(received, errors.OverloadedError)
+    assert received.retry_after_s == errors.OverloadedError("").retry_after_s
+
+
+def test_details_that_cannot_be_read_are_ignored() -> None:
+    code = _number(grpc.StatusCode.UNAVAILABLE)
+    status = _status(code, "lookonce", "OVERLOADED")
+    status.details[0].value = b"\xff\xff\xff"
+    assert type(status_codes.from_status(status)) is errors.UnavailableError
+    call = FailedCall(grpc.StatusCode.UNAVAILABLE, "text")
+    call.trailing_metadata = lambda: (("grpc-status-details-bin", b"\xff\xff\xff"),)  # type: ignore[method-assign]
+    received = status_codes.from_rpc_error(call)
+    assert (type(received), received.message) == (errors.UnavailableError, "text")
+
+
+@pytest.mark.parametrize("indexes", ["a,b", "-1,99", "1,", "٣", "9" * 5000])
+def test_unusable_positions_of_images_are_unknown_ones(indexes: str) -> None:
+    code = _number(grpc.StatusCode.NOT_FOUND)
+    received = status_codes.from_status(_status(code, "lookonce", "EMBEDDING_NOT_CACHED", indexes=indexes))
+    assert isinstance(received, errors.EmbeddingNotCachedError)
+    assert received.indexes == ()
+
+
+def test_a_code_that_no_version_knows_is_an_internal_error() -> None:
+    for details in ([], [_packed(error_details_pb2.ErrorInfo(domain="lookonce", reason="X"))]):
+        received = status_codes.from_status(status_pb2.Status(code=99, details=details))
+        assert (type(received), received.message) == (errors.InternalError, "unknown status 99")
+
+
+def test_an_unknown_reason_without_a_code_is_an_internal_error() -> None:
     assert type(status_codes.from_reason("FROM_A_NEWER_SERVER", "text", {})) is errors.InternalError

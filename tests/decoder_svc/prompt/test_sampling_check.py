@@ -55,6 +55,20 @@ def test_numbers_outside_their_range_are_refused_by_name(name: str, low: float, 
         assert caught.value.field == f"sampling.{name}"
 
 
+@pytest.mark.parametrize(
+    ("spec", "shown"),
+    [
+        (SamplingSpec(stop_token_ids=(1_000_000,)), "got 1000000"),
+        (SamplingSpec(top_p=1.0000001192092896), "got 1.0000001"),
+        (SamplingSpec(top_p=1.100000023841858), "got 1.1"),
+    ],
+)
+def test_a_refusal_shows_the_value_as_it_was_sent(spec: SamplingSpec, shown: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        checked(spec)
+    assert caught.value.description.endswith(shown)
+
+
 @pytest.mark.parametrize(("name", "low", "high", "has_low"), NUMBERS)
 def test_numbers_inside_their_range_pass_unchanged(name: str, low: float, high: float, has_low: bool) -> None:
     for value in (low if has_low else math.nextafter(low, math.inf), (low + high) / 2, high):

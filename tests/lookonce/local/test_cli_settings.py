@@ -81,3 +81,29 @@ def test_secrets_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOOKONCE_TOKEN", "a-secret-token")
     monkeypatch.setenv("LOOKONCE_REDIS_URL", "redis://:a-secret-password@somewhere")
     assert "a-secret" not in repr(CliSettings())
+
+
+def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOKONCE_TARGET", "LOOKONCE_ADMIN_TARGET", "LOOKONCE_REDIS_URL", "LOOKONCE_TOKEN", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, "")
+    settings = CliSettings()
+    assert (settings.target, settings.admin_target, settings.redis_url, settings.token) == (None,) * 4
+    assert settings.record_dir.name == f"lookonce-{os.getuid()}"
+
+
+def test_an_empty_name_of_a_certificate_is_refused_since_unset_would_mean_plaintext(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOOKONCE_TLS_CA", "")
+    with pytest.raises(ConfigurationError, match="LOOKONCE_TLS_CA is empty"):
+        CliSettings()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"decoder_target": "a:1", "encoder_target": "b:2", "pid": null}']
+)
+def test_a_damaged_record_is_refused(tmp_path: pathlib.Path, content: str) -> None:
+    StackRecord("127.0.0.1:1", "127.0.0.1:2", os.getpid()).write(tmp_path / "lookonce")
+    (tmp_path / "lookonce" / "up.json").write_text(content)
+    with pytest.raises(ConfigurationError, match="is damaged; remove it"):
+        find_stack(tmp_path / "lookonce")

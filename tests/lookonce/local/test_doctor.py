@@ -14,6 +14,7 @@ from lookonce.local.cli_settings import CliSettings, StackRecord
 from lookonce.local.doctor import examine
 from lookonce.local.finding import Finding
 from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.local.serve_extra import SERVE_MODULES
 
 
 @pytest.fixture
@@ -86,6 +87,45 @@ def test_a_missing_package_names_the_command_that_installs_it(
     monkeypatch.setattr(doctor, "_PACKAGES", ("a-package-that-nobody-has",))
     finding = _examined(settings)["a-package-that-nobody-has"]
     assert (finding.is_fine, finding.detail) == (False, "not installed; pip install 'lookonce[serve]'")
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """Hides packages of the extra `serve` from this process."""
+    version = importlib.metadata.version
+
+    def found(name: str) -> str:
+        if name in packages:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    for name in packages:
+        monkeypatch.setitem(sys.modules, SERVE_MODULES[name], None)
+
+
+def test_an_installation_for_clients_alone_is_fine_and_told(
+    settings: CliSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    _without(monkeypatch, *SERVE_MODULES)
+    findings = _examined(settings)
+    assert [finding for finding in findings.values() if not finding.is_fine] == []
+    assert list(findings) == ["lookonce", "Python", "grpcio", "protobuf", "services", "running stack"]
+    assert findings["services"].detail.startswith("not installed")
+    assert "pip install 'lookonce[serve]'" in findings["services"].detail
+    # With a model the question is whether services can run.
+    with_model = _examined(settings, str(tmp_path))
+    assert not with_model["torch"].is_fine
+    assert "services" not in with_model
+
+
+@pytest.mark.parametrize("missing", ["torch", "grpcio-health-checking", "structlog"])
+def test_half_an_installation_of_services_is_a_fault(
+    settings: CliSettings, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    _without(monkeypatch, missing)
+    faults = [finding for finding in _examined(settings).values() if not finding.is_fine]
+    assert faults
+    assert all(missing in finding.subject + finding.detail for finding in faults)
 
 
 def test_a_torch_that_cannot_be_imported_is_a_fault(settings: CliSettings, monkeypatch: pytest.MonkeyPatch) -> None:

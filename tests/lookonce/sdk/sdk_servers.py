@@ -104,9 +104,9 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
         self.last = params
         await asyncio.sleep(self.delay_s)
         parts = [part for message in params.chat.messages for part in message.parts]
-        images = [part.image for part in parts if part.HasField("image")]
+        images = [*(part.image for part in parts if part.HasField("image")), *params.text.images]
         digests = self.knowledge.resolve(images, are_beside_others=self.knowledge.tells_apart and len(images) > 1)
-        words = " ".join(part.text for part in parts if part.HasField("text")).split()
+        words = " ".join([*(part.text for part in parts if part.HasField("text")), params.text.text]).split()
         usage = decoder_pb2.Usage(prompt_tokens=len(words), image_tokens=NUM_ROWS * len(digests))
         usage.time_to_first_token.FromMilliseconds(250)
         return [*words, f"+{len(digests)}"], usage

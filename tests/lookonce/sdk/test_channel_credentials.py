@@ -49,3 +49,12 @@ def test_a_certificate_without_authorities_is_refused_instead_of_sent_in_plainte
 def test_a_file_that_cannot_be_read_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigurationError, match=r"missing\.pem: No such file"):
         channel_credentials(tmp_path / "missing.pem", None, None)
+
+
+def test_a_file_that_is_no_pem_file_is_refused_before_a_connection_is_made(
+    pem: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "text.txt").write_text("hello")
+    for files in ((tmp_path / "text.txt", None, None), (pem / "ca.pem", tmp_path / "text.txt", pem / "key.pem")):
+        with pytest.raises(ConfigurationError, match="is no PEM file"):
+            channel_credentials(*files)

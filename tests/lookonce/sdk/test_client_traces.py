@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import lookonce
+from lookonce.errors import LookonceError
 from lookonce.sdk.messages import SMALL_IMAGE_BYTES
 from tests.lookonce.sdk.sdk_servers import System, running_system
 from tests.otlp_collector import Traces, traced_process
@@ -109,6 +110,31 @@ async def test_a_stream_that_is_left_early_has_a_span_without_error(calls: Any, 
     await calls.read_one_and_leave()
     span = (await asyncio.to_thread(traces.collected)).one("client.stream")
     assert not span.is_error
+
+
+@pytest.mark.parametrize("fault", [{"top_k": -1}, {"timeout_s": 1e-9}], ids=["value", "deadline"])
+async def test_a_stream_that_cannot_begin_has_a_span_that_ends(fault: Any, calls: Any, traces: Traces) -> None:
+    with pytest.raises(LookonceError) as caught:
+        await calls.run("stream", "one", **fault)
+    span = (await asyncio.to_thread(traces.collected)).one("client.stream")
+    assert span.attributes["error.type"] == type(caught.value).__name__
+
+
+async def test_a_stream_that_ends_with_its_client_has_a_span_with_an_error(system: System, traces: Traces) -> None:
+    def work() -> None:
+        client = lookonce.Client.connect(system.decoder_target)
+        abandoned.append(client.stream("one two three"))
+        next(abandoned[0])
+        client.close()
+
+    abandoned: list[Any] = []
+    await asyncio.to_thread(work)
+    client = lookonce.AsyncClient.connect(system.decoder_target)
+    abandoned.append(client.stream("one two three"))
+    await anext(abandoned[1])
+    await client.aclose()
+    spans = (await asyncio.to_thread(traces.collected)).named("client.stream")
+    assert [span.attributes["error.type"] for span in spans] == ["AbortedError"] * 2
 
 
 def test_an_applications_own_provider_is_used() -> None:

@@ -14,12 +14,12 @@ from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
 from lookonce.generation import GenerateOptions, Message
 from lookonce.images import ImageRef
+from lookonce.sdk.answers import Transcript
 from lookonce.sdk.messages import (
     MAX_LOOKUP_KEYS,
     SMALL_IMAGE_BYTES,
     EncodePlan,
     PreparedPrompt,
-    Transcript,
     lookup_requests,
 )
 from lookonce.videos import Video

@@ -45,7 +45,10 @@ async def test_a_message_over_the_limit_is_resource_exhausted_and_the_next_call_
         item.image.data = bytes(MIB + 1)
         failure = await rpc_failure(running.encoder.Encode(pb.EncodeRequest(items=[item]), timeout=5))
         assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert type(status_codes.from_rpc_error(failure)) is errors.MessageTooLargeError
+        error = status_codes.from_rpc_error(failure)
+        assert type(error) is errors.MessageTooLargeError
+        assert str(MIB) in error.message
+        assert "smaller images" in error.message
         item.image.data = bytes(MIB // 2)
         assert len((await running.encoder.Encode(pb.EncodeRequest(items=[item]), timeout=5)).results) == 1
 
@@ -123,6 +126,9 @@ async def test_an_unknown_method_is_unimplemented() -> None:
         method: Any = running.channel.unary_unary("/no.such.Service/Call")
         failure = await rpc_failure(method(b"", timeout=5))
         assert failure.code() is grpc.StatusCode.UNIMPLEMENTED
+        error = status_codes.from_rpc_error(failure)
+        assert type(error) is errors.UnsupportedError
+        assert "older than this client" in error.message
 
 
 async def test_a_taken_port_is_a_configuration_error() -> None:

@@ -1,0 +1,107 @@
+"""Converts the answers of decoders from protobuf to plain data, for both clients. Calls no server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.errors import InternalError
+from lookonce.generation import FinishReason, Generation, Usage
+
+_FINISH_REASONS: Mapping[int, FinishReason] = {
+    decoder_pb2.FINISH_REASON_STOP: "stop",
+    decoder_pb2.FINISH_REASON_LENGTH: "length",
+    decoder_pb2.FINISH_REASON_ABORT: "abort",
+}
+
+
+class Transcript:
+    """Collects the events of one choice's stream; checks that it has no gap and exactly one end."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[tuple[tuple[int, float], ...]] = []
+        self._finished: decoder_pb2.StreamFinished | None = None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether any text has arrived. A stream that has shown text cannot be started again."""
+        return bool(self._pieces)
+
+    def add(self, response: decoder_pb2.GenerateStreamResponse) -> str:
+        """Adds one event and returns its text, "" for none. Raises InternalError on a gap or a second end."""
+        if response.HasField("started"):
+            self._request_id = response.started.request_id
+        elif response.HasField("finished"):
+            if self._finished is not None:
+                raise InternalError("the stream ended twice")
+            self._finished = response.finished
+        elif response.HasField("delta"):
+            return self._add_delta(response.delta)
+        return ""
+
+    def _add_delta(self, delta: decoder_pb2.StreamDelta) -> str:
+        if delta.token_ids and delta.token_index != len(self._token_ids):
+            raise InternalError(f"the stream has a gap: token {delta.token_index} follows {len(self._token_ids)}")
+        self._token_ids += delta.token_ids
+        self._logprobs += _logprobs(delta.logprobs)
+        if delta.text:
+            self._pieces.append(delta.text)
+        return delta.text
+
+    def generation(self) -> Generation:
+        """Returns the whole answer. Raises InternalError if the stream has not finished."""
+        if self._finished is None:
+            raise InternalError("the stream stopped before its final event")
+        return Generation(
+            text="".join(self._pieces),
+            token_ids=tuple(self._token_ids),
+            finish_reason=_FINISH_REASONS.get(self._finished.finish_reason, "abort"),
+            usage=usage_of(self._finished.usage),
+            request_id=self._request_id,
+            logprobs=tuple(self._logprobs),
+        )
+
+
+def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
+    """Returns the first choice of a response. Raises InternalError if it has none."""
+    if not response.choices:
+        raise InternalError("the answer has no choice")
+    choice = response.choices[0]
+    return Generation(
+        text=choice.text,
+        token_ids=tuple(choice.token_ids),
+        finish_reason=_FINISH_REASONS.get(choice.finish_reason, "abort"),
+        usage=usage_of(response.usage),
+        request_id=response.request_id,
+        logprobs=tuple(_logprobs(choice.logprobs)),
+    )
+
+
+def usage_of(usage: decoder_pb2.Usage) -> Usage:
+    """Converts the token accounting, with durations in seconds."""
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        image_tokens=usage.image_tokens,
+        encoded_image_tokens=usage.encoded_image_tokens,
+        cached_image_tokens=usage.cached_image_tokens,
+        skipped_image_tokens=usage.skipped_image_tokens,
+        completion_tokens=usage.completion_tokens,
+        accepted_draft_tokens=usage.accepted_draft_tokens,
+        queue_time_s=seconds_of(usage.queue_time),
+        time_to_first_token_s=seconds_of(usage.time_to_first_token),
+    )
+
+
+def _logprobs(tokens: Sequence[decoder_pb2.TokenLogprobs]) -> list[tuple[tuple[int, float], ...]]:
+    return [tuple((entry.token_id, entry.logprob) for entry in token.top) for token in tokens]
+
+
+def seconds_of(duration: Duration) -> float:
+    """Returns a duration in seconds."""
+    return duration.ToNanoseconds() / 1e9

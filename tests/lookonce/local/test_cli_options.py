@@ -1,0 +1,98 @@
+"""Wrong command lines end with status 2 and one clear error, before anything is sent or started."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+from lookonce import cli
+
+DIGEST = "0" * 64
+NOBODY = ("--target", "127.0.0.1:1", "--timeout-s", "2")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """An empty environment, and a folder with a picture, a text and a folder."""
+    for name in [name for name in os.environ if name.startswith("LOOKONCE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "folder").mkdir()
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs the command in this process and returns its error in one line."""
+    monkeypatch.setattr(sys, "argv", ["lookonce", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    shown = capsys.readouterr()
+    assert (caught.value.code, shown.out) == (2, ""), shown.err
+    return " ".join(shown.err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("generate", "x", "--target", ""), "is empty"),
+        (("generate", "x", "--target", " "), "is empty"),
+        (("generate", "x", "--target", "127.0.0.1"), "with a port"),
+        (("generate", "x", "--target", "127.0.0.1:99999"), "1..65535"),
+        (("generate", "x", "--target", "http://127.0.0.1:1"), "without http://"),
+        (("generate", "x", *NOBODY[:2], "--timeout-s", "nan"), "--timeout-s"),
+        (("generate", "x", *NOBODY[:2], "--timeout-s", "0"), "--timeout-s"),
+        (("generate", "x", *NOBODY, "--temperature", "nan"), "--temperature"),
+        (("generate", "x", *NOBODY, "--temperature", "-1"), "--temperature"),
+        (("generate", "x", *NOBODY, "--seed", str(2**64)), "--seed"),
+        (("generate", "x", *NOBODY, "--max-tokens", str(2**32)), "--max-tokens"),
+        (("generate", "x", *NOBODY, "-i", "folder"), "is a directory"),
+        (("generate", "x", *NOBODY, "-i", "none.png"), "does not exist"),
+        (("lookup", "none.png", *NOBODY), "does not exist"),
+        (("encode", *NOBODY), "Missing argument"),
+        (("evict", DIGEST, "--target", ""), "is empty"),
+        (("evict", DIGEST, "--tenant", "", *NOBODY), "is empty"),
+        (("evict", "--all-of-tenant", "--tenant", "", *NOBODY), "is empty"),
+        (("evict", "", *NOBODY), "'' is neither a file nor a SHA-256 digest"),
+        (("evict", "0x" + DIGEST[2:], *NOBODY), "is neither a file nor a SHA-256 digest"),
+        (("evict", "folder", *NOBODY), "is a folder"),
+        (("up", "--model", ""), "is empty"),
+        (("up", "--model", "folder"), "config.json"),
+        (("up", "--redis-url", ""), "is empty"),
+        (("up", "--port", "70000"), "--port"),
+        (("doctor", "--model", ""), "is empty"),
+        (("token", ""), "name must match"),
+        (("token", "a", "--tenant", "x y"), "tenant must match"),
+        (("serve", "decoder", "--model", ""), "'' is neither a folder nor a name on the hub"),
+        (("nothing",), "No such command"),
+    ],
+)
+def test_a_wrong_argument_is_refused(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("LOOKONCE_TARGET", "", "no running server found"),
+        ("LOOKONCE_TARGET", "decoder", "with a port"),
+        ("LOOKONCE_TLS_CA", "", "LOOKONCE_TLS_CA is empty"),
+        ("LOOKONCE_TLS_CA", "text.txt", "text.txt is no PEM file"),
+        ("LOOKONCE_TLS_CA", "folder", "cannot read folder"),
+        ("LOOKONCE_TLS_CERT", "text.txt", "belong together"),
+        ("LOOKONCE_TOKEN", "a\nb", "the token must be"),
+        ("LOOKONCE_TOKEN", "ä", "the token must be"),
+    ],
+)
+def test_a_wrong_variable_is_refused(
+    variable: str, value: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    target = () if variable == "LOOKONCE_TARGET" else NOBODY
+    assert words in refused(monkeypatch, capsys, "generate", "x", *target)
