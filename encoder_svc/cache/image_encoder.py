@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 from encoder_svc.cache.encode_job import EncodeJob
 from encoder_svc.cache.local_cache import LocalEmbedding
+from encoder_svc.cache.single_flight import Flight
 from encoder_svc.images.decode_turns import DecodeRequest
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
@@ -67,30 +68,35 @@ class ImageEncoder:
         """Whether the forward thread has ended, so that only a new process helps."""
         return self._batcher.has_died
 
-    async def encode(self, job: EncodeJob) -> LocalEmbedding:
-        """Returns the rows of an image.
+    async def encode(self, job: EncodeJob, flight: Flight) -> LocalEmbedding:
+        """Returns the rows of an image. `flight` may drop it while it waits for a turn, but neither when it is decoded
+        nor during its forward pass.
 
         Raises OverloadedError, UnavailableError, the image errors of `image_header` and `preprocess`, and
         ImagePoisonousError for an image on which the model fails.
         """
         self._quarantine.check(job.key.value)
-        with self._admitted():
+        async with AsyncExitStack() as held:
+            held.enter_context(self._admitted())
             admitted_s = time.monotonic()
             self._batcher.check_answering()
-            header = await self._preprocessor.read_header(job.data, job.options)
-            async with self._budget.reserved(_decode_request(job, header)) as reservation:
-                inputs = await self._preprocessor.prepare(job.data, header, job.key.digest, job.options)
-                reservation.charge(inputs.size_bytes)
+            with flight.waiting():
+                header = await self._preprocessor.read_header(job.data, job.options)
+                reservation = await held.enter_async_context(self._budget.reserved(_decode_request(job, header)))
+            inputs = await self._preprocessor.prepare(job.data, header, job.key.digest, job.options)
+            reservation.charge(inputs.size_bytes)
+            with flight.waiting():
                 await job.turn.wait()
-                submitted = self._batcher.submit(inputs, job.turn.caller, job.turn.number)
-                job.turn.pass_on()
-                # The queue owns the pixels now and frees them at the end of their pass.
-                del inputs
-                try:
+            submitted = self._batcher.submit(inputs, job.turn.caller, job.turn.number)
+            job.turn.pass_on()
+            # The queue owns the pixels now and frees them at the end of their pass.
+            del inputs
+            try:
+                with flight.waiting(submitted.cancel):
                     encoded = await self._judged(job, submitted)
-                finally:
-                    # The future keeps its exception, whose traceback refers to this frame, and so to the image.
-                    del submitted
+            finally:
+                # The future keeps its exception, whose traceback refers to this frame, and so to the image.
+                del submitted
             self._metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
         return LocalEmbedding(self._meta_of(job, encoded, header), row_bytes(encoded.rows), encoded.compute_s)
 

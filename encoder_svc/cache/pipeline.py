@@ -15,7 +15,7 @@ from encoder_svc.cache.cache_tiers import CachedRows, CacheTiers, not_cached
 from encoder_svc.cache.encode_job import CachePolicy, EncodeJob, EncodeOutcome, ImageInput, Origin
 from encoder_svc.cache.fleet_flight import FleetFlight
 from encoder_svc.cache.image_encoder import ImageEncoder
-from encoder_svc.cache.single_flight import SingleFlight
+from encoder_svc.cache.single_flight import Flight, SingleFlight
 from encoder_svc.fair_queue import CallerId
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.vision_model import VisionModel
@@ -77,7 +77,8 @@ class EncodePipeline:
         """Makes sure that the image's rows can be read from a cache.
 
         Images of one `caller` are encoded in the order of these calls and take turns with those of others; an image
-        that several callers ask for has the turn of the first.
+        that several callers ask for has the turn of the first. When all of them have left, an image that waits is
+        dropped, and one that is being decoded or encoded is finished.
 
         One outcome of each encode is COMPUTED, so that callers can add up what was computed: that of the caller who
         began it, or if it has left, of the next caller with the image's bytes, who waits already or comes later.
@@ -107,16 +108,16 @@ class EncodePipeline:
 
     async def _join_or_start(self, job: EncodeJob) -> EncodeOutcome:
         """Joins the work on this key that is in flight, or starts it; a refresh joins refreshes only."""
-        flight = (job.key.value, job.refresh)
-        if flight not in self._flights:
-            return await self._flights.start(flight, self._fly, job)
+        name = (job.key.value, job.refresh)
+        if name not in self._flights:
+            return await self._flights.start(name, self._fly, job)
         self.metrics.coalesced.labels("process").inc()
         job.turn.pass_on()
-        return await self._flights.join(flight)
+        return await self._flights.join(name)
 
-    async def _fly(self, job: EncodeJob) -> EncodeOutcome:
+    async def _fly(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Runs once per flight: ends with rows that may be counted by one caller if they were computed here."""
-        outcome = await self._find_or_encode(job)
+        outcome = await self._find_or_encode(flight, job)
         if outcome.origin is Origin.COMPUTED:
             # Nothing is awaited from here on, so the caller who began the flight is the first to wake up.
             self._uncounted.add(job.key.value, outcome.meta.num_rows)
@@ -127,26 +128,26 @@ class EncodePipeline:
         is_open = self._uncounted.take(outcome.key.value, outcome.meta.num_rows) > 0
         return replace(outcome, origin=Origin.COMPUTED) if is_open else outcome
 
-    async def _find_or_encode(self, job: EncodeJob) -> EncodeOutcome:
+    async def _find_or_encode(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Takes the rows from the shared cache or from another replica, else encodes."""
         if job.refresh:
-            return await self._encode(job)
+            return await self._encode(flight, job)
         found = await self._find_shared(job.key)
         if found is not None:
             return found
         if self._fleet is None:
-            return await self._encode(job)
-        async with self._fleet.claimed(job.key) as claim:
+            return await self._encode(flight, job)
+        async with self._fleet.claimed(job.key, flight.waiting) as claim:
             if claim.found is not None:
                 origin = Origin.COALESCED if claim.has_waited else Origin.SHARED_CACHE
                 return EncodeOutcome(job.key, claim.found, origin, 0.0, stored=True)
-            outcome = await self._encode(job)
+            outcome = await self._encode(flight, job)
             claim.stored = outcome.stored
             return outcome
 
-    async def _encode(self, job: EncodeJob) -> EncodeOutcome:
+    async def _encode(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Runs the model and puts the rows into both caches."""
-        entry = await self._encoder.encode(job)
+        entry = await self._encoder.encode(job, flight)
         stored = await self.tiers.put(job.key, entry, refresh=job.refresh)
         return EncodeOutcome(job.key, entry.meta, Origin.COMPUTED, entry.encode_s, stored)
 
@@ -213,12 +214,12 @@ class EncodePipeline:
 
     async def _find_in_flight(self, key: ContentKey) -> EncodeOutcome | None:
         """None also when the encode in flight fails: the error concerns those who sent the bytes."""
-        flight = (key.value, False)
-        if flight not in self._flights:
+        name = (key.value, False)
+        if name not in self._flights:
             return None
         self.metrics.coalesced.labels("process").inc()
         try:
-            return await self._flights.join(flight)
+            return await self._flights.join(name)
         except LookonceError:
             return None
 

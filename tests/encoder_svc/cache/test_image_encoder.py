@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from encoder_svc.cache.encode_job import CachePolicy, EncodeJob
 from encoder_svc.cache.image_encoder import ImageEncoder
+from encoder_svc.cache.single_flight import SingleFlight
 from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
@@ -65,7 +66,7 @@ class Bench:
         with order.entered(CallerId("me")) as turn:
             job = EncodeJob(key, data, (), options, CachePolicy.READ_AND_WRITE, turn)
             async with asyncio.timeout(TIMEOUT_S):
-                return await self.encoder.encode(job)
+                return await SingleFlight[Any]().start("key", lambda flight: self.encoder.encode(job, flight))
 
     @property
     def num_queued(self) -> float | None:
