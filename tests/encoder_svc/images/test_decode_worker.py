@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import pathlib
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -202,6 +206,43 @@ def test_a_process_that_cannot_start_is_not_the_image_s_fault(monkeypatch: pytes
     monkeypatch.setattr("encoder_svc.images.decode_worker.sys.executable", "/bin/false")
     with pytest.raises(InternalError):
         DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0)).decode(GOOD)
+
+
+def test_an_answer_that_was_not_read_to_its_end_is_never_taken_for_the_next_one(
+    worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = decode_worker._receive
+
+    def receive_without_memory(connection: socket.socket, num_bytes: int, *others: Any) -> bytearray:
+        if num_bytes == 3 * 90 * 40:
+            raise MemoryError
+        return receive(connection, num_bytes, *others)
+
+    with monkeypatch.context() as poor:
+        poor.setattr(decode_worker, "_receive", receive_without_memory)
+        with pytest.raises(MemoryError):
+            worker.decode(GOOD)
+    check(worker, image_files.encoded(image_files.noise(3, 50, 60)))
+
+
+def test_a_process_that_the_system_cannot_start_leaves_nothing_open(
+    worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    num_open = psutil.Process().num_fds()
+    monkeypatch.setattr("encoder_svc.images.decode_worker.subprocess.Popen", refuse)
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(InternalError, match="did not start"):
+                worker.decode(GOOD)
+        assert psutil.Process().num_fds() == num_open
+    finally:
+        gc.enable()
+    monkeypatch.undo()
+    check(worker, GOOD)
 
 
 def test_a_process_that_takes_too_long_to_start_is_tried_again(
