@@ -107,7 +107,7 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         )
         self.rejected = Counter(
             "lookonce_encoder_rejected_total",
-            "Images answered with an error, by its reason; OVERLOADED means that the queue was full.",
+            "Images answered with an error, by its reason; OVERLOADED means that the queue or the memory was full.",
             ["reason"],
             registry=registry,
         )

@@ -26,6 +26,7 @@ from lookonce.errors import (
     InvalidInputError,
     InvalidParameterError,
     LookonceError,
+    OverloadedError,
 )
 from lookonce.identity import current_identity
 from lookonce.image_file import num_file_bytes
@@ -209,6 +210,10 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         except LookonceError as error:
             self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
             raise
+        except MemoryError:
+            # The border answers the call with the same status, an item of a stream gets it in `_answer_item`.
+            self._pipeline.metrics.rejected.labels(status_row(_no_memory()).reason).inc()
+            raise
 
     async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
         """Answers one item of a stream. Never raises: a failure is the item's answer."""
@@ -220,6 +225,9 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE, charge_pixels)
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(error))
+        except MemoryError as error:
+            _log.error("no memory for an item", exc_info=error)
+            return pb.EncodeStreamResponse(item_id=request.item_id, error=_item_error(_no_memory()))
         except Exception as fault:
             fault_id = uuid.uuid4().hex
             _log.error("unexpected error in an item", fault_id=fault_id, exc_info=fault)
@@ -257,6 +265,10 @@ def _located(error: BaseException, index: int) -> BaseException:
     if isinstance(error, InvalidInputError):
         return from_reason(status_row(error).reason, error.message, {**error.metadata, "index": str(index)})
     return error
+
+
+def _no_memory() -> OverloadedError:
+    return OverloadedError("the server has no memory left for this image; retry later, or send less at once")
 
 
 def _item_error(error: LookonceError) -> pb.ItemError:

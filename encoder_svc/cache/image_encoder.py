@@ -72,7 +72,7 @@ class ImageEncoder:
         """Returns the rows of an image. `flight` may drop it while it waits for a turn, but neither when it is decoded
         nor during its forward pass.
 
-        Raises OverloadedError, UnavailableError, the image errors of `image_header` and `preprocess`, and
+        Raises OverloadedError, UnavailableError, MemoryError, the image errors of `image_header` and `preprocess`, and
         ImagePoisonousError for an image on which the model fails.
         """
         self._quarantine.check(job.key.value)

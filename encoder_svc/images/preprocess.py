@@ -11,6 +11,7 @@ import PIL.Image
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
+from encoder_svc.images.lack_of_memory import memory_errors
 from encoder_svc.images.quarantine import Quarantine
 from lookonce import tracing
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
@@ -58,8 +59,8 @@ class Preprocessor:
     ) -> PixelInputs:
         """Returns the pixels of an image file, or pair of frames, with this checked header and this digest.
 
-        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError, ImagePoisonousError, or
-        UnavailableError.
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError, ImagePoisonousError, UnavailableError,
+        or MemoryError.
         """
         return await run_in_thread(self._workers, self._prepare, data, header, digest, options)
 
@@ -79,11 +80,11 @@ class Preprocessor:
     ) -> PixelInputs:
         if not isinstance(data, FramePair):
             image = self._decoded(data, digest)
-            with _span(header):
+            with _span(header), memory_errors():
                 return self._adapter.pixel_inputs(image, options)
         # A generator, so that each frame is scaled down before the next one is decoded.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
-        with _span(header):
+        with _span(header), memory_errors():
             return self._adapter.pair_inputs(frames, options)
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:
