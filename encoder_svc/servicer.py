@@ -14,7 +14,6 @@ from encoder_svc import wire
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.concurrent_map import map_concurrently
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
@@ -206,7 +205,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self, image: ImageInput, cache_policy: CachePolicy, charge_pixels: Callable[[int], None] | None
     ) -> EncodeOutcome:
         try:
-            return await self._pipeline.encode(image, cache_policy, self._tenant(), _caller(), charge_pixels)
+            return await self._pipeline.encode(image, cache_policy, self._tenant(), _request_id(), charge_pixels)
         except LookonceError as error:
             self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
             raise
@@ -251,11 +250,11 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         return found.rows.nbytes
 
 
-def _caller() -> CallerId:
-    """The call's request id. A decoder passes its own id on, so all images of one prompt have the same caller."""
+def _request_id() -> str:
+    """The call's request id. A decoder passes its own id on, so all images of one prompt have the same one."""
     request_id = current_request_id()
     assert request_id is not None, "an interceptor gives every call an id"
-    return CallerId(request_id)
+    return request_id
 
 
 def _located(error: BaseException, index: int) -> BaseException:

@@ -154,4 +154,4 @@ class ImageEncoder:
 
 def _decode_request(job: EncodeJob, header: ImageHeader) -> DecodeRequest:
     num_pixels = header.num_pixels * len(files_of(job.data))
-    return DecodeRequest(job.key.tenant_tag, job.turn.caller, job.turn.number, num_pixels)
+    return DecodeRequest(job.turn.caller, job.turn.number, num_pixels)

@@ -71,12 +71,12 @@ class EncodePipeline:
         image: ImageInput,
         cache_policy: CachePolicy,
         tenant: Tenant,
-        caller: CallerId,
+        request_id: str,
         charge_pixels: Callable[[int], None] | None = None,
     ) -> EncodeOutcome:
         """Makes sure that the image's rows can be read from a cache.
 
-        Images of one `caller` are encoded in the order of these calls and take turns with those of others; an image
+        Images of one tenant's `request_id` are encoded in the order of these calls and take turns with others; an image
         that several callers ask for has the turn of the first. When all of them have left, an image that waits is
         dropped, and one that is being decoded or encoded is finished.
 
@@ -89,7 +89,7 @@ class EncodePipeline:
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds,
         DigestMismatchError, InvalidParameterError, and the errors of `ImageEncoder.encode`.
         """
-        with self._order.entered(caller) as turn:
+        with self._order.entered(CallerId(tenant.tag, request_id)) as turn:
             self.model.adapter.check_options(image.options)
             if image.data is None and cache_policy is CachePolicy.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")

@@ -22,7 +22,6 @@ from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput,
 from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache
 from encoder_svc.cache.pipeline import EncodePipeline
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
@@ -77,13 +76,13 @@ class Harness:
         """Encodes an image file, for the default tenant unless told otherwise."""
         image = ImageInput(data, fields.get("digest"), fields.get("options", ProcessorOptions()))
         tenant, charge_pixels = fields.get("tenant", DEFAULT_TENANT), fields.get("charge_pixels")
-        return await self.pipeline.encode(image, cache_policy, tenant, CallerId("me"), charge_pixels)
+        return await self.pipeline.encode(image, cache_policy, tenant, "me", charge_pixels)
 
     async def find(self, data: bytes, **fields: Any) -> EncodeOutcome:
         """Asks for an image by its digest."""
         image = ImageInput(None, image_digest(data), fields.get("options", ProcessorOptions()))
         use = fields.get("cache_policy", CachePolicy.READ_AND_WRITE)
-        return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
+        return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT), "me")
 
     async def rows(self, outcome: EncodeOutcome) -> bytes:
         """All rows of an outcome."""
@@ -521,6 +520,28 @@ async def test_a_caller_s_images_reach_the_model_in_the_order_of_asking(
                 for data in (png(seed, 1000, 300), png(seed)):
                     tasks.create_task(harness.encode(data))
     assert queued == list(range(10))
+
+
+async def test_calls_of_two_tenants_with_one_request_id_do_not_wait_for_each_other(
+    open_harness: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caller_order, "_MAX_WAIT_S", float(TIMEOUT_S))
+    slow, is_decoded = png(1), threading.Event()
+    async with open_harness() as harness:
+        preprocessor = harness.pipeline._encoder._preprocessor
+        prepare = preprocessor._prepare
+
+        def prepared(data: bytes, *others: Any) -> Any:
+            assert data != slow or is_decoded.wait(TIMEOUT_S)
+            return prepare(data, *others)
+
+        monkeypatch.setattr(preprocessor, "_prepare", prepared)
+        waiting = asyncio.create_task(harness.encode(slow))
+        await settled(lambda: harness.pipeline._encoder._num_queued == 1)
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await harness.encode(png(2), tenant=Tenant("stranger", b"another secret"))
+        is_decoded.set()
+        await waiting
 
 
 async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(open_harness: Callable[..., Any]) -> None:

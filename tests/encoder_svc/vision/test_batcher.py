@@ -26,7 +26,7 @@ from tests import image_files
 
 POISON = 666.0
 TIMEOUT_S = 30
-A, B = CallerId("a"), CallerId("b")
+A, B = CallerId("tenant", "a"), CallerId("tenant", "b")
 
 
 class StepwiseModel:
@@ -396,9 +396,11 @@ def test_rows_do_not_depend_on_the_other_images_of_a_pass(
 
     limits = BatchLimits(4, 1 << 26, 100)
     batcher = ForwardBatcher(forward, model.warm_up, limits, EncoderMetrics(CollectorRegistry()))
-    batcher.submit(pixels[0], CallerId("first"))
+    batcher.submit(pixels[0], CallerId("tenant", "first"))
     assert has_begun.wait(TIMEOUT_S)
-    futures = [batcher.submit(inputs, CallerId(name)) for inputs, (_, _, name) in zip(pixels, images, strict=True)]
+    futures = [
+        batcher.submit(inputs, CallerId("tenant", name)) for inputs, (_, _, name) in zip(pixels, images, strict=True)
+    ]
     all_are_queued.set()
     for inputs, future in zip(pixels, futures, strict=True):
         torch.testing.assert_close(future.result(TIMEOUT_S).rows, model.forward([inputs])[0], rtol=1e-5, atol=1e-5)
