@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 
 from encoder_svc.cache.encode_job import EncodeJob
 from encoder_svc.cache.local_cache import LocalEmbedding
+from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.cache.single_flight import Flight
 from encoder_svc.images.decode_turns import DecodeRequest
 from encoder_svc.images.pixel_budget import PixelBudget
@@ -24,7 +24,7 @@ from encoder_svc.vision.forward_queue import EncodedRows
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import tracing
 from lookonce.embedding_meta import EmbeddingMeta
-from lookonce.errors import ImagePoisonousError, OverloadedError
+from lookonce.errors import ImagePoisonousError
 from lookonce.image_file import files_of
 from lookonce.media.image_header import ImageHeader
 
@@ -45,7 +45,8 @@ class ImageEncoder:
     ) -> None:
         """Owns `preprocessor` and `batcher`.
 
-        `max_queued_images` bounds the images between admission and the end of their forward pass. `budget` bounds the
+        `max_queued_images` bounds the images between admission and the end of their forward pass; tenants share these
+        places. `budget` bounds the
         memory of their pixels and lets tenants take turns. `quarantine` holds the cache keys of images on which the
         model fails; a key stands for the options and the tenant as well.
         """
@@ -53,8 +54,8 @@ class ImageEncoder:
         self._preprocessor = preprocessor
         self._batcher = batcher
         self._metrics = metrics
-        self._max_queued_images = max_queued_images
-        self._num_queued = 0
+        self._places = QueuePlaces(max_queued_images)
+        metrics.queued_images.set_function(lambda: len(self._places))
         self._budget = budget
         self._quarantine = quarantine
 
@@ -69,15 +70,17 @@ class ImageEncoder:
         return self._batcher.has_died
 
     async def encode(self, job: EncodeJob, flight: Flight) -> LocalEmbedding:
-        """Returns the rows of an image. `flight` may drop it while it waits for a turn, but neither when it is decoded
-        nor during its forward pass.
+        """Returns the rows of an image.
+
+        `flight` may be dropped while the image waits for a turn, but neither when it is decoded nor during its forward
+        pass.
 
         Raises OverloadedError, UnavailableError, MemoryError, the image errors of `image_header` and `preprocess`, and
         ImagePoisonousError for an image on which the model fails.
         """
         self._quarantine.check(job.key.value)
         async with AsyncExitStack() as held:
-            held.enter_context(self._admitted())
+            held.enter_context(self._places.taken(job.key.tenant_tag, flight))
             admitted_s = time.monotonic()
             self._batcher.check_answering()
             with flight.waiting():
@@ -104,21 +107,6 @@ class ImageEncoder:
         """Stops preprocessing and forward passes. Blocks until the work in progress has ended."""
         self._preprocessor.close()
         self._batcher.close()
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Counts the image as queued while the block runs. Raises OverloadedError when the queue is full."""
-        if self._num_queued >= self._max_queued_images:
-            raise OverloadedError(f"{self._num_queued} images wait for the model, which is the limit; try again later")
-        self._set_num_queued(self._num_queued + 1)
-        try:
-            yield
-        finally:
-            self._set_num_queued(self._num_queued - 1)
-
-    def _set_num_queued(self, num_queued: int) -> None:
-        self._num_queued = num_queued
-        self._metrics.queued_images.set(num_queued)
 
     async def _judged(self, job: EncodeJob, submitted: Future[EncodedRows]) -> EncodedRows:
         """Waits for the forward pass, and keeps the quarantine's record of the image."""

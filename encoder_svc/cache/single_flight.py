@@ -28,6 +28,8 @@ class Flight:
         # Ends the present wait; None while the work runs.
         self._end_wait: Callable[[], bool] | None = None
         self._is_dropped = False
+        # The error for the callers of work that was dropped; None once they have it.
+        self._error: Exception | None = None
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -58,13 +60,27 @@ class Flight:
         finally:
             self._end_wait = None
 
-    def drop(self) -> bool:
-        """Ends the work if it only waits. Returns whether it did."""
+    def drop(self, error: Exception | None = None) -> bool:
+        """Ends the work if it only waits, and returns whether it did. Callers that are left get `error`."""
         if self._is_dropped or self._end_wait is None or not self._end_wait():
             return False
         self._is_dropped = True
+        self._error = error
         self._remove()
         return True
+
+    @property
+    def has_error(self) -> bool:
+        """Whether the work was dropped with an error for its callers."""
+        return self._error is not None
+
+    def take_error(self) -> Exception:
+        """Returns the error of `drop` and forgets it: when it is raised, its traceback refers to this object."""
+        assert self._error is not None, "the work was dropped with an error"
+        try:
+            return self._error
+        finally:
+            self._error = None
 
 
 class SingleFlight(Generic[ResultT]):
@@ -93,7 +109,7 @@ class SingleFlight(Generic[ResultT]):
         assert key not in self._flights, "a key has one task at a time"
         flight = Flight(partial(self._cancel, key), partial(self._flights.pop, key))
         self._flights[key] = flight
-        self._tasks[flight] = asyncio.create_task(work(flight, *arguments, **keywords))
+        self._tasks[flight] = asyncio.create_task(_flown(flight, work, *arguments, **keywords))
         self._tasks[flight].add_done_callback(partial(self._landed, key, flight))
         # No local variable has the task: it keeps its exception, whose traceback refers to this frame, and so to the
         # arguments. Such a cycle would keep an image in memory until the next garbage collection.
@@ -121,3 +137,19 @@ class SingleFlight(Generic[ResultT]):
         if not task.cancelled():
             # Marks the exception as retrieved: when all callers have left, asyncio would report it as lost.
             task.exception()
+
+
+async def _flown(
+    flight: Flight,
+    work: Callable[Concatenate[Flight, ArgumentsT], Coroutine[Any, Any, ResultT]],
+    *arguments: ArgumentsT.args,
+    **keywords: ArgumentsT.kwargs,
+) -> ResultT:
+    """Runs the work. Raises the error of `Flight.drop` in place of the cancellation by it."""
+    try:
+        return await work(flight, *arguments, **keywords)
+    except asyncio.CancelledError:
+        if not flight.has_error:
+            raise
+    # Outside of the block, so that the error does not refer to the cancellation, and so to what the work held.
+    raise flight.take_error()

@@ -236,7 +236,7 @@ async def test_an_image_that_waits_is_dropped_with_its_bytes_when_everybody_has_
             await asyncio.wait(callers)
             callers.clear()
             await settled(lambda: len(harness.pipeline._flights) == 1)
-        assert (len(encoder._batcher._queue), len(encoder._budget._waiting), encoder._num_queued) == (0, 0, 1)
+        assert (len(encoder._batcher._queue), len(encoder._budget._waiting), len(encoder._places)) == (0, 0, 1)
         again = asyncio.create_task(harness.encode(megabytes[0]))
         await settled(lambda: len(encoder._batcher._queue) == 1)
         harness.gate.set()
@@ -266,7 +266,7 @@ async def test_whoever_joins_and_leaves_an_image_is_encoded_once(
         await settled(lambda: not len(harness.pipeline._flights))
         keys = {outcome.key for outcome in outcomes}
         assert len(keys) <= harness.num_encoded <= 6
-        assert harness.pipeline._encoder._num_queued == harness.pipeline._encoder._budget.num_bytes == 0
+        assert len(harness.pipeline._encoder._places) == harness.pipeline._encoder._budget.num_bytes == 0
 
 
 async def test_an_encode_that_everybody_left_is_reported_to_the_next_caller_with_the_bytes(
@@ -386,7 +386,7 @@ async def test_a_full_queue_refuses_new_images_but_neither_hits_nor_joiners(open
         await harness.encode(png(0))
         harness.gate.clear()
         busy = [asyncio.create_task(harness.encode(png(seed))) for seed in (1, 2)]
-        await settled(lambda: harness.pipeline._encoder._num_queued == 2)
+        await settled(lambda: len(harness.pipeline._encoder._places) == 2)
         with pytest.raises(OverloadedError, match="2 images"):
             await harness.encode(png(3))
         assert (await harness.encode(png(0))).origin is Origin.LOCAL_CACHE
@@ -537,7 +537,7 @@ async def test_calls_of_two_tenants_with_one_request_id_do_not_wait_for_each_oth
 
         monkeypatch.setattr(preprocessor, "_prepare", prepared)
         waiting = asyncio.create_task(harness.encode(slow))
-        await settled(lambda: harness.pipeline._encoder._num_queued == 1)
+        await settled(lambda: len(harness.pipeline._encoder._places) == 1)
         async with asyncio.timeout(TIMEOUT_S / 2):
             await harness.encode(png(2), tenant=Tenant("stranger", b"another secret"))
         is_decoded.set()

@@ -139,6 +139,40 @@ async def test_work_that_waits_is_dropped_with_its_arguments_when_the_last_calle
         gc.enable()
 
 
+async def test_work_that_is_dropped_with_an_error_leaves_nothing_in_memory_once_its_callers_have_it() -> None:
+    flights: SingleFlight[int] = SingleFlight()
+    entered: list[Flight] = []
+
+    async def work(flight: Flight, data: Bytes) -> int:
+        entered.append(flight)
+        with flight.waiting():
+            await asyncio.Event().wait()
+        return 0
+
+    async def ask(data: Bytes) -> str:
+        try:
+            return str(await flights.start("key", work, data))
+        except ValueError as error:
+            return str(error)
+
+    data = Bytes()
+    reference = weakref.ref(data)
+    callers = [asyncio.create_task(ask(data))]
+    del data
+    await idle()
+    gc.disable()
+    try:
+        assert entered[0].drop(ValueError("no place"))
+        assert "key" not in flights
+        assert not entered.pop().drop(), "it is dropped already"
+        await idle()
+        assert callers.pop().result() == "no place"
+        await idle()
+        assert (reference(), len(flights)) == (None, 0)
+    finally:
+        gc.enable()
+
+
 async def test_work_that_runs_goes_on_without_callers_until_it_waits() -> None:
     flights: SingleFlight[int] = SingleFlight()
     is_decoded, is_over = asyncio.Event(), asyncio.Event()
