@@ -15,6 +15,7 @@ from encoder_svc.cache.local_cache import LocalEmbedding
 from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.cache.single_flight import Flight
 from encoder_svc.images.decode_turns import DecodeRequest
+from encoder_svc.images.file_readers import FileReaders
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine
@@ -52,6 +53,8 @@ class ImageEncoder:
         """
         self._model = model
         self._preprocessor = preprocessor
+        # Threads in which files are read before they are decoded. The pipeline hashes them there.
+        self.readers = FileReaders()
         self._batcher = batcher
         self._metrics = metrics
         self._places = QueuePlaces(max_queued_images)
@@ -84,7 +87,7 @@ class ImageEncoder:
             admitted_s = time.monotonic()
             self._batcher.check_answering()
             with flight.waiting():
-                header = await self._preprocessor.read_header(job.data, job.options)
+                header = await self.readers.run(job.turn, self._preprocessor.read_header, job.data, job.options)
                 reservation = await held.enter_async_context(self._budget.reserved(_decode_request(job, header)))
             inputs = await self._preprocessor.prepare(job.data, header, job.key.digest, job.options)
             reservation.charge(inputs.size_bytes)
@@ -105,6 +108,7 @@ class ImageEncoder:
 
     def close(self) -> None:
         """Stops preprocessing and forward passes. Blocks until the work in progress has ended."""
+        self.readers.close()
         self._preprocessor.close()
         self._batcher.close()
 

@@ -19,7 +19,7 @@ from encoder_svc.cache.single_flight import Flight, SingleFlight
 from encoder_svc.fair_queue import CallerId
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.vision_model import VisionModel
-from lookonce.caller_order import CallerOrder
+from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key, file_tag
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import DigestMismatchError, FingerprintMismatchError, InvalidParameterError, LookonceError
@@ -93,13 +93,13 @@ class EncodePipeline:
             self.model.adapter.check_options(image.options)
             if image.data is None and cache_policy is CachePolicy.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")
-            digests = await self._digests_of(image)
+            digests = await self._digests_of(image, turn)
             key = self.key_of(digests.digest, image.options, tenant)
             if image.data is None or cache_policy is CachePolicy.ONLY_IF_CACHED:
                 turn.pass_on()
                 return await self._find(key)
             if charge_pixels is not None:
-                charge_pixels(await asyncio.to_thread(_num_pixels, image.data, self._limits))
+                charge_pixels(await self._encoder.readers.run(turn, _num_pixels, image.data, self._limits))
             tags = tuple(file_tag(file, tenant) for file in digests.files)
             job = EncodeJob(key, image.data, tags, image.options, cache_policy, turn)
             if not job.refresh and (found := await self._find_local(key)) is not None:
@@ -182,14 +182,17 @@ class EncodePipeline:
         for part in (self._encoder, self.tiers):
             await asyncio.to_thread(part.close)
 
-    async def _digests_of(self, image: ImageInput) -> FileDigests:
+    async def _digests_of(self, image: ImageInput, turn: Turn[CallerId]) -> FileDigests:
         """The digests of the image's bytes, checked against the one it was sent with, or the digest of a reference."""
         if image.data is None:
             assert image.digest is not None, "a reference has a digest"
             return FileDigests(image.digest, ())
         for file in files_of(image.data):
             check_file_size(file, self._limits)
-        digests = await _hashed(image.data)
+        if num_file_bytes(image.data) <= _INLINE_HASH_BYTES:
+            digests = file_digests(image.data)
+        else:
+            digests = await self._encoder.readers.run(turn, file_digests, image.data)
         if image.digest is not None and digests.digest != image.digest:
             raise DigestMismatchError("the image does not hash to its expected digest; nothing was stored")
         return digests
@@ -231,12 +234,6 @@ class EncodePipeline:
 def _num_pixels(data: ImageFile, limits: ImageLimits) -> int:
     """The pixels that the files of an image claim in all. Raises the errors of `probe_file`."""
     return probe_file(data, limits).num_pixels * len(files_of(data))
-
-
-async def _hashed(data: ImageFile) -> FileDigests:
-    if num_file_bytes(data) <= _INLINE_HASH_BYTES:
-        return file_digests(data)
-    return await asyncio.to_thread(file_digests, data)
 
 
 def _as_joined(outcome: EncodeOutcome) -> EncodeOutcome:

@@ -544,6 +544,31 @@ async def test_calls_of_two_tenants_with_one_request_id_do_not_wait_for_each_oth
         await waiting
 
 
+async def test_a_tenant_s_files_are_not_all_read_before_those_of_another_tenant(
+    open_harness: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, other, gate = [png(seed) for seed in range(20)], png(99), threading.Event()
+    read: list[bytes] = []
+    async with open_harness() as harness:
+        preprocessor = harness.pipeline._encoder._preprocessor
+        read_header = preprocessor.read_header
+
+        def noted(data: bytes, options: ProcessorOptions) -> Any:
+            read.append(data)
+            assert gate.wait(TIMEOUT_S)
+            return read_header(data, options)
+
+        monkeypatch.setattr(preprocessor, "read_header", noted)
+        waiting = [asyncio.create_task(harness.encode(data)) for data in files]
+        await settled(lambda: len(harness.pipeline._encoder._places) == 20)
+        num_begun = len(read)
+        waiting.append(asyncio.create_task(harness.encode(other, tenant=Tenant("stranger", b"another secret"))))
+        await settled(lambda: len(harness.pipeline._encoder._places) == 21)
+        gate.set()
+        await asyncio.gather(*waiting)
+        assert read.index(other) <= num_begun + 1
+
+
 async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(open_harness: Callable[..., Any]) -> None:
     async def call(harness: Harness, seed: int) -> None:
         with tracing.calling(f"call {seed}"):

@@ -130,7 +130,7 @@ async def test_an_image_whose_process_gets_no_processor_time_is_not_to_blame(
     quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
     adapter = vision_model("llava_clip").adapter
     preprocessor = Preprocessor(adapter, LIMITS, 1, DecodeTimeLimits(60.0, 120.0), quarantine)
-    header = await preprocessor.read_header(GOOD, ProcessorOptions())
+    header = preprocessor.read_header(GOOD, ProcessorOptions())
 
     async def prepared() -> PixelInputs:
         return await preprocessor.prepare(GOOD, header, image_digest(GOOD), ProcessorOptions())
@@ -285,7 +285,7 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
         vision_model("llava_clip").adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), quarantine
     )
     other = image_files.encoded(image_files.noise(9, 90, 40))
-    header = await preprocessor.read_header(GOOD, ProcessorOptions())
+    header = preprocessor.read_header(GOOD, ProcessorOptions())
     for _ in range(4):
         with pytest.raises(ImagePoisonousError):
             await preprocessor.prepare(GOOD, header, image_digest(GOOD), ProcessorOptions())
