@@ -406,6 +406,35 @@ async def test_an_image_that_everybody_left_is_encoded_by_the_replica_that_is_as
         await until(lambda: not list(client.scan_iter("lookonce:*:l")))
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_whoever_joins_and_leaves_each_image_is_encoded_by_one_replica(
+    seed: int, start_encoder: StartEncoder, sick_model: SickModel, own_redis: EmbeddedRedis
+) -> None:
+    rng = random.Random(seed)
+    patient = {"redis_url": own_redis.url, "redis_budget_s": 10.0, "encode_lease_s": 60.0, "max_prepared_bytes": 1}
+    async with AsyncExitStack() as stack:
+        encoders = [await stack.enter_async_context(start_encoder("llava_clip", **patient)) for _ in range(3)]
+        client = stack.enter_context(redis.Redis.from_url(own_redis.url))
+        calls: list[Any] = []
+        for _ in range(150):
+            choice = rng.random()
+            if choice < 0.55 or not calls:
+                calls.append(rng.choice(encoders).stub.Encode(request_of(9300 + rng.randrange(8))))
+            elif choice < 0.9:
+                calls.pop(rng.randrange(len(calls))).cancel()
+            elif rng.random() < 0.5:
+                sick_model.gate.set()
+            else:
+                sick_model.gate.clear()
+            await asyncio.sleep(rng.choice((0, 0.002, 0.01)))
+        sick_model.gate.set()
+        answers = [await call for call in calls]
+        assert len({answer.results[0].embedding.key.digest for answer in answers}) <= encodes(encoders) <= 8
+        assert all(answer.results[0].stored for answer in answers)
+        await until(lambda: not any(len(encoder.pipeline._flights) for encoder in encoders))
+        await until(lambda: not list(client.scan_iter("lookonce:*:l")))
+
+
 async def test_a_hiccup_of_redis_costs_no_second_encode(start_encoder: StartEncoder, own_redis: EmbeddedRedis) -> None:
     async with AsyncExitStack() as stack:
         encoders = [
