@@ -29,7 +29,6 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks import models, peer, report
 from encoder_svc.cache.encode_job import CachePolicy, ImageInput
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.service import open_pipeline
 from encoder_svc.settings import EncoderSettings
@@ -172,7 +171,7 @@ async def _through_pipeline(
 
             async def encode(file: bytes) -> None:
                 image = ImageInput(file, None, ProcessorOptions())
-                outcome = await pipeline.encode(image, CachePolicy.READ_AND_WRITE, DEFAULT_TENANT, CallerId(_NAME))
+                outcome = await pipeline.encode(image, CachePolicy.READ_AND_WRITE, DEFAULT_TENANT, _NAME)
                 assert outcome.stored, "the cache is there"
 
             # The first round starts the decoding processes.

@@ -16,7 +16,6 @@ from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
 from encoder_svc.cache.encode_job import CachePolicy, ImageInput, Origin
 from encoder_svc.cache.pipeline import EncodePipeline
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.service import open_pipeline
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
@@ -29,7 +28,7 @@ from lookonce.server.settings import parse_settings
 from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import load_tenants
 
-_CALLER = CallerId("this process")
+_REQUEST_ID = "this process"
 
 
 class InProcessEncoder(EncoderClient):
@@ -73,7 +72,7 @@ class InProcessEncoder(EncoderClient):
     ) -> EncodedImage:
         """All rows come with the answer."""
         use = CachePolicy.REFRESH if refresh else CachePolicy.READ_AND_WRITE
-        outcome = await self._pipeline.encode(ImageInput(data, key.digest, options), use, self._tenant, _CALLER)
+        outcome = await self._pipeline.encode(ImageInput(data, key.digest, options), use, self._tenant, _REQUEST_ID)
         found = await self._pipeline.read(outcome.key, 0, 0)
         was_computed = outcome.origin is Origin.COMPUTED
         return EncodedImage(outcome.meta, outcome.stored, was_computed, bytes(found.rows))

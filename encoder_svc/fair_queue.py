@@ -13,10 +13,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Generic, NewType, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-CallerId = NewType("CallerId", str)
-"""Names the call an image belongs to. Images of one caller take turns with those of others."""
+
+class CallerId(NamedTuple):
+    """The call that an image belongs to. Images of one caller take turns with those of others.
+
+    Clients choose request ids, so the calls of two tenants may have the same one.
+    """
+
+    # `Tenant.tag` of the image's owner.
+    tenant: str
+    # A decoder passes its own id on, so all images of one prompt have the same caller.
+    request_id: str
+
 
 ItemT = TypeVar("ItemT")
 
@@ -43,9 +53,9 @@ class FairQueue(Generic[ItemT]):
         """Callers with waiting items, in the order in which they are to be served."""
         return list(self._lines)
 
-    def caller_of_oldest(self) -> CallerId:
-        """The caller of the item with the lowest number. The queue must not be empty."""
-        return min(self._lines, key=lambda caller: self._lines[caller][0][0])
+    def oldest(self) -> tuple[int, CallerId]:
+        """The lowest number, and the caller of its item. The queue must not be empty."""
+        return min((line[0][0], caller) for caller, line in self._lines.items())
 
     def waiting(self, caller: CallerId) -> Iterator[ItemT]:
         """A caller's items in order. Valid until the queue changes."""

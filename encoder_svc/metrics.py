@@ -107,7 +107,7 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         )
         self.rejected = Counter(
             "lookonce_encoder_rejected_total",
-            "Images answered with an error, by its reason; OVERLOADED means that the queue was full.",
+            "Images answered with an error, by its reason; OVERLOADED means that the queue or the memory was full.",
             ["reason"],
             registry=registry,
         )
@@ -127,6 +127,9 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         )
         self.queued_images = Gauge(
             "lookonce_encoder_queued_images", "Images waiting for preprocessing or in the model.", registry=registry
+        )
+        self.queued_bytes = Gauge(
+            "lookonce_encoder_queued_bytes", "Size of the files of these images, bytes.", registry=registry
         )
         self.queue_seconds = Histogram(
             "lookonce_encoder_queue_seconds",

@@ -19,6 +19,7 @@ from encoder_svc.cache.fleet_flight import FleetFlight
 from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache
 from encoder_svc.cache.pipeline import EncodePipeline
+from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine, Stage
@@ -143,7 +144,7 @@ def _image_encoder(
         preprocessor,
         batcher,
         metrics,
-        max_queued_images=settings.max_queued_images,
+        places=QueuePlaces(settings.max_queued_images, settings.max_queued_bytes),
         budget=PixelBudget(settings.max_prepared_bytes, settings.preprocess_workers),
         quarantine=Quarantine(Stage.FORWARD, metrics),
     )

@@ -14,7 +14,6 @@ from encoder_svc import wire
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.concurrent_map import map_concurrently
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
@@ -26,6 +25,7 @@ from lookonce.errors import (
     InvalidInputError,
     InvalidParameterError,
     LookonceError,
+    OverloadedError,
 )
 from lookonce.identity import current_identity
 from lookonce.image_file import num_file_bytes
@@ -205,9 +205,13 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self, image: ImageInput, cache_policy: CachePolicy, charge_pixels: Callable[[int], None] | None
     ) -> EncodeOutcome:
         try:
-            return await self._pipeline.encode(image, cache_policy, self._tenant(), _caller(), charge_pixels)
+            return await self._pipeline.encode(image, cache_policy, self._tenant(), _request_id(), charge_pixels)
         except LookonceError as error:
             self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
+            raise
+        except MemoryError:
+            # The border answers the call with the same status, an item of a stream gets it in `_answer_item`.
+            self._pipeline.metrics.rejected.labels(status_row(_no_memory()).reason).inc()
             raise
 
     async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
@@ -220,6 +224,9 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE, charge_pixels)
         except LookonceError as error:
             return pb.EncodeStreamResponse(item_id=request.item_id, error=wire.item_error(error))
+        except MemoryError as error:
+            _log.error("no memory for an item", exc_info=error)
+            return pb.EncodeStreamResponse(item_id=request.item_id, error=wire.item_error(_no_memory()))
         except Exception as fault:
             fault_id = uuid.uuid4().hex
             _log.error("unexpected error in an item", fault_id=fault_id, exc_info=fault)
@@ -243,11 +250,11 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         return found.rows.nbytes
 
 
-def _caller() -> CallerId:
-    """The call's request id. A decoder passes its own id on, so all images of one prompt have the same caller."""
+def _request_id() -> str:
+    """The call's request id. A decoder passes its own id on, so all images of one prompt have the same one."""
     request_id = current_request_id()
     assert request_id is not None, "an interceptor gives every call an id"
-    return CallerId(request_id)
+    return request_id
 
 
 def _located(error: BaseException, index: int) -> BaseException:
@@ -257,3 +264,7 @@ def _located(error: BaseException, index: int) -> BaseException:
     if isinstance(error, InvalidInputError):
         return from_reason(status_row(error).reason, error.message, {**error.metadata, "index": str(index)})
     return error
+
+
+def _no_memory() -> OverloadedError:
+    return OverloadedError("the server has no memory left for this image; retry later, or send less at once")

@@ -39,7 +39,14 @@ class EncoderSettings(ServiceSettings):
     max_queued_images: int = Field(
         256,
         ge=1,
-        description="Maximum number of images that wait for preprocessing or a forward pass; more are refused.",
+        description="Maximum number of images that wait for preprocessing or a forward pass; more are refused. Tenants "
+        "share these places: when all are taken, a tenant gets one from the tenant with the most, whose newest waiting "
+        "image is refused.",
+    )
+    max_queued_bytes: int = Field(
+        1024 * MIB,
+        ge=1,
+        description="Maximum size of the files of these images, bytes. Tenants share it in the same way.",
     )
     max_prepared_bytes: int = Field(
         1024 * MIB,

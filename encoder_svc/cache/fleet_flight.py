@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from encoder_svc.cache.done_channel import DoneChannel
@@ -30,6 +31,9 @@ _LOOK_UNHEARD_S = 0.025
 # A replica waits at most this many lease lifetimes for others, whatever Redis says; then it encodes. With the default
 # settings that is 40 s of the 60 s that a decoder waits for rows.
 _MAX_WAIT_LIVES = 8
+# Longest wait between two attempts to get the lease, seconds. A holder may have given it up, without rows, before this
+# replica could hear its announcement.
+_RETRY_S = 1.0
 # Renewals during one lifetime of a lease.
 _RENEWALS_PER_LIFE = 3
 
@@ -77,17 +81,25 @@ class FleetFlight:
         self._is_answering = is_answering
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lease")
-        self._releases: set[asyncio.Task[bool]] = set()
+        # Leases that are being given back, by `ContentKey.value`.
+        self._releases: dict[bytes, asyncio.Task[bool]] = {}
 
     @contextlib.asynccontextmanager
-    async def claimed(self, key: ContentKey) -> AsyncIterator[Claim]:
+    async def claimed(
+        self, key: ContentKey, waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    ) -> AsyncIterator[Claim]:
         """Enters the block with rows that were found or with the claim to encode them.
 
-        Call it for a key that the shared cache did not have a moment ago. Waits while another replica encodes. The
-        block sets `Claim.stored` after encoding; its exceptions are announced as a failure and pass through.
+        Call it for a key that the shared cache did not have a moment ago. Waits inside `waiting()` while another
+        replica encodes. There and in the block the caller may be cancelled, and nowhere else: a lease that is being
+        acquired would be lost. The block sets `Claim.stored` after encoding; its exceptions are announced as a failure
+        and pass through.
         """
         give_up_s = time.monotonic() + _MAX_WAIT_LIVES * self._leases.ttl_s
         has_waited = False
+        # An encode of this key that was dropped a moment ago gives its lease back first.
+        if key.value in self._releases:
+            await asyncio.wait([self._releases[key.value]])
         while time.monotonic() < give_up_s:
             attempt = await run_in_thread(self._threads, self._leases.acquire, key)
             if attempt.state is LeaseState.UNAVAILABLE:
@@ -97,7 +109,8 @@ class FleetFlight:
                     yield claim
                 return
             has_waited = True
-            found, must_encode = await self._follow(key, attempt)
+            with waiting():
+                found, must_encode = await self._follow(key, attempt)
             if found is not None:
                 self._metrics.coalesced.labels("fleet").inc()
                 yield Claim(found, has_waited=True)
@@ -109,7 +122,7 @@ class FleetFlight:
 
     async def close(self) -> None:
         """Gives held leases back and waits for that."""
-        await asyncio.gather(*self._releases, return_exceptions=True)
+        await asyncio.gather(*self._releases.values(), return_exceptions=True)
         await self._done.close()
         await asyncio.to_thread(self._threads.shutdown)
 
@@ -129,15 +142,19 @@ class FleetFlight:
             release = asyncio.create_task(
                 run_in_thread(self._threads, self._leases.release, key, token, claim.announcement)
             )
-            self._releases.add(release)
-            release.add_done_callback(self._releases.discard)
+            self._releases[key.value] = release
+            release.add_done_callback(lambda done: self._forget_release(key, done))
+
+    def _forget_release(self, key: ContentKey, release: asyncio.Task[bool]) -> None:
+        if self._releases.get(key.value) is release:
+            del self._releases[key.value]
 
     async def _follow(self, key: ContentKey, attempt: LeaseAttempt) -> tuple[EmbeddingMeta | None, bool]:
-        """Waits for the holder's end, or for as long as its lease lasts.
+        """Waits for the holder's end, or for as long as its lease lasts, but not longer than `_RETRY_S`.
 
         Returns the rows that were found, and whether to encode without a lease.
         """
-        until_s = time.monotonic() + max(attempt.remaining_s, _LOOK_UNHEARD_S)
+        until_s = time.monotonic() + min(max(attempt.remaining_s, _LOOK_UNHEARD_S), _RETRY_S)
         async with self._done.listening(key) as listener:
             while True:
                 # Only after the subscription, so that an end in between is not missed.

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AsyncExitStack
 
 from encoder_svc.cache.encode_job import EncodeJob
 from encoder_svc.cache.local_cache import LocalEmbedding
+from encoder_svc.cache.queue_places import QueuePlaces
+from encoder_svc.cache.single_flight import Flight
 from encoder_svc.images.decode_turns import DecodeRequest
+from encoder_svc.images.file_readers import FileReaders
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
 from encoder_svc.images.quarantine import Quarantine
@@ -23,8 +25,8 @@ from encoder_svc.vision.forward_queue import EncodedRows
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import tracing
 from lookonce.embedding_meta import EmbeddingMeta
-from lookonce.errors import ImagePoisonousError, OverloadedError
-from lookonce.image_file import files_of
+from lookonce.errors import ImagePoisonousError
+from lookonce.image_file import files_of, num_file_bytes
 from lookonce.media.image_header import ImageHeader
 
 
@@ -38,22 +40,25 @@ class ImageEncoder:
         batcher: ForwardBatcher,
         metrics: EncoderMetrics,
         *,
-        max_queued_images: int,
+        places: QueuePlaces,
         budget: PixelBudget,
         quarantine: Quarantine,
     ) -> None:
         """Owns `preprocessor` and `batcher`.
 
-        `max_queued_images` bounds the images between admission and the end of their forward pass. `budget` bounds the
-        memory of their pixels and lets tenants take turns. `quarantine` holds the cache keys of images on which the
-        model fails; a key stands for the options and the tenant as well.
+        `places` bounds the images between admission and the end of their forward pass. `budget` bounds the memory of
+        their pixels and lets tenants take turns. `quarantine` holds the cache keys of images on which the model fails;
+        a key stands for the options and the tenant as well.
         """
         self._model = model
         self._preprocessor = preprocessor
+        # Threads in which files are read before they are decoded. The pipeline hashes them there.
+        self.readers = FileReaders()
         self._batcher = batcher
         self._metrics = metrics
-        self._max_queued_images = max_queued_images
-        self._num_queued = 0
+        self._places = places
+        metrics.queued_images.set_function(lambda: len(places))
+        metrics.queued_bytes.set_function(lambda: places.num_bytes)
         self._budget = budget
         self._quarantine = quarantine
 
@@ -67,52 +72,45 @@ class ImageEncoder:
         """Whether the forward thread has ended, so that only a new process helps."""
         return self._batcher.has_died
 
-    async def encode(self, job: EncodeJob) -> LocalEmbedding:
+    async def encode(self, job: EncodeJob, flight: Flight) -> LocalEmbedding:
         """Returns the rows of an image.
 
-        Raises OverloadedError, UnavailableError, the image errors of `image_header` and `preprocess`, and
+        `flight` may be dropped while the image waits for a turn, but neither when it is decoded nor during its forward
+        pass.
+
+        Raises OverloadedError, UnavailableError, MemoryError, the image errors of `image_header` and `preprocess`, and
         ImagePoisonousError for an image on which the model fails.
         """
         self._quarantine.check(job.key.value)
-        with self._admitted():
+        async with AsyncExitStack() as held:
+            held.enter_context(self._places.taken(job.key.tenant_tag, num_file_bytes(job.data), flight))
             admitted_s = time.monotonic()
             self._batcher.check_answering()
-            header = await self._preprocessor.read_header(job.data, job.options)
-            async with self._budget.reserved(_decode_request(job, header)) as reservation:
-                inputs = await self._preprocessor.prepare(job.data, header, job.key.digest, job.options)
-                reservation.charge(inputs.size_bytes)
+            with flight.waiting():
+                header = await self.readers.run(job.turn, self._preprocessor.read_header, job.data, job.options)
+                reservation = await held.enter_async_context(self._budget.reserved(_decode_request(job, header)))
+            inputs = await self._preprocessor.prepare(job.data, header, job.key.digest, job.options)
+            reservation.charge(inputs.size_bytes)
+            with flight.waiting():
                 await job.turn.wait()
-                submitted = self._batcher.submit(inputs, job.turn.caller, job.turn.number)
-                job.turn.pass_on()
-                # The queue owns the pixels now and frees them at the end of their pass.
-                del inputs
-                try:
+            submitted = self._batcher.submit(inputs, job.turn.caller, job.turn.number)
+            job.turn.pass_on()
+            # The queue owns the pixels now and frees them at the end of their pass.
+            del inputs
+            try:
+                with flight.waiting(submitted.cancel):
                     encoded = await self._judged(job, submitted)
-                finally:
-                    # The future keeps its exception, whose traceback refers to this frame, and so to the image.
-                    del submitted
+            finally:
+                # The future keeps its exception, whose traceback refers to this frame, and so to the image.
+                del submitted
             self._metrics.queue_seconds.observe(max(0.0, time.monotonic() - admitted_s - encoded.compute_s))
         return LocalEmbedding(self._meta_of(job, encoded, header), row_bytes(encoded.rows), encoded.compute_s)
 
     def close(self) -> None:
         """Stops preprocessing and forward passes. Blocks until the work in progress has ended."""
+        self.readers.close()
         self._preprocessor.close()
         self._batcher.close()
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Counts the image as queued while the block runs. Raises OverloadedError when the queue is full."""
-        if self._num_queued >= self._max_queued_images:
-            raise OverloadedError(f"{self._num_queued} images wait for the model, which is the limit; try again later")
-        self._set_num_queued(self._num_queued + 1)
-        try:
-            yield
-        finally:
-            self._set_num_queued(self._num_queued - 1)
-
-    def _set_num_queued(self, num_queued: int) -> None:
-        self._num_queued = num_queued
-        self._metrics.queued_images.set(num_queued)
 
     async def _judged(self, job: EncodeJob, submitted: Future[EncodedRows]) -> EncodedRows:
         """Waits for the forward pass, and keeps the quarantine's record of the image."""
@@ -148,4 +146,4 @@ class ImageEncoder:
 
 def _decode_request(job: EncodeJob, header: ImageHeader) -> DecodeRequest:
     num_pixels = header.num_pixels * len(files_of(job.data))
-    return DecodeRequest(job.key.tenant_tag, job.turn.caller, job.turn.number, num_pixels)
+    return DecodeRequest(job.turn.caller, job.turn.number, num_pixels)

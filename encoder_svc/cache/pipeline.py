@@ -15,11 +15,11 @@ from encoder_svc.cache.cache_tiers import CachedRows, CacheTiers, not_cached
 from encoder_svc.cache.encode_job import CachePolicy, EncodeJob, EncodeOutcome, ImageInput, Origin
 from encoder_svc.cache.fleet_flight import FleetFlight
 from encoder_svc.cache.image_encoder import ImageEncoder
-from encoder_svc.cache.single_flight import SingleFlight
+from encoder_svc.cache.single_flight import Flight, SingleFlight
 from encoder_svc.fair_queue import CallerId
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.vision_model import VisionModel
-from lookonce.caller_order import CallerOrder
+from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key, file_tag
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import DigestMismatchError, FingerprintMismatchError, InvalidParameterError, LookonceError
@@ -71,13 +71,14 @@ class EncodePipeline:
         image: ImageInput,
         cache_policy: CachePolicy,
         tenant: Tenant,
-        caller: CallerId,
+        request_id: str,
         charge_pixels: Callable[[int], None] | None = None,
     ) -> EncodeOutcome:
         """Makes sure that the image's rows can be read from a cache.
 
-        Images of one `caller` are encoded in the order of these calls and take turns with those of others; an image
-        that several callers ask for has the turn of the first.
+        Images of one tenant's `request_id` are encoded in the order of these calls and take turns with others; an image
+        that several callers ask for has the turn of the first. When all of them have left, an image that waits is
+        dropped, and one that is being decoded or encoded is finished.
 
         One outcome of each encode is COMPUTED, so that callers can add up what was computed: that of the caller who
         began it, or if it has left, of the next caller with the image's bytes, who waits already or comes later.
@@ -88,17 +89,17 @@ class EncodePipeline:
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds,
         DigestMismatchError, InvalidParameterError, and the errors of `ImageEncoder.encode`.
         """
-        with self._order.entered(caller) as turn:
+        with self._order.entered(CallerId(tenant.tag, request_id)) as turn:
             self.model.adapter.check_options(image.options)
             if image.data is None and cache_policy is CachePolicy.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")
-            digests = await self._digests_of(image)
+            digests = await self._digests_of(image, turn)
             key = self.key_of(digests.digest, image.options, tenant)
             if image.data is None or cache_policy is CachePolicy.ONLY_IF_CACHED:
                 turn.pass_on()
                 return await self._find(key)
             if charge_pixels is not None:
-                charge_pixels(await asyncio.to_thread(_num_pixels, image.data, self._limits))
+                charge_pixels(await self._encoder.readers.run(turn, _num_pixels, image.data, self._limits))
             tags = tuple(file_tag(file, tenant) for file in digests.files)
             job = EncodeJob(key, image.data, tags, image.options, cache_policy, turn)
             if not job.refresh and (found := await self._find_local(key)) is not None:
@@ -107,16 +108,16 @@ class EncodePipeline:
 
     async def _join_or_start(self, job: EncodeJob) -> EncodeOutcome:
         """Joins the work on this key that is in flight, or starts it; a refresh joins refreshes only."""
-        flight = (job.key.value, job.refresh)
-        if flight not in self._flights:
-            return await self._flights.start(flight, self._fly, job)
+        name = (job.key.value, job.refresh)
+        if name not in self._flights:
+            return await self._flights.start(name, self._fly, job)
         self.metrics.coalesced.labels("process").inc()
         job.turn.pass_on()
-        return await self._flights.join(flight)
+        return await self._flights.join(name)
 
-    async def _fly(self, job: EncodeJob) -> EncodeOutcome:
+    async def _fly(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Runs once per flight: ends with rows that may be counted by one caller if they were computed here."""
-        outcome = await self._find_or_encode(job)
+        outcome = await self._find_or_encode(flight, job)
         if outcome.origin is Origin.COMPUTED:
             # Nothing is awaited from here on, so the caller who began the flight is the first to wake up.
             self._uncounted.add(job.key.value, outcome.meta.num_rows)
@@ -127,26 +128,26 @@ class EncodePipeline:
         is_open = self._uncounted.take(outcome.key.value, outcome.meta.num_rows) > 0
         return replace(outcome, origin=Origin.COMPUTED) if is_open else outcome
 
-    async def _find_or_encode(self, job: EncodeJob) -> EncodeOutcome:
+    async def _find_or_encode(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Takes the rows from the shared cache or from another replica, else encodes."""
         if job.refresh:
-            return await self._encode(job)
+            return await self._encode(flight, job)
         found = await self._find_shared(job.key)
         if found is not None:
             return found
         if self._fleet is None:
-            return await self._encode(job)
-        async with self._fleet.claimed(job.key) as claim:
+            return await self._encode(flight, job)
+        async with self._fleet.claimed(job.key, flight.waiting) as claim:
             if claim.found is not None:
                 origin = Origin.COALESCED if claim.has_waited else Origin.SHARED_CACHE
                 return EncodeOutcome(job.key, claim.found, origin, 0.0, stored=True)
-            outcome = await self._encode(job)
+            outcome = await self._encode(flight, job)
             claim.stored = outcome.stored
             return outcome
 
-    async def _encode(self, job: EncodeJob) -> EncodeOutcome:
+    async def _encode(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Runs the model and puts the rows into both caches."""
-        entry = await self._encoder.encode(job)
+        entry = await self._encoder.encode(job, flight)
         stored = await self.tiers.put(job.key, entry, refresh=job.refresh)
         return EncodeOutcome(job.key, entry.meta, Origin.COMPUTED, entry.encode_s, stored)
 
@@ -181,14 +182,17 @@ class EncodePipeline:
         for part in (self._encoder, self.tiers):
             await asyncio.to_thread(part.close)
 
-    async def _digests_of(self, image: ImageInput) -> FileDigests:
+    async def _digests_of(self, image: ImageInput, turn: Turn[CallerId]) -> FileDigests:
         """The digests of the image's bytes, checked against the one it was sent with, or the digest of a reference."""
         if image.data is None:
             assert image.digest is not None, "a reference has a digest"
             return FileDigests(image.digest, ())
         for file in files_of(image.data):
             check_file_size(file, self._limits)
-        digests = await _hashed(image.data)
+        if num_file_bytes(image.data) <= _INLINE_HASH_BYTES:
+            digests = file_digests(image.data)
+        else:
+            digests = await self._encoder.readers.run(turn, file_digests, image.data)
         if image.digest is not None and digests.digest != image.digest:
             raise DigestMismatchError("the image does not hash to its expected digest; nothing was stored")
         return digests
@@ -213,12 +217,12 @@ class EncodePipeline:
 
     async def _find_in_flight(self, key: ContentKey) -> EncodeOutcome | None:
         """None also when the encode in flight fails: the error concerns those who sent the bytes."""
-        flight = (key.value, False)
-        if flight not in self._flights:
+        name = (key.value, False)
+        if name not in self._flights:
             return None
         self.metrics.coalesced.labels("process").inc()
         try:
-            return await self._flights.join(flight)
+            return await self._flights.join(name)
         except LookonceError:
             return None
 
@@ -230,12 +234,6 @@ class EncodePipeline:
 def _num_pixels(data: ImageFile, limits: ImageLimits) -> int:
     """The pixels that the files of an image claim in all. Raises the errors of `probe_file`."""
     return probe_file(data, limits).num_pixels * len(files_of(data))
-
-
-async def _hashed(data: ImageFile) -> FileDigests:
-    if num_file_bytes(data) <= _INLINE_HASH_BYTES:
-        return file_digests(data)
-    return await asyncio.to_thread(file_digests, data)
 
 
 def _as_joined(outcome: EncodeOutcome) -> EncodeOutcome:

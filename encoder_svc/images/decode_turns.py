@@ -41,13 +41,16 @@ ItemT = TypeVar("ItemT")
 class DecodeRequest:
     """One image that is to be decoded, as far as its turn depends on it."""
 
-    # Tells tenants apart.
-    tenant: str
     caller: CallerId
     # Position among all images ever asked for.
     number: int
     # Width times height, summed over the files.
     num_pixels: int
+
+    @property
+    def tenant(self) -> str:
+        """The tenant whose pixels are counted."""
+        return self.caller.tenant
 
     @property
     def cost(self) -> int:

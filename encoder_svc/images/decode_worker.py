@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import PIL.Image
@@ -41,6 +41,7 @@ from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits
 _LENGTH = struct.Struct("<Q")
 _READY = b"r"
 _START_TIMEOUT_S = 30.0
+_NOT_STARTED = "a decoding process did not start"
 # Maximum time between the worker's closing of its socket and its exit.
 _END_TIMEOUT_S = 1.0
 # Advised pause for the caller of an image whose decoding process got too little processor time, seconds.
@@ -107,6 +108,12 @@ class DecodeWorker:
                     "the process that decoded the image was killed from outside; try again"
                 ) from None
             raise ImagePoisonousError("decoding the image killed its process; the file is not accepted") from None
+        except LookonceError:
+            raise
+        except BaseException:
+            # The rest of the answer is still in the socket, and must not become the answer for another image.
+            self.close()
+            raise
 
     def close(self) -> None:
         """Kills the worker; the next image starts a new one."""
@@ -131,23 +138,35 @@ class DecodeWorker:
             # It was killed from outside while idle.
             self.close()
         if self._socket is None:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                limits = self._limits
-                numbers = (
-                    theirs.fileno(),
-                    memory_limit(limits),
-                    limits.max_bytes,
-                    limits.max_pixels,
-                    limits.max_aspect,
-                )
-                arguments = [str(number) for number in numbers]
-                # Isolated (-I) and with an empty environment, so that the worker sees no secret of the service.
-                command = [sys.executable, "-I", "-m", "encoder_svc.images.decode_worker", *arguments]
-                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={})
-            self._socket = ours
-            self._wait_until_ready(ours)
+            self._socket = self._started()
+            self._wait_until_ready(self._socket)
         return self._socket
+
+    def _started(self) -> socket.socket:
+        """Starts the worker and returns the socket to it. Raises InternalError, with no socket open, if that fails."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise InternalError(_NOT_STARTED) from error
+        limits = self._limits
+        with theirs, ExitStack() as unless_started:
+            unless_started.enter_context(ours)
+            numbers = (
+                theirs.fileno(),
+                memory_limit(limits),
+                limits.max_bytes,
+                limits.max_pixels,
+                limits.max_aspect,
+            )
+            arguments = [str(number) for number in numbers]
+            # Isolated (-I) and with an empty environment, so that the worker sees no secret of the service.
+            command = [sys.executable, "-I", "-m", "encoder_svc.images.decode_worker", *arguments]
+            try:
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={})
+            except OSError as error:
+                raise InternalError(_NOT_STARTED) from error
+            unless_started.pop_all()
+        return ours
 
     def _wait_until_ready(self, connection: socket.socket) -> None:
         """Raises InternalError for a worker that does not start, and UnavailableError for one that takes too long.
@@ -164,7 +183,7 @@ class DecodeWorker:
             ) from None
         except (EOFError, OSError) as error:
             self.close()
-            raise InternalError("a decoding process did not start") from error
+            raise InternalError(_NOT_STARTED) from error
 
 
 def memory_limit(limits: ImageLimits) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import PIL.Image
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
+from encoder_svc.images.lack_of_memory import memory_errors
 from encoder_svc.images.quarantine import Quarantine
 from lookonce import tracing
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
@@ -44,22 +44,23 @@ class Preprocessor:
         self._decoders: list[DecodeWorker] = []
         self._quarantine = quarantine
 
-    async def read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
+    def read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
         """Returns the header of an image file, or of a pair of frames, after checking it; `options` have been checked.
 
-        Waits for no image that is being decoded. Raises ImageUndecodableError, ImageTooLargeError or
-        ImageDecodeLimitError, and InvalidParameterError for frames of different sizes.
+        Takes up to some 30 ms for a file with much metadata: call it in a thread. Raises ImageUndecodableError,
+        ImageTooLargeError or ImageDecodeLimitError, and InvalidParameterError for frames of different sizes.
         """
-        # Up to some 20 ms for a file with much metadata.
-        return await asyncio.to_thread(self._read_header, data, options)
+        header = probe_file(data, self._limits)
+        self._adapter.check_size(header.width, header.height, options)
+        return header
 
     async def prepare(
         self, data: ImageFile, header: ImageHeader, digest: ImageDigest, options: ProcessorOptions
     ) -> PixelInputs:
         """Returns the pixels of an image file, or pair of frames, with this checked header and this digest.
 
-        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError, ImagePoisonousError, or
-        UnavailableError.
+        Raises ImageUndecodableError, ImageTooLargeError, ImageDecodeLimitError, ImagePoisonousError, UnavailableError,
+        or MemoryError.
         """
         return await run_in_thread(self._workers, self._prepare, data, header, digest, options)
 
@@ -69,21 +70,16 @@ class Preprocessor:
         for decoder in self._decoders:
             decoder.close()
 
-    def _read_header(self, data: ImageFile, options: ProcessorOptions) -> ImageHeader:
-        header = probe_file(data, self._limits)
-        self._adapter.check_size(header.width, header.height, options)
-        return header
-
     def _prepare(
         self, data: ImageFile, header: ImageHeader, digest: ImageDigest, options: ProcessorOptions
     ) -> PixelInputs:
         if not isinstance(data, FramePair):
             image = self._decoded(data, digest)
-            with _span(header):
+            with _span(header), memory_errors():
                 return self._adapter.pixel_inputs(image, options)
         # A generator, so that each frame is scaled down before the next one is decoded.
         frames = (self._decoded(file, image_digest(file)) for file in files_of(data))
-        with _span(header):
+        with _span(header), memory_errors():
             return self._adapter.pair_inputs(frames, options)
 
     def _decoded(self, data: bytes, digest: ImageDigest) -> PIL.Image.Image:

@@ -29,6 +29,7 @@ import torch
 
 from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
+from encoder_svc.images.lack_of_memory import is_lack_of_memory
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.forward_queue import EncodedRows, ForwardJob, ForwardQueue
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
@@ -42,8 +43,6 @@ _CLOSE_TIMEOUT_S = 10.0
 _MAX_FAILED_CONTROLS = 3
 # Pause between controls of an unhealthy model while no image comes.
 _RECOVERY_PAUSE_S = 5.0
-# Out-of-memory messages of torch's allocator, oneDNN and C++, which raise a plain RuntimeError.
-_NO_MEMORY = ("can't allocate memory", "could not create a primitive", "std::bad_alloc")
 
 _log = get_logger(__name__)
 
@@ -123,8 +122,9 @@ class ForwardBatcher:
 
         Raises OverloadedError when the queue is full, UnavailableError after `close` or while the model hangs.
 
-        The future raises ImagePoisonousError when the model fails on this image but works otherwise. Else it raises the
-        error of the pass with this image alone. Cancelling it before its pass removes the image from the queue.
+        The future raises ImagePoisonousError when the model fails on this image but works otherwise, and MemoryError
+        for any lack of memory. Else it raises the error of the pass with this image alone. Cancelling it before its
+        pass removes the image from the queue.
         """
         with self._changed:
             self.check_answering()
@@ -244,9 +244,11 @@ class ForwardBatcher:
         """Answers images that failed in passes of their own, after finding out whether the model works."""
         works: bool | None = None
         for job, error in failures:
-            if _is_lack_of_memory(error):
+            if is_lack_of_memory(error):
                 self._metrics.model_faults.inc()
-                job.future.set_exception(error)
+                no_memory = MemoryError()
+                no_memory.__cause__ = error
+                job.future.set_exception(no_memory)
                 continue
             if works is None:
                 works = self._is_model_working()
@@ -283,9 +285,3 @@ def _refuse(jobs: Sequence[ForwardJob], reason: str) -> None:
     for job in jobs:
         if job.future.running() or job.future.set_running_or_notify_cancel():
             job.future.set_exception(UnavailableError(reason))
-
-
-def _is_lack_of_memory(error: Exception) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(words in str(error) for words in _NO_MEMORY)

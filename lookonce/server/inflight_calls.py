@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from lookonce.errors import UnavailableError
@@ -93,11 +93,11 @@ class InflightCalls:
 
     async def finished(self, timeout_s: float) -> bool:
         """Waits until no call delays the drain. Returns False when `timeout_s` seconds are over first."""
-        try:
-            await asyncio.wait_for(self._none_delays.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        # With a timeout of 0, `asyncio.wait_for` would not even look at the event.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._none_delays.wait()
+        return self._none_delays.is_set()
 
     def expel_all(self) -> int:
         """Cancels the remaining calls, which end with UnavailableError. Returns how many of them delayed the drain."""

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 import lookonce
 from decoder_svc.request_gate import RequestGate
 from decoder_svc.runner.base import ModelRunnerBase
-from encoder_svc.cache.image_encoder import ImageEncoder
+from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.images.image_inputs import VisionAdapter
 from encoder_svc.vision.batcher import ForwardBatcher
 from lookonce.common.v1 import common_pb2
@@ -191,7 +191,7 @@ def test_a_full_queue(stack: InProcessStack, kind: str, monkeypatch: pytest.Monk
     def refuse(*_: object) -> None:
         raise OverloadedError("full")
 
-    monkeypatch.setattr(ImageEncoder, "_admitted", refuse)
+    monkeypatch.setattr(QueuePlaces, "taken", refuse)
     monkeypatch.setattr(RequestGate, "_check_place", refuse)
     offset = 200 + 10 * KINDS.index(kind)
     check(stack, kind, "RESOURCE_EXHAUSTED", lambda number: message_of(kind, source(good_image(offset + number))))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+import torch
 from google.rpc import code_pb2
 
 from lookonce.common.v1 import common_pb2
@@ -68,6 +69,29 @@ async def test_a_stream_item_whose_forward_pass_fails_is_an_opaque_internal_erro
             assert answers[0].error.reason == "INTERNAL"
             assert re.fullmatch(r"internal error [0-9a-f]{32}", answers[0].error.message)
             assert (await failure(encoder.stub.Encode(request(source(png(1))))))[0] is grpc.StatusCode.INTERNAL
+        assert (await encode_one(encoder, png(1))).source == pb.RESULT_SOURCE_COMPUTED
+
+
+async def test_without_memory_for_a_forward_pass_clients_are_asked_to_come_back(
+    start_encoder: StartEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def image_rows(*_: object) -> list[torch.Tensor]:
+        return [torch.empty(1 << 50)]
+
+    async def requests() -> AsyncIterator[pb.EncodeStreamRequest]:
+        yield stream_request(0, png(1))
+
+    async with start_encoder("llava_clip") as encoder:
+        with monkeypatch.context() as poor:
+            poor.setattr(encoder.pipeline.model.adapter, "image_rows", image_rows)
+            (answer,) = [answer async for answer in encoder.stub.EncodeStream(requests())]
+            assert (answer.error.code, answer.error.reason) == (code_pb2.RESOURCE_EXHAUSTED, "OVERLOADED")
+            assert not INTERNALS.search(answer.error.message)
+            code, reason, _ = await failure(encoder.stub.Encode(request(source(png(1)))))
+            assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        method = "/lookonce.encoder.v1.EncoderService/Encode"
+        assert encoder.metric("lookonce_grpc_memory_errors_total", method=method) == 1
+        assert encoder.metric("lookonce_encoder_rejected_total", reason="OVERLOADED") == 2
         assert (await encode_one(encoder, png(1))).source == pb.RESULT_SOURCE_COMPUTED
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from encoder_svc.fair_queue import CallerId, FairQueue
 
-A, B, C = CallerId("a"), CallerId("b"), CallerId("c")
+A, B, C = CallerId("one", "a"), CallerId("one", "b"), CallerId("other", "a")
 
 
 def filled(*items: tuple[CallerId, int]) -> FairQueue[int]:
@@ -38,7 +38,7 @@ def test_a_late_item_goes_before_those_of_its_caller_that_were_asked_for_later()
 
 def test_the_oldest_item_s_caller_need_not_be_next() -> None:
     queue = filled((A, 5), (B, 1))
-    assert (queue.caller_of_oldest(), queue.callers()) == (B, [A, B])
+    assert (queue.oldest(), queue.callers()) == ((1, B), [A, B])
 
 
 def test_a_discarded_item_costs_its_caller_no_turn() -> None:

@@ -19,10 +19,11 @@ from lookonce import status_codes
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ProcessorOptions, image_digest
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.errors import OverloadedError
 from lookonce.local.redis_server import EmbeddedRedis
 from tests import image_files
-from tests.encoder_svc.conftest import RunningEncoder, StartEncoder
-from tests.encoder_svc.encode_requests import encode_one, failure, key_of, png, request, source
+from tests.encoder_svc.conftest import RunningEncoder, SickModel, StartEncoder
+from tests.encoder_svc.encode_requests import encode_one, failure, key_of, png, request, settled, source
 
 LIMITS = {"max_image_bytes": 200_000, "max_image_pixels": 1_000_000, "max_image_aspect": 50.0, "max_batch_items": 8}
 
@@ -318,3 +319,30 @@ async def test_killing_redis_costs_neither_answers_nor_rows(
         assert await read_rows(encoder, key=before.embedding.key) == rows
         again = await encode_one(encoder, png(1))
         assert (again.source, again.stored) == (pb.RESULT_SOURCE_LOCAL_CACHE, False)
+
+
+async def test_a_tenant_that_fills_the_queue_does_not_shut_others_out(
+    start_encoder: StartEncoder, sick_model: SickModel
+) -> None:
+    async with start_encoder("llava_clip", max_queued_images=6, max_batch_items=6) as encoder:
+        sick_model.gate.clear()
+
+        def sent(tenant: str, seed: int) -> Any:
+            metadata = (("x-lookonce-tenant", tenant), ("x-request-id", "the same"))
+            return encoder.stub.Encode(request(source(png(seed))), metadata=metadata)
+
+        many = [sent("many", 0)]
+        await settled(lambda: encoder.pipeline._encoder._batcher.running_s > 0)
+        for seed in range(1, 6):
+            many.append(sent("many", seed))
+            await settled(lambda: encoder.metric("lookonce_encoder_queued_images") == len(many))
+        others = [sent(tenant, 9) for tenant in ("one", "two")]
+        for call in (many.pop(), many.pop()):
+            code, reason, error = await failure(call)
+            assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+            assert isinstance(error, OverloadedError)
+            assert error.retry_after_s > 0
+        sick_model.gate.set()
+        answers = await asyncio.gather(*many, *others)
+        assert {answer.results[0].source for answer in answers} == {pb.RESULT_SOURCE_COMPUTED}
+        assert encoder.metric("lookonce_encoder_rejected_total", reason="OVERLOADED") == 2

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from encoder_svc.cache.done_channel import DoneChannel
+from encoder_svc.cache.done_channel import DoneChannel, Listener
 from encoder_svc.cache.encode_lease import EncodeLeases
 from encoder_svc.cache.fleet_flight import FleetFlight
 from encoder_svc.metrics import EncoderMetrics
@@ -34,7 +34,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.cache_names import lease_key
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
-from tests.encoder_svc.conftest import RunningEncoder, StartEncoder
+from tests.encoder_svc.conftest import RunningEncoder, SickModel, StartEncoder
 from tests.lookonce.store.entries import write
 
 META = EmbeddingMeta(2, 4, 0, RowDtype.FLOAT32, 10, 10)
@@ -304,6 +304,60 @@ async def test_a_caller_that_stops_waiting_harms_no_other(fleet: Callable[..., A
     assert num_encodes([holder, quitter, waiter]) == 1
 
 
+async def test_an_encode_that_is_dropped_gives_its_lease_back_at_once(fleet: Callable[..., Any]) -> None:
+    holder, waiter = await fleet(2)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    following = asyncio.create_task(waiter.ask(key("a")))
+    await until(lambda: bool(waiter.done._listeners))
+    leading.cancel()
+    outcome, was_elsewhere = await asyncio.wait_for(following, 10.0)
+    assert (outcome.where, was_elsewhere) == (waiter.name, False)
+
+
+async def test_an_announcement_that_came_too_early_to_be_heard_costs_a_second_and_not_a_lease(
+    fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder drops its encode after another replica was refused the lease and before it listens."""
+    holder, waiter = await fleet(2, ttl_s=200.0)
+    holder.gate.clear()
+    leading = asyncio.create_task(holder.ask(key("a")))
+    await until(lambda: holder.num_encodes == 1)
+    listening = waiter.done.listening
+
+    @asynccontextmanager
+    async def late(one: ContentKey) -> AsyncIterator[Listener]:
+        leading.cancel()
+        await asyncio.gather(leading, *holder.flight._releases.values(), return_exceptions=True)
+        await until(lambda: not holder.flight._releases)
+        async with listening(one) as listener:
+            yield listener
+
+    monkeypatch.setattr(waiter.done, "listening", late)
+    outcome, _ = await waiter.ask(key("a"))
+    assert outcome.where == waiter.name
+
+
+async def test_a_caller_who_returns_while_the_lease_is_given_back_gets_it_without_waiting(
+    fleet: Callable[..., Any],
+) -> None:
+    (replica,) = await fleet(1, ttl_s=200.0)
+    replica.gate.clear()
+    leaving = asyncio.create_task(replica.ask(key("a")))
+    await until(lambda: replica.num_encodes == 1)
+    for _ in range(20):
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert replica.flight._releases
+        replica.num_encodes = 0
+        leaving = asyncio.create_task(replica.ask(key("a")))
+        await until(lambda: replica.num_encodes == 1 or bool(replica.done._listeners))
+        assert not replica.done._listeners, "it waits for its own lease"
+    leaving.cancel()
+    await asyncio.wait([leaving])
+
+
 def request_of(seed: int) -> pb.EncodeRequest:
     data = image_files.encoded(image_files.noise(seed, 80, 60))
     return pb.EncodeRequest(items=[pb.EncodeItem(image=common_pb2.ImageSource(data=data))])
@@ -325,6 +379,60 @@ async def test_four_replicas_and_fifty_requests_each_for_one_cold_image_encode_o
             answers = await asyncio.gather(*(encoder.stub.Encode(request) for encoder in encoders for _ in range(50)))
             assert encodes(encoders) == seed + 1
             assert all(answer.results[0].stored for answer in answers)
+
+
+async def test_an_image_that_everybody_left_is_encoded_by_the_replica_that_is_asked_next(
+    start_encoder: StartEncoder, sick_model: SickModel, own_redis: EmbeddedRedis
+) -> None:
+    async with AsyncExitStack() as stack:
+        encoders = [
+            await stack.enter_async_context(start_encoder("llava_clip", redis_url=own_redis.url)) for _ in range(2)
+        ]
+        first, second = encoders
+        client = stack.enter_context(redis.Redis.from_url(own_redis.url))
+        sick_model.gate.clear()
+        running = asyncio.ensure_future(first.stub.Encode(request_of(9200)))
+        await until(lambda: first.pipeline._encoder._batcher.running_s > 0)
+        left = first.stub.Encode(request_of(9201))
+        await until(lambda: len(first.pipeline._encoder._batcher._queue) == 1)
+        assert len(list(client.scan_iter("lookonce:*:l"))) == 2
+        other = second.stub.Encode(request_of(9201))
+        await until(lambda: bool(second.pipeline._fleet._done._listeners))
+        left.cancel()
+        await until(lambda: second.pipeline._encoder._batcher.running_s > 0)
+        sick_model.gate.set()
+        await asyncio.gather(running, other)
+        assert encodes(encoders) == 2
+        await until(lambda: not list(client.scan_iter("lookonce:*:l")))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whoever_joins_and_leaves_each_image_is_encoded_by_one_replica(
+    seed: int, start_encoder: StartEncoder, sick_model: SickModel, own_redis: EmbeddedRedis
+) -> None:
+    rng = random.Random(seed)
+    patient = {"redis_url": own_redis.url, "redis_budget_s": 10.0, "encode_lease_s": 60.0, "max_prepared_bytes": 1}
+    async with AsyncExitStack() as stack:
+        encoders = [await stack.enter_async_context(start_encoder("llava_clip", **patient)) for _ in range(3)]
+        client = stack.enter_context(redis.Redis.from_url(own_redis.url))
+        calls: list[Any] = []
+        for _ in range(150):
+            choice = rng.random()
+            if choice < 0.55 or not calls:
+                calls.append(rng.choice(encoders).stub.Encode(request_of(9300 + rng.randrange(8))))
+            elif choice < 0.9:
+                calls.pop(rng.randrange(len(calls))).cancel()
+            elif rng.random() < 0.5:
+                sick_model.gate.set()
+            else:
+                sick_model.gate.clear()
+            await asyncio.sleep(rng.choice((0, 0.002, 0.01)))
+        sick_model.gate.set()
+        answers = [await call for call in calls]
+        assert len({answer.results[0].embedding.key.digest for answer in answers}) <= encodes(encoders) <= 8
+        assert all(answer.results[0].stored for answer in answers)
+        await until(lambda: not any(len(encoder.pipeline._flights) for encoder in encoders))
+        await until(lambda: not list(client.scan_iter("lookonce:*:l")))
 
 
 async def test_a_hiccup_of_redis_costs_no_second_encode(start_encoder: StartEncoder, own_redis: EmbeddedRedis) -> None:

@@ -16,6 +16,8 @@ from structlog.testing import capture_logs
 
 from encoder_svc.cache.encode_job import CachePolicy, EncodeJob
 from encoder_svc.cache.image_encoder import ImageEncoder
+from encoder_svc.cache.queue_places import QueuePlaces
+from encoder_svc.cache.single_flight import SingleFlight
 from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
@@ -62,10 +64,10 @@ class Bench:
         options = ProcessorOptions()
         key = content_key(image_digest(data), self.model.fingerprint, options, DEFAULT_TENANT)
         order: CallerOrder[CallerId] = CallerOrder()
-        with order.entered(CallerId("me")) as turn:
+        with order.entered(CallerId("tenant", "me")) as turn:
             job = EncodeJob(key, data, (), options, CachePolicy.READ_AND_WRITE, turn)
             async with asyncio.timeout(TIMEOUT_S):
-                return await self.encoder.encode(job)
+                return await SingleFlight[Any]().start("key", lambda flight: self.encoder.encode(job, flight))
 
     @property
     def num_queued(self) -> float | None:
@@ -96,7 +98,7 @@ async def opened(model: VisionModel) -> AsyncIterator[Bench]:
         Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
         batcher,
         metrics,
-        max_queued_images=2,
+        places=QueuePlaces(2, 1 << 30),
         budget=budget,
         quarantine=Quarantine(Stage.FORWARD, metrics),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pathlib
+import random
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,7 +22,7 @@ from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput,
 from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.local_cache import LocalCache
 from encoder_svc.cache.pipeline import EncodePipeline
-from encoder_svc.fair_queue import CallerId
+from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
@@ -46,6 +47,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
+from tests.allocated_memory import nothing_left
 from tests.lookonce.store.entries import write
 from tests.otlp_collector import traced_process
 
@@ -75,13 +77,13 @@ class Harness:
         """Encodes an image file, for the default tenant unless told otherwise."""
         image = ImageInput(data, fields.get("digest"), fields.get("options", ProcessorOptions()))
         tenant, charge_pixels = fields.get("tenant", DEFAULT_TENANT), fields.get("charge_pixels")
-        return await self.pipeline.encode(image, cache_policy, tenant, CallerId("me"), charge_pixels)
+        return await self.pipeline.encode(image, cache_policy, tenant, "me", charge_pixels)
 
     async def find(self, data: bytes, **fields: Any) -> EncodeOutcome:
         """Asks for an image by its digest."""
         image = ImageInput(None, image_digest(data), fields.get("options", ProcessorOptions()))
         use = fields.get("cache_policy", CachePolicy.READ_AND_WRITE)
-        return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT), CallerId("me"))
+        return await self.pipeline.encode(image, use, fields.get("tenant", DEFAULT_TENANT), "me")
 
     async def rows(self, outcome: EncodeOutcome) -> bytes:
         """All rows of an outcome."""
@@ -118,7 +120,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
             Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
             ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
             metrics,
-            max_queued_images=max_queued,
+            places=QueuePlaces(max_queued, 1 << 30),
             budget=PixelBudget(max_prepared_bytes, 2),
             quarantine=Quarantine(Stage.FORWARD, metrics),
         )
@@ -213,6 +215,59 @@ async def test_work_that_everybody_left_is_still_finished(open_harness: Callable
         harness.gate.set()
         await settled(lambda: harness.num_encoded == 1)
         assert (await harness.find(png(1))).origin in (Origin.COALESCED, Origin.LOCAL_CACHE)
+
+
+async def test_an_image_that_waits_is_dropped_with_its_bytes_when_everybody_has_left(
+    open_harness: Callable[..., Any],
+) -> None:
+    """Images wait for a decoding process, for room for their pixels, and for a forward pass."""
+    megabytes = [image_files.encoded(image_files.noise(seed, 580, 580)) for seed in range(20)]
+    async with open_harness() as harness:
+        encoder = harness.pipeline._encoder
+        harness.gate.clear()
+        first = asyncio.create_task(harness.encode(png(1)))
+        await settled(lambda: encoder._batcher.running_s > 0)
+        # Two more are prepared, because the first alone does not use the budget up.
+        encoder._budget._max_bytes = encoder._budget.num_bytes + 1
+        with nothing_left(1 << 20):
+            callers = [asyncio.create_task(harness.encode(bytes(bytearray(data)))) for data in megabytes]
+            await settled(lambda: len(encoder._batcher._queue) == 2 and len(encoder._budget._waiting) == 18)
+            for caller in callers:
+                caller.cancel()
+            await asyncio.wait(callers)
+            callers.clear()
+            await settled(lambda: len(harness.pipeline._flights) == 1)
+        assert (len(encoder._batcher._queue), len(encoder._budget._waiting), len(encoder._places)) == (0, 0, 1)
+        again = asyncio.create_task(harness.encode(megabytes[0]))
+        await settled(lambda: len(encoder._batcher._queue) == 1)
+        harness.gate.set()
+        assert [(await task).origin for task in (first, again)] == [Origin.COMPUTED] * 2
+        assert harness.num_encoded == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whoever_joins_and_leaves_an_image_is_encoded_once(
+    seed: int, open_harness: Callable[..., Any], own_redis: EmbeddedRedis
+) -> None:
+    rng = random.Random(seed)
+    async with open_harness(own_redis.url, max_prepared_bytes=1) as harness:
+        callers: list[tuple[int, asyncio.Task[EncodeOutcome]]] = []
+        for _ in range(150):
+            choice = rng.random()
+            if choice < 0.5:
+                number = rng.randrange(6)
+                callers.append((number, asyncio.create_task(harness.encode(png(number)))))
+            elif choice < 0.8 and callers:
+                callers.pop(rng.randrange(len(callers)))[1].cancel()
+            elif choice < 0.9:
+                harness.gate.set() if rng.random() < 0.5 else harness.gate.clear()
+            await asyncio.sleep(rng.choice((0, 0, 0.001, 0.01)))
+        harness.gate.set()
+        outcomes = [await task for _, task in callers]
+        await settled(lambda: not len(harness.pipeline._flights))
+        keys = {outcome.key for outcome in outcomes}
+        assert len(keys) <= harness.num_encoded <= 6
+        assert len(harness.pipeline._encoder._places) == harness.pipeline._encoder._budget.num_bytes == 0
 
 
 async def test_an_encode_that_everybody_left_is_reported_to_the_next_caller_with_the_bytes(
@@ -332,7 +387,7 @@ async def test_a_full_queue_refuses_new_images_but_neither_hits_nor_joiners(open
         await harness.encode(png(0))
         harness.gate.clear()
         busy = [asyncio.create_task(harness.encode(png(seed))) for seed in (1, 2)]
-        await settled(lambda: harness.pipeline._encoder._num_queued == 2)
+        await settled(lambda: len(harness.pipeline._encoder._places) == 2)
         with pytest.raises(OverloadedError, match="2 images"):
             await harness.encode(png(3))
         assert (await harness.encode(png(0))).origin is Origin.LOCAL_CACHE
@@ -365,8 +420,9 @@ async def test_pixels_that_wait_for_the_model_are_bounded_by_their_bytes(
         leaving.cancel()
         harness.gate.set()
         assert {outcome.origin for outcome in await asyncio.gather(*waiting)} == {Origin.COMPUTED}
-        # The cancelled caller's flight goes on.
-        await settled(lambda: len(prepared) == harness.num_encoded == 6)
+        # The image whose caller has left was in the forward pass, or is dropped.
+        await settled(lambda: not len(harness.pipeline._flights))
+        assert (len(prepared), harness.num_encoded) in ((6, 5), (6, 6))
         with pytest.raises(ImageUndecodableError):
             await harness.encode(b"no image")
         assert (await harness.encode(png(9))).origin is Origin.COMPUTED
@@ -465,6 +521,53 @@ async def test_a_caller_s_images_reach_the_model_in_the_order_of_asking(
                 for data in (png(seed, 1000, 300), png(seed)):
                     tasks.create_task(harness.encode(data))
     assert queued == list(range(10))
+
+
+async def test_calls_of_two_tenants_with_one_request_id_do_not_wait_for_each_other(
+    open_harness: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caller_order, "_MAX_WAIT_S", float(TIMEOUT_S))
+    slow, is_decoded = png(1), threading.Event()
+    async with open_harness() as harness:
+        preprocessor = harness.pipeline._encoder._preprocessor
+        prepare = preprocessor._prepare
+
+        def prepared(data: bytes, *others: Any) -> Any:
+            assert data != slow or is_decoded.wait(TIMEOUT_S)
+            return prepare(data, *others)
+
+        monkeypatch.setattr(preprocessor, "_prepare", prepared)
+        waiting = asyncio.create_task(harness.encode(slow))
+        await settled(lambda: len(harness.pipeline._encoder._places) == 1)
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await harness.encode(png(2), tenant=Tenant("stranger", b"another secret"))
+        is_decoded.set()
+        await waiting
+
+
+async def test_a_tenant_s_files_are_not_all_read_before_those_of_another_tenant(
+    open_harness: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, other, gate = [png(seed) for seed in range(20)], png(99), threading.Event()
+    read: list[bytes] = []
+    async with open_harness() as harness:
+        preprocessor = harness.pipeline._encoder._preprocessor
+        read_header = preprocessor.read_header
+
+        def noted(data: bytes, options: ProcessorOptions) -> Any:
+            read.append(data)
+            assert gate.wait(TIMEOUT_S)
+            return read_header(data, options)
+
+        monkeypatch.setattr(preprocessor, "read_header", noted)
+        waiting = [asyncio.create_task(harness.encode(data)) for data in files]
+        await settled(lambda: len(harness.pipeline._encoder._places) == 20)
+        num_begun = len(read)
+        waiting.append(asyncio.create_task(harness.encode(other, tenant=Tenant("stranger", b"another secret"))))
+        await settled(lambda: len(harness.pipeline._encoder._places) == 21)
+        gate.set()
+        await asyncio.gather(*waiting)
+        assert read.index(other) <= num_begun + 1
 
 
 async def test_images_of_one_pass_have_spans_in_the_traces_of_their_own_calls(open_harness: Callable[..., Any]) -> None:

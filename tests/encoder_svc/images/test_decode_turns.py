@@ -30,7 +30,7 @@ Waiting = list[DecodeRequest]
 def line(tenant: str, num_images: int, num_pixels: int, *, start: int = 0, one_call: bool = False) -> Waiting:
     """Images of one tenant, each in a call of its own unless `one_call`."""
     return [
-        DecodeRequest(tenant, CallerId(f"{tenant}{start if one_call else number}"), number, num_pixels)
+        DecodeRequest(CallerId(tenant, str(start if one_call else number)), number, num_pixels)
         for number in range(start, start + num_images)
     ]
 
@@ -198,7 +198,7 @@ def test_the_order_is_the_rule_s_and_no_member_starves(steps: list[tuple[str, in
     for step in steps:
         if isinstance(step, tuple):
             tenant, num_pixels = step
-            request = DecodeRequest(tenant, CallerId(tenant), next(numbers), num_pixels)
+            request = DecodeRequest(CallerId(tenant, "call"), next(numbers), num_pixels)
             put(turns, request)
             model.put(request)
             tenants.wait(tenant, request.cost)

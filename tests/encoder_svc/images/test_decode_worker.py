@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import pathlib
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -126,7 +130,7 @@ async def test_an_image_whose_process_gets_no_processor_time_is_not_to_blame(
     quarantine = Quarantine(Stage.DECODE, EncoderMetrics(registry))
     adapter = vision_model("llava_clip").adapter
     preprocessor = Preprocessor(adapter, LIMITS, 1, DecodeTimeLimits(60.0, 120.0), quarantine)
-    header = await preprocessor.read_header(GOOD, ProcessorOptions())
+    header = preprocessor.read_header(GOOD, ProcessorOptions())
 
     async def prepared() -> PixelInputs:
         return await preprocessor.prepare(GOOD, header, image_digest(GOOD), ProcessorOptions())
@@ -204,6 +208,43 @@ def test_a_process_that_cannot_start_is_not_the_image_s_fault(monkeypatch: pytes
         DecodeWorker(LIMITS, DecodeTimeLimits(60.0, 120.0)).decode(GOOD)
 
 
+def test_an_answer_that_was_not_read_to_its_end_is_never_taken_for_the_next_one(
+    worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive = decode_worker._receive
+
+    def receive_without_memory(connection: socket.socket, num_bytes: int, *others: Any) -> bytearray:
+        if num_bytes == 3 * 90 * 40:
+            raise MemoryError
+        return receive(connection, num_bytes, *others)
+
+    with monkeypatch.context() as poor:
+        poor.setattr(decode_worker, "_receive", receive_without_memory)
+        with pytest.raises(MemoryError):
+            worker.decode(GOOD)
+    check(worker, image_files.encoded(image_files.noise(3, 50, 60)))
+
+
+def test_a_process_that_the_system_cannot_start_leaves_nothing_open(
+    worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    num_open = psutil.Process().num_fds()
+    monkeypatch.setattr("encoder_svc.images.decode_worker.subprocess.Popen", refuse)
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(InternalError, match="did not start"):
+                worker.decode(GOOD)
+        assert psutil.Process().num_fds() == num_open
+    finally:
+        gc.enable()
+    monkeypatch.undo()
+    check(worker, GOOD)
+
+
 def test_a_process_that_takes_too_long_to_start_is_tried_again(
     worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,7 +285,7 @@ async def test_an_image_that_killed_two_processes_is_not_tried_again(
         vision_model("llava_clip").adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), quarantine
     )
     other = image_files.encoded(image_files.noise(9, 90, 40))
-    header = await preprocessor.read_header(GOOD, ProcessorOptions())
+    header = preprocessor.read_header(GOOD, ProcessorOptions())
     for _ in range(4):
         with pytest.raises(ImagePoisonousError):
             await preprocessor.prepare(GOOD, header, image_digest(GOOD), ProcessorOptions())

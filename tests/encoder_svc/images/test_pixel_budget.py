@@ -13,7 +13,7 @@ from encoder_svc.images.decode_turns import DecodeRequest
 from encoder_svc.images.pixel_budget import PixelBudget
 
 HANG_S = 30.0
-ONE = DecodeRequest("tenant", CallerId("a"), 0, 1)
+ONE = DecodeRequest(CallerId("tenant", "a"), 0, 1)
 
 
 _numbers = itertools.count()
@@ -24,7 +24,7 @@ class Image:
 
     def __init__(self, budget: PixelBudget, num_bytes: int, caller: str = "a", number: int | None = None) -> None:
         self.num_bytes = num_bytes
-        self.request = DecodeRequest("tenant", CallerId(caller), next(_numbers) if number is None else number, 1)
+        self.request = DecodeRequest(CallerId("tenant", caller), next(_numbers) if number is None else number, 1)
         self.is_in = asyncio.Event()
         self.is_prepared, self.is_encoded = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self._pass_through(budget))
@@ -80,7 +80,7 @@ async def test_a_caller_with_many_images_does_not_delay_others_by_all_of_them() 
     for _ in range(4):
         await idle()
         (inside,) = [one for one in (*many, *few) if one.is_in.is_set() and not one.task.done()]
-        came.append(inside.request.caller)
+        came.append(inside.request.caller.request_id)
         inside.is_prepared.set()
         inside.is_encoded.set()
     assert came == ["many", "many", "few", "many"]

@@ -32,7 +32,7 @@ async def test_prepared_pixels_equal_the_processors(name: str, vision_model: Cal
     preprocessor = Preprocessor(adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), quarantine())
     image = image_files.noise(5, 120, 70)
     data = image_files.encoded(image)
-    header = await preprocessor.read_header(data, ProcessorOptions())
+    header = preprocessor.read_header(data, ProcessorOptions())
     inputs = await preprocessor.prepare(data, header, image_digest(data), ProcessorOptions())
     preprocessor.close()
     assert torch.equal(inputs.pixel_values, adapter.processor(images=image, return_tensors="pt")["pixel_values"])
@@ -45,5 +45,5 @@ async def test_limits_are_checked_before_anything_is_decoded(vision_model: Calla
     )
     data = image_files.png_of_size(40_000, 40_000)
     with pytest.raises(ImageTooLargeError):
-        await preprocessor.read_header(data, ProcessorOptions())
+        preprocessor.read_header(data, ProcessorOptions())
     preprocessor.close()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from encoder_svc.cache.encode_job import CachePolicy, ImageInput
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.vision import batcher
 from encoder_svc.vision.vision_model import VisionModel
@@ -56,7 +55,7 @@ async def test_after_two_failures_of_its_own_the_model_is_not_asked_again(
         stranger = Tenant("stranger", b"another secret")
         image = ImageInput(black(64), None, ProcessorOptions())
         with pytest.raises(ImagePoisonousError, match="the model fails"):
-            await encoder.pipeline.encode(image, CachePolicy.READ_AND_WRITE, stranger, CallerId("stranger"))
+            await encoder.pipeline.encode(image, CachePolicy.READ_AND_WRITE, stranger, "stranger")
         assert sick_model.num_black == 3
         assert encoder.metric("lookonce_encoder_queued_images") == 0
 
@@ -154,8 +153,8 @@ async def test_a_request_of_many_images_lets_another_one_through(
         await settled(lambda: len(queue) == 13)
         small = asyncio.ensure_future(encode_one(encoder, png(200)))
         await settled(lambda: len(queue) == 14)
-        callers = [job.caller for job in queue.plan()]
-        assert callers.count(CallerId("large")) == 3
+        callers = [job.caller.request_id for job in queue.plan()]
+        assert callers.count("large") == 3
         sick_model.gate.set()
         await asyncio.gather(first, small, *calls)
         assert [num_images for num_images, _ in sick_model.passes] == [1, 4, 4, 4, 2]

@@ -33,6 +33,17 @@ async def test_without_calls_a_drain_has_nothing_to_wait_for() -> None:
     calls = InflightCalls()
     assert calls.num_delaying == 0
     assert await calls.finished(60.0)
+    assert await calls.finished(0)
+
+
+async def test_a_drain_without_any_time_is_over_only_when_nothing_delays_it() -> None:
+    calls = InflightCalls()
+    handler = Handler(calls)
+    await started(handler)
+    assert not await calls.finished(0)
+    handler.release.set()
+    await handler.task
+    assert await calls.finished(0)
 
 
 async def test_a_drain_waits_until_the_last_call_has_ended() -> None:
