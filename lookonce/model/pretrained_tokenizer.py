@@ -6,7 +6,10 @@ import pathlib
 from typing import Any
 
 from lookonce.errors import ModelFolderError
+from lookonce.model.rust_panics import call_rust
 
+# Said of a tokenizer that panics on texts of the model itself: control tokens, or those between an image's rows.
+PANICKING_TOKENIZER = "the model's tokenizer fails on the model's own texts; download tokenizer.json again"
 # Files of which one holds a tokenizer's vocabulary: the fast format, or one that transformers converts to it.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -24,7 +27,7 @@ def load_pretrained(folder: pathlib.Path) -> Any:
             "weights into the folder"
         )
     try:
-        pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        pretrained = call_rust(AutoTokenizer.from_pretrained, folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Libraries raise exceptions of many kinds, some of them plain `Exception`, for damaged files.
         raise ModelFolderError(
