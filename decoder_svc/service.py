@@ -36,12 +36,11 @@ from decoder_svc.settings import DecoderSettings
 from lookonce import __version__
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
 from lookonce.embedding_meta import RowDtype
-from lookonce.errors import LookonceError, ModelFolderError
+from lookonce.errors import LookonceError
 from lookonce.media.image_header import ImageLimits
 from lookonce.model.folder_fingerprint import folder_fingerprint
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.pretrained_tokenizer import PANICKING_TOKENIZER, load_pretrained
-from lookonce.model.rust_panics import RustPanicError, call_rust
+from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.authentication import parse_token
 from lookonce.server.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
@@ -142,16 +141,9 @@ class DecoderService:
 
 def load_text(settings: DecoderSettings) -> LoadedText:
     """Checks the model folder and loads everything but its weights. Raises ModelFolderError."""
-    folder = ModelFolder.open(settings.model)
-    try:
-        return call_rust(_loaded_text, folder)
-    except RustPanicError as error:
-        raise ModelFolderError(f"{PANICKING_TOKENIZER} ({folder.path.name})") from error
-
-
-def _loaded_text(folder: ModelFolder) -> LoadedText:
     from transformers import AutoConfig
 
+    folder = ModelFolder.open(settings.model)
     pretrained: Any = load_pretrained(folder.path)
     family = load_family(folder, pretrained)
     config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True).get_text_config()

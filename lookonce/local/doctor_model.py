@@ -22,8 +22,7 @@ from lookonce.model.family_model import FamilyModel
 from lookonce.model.generation_config import ignored_fields, read_generation_config
 from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import ModelFolder, chat_template_source
-from lookonce.model.pretrained_tokenizer import PANICKING_TOKENIZER, load_pretrained
-from lookonce.model.rust_panics import RustPanicError, call_rust
+from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.model.template_errors import TEMPLATE_ERRORS
 from lookonce.model.vision_fingerprint import dtype_name, vision_fingerprint
 
@@ -119,14 +118,9 @@ def _texts(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
     """Returns findings that need the tokenizer."""
     try:
         tokenizer = load_pretrained(folder.path)
-        return [
-            call_rust(_largest_image, folder, model, tokenizer),
-            *call_rust(_prompts, folder, model, tokenizer),
-        ]
     except LookonceError as error:
         return [Finding("tokenizer", False, str(error))]
-    except RustPanicError:
-        return [Finding("tokenizer", False, PANICKING_TOKENIZER)]
+    return [_largest_image(folder, model, tokenizer), *_prompts(folder, model, tokenizer)]
 
 
 def _largest_image(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> Finding:

@@ -188,8 +188,7 @@ def _without(path: pathlib.Path, pattern: str) -> pathlib.Path:
 def _unservable(fault: str, tmp_path: pathlib.Path, copied: Callable[..., pathlib.Path]) -> pathlib.Path:
     """Makes a path that newcomers give instead of a complete model folder."""
     if fault == "panicking tokenizer":
-        # This family's tokenizer has to encode the texts between the rows of an image.
-        path = copied("smolvlm")
+        path = copied("llava_clip")
         change_tokenizer(path, normalizer=with_short_table({}, num_entries=0)["normalizer"])
         return path
     if fault in {"no tokenizer", "damaged tokenizer", "no chat template"}:
@@ -217,7 +216,7 @@ def _unservable(fault: str, tmp_path: pathlib.Path, copied: Callable[..., pathli
 _FAULTS = {
     "no tokenizer": ["tokenizer.json is missing", "download the tokenizer"],
     "damaged tokenizer": ["tokenizer", "cannot be loaded", "download tokenizer.json"],
-    "panicking tokenizer": ["tokenizer", "fails on the model's own texts", "download tokenizer.json"],
+    "panicking tokenizer": ["tokenizer", "fails on ordinary texts", "download tokenizer.json"],
     "no chat template": ["refuses chats", "chat_template.jinja"],
     "GGUF file": ["GGUF", "safetensors"],
     "GGUF folder": ["GGUF", "safetensors"],
