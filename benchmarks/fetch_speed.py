@@ -161,7 +161,7 @@ def measure(server: EmbeddedRedis, num_bytes: int, num_rounds: int, *, use_tcp: 
             for index in [(number + turn) % len(sides) for turn in range(len(sides))]:
                 speeds[index].append(_timed(sides[index], repeats, meta.size_bytes))
         for key in keys:
-            plain.delete(key)
+            client.delete(data_key(key))
     size = Size(meta.size_bytes, *speeds)
     print(f"{meta.size_bytes / _MB:.1f} MB: {_ratio(size.ours, size.raw):.2f} of the bare socket", flush=True)
     return size

@@ -23,7 +23,7 @@ from decoder_svc.scheduling.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.kv_pool_size import BlockBytes, KVPoolConfig, num_kv_blocks, sliding_group_size
 from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
-from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
+from decoder_svc.scheduling.speculation import SpeculationLimits
 from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
@@ -56,15 +56,9 @@ def build_engine(
     """Loads the language model and sizes its memory pools. Blocks while it loads.
 
     Raises ModelFolderError for weights that do not match the model, and ConfigurationError for a KV pool that cannot
-    hold a request and for settings that exclude each other.
+    hold a request and for settings that do not fit the model.
     """
     _check_mask(settings, family)
-    if settings.deterministic and settings.max_num_batched_tokens < settings.block_size:
-        raise ConfigurationError(
-            f"deterministic needs max_num_batched_tokens ({settings.max_num_batched_tokens}) of at least one block "
-            f"({settings.block_size})"
-        )
-    speculation = _speculation(settings)
     runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, family))
     logger.info("engine limits: %s", limits)
     scheduler = Scheduler(
@@ -76,7 +70,9 @@ def build_engine(
             deterministic=settings.deterministic,
             min_tokens_before_missing_row=limits.block_size,
             overlap_encode=settings.overlap_encode,
-            speculation=speculation,
+            speculation=SpeculationLimits(
+                settings.speculative_tokens, settings.speculative_ngram_min, settings.speculative_ngram_max
+            ),
         ),
         KVCacheManager(
             limits.num_kv_blocks,
@@ -144,24 +140,6 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
             f"{family.max_tokens_per_image} tokens of an image are computed together, beside one token of each other "
             f"running request (max_num_seqs is {settings.max_num_seqs})"
         )
-
-
-def _speculation(settings: DecoderSettings) -> SpeculationLimits:
-    """Returns the settings of speculative decoding. Raises ConfigurationError for ones that exclude each other."""
-    if settings.speculative_tokens == 0:
-        return NO_SPECULATION
-    if settings.deterministic:
-        raise ConfigurationError(
-            "deterministic and speculative_tokens exclude each other: tokens would be computed beside draft tokens"
-        )
-    if settings.speculative_ngram_min > settings.speculative_ngram_max:
-        raise ConfigurationError(
-            f"speculative_ngram_min is {settings.speculative_ngram_min}, which is more than speculative_ngram_max "
-            f"({settings.speculative_ngram_max})"
-        )
-    return SpeculationLimits(
-        settings.speculative_tokens, settings.speculative_ngram_min, settings.speculative_ngram_max
-    )
 
 
 def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderFamily) -> EngineLimits:

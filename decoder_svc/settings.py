@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lookonce.server.settings import ServiceSettings
 
@@ -100,3 +101,45 @@ class DecoderSettings(ServiceSettings):
     max_logprobs: int = Field(
         20, ge=0, description="Most alternatives per token in the log probabilities that a request asks for."
     )
+
+    @model_validator(mode="after")
+    def _check_encoder(self) -> Self:
+        if self.encoder_target is None:
+            for name in ("encoder_tls_ca", "encoder_tls_cert", "encoder_tls_key", "encoder_token_file"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for calls to encoders; set encoder_target as well")
+        if (self.encoder_tls_cert is None) != (self.encoder_tls_key is None):
+            raise ValueError("encoder_tls_cert and encoder_tls_key belong together; set both or neither")
+        if self.encoder_tls_cert is not None and self.encoder_tls_ca is None:
+            raise ValueError("encoder_tls_cert needs encoder_tls_ca; without it, calls to encoders are plaintext")
+        return self
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> Self:
+        if self.speculative_ngram_min > self.speculative_ngram_max:
+            raise ValueError(
+                f"speculative_ngram_min={self.speculative_ngram_min} is more than "
+                f"speculative_ngram_max={self.speculative_ngram_max}"
+            )
+        if self.deterministic and self.speculative_tokens:
+            raise ValueError(
+                "deterministic and speculative_tokens exclude each other: tokens would be computed beside draft tokens"
+            )
+        if self.deterministic and self.max_num_batched_tokens < self.block_size:
+            raise ValueError(
+                f"deterministic needs max_num_batched_tokens={self.max_num_batched_tokens} to be at least one block, "
+                f"block_size={self.block_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_requests(self) -> Self:
+        if self.max_video_frames_per_prompt == 1:
+            raise ValueError("max_video_frames_per_prompt=1 admits no video, which has at least 2 frames; 0: no videos")
+        if self.default_timeout_s > self.max_connection_age_grace_s:
+            raise ValueError(
+                f"default_timeout_s={self.default_timeout_s:g} is longer than "
+                f"max_connection_age_grace_s={self.max_connection_age_grace_s:g}, after which the connection of a call "
+                "may be cut; lower the former or raise the latter"
+            )
+        return self

@@ -114,6 +114,11 @@ class EncoderSettings(ServiceSettings):
                 f"decode_wall_timeout_s={self.decode_wall_timeout_s:g} must be at least "
                 f"decode_timeout_s={self.decode_timeout_s:g}"
             )
+        if self.redis_url is not None and self.encode_lease_s < self.redis_budget_s:
+            raise ValueError(
+                f"encode_lease_s={self.encode_lease_s:g} must be at least redis_budget_s={self.redis_budget_s:g}, or a "
+                "lease may end while its renewal is on the way"
+            )
         if self.redis_url is None and not self.local_cache_bytes:
             raise ValueError("without redis_url rows live in this process only, so local_cache_bytes must not be 0")
         return self

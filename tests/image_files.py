@@ -84,6 +84,36 @@ def png_of_rows(
     return b"".join([_PNG_SIGNATURE, *chunks, chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")])
 
 
+def gif_of_frame(
+    indexes: np.ndarray,
+    colours: np.ndarray,
+    canvas: tuple[int, int],
+    corner: tuple[int, int],
+    transparent: int | None = None,
+    *,
+    has_own_colours: bool = False,
+) -> bytes:
+    """A GIF of one frame of four colours, `indexes` [height, width] and `colours` [4, 3], at a corner of the canvas.
+
+    The colours are the canvas's, or the frame's own. The canvas's background colour is number 3.
+    """
+    height, width = indexes.shape
+    palette = colours.astype(np.uint8).tobytes()
+    control = b"" if transparent is None else struct.pack("<BBBBHBB", 0x21, 0xF9, 4, 1, 0, transparent, 0)
+    # Each code takes three bits: clear (4), then one index, so that the width of codes never grows.
+    codes = [code for index in indexes.flatten() for code in (4, int(index))] + [5]
+    bits = np.array([code >> shift & 1 for code in codes for shift in range(3)], np.uint8)
+    packed = np.packbits(bits, bitorder="little").tobytes()
+    blocks = b"".join(
+        bytes([len(part)]) + part for part in (packed[start : start + 255] for start in range(0, len(packed), 255))
+    )
+    flags = 0x81
+    screen = struct.pack("<6sHHBBB", b"GIF89a", *canvas, 0 if has_own_colours else flags, 3, 0)
+    frame = struct.pack("<BHHHHB", 0x2C, *corner, width, height, flags if has_own_colours else 0)
+    colours_of = (b"", palette) if has_own_colours else (palette, b"")
+    return b"".join([screen, colours_of[0], control, frame, colours_of[1], b"\x02", blocks, b"\0\x3b"])
+
+
 def webp_of_size(width: int, height: int) -> bytes:
     """A WebP (VP8L) that claims a size of up to 16384 and holds next to no pixels."""
     bits = (width - 1) | (height - 1) << 14

@@ -32,7 +32,8 @@ from lookonce.forgotten import Forgotten
 
 logger = logging.getLogger(__name__)
 
-# Time `stop` gives the current step. A step that hangs longer must not keep the process from ending.
+# Age up to which `stop` waits for the current step. An older one is taken to hang, and must not keep the process from
+# ending.
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -68,7 +69,7 @@ class Engine:
     async def stop(self) -> None:
         """Ends the thread after its current step; requests still alive get UnavailableError."""
         self._inbox.put(Stop())
-        if not await asyncio.to_thread(self._step_loop.join, _STOP_TIMEOUT_S):
+        if not await asyncio.to_thread(self._step_loop.join, max(0.0, _STOP_TIMEOUT_S - self._step_loop.round_s)):
             logger.warning("an engine step is left to the end of the process")
         await asyncio.sleep(0)
         self._delivery.close(UnavailableError(STOPPING))

@@ -16,10 +16,15 @@ class Heartbeat:
         self._round_began_s: float | None = None
 
     @property
+    def round_s(self) -> float:
+        """Age of the current round, seconds; 0 while the thread waits for work."""
+        began_s = self._round_began_s
+        return 0.0 if began_s is None else self._clock() - began_s
+
+    @property
     def is_fresh(self) -> bool:
         """Whether the thread waits for work, or its current round is not too long yet."""
-        began_s = self._round_began_s
-        return began_s is None or self._clock() - began_s <= self._longest_round_s
+        return self.round_s <= self._longest_round_s
 
     def begin_round(self) -> None:
         """Ends the current round, if there is one, and begins the next."""

@@ -114,6 +114,11 @@ class StepLoop:
         return self._is_running and self._thread.is_alive() and self._heartbeat.is_fresh
 
     @property
+    def round_s(self) -> float:
+        """Age of the current step with its messages, seconds; 0 while the thread waits for work."""
+        return self._heartbeat.round_s
+
+    @property
     def has_died(self) -> bool:
         """Whether the thread ended on an error. It does not start again: only a new process helps."""
         return self._has_died

@@ -17,7 +17,7 @@ from decoder_svc.prompt.sampling_check import (
     check_sampling,
     fit_to_context,
 )
-from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter
+from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import Tenant
@@ -83,6 +83,7 @@ class RequestPreparer:
         if isinstance(spec, ChatPrompt) and spec.videos:
             videos = await run_in_thread(self._threads, self._splitter.split_all, spec.visuals)
         images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant)
+        check_sizes(videos, ((image.width, image.height) for image in images if image.options.frame_size is not None))
         if charge_pixels is not None:
             charge_pixels(sum(image.num_inline_pixels for image in images))
         return await run_in_thread(self._threads, self._builder.build, spec, images, videos)

@@ -19,9 +19,13 @@ from typing import Any
 from tokenizers import AddedToken, Encoding, Tokenizer
 
 from lookonce.errors import InvalidParameterError, ModelFolderError
+from lookonce.logs import get_logger
+from lookonce.model.rust_panics import call_rust
 
 # Digits survive every normaliser and every case filter of a chat template. 10^32 values cannot be guessed.
 _NONCE_DIGITS = 32
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +59,27 @@ class TextTokenizer:
     def encode_trusted(self, text: str, *, is_complete: bool = False) -> list[int]:
         """Tokenizes a rendered prompt, in which control tokens count.
 
-        Adds BOS and similar tokens, unless the text `is_complete` or begins with BOS.
+        Adds BOS and similar tokens, unless the text `is_complete` or begins with BOS. Raises InvalidParameterError if
+        the tokenizer fails on the text.
         """
-        return list(self.backend.encode(text, add_special_tokens=not is_complete and not self._has_bos(text)).ids)
+        has_special_tokens = not is_complete and not self._has_bos(text)
+        return list(_encoding(self.backend, text, has_special_tokens, "text.text").ids)
 
     def encode_pieces(self, pieces: Sequence[TextPiece]) -> list[int]:
         """Tokenizes the joined text of all pieces, with control tokens from the trusted pieces only.
 
         Ordinary text has the ids that transformers gives. Raises InvalidParameterError if a user's text cannot be
-        encoded without a control token's id.
+        encoded without a control token's id, or the tokenizer fails on it.
         """
         has_bos = bool(pieces) and pieces[0].is_trusted and self._has_bos(pieces[0].text)
         return self._aliased.encode(pieces, add_special_tokens=not has_bos)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Returns the text of ids from the vocabulary; incomplete characters become U+FFFD."""
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Returns the text of ids from the vocabulary; incomplete characters become U+FFFD.
+
+        Raises RustPanicError if the tokenizer panics.
+        """
+        return str(call_rust(self.backend.decode, list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def unknown_ids(self, token_ids: Sequence[int]) -> frozenset[int]:
         """Returns those of the ids that are not in the vocabulary."""
@@ -116,7 +125,7 @@ class _AliasedTokenizer:
         stretches = [stretch for piece in pieces for stretch in self._stretches(piece)]
         while True:
             text = "".join(stretch.alias or stretch.text for stretch in stretches)
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            encoding = _encoding(self._tokenizer, text, add_special_tokens, "chat.messages")
             hidden = self._hidden_aliases(stretches, encoding)
             if not hidden:
                 return self._in_original_numbering(encoding)
@@ -222,6 +231,22 @@ class _AliasedTokenizer:
         if not self._control_content.keys().isdisjoint(ids):
             raise InvalidParameterError("chat.messages", f"{content!r} cannot be plain text for this model's tokenizer")
         return [self._original_ids[found] for found in ids]
+
+
+def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> Encoding:
+    """Tokenizes a caller's text. Raises InvalidParameterError naming `field` if the tokenizer fails on this text.
+
+    Tokenizers were tried on other texts when they were loaded. Some have no token for some characters, and some have
+    tables that end too early, which makes them panic.
+    """
+    try:
+        return call_rust(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Without the error's text and traceback, which may quote the prompt.
+        _log.warning("the tokenizer failed on a text", error=type(error).__name__, num_chars=len(text))
+        raise InvalidParameterError(field, "has text that this model's tokenizer cannot encode; change it") from None
 
 
 def _numbered_without_gaps(model: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from decoder_svc.prompt.family import DecoderFamily
@@ -25,6 +26,8 @@ class SplitVideo:
 
     sources: tuple[ImageSource, ...]
     layouts: tuple[ImageLayout, ...]
+    # Width and height of the frames: those of the headers, or those that the request states.
+    size: tuple[int, int]
 
 
 class VideoSplitter:
@@ -66,7 +69,7 @@ class VideoSplitter:
             first, *others = video.frames[start : start + FRAMES_PER_PAIR]
             with located_in_image(first_index + start // FRAMES_PER_PAIR):
                 sources.append(_pair(first, others[0] if others else None, options))
-        return SplitVideo(tuple(sources), tuple(layouts))
+        return SplitVideo(tuple(sources), tuple(layouts), (width, height))
 
     def _size(self, video: VideoSource, first_index: int) -> tuple[int, int]:
         """Returns the common size of the frames in pixels."""
@@ -82,10 +85,24 @@ class VideoSplitter:
             return headers[0].width, headers[0].height
         width, height = video.size
         if headers and (headers[0].width, headers[0].height) != video.size:
-            raise InvalidParameterError(
-                "size", f"is {width}×{height}, but the frames have {headers[0].width}×{headers[0].height} pixels"
-            )
+            raise _wrong_size("size", video.size, (headers[0].width, headers[0].height))
         return width, height
+
+
+def check_sizes(videos: Sequence[SplitVideo], pair_sizes: Iterable[tuple[int, int]]) -> None:
+    """Raises InvalidParameterError for a video that states another size than its frames have according to the cache.
+
+    `pair_sizes` has the width and height of the frames of each pair, over all videos in order.
+    """
+    remaining = iter(pair_sizes)
+    for number, video in enumerate(videos):
+        for found in itertools.islice(remaining, len(video.sources)):
+            if found != video.size:
+                raise _wrong_size(f"videos[{number}].size", video.size, found)
+
+
+def _wrong_size(field: str, stated: tuple[int, int], found: tuple[int, int]) -> InvalidParameterError:
+    return InvalidParameterError(field, f"is {stated[0]}×{stated[1]}, but the frames have {found[0]}×{found[1]} pixels")
 
 
 def _pair(first: VideoFrame, second: VideoFrame | None, options: ProcessorOptions) -> ImageSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import PIL.GifImagePlugin
 import PIL.Image
 import PIL.ImageFile
 
@@ -19,6 +20,7 @@ from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, o
 # A progressive JPEG is decoded once per scan. 10 scans are usual; hundreds turn 100 kB into seconds of work.
 _MAX_JPEG_SCAN_PIXELS = 1_000_000_000
 _JPEG_START_OF_SCAN = b"\xff\xda"
+_WHITE = (255, 255, 255)
 
 _TRANSPOSE = PIL.Image.Transpose
 # Orientation (EXIF 2.32, tag 274) → the operation that turns the stored image upright.
@@ -57,6 +59,8 @@ def _decoded_heif(data: bytes, limits: ImageLimits) -> tuple[PIL.Image.Image, Im
 def _rgb_pixels(stored: PIL.ImageFile.ImageFile, data: bytes, file_format: ImageFormat) -> PIL.Image.Image:
     if file_format is ImageFormat.JPEG:
         return rgb_pixels(load_jpeg(stored, data), None)
+    if isinstance(stored, PIL.GifImagePlugin.GifImageFile):
+        return _gif_pixels(stored)
     if file_format is not ImageFormat.PNG:
         stored.load()
         return rgb_pixels(stored, None)
@@ -65,6 +69,18 @@ def _rgb_pixels(stored: PIL.ImageFile.ImageFile, data: bytes, file_format: Image
     stored.load()
     check_rows(stored, data)
     return rgb_pixels(stored, raw_mode)
+
+
+def _gif_pixels(stored: PIL.GifImagePlugin.GifImageFile) -> PIL.Image.Image:
+    """Returns the first frame over white, as browsers show it. Pillow would give its surroundings colour 0."""
+    frame = stored.dispose_extent
+    stored.load()
+    pixels = rgb_pixels(stored, None)
+    if frame is None or frame == (0, 0, *pixels.size):
+        return pixels
+    canvas = PIL.Image.new("RGB", pixels.size, _WHITE)
+    canvas.paste(pixels.crop(frame), frame)
+    return canvas
 
 
 def _check_effort(data: bytes, header: ImageHeader) -> None:

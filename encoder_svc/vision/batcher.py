@@ -37,7 +37,7 @@ from lookonce.logs import get_logger
 
 Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
 
-# Maximum wait for the pass in progress at the end of the process.
+# Age up to which the end of the process waits for the pass in progress. An older one is taken to hang.
 _CLOSE_TIMEOUT_S = 10.0
 # Failed controls in a row, without a successful pass in between, that make the model unhealthy.
 _MAX_FAILED_CONTROLS = 3
@@ -149,13 +149,13 @@ class ForwardBatcher:
     def close(self) -> None:
         """Ends the thread after the pass in progress. Waiting images get UnavailableError.
 
-        Waits a while for the pass; one that hangs does not keep the process from ending.
+        Waits until the pass is ten seconds old; one that hangs does not keep the process from ending.
         """
         with self._changed:
             self._closed = True
             dropped = self._queue.clear()
             self._changed.notify()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(max(0.0, _CLOSE_TIMEOUT_S - self.running_s))
         if self._thread.is_alive():
             _log.warning(
                 "a forward pass did not end; it is abandoned with the process", running_s=round(self.running_s, 3)

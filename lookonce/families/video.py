@@ -94,7 +94,8 @@ class VideoModel:
         """Whether this is a valid frame size: whole rows, and no more of them than the largest pair has."""
         columns, odd_columns = divmod(width, self.settings.factor)
         rows, odd_rows = divmod(height, self.settings.factor)
-        return odd_columns == odd_rows == 0 < rows * columns <= self.most_rows
+        is_whole = odd_columns == odd_rows == 0
+        return is_whole and columns > 0 and rows > 0 and rows * columns <= self.most_rows
 
     def pair_shape(self, frame_size: tuple[int, int]) -> ImageShape:
         """Returns the expansion of a single pair."""

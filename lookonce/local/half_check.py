@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from lookonce.errors import ModelFolderError
 from lookonce.model.half_model import Half, half_class, load_text_half, load_vision_half
 from lookonce.model.model_folder import ModelFolder
+from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _META = torch.device("meta")
@@ -71,8 +72,8 @@ def _headers(folder: ModelFolder) -> dict[str, torch.Tensor] | None:
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.weight_files:
         try:
-            tensors.update(load_state_dict(file, map_location="meta"))
-        except (SafetensorError, ValueError) as error:
+            tensors.update(call_rust(load_state_dict, file, map_location="meta"))
+        except (SafetensorError, ValueError, RustPanicError) as error:
             raise ModelFolderError(f"{file} cannot be read: {error}; download it again") from error
     return tensors
 

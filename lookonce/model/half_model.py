@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from lookonce.errors import ModelFolderError
+from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
 _TEXT_CHILDREN = ("language_model", "text_model")
@@ -95,17 +96,21 @@ def _load(folder: pathlib.Path, half: Half, dtype: torch.dtype | None, attention
     base = getattr(transformers, config.architectures[0], None)
     if base is None:
         raise ModelFolderError(f"transformers does not know the architecture {config.architectures[0]}")
-    model, report = half_class(base, half).from_pretrained(
-        folder,
-        config=config,
-        dtype="auto" if dtype is None else dtype,
-        attn_implementation=attention,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        # Mismatches are reported with their names below.
-        ignore_mismatched_sizes=True,
-    )
+    try:
+        model, report = call_rust(
+            half_class(base, half).from_pretrained,
+            folder,
+            config=config,
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            # Mismatches are reported with their names below.
+            ignore_mismatched_sizes=True,
+        )
+    except RustPanicError as error:
+        raise ModelFolderError(f"the weights of {folder.name} cannot be read; download them again") from error
     problems = {name: sorted(str(key) for key in report[f"{name}_keys"]) for name in _PROBLEMS}
     wrong = [f"{len(keys)} {name} ({keys[0]} …)" for name, keys in problems.items() if keys]
     if wrong:

@@ -6,9 +6,14 @@ import pathlib
 from typing import Any
 
 from lookonce.errors import ModelFolderError
+from lookonce.logs import get_logger
+from lookonce.model.rust_panics import RustPanicError, call_rust
 
+_ORDINARY_TEXT = "What is in the picture? 0123456789"
 # Files of which one holds a tokenizer's vocabulary: the fast format, or one that transformers converts to it.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+_log = get_logger(__name__)
 
 
 def load_pretrained(folder: pathlib.Path) -> Any:
@@ -24,7 +29,7 @@ def load_pretrained(folder: pathlib.Path) -> Any:
             "weights into the folder"
         )
     try:
-        pretrained = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        pretrained = call_rust(AutoTokenizer.from_pretrained, folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         # Libraries raise exceptions of many kinds, some of them plain `Exception`, for damaged files.
         raise ModelFolderError(
@@ -35,4 +40,18 @@ def load_pretrained(folder: pathlib.Path) -> Any:
         raise ModelFolderError(
             f"{folder.name} has no fast tokenizer; save the tokenizer with transformers as tokenizer.json"
         )
+    _check_works(pretrained)
     return pretrained
+
+
+def _check_works(pretrained: Any) -> None:
+    """Raises ModelFolderError if the tokenizer panics on an ordinary text; it would do so on nearly every prompt."""
+    try:
+        call_rust(pretrained.encode, _ORDINARY_TEXT)
+    except RustPanicError as error:
+        raise ModelFolderError(
+            "the model's tokenizer fails on ordinary texts; download tokenizer.json again"
+        ) from error
+    except Exception as error:
+        # A small tokenizer may lack a token for one of the characters. Then only prompts with this character fail.
+        _log.debug("the tokenizer does not know an ordinary text", error=type(error).__name__)

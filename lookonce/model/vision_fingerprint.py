@@ -14,8 +14,9 @@ from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 
 # Version of the code that makes pixels of files. Raise it when any accepted file gets other pixels: cached rows of the
-# older version are then no longer found. 2: greyscale of 16 bits is scaled, and truncated files are refused.
-_PIXELS_VERSION = 2
+# older version are then no longer found. 2: greyscale of 16 bits is scaled, and truncated files are refused. 3: a GIF
+# is white around its first frame.
+_PIXELS_VERSION = 3
 # Configuration keys that do not influence rows.
 _UNRELATED_KEYS = frozenset({"text_config", "_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 

@@ -154,7 +154,10 @@ class _CallBorder:
                 outcome.code = _code_so_far(context, grpc.StatusCode.UNKNOWN)
                 _detach(abort)
                 return None
-            except Exception as error:
+            except (KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:
+                # gRPC would leave a call unanswered that ends with a panic of a library in Rust, which is no Exception.
                 if isinstance(error, MemoryError):
                     self._metrics.memory_errors.labels(self.method).inc()
                 status = _status_of(error)
@@ -289,7 +292,7 @@ def _cancellation_code(context: Any) -> grpc.StatusCode:
     return grpc.StatusCode.DEADLINE_EXCEEDED if remaining_s == 0 else grpc.StatusCode.CANCELLED
 
 
-def _status_of(error: Exception) -> status_pb2.Status:
+def _status_of(error: BaseException) -> status_pb2.Status:
     """Returns the status from the table of errors. For any other error, a fault of ours, it holds an opaque id only.
 
     A lack of memory ends with the calls that need it, so the caller is asked to come back.
@@ -316,7 +319,7 @@ def _shortened(status: status_pb2.Status) -> status_pb2.Status:
     return status
 
 
-def _opaque_status(error: Exception) -> status_pb2.Status:
+def _opaque_status(error: BaseException) -> status_pb2.Status:
     """Logs the traceback under a new id, and returns INTERNAL with that id."""
     fault_id = uuid.uuid4().hex
     _log.error("unexpected error in a call", fault_id=fault_id, exc_info=error)

@@ -194,6 +194,28 @@ class ServiceSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        names = ("listen", "admin_listen", "health_listen", "metrics_listen")
+        taken: dict[str, str] = {}
+        for name in names:
+            address = getattr(self, name)
+            if address is None or address.endswith(":0"):
+                continue
+            if address in taken:
+                raise ValueError(f"{taken[address]} and {name} are both {address}; give each an address of its own")
+            taken[address] = name
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if self.max_image_bytes > self.max_message_bytes:
+            raise ValueError(
+                f"max_image_bytes={self.max_image_bytes} can never arrive in a message of at most "
+                f"max_message_bytes={self.max_message_bytes}; lower the former or raise the latter"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_tokens(self) -> Self:
         jwt_settings = [self.auth_jwt_keys_file, self.auth_jwt_issuer, self.auth_jwt_audience]
         if any(value is None for value in jwt_settings) and any(value is not None for value in jwt_settings):

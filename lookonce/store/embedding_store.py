@@ -185,15 +185,6 @@ class EmbeddingStore:
 
         return self._succeeds(StoreOperation.TOUCH, expire, data_key(key))
 
-    def delete(self, key: ContentKey) -> bool:
-        """Removes rows and metadata. Returns whether either existed; False for any failure."""
-
-        def unlink(exchange: Exchange) -> bool:
-            exchange.send(b"UNLINK", data_key(key), metadata_key(key))
-            return exchange.read_integer() > 0
-
-        return self._succeeds(StoreOperation.DELETE, unlink, data_key(key))
-
     def ping(self) -> bool:
         """Returns whether Redis answers. While the breaker is open this is False without a request."""
 

@@ -54,21 +54,6 @@ def test_loading_leaves_no_threads_but_the_engine_s(monkeypatch: pytest.MonkeyPa
     assert not loader.is_alive()
 
 
-def test_settings_that_exclude_each_other_are_refused_before_the_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr(assembly, "_loaded", never)
-    folder = tiny_models.build_llava_clip(tmp_path / "llava")
-    for flags in (["--max-num-batched-tokens", "8"], ["--speculative-tokens", "2"]):
-        arguments = ["--model", str(folder), "--deterministic", *flags]
-        settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
-        with pytest.raises(ConfigurationError, match=r"deterministic (needs|and)"):
-            assembly.build_engine(settings, load_text(settings).family, None, None, FetchMetrics(CollectorRegistry()))
-
-
 async def test_a_metric_names_the_attention_backend(tmp_path: pathlib.Path) -> None:
     folder = tiny_models.build_llava_clip(tmp_path / "llava")
     async with running_decoder(folder) as decoder:

@@ -22,6 +22,8 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
 from lookonce.errors import ConfigurationError, ModelFolderError
 from tests.decoder_svc.decoders import params
+from tests.rust_panic import change_tokenizer, with_short_table
+from tests.tiny_families import FAMILIES
 
 SMALL = ("--num-threads", "1", "--num-kv-blocks", "20", "--max-context-tokens", "300")
 
@@ -79,6 +81,16 @@ async def test_a_folder_whose_template_cannot_be_served_is_refused(
     folder = shutil.copytree(model_folder("llava_clip"), tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].role }}")
     with pytest.raises(ModelFolderError, match="writes 0 × <image>"):
+        await serve(["--model", str(folder)])
+
+
+@pytest.mark.parametrize("family", ["llava_clip", "smolvlm"])
+async def test_a_folder_whose_tokenizer_panics_on_ordinary_texts_is_refused(
+    family: str, tmp_path: pathlib.Path
+) -> None:
+    folder = FAMILIES[family].build(tmp_path / "model")
+    change_tokenizer(folder, normalizer=with_short_table({}, num_entries=0)["normalizer"])
+    with pytest.raises(ModelFolderError, match="tokenizer fails on ordinary texts; download"):
         await serve(["--model", str(folder)])
 
 

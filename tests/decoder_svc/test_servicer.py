@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import pathlib
 import re
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -22,6 +24,7 @@ from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from tests import image_files, tiny_models
 from tests.decoder_svc.decoders import RunningDecoder, chat, params, reference, running_decoder, source
 from tests.decoder_svc.encoders import running_encoder
+from tests.rust_panic import GOOD_TEXT, PANICKING_TEXT, change_tokenizer, with_short_table
 
 INTERNALS = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|\.py\b|127\.0\.0\.1|/tmp|jinja|tokenizers")
 LIMITS: dict[str, Any] = {
@@ -610,4 +613,30 @@ async def test_a_full_queue_says_when_to_come_back(folder: pathlib.Path) -> None
         assert error.retry_after_s > 0
         running.cancel()
         waiting.cancel()
+        await until_idle(decoder)
+
+
+async def test_a_text_on_which_the_tokenizer_panics_fails_alone(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    strip = {"type": "Strip", "content": "a", "start": 1, "stop": 1}
+    state = with_short_table(json.loads((model / "tokenizer.json").read_text()))
+    change_tokenizer(model, normalizer=state["normalizer"], decoder=strip)
+    async with running_decoder(model) as decoder:
+        good = [generate(decoder, params(GOOD_TEXT, max_tokens=4, ignore_eos=True)) for _ in range(4)]
+        prompts = [
+            pb.GenerateParams(chat=chat(PANICKING_TEXT)),
+            pb.GenerateParams(text=pb.TextPrompt(text=PANICKING_TEXT)),
+        ]
+        bad = [failure(generate(decoder, prompt)) for prompt in prompts]
+        bad.append(failure(decoder.stub.Tokenize(pb.TokenizeRequest(chat=chat(PANICKING_TEXT)), timeout=60)))
+        answers, refusals = await asyncio.gather(asyncio.gather(*good), asyncio.gather(*bad))
+        for error in refusals:
+            assert isinstance(error, errors.InvalidParameterError)
+            assert "tokenizer cannot encode" in error.message
+            assert not INTERNALS.search(error.message)
+        assert {response.choices[0].finish_reason for response in answers} == {pb.FINISH_REASON_LENGTH}
+        tokens = await decoder.stub.Tokenize(pb.TokenizeRequest(text=pb.TextPrompt(text="a")), timeout=60)
+        ids = pb.DetokenizeRequest(token_ids=tokens.token_ids[-1:])
+        assert isinstance(await failure(decoder.stub.Detokenize(ids, timeout=60)), errors.InternalError)
+        assert await generate(decoder, params(GOOD_TEXT, max_tokens=1, ignore_eos=True))
         await until_idle(decoder)

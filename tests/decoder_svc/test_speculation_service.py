@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
-from lookonce.errors import ConfigurationError
 from tests.decoder_svc.decoders import RunningDecoder, params, running_decoder
 
 # With so few words in the vocabulary, tiny models repeat themselves.
@@ -89,19 +88,3 @@ async def test_a_stream_has_every_token_once(plain: RunningDecoder, guessing: Ru
     assert sum(len(delta.logprobs) for delta in deltas) == 60
     assert "".join(delta.text for delta in deltas) == expected.text
     assert events[-1].finished.usage.accepted_draft_tokens > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"deterministic": True}, "deterministic and speculative_tokens exclude each other"),
-        ({"speculative_ngram_min": 5}, "speculative_ngram_min is 5, which is more than speculative_ngram_max"),
-    ],
-    ids=["deterministic", "lengths"],
-)
-async def test_settings_that_do_not_go_together_are_refused(
-    folder: pathlib.Path, settings: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        async with running_decoder(folder, speculative_tokens=4, **settings):
-            pass

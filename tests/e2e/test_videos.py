@@ -199,6 +199,20 @@ async def test_a_wrong_video_is_refused_and_says_why(served: Served, what: str) 
             await client._calls.unary(client._decoder.Generate, pb.GenerateRequest(params=params), Deadline.after(30))
 
 
+async def test_a_wrong_size_is_refused_of_cached_frames_as_of_others(served: Served) -> None:
+    files = [videos.png(frame) for frame in videos.frames(51, 4)]
+    sent = [ImageRef.from_bytes(file) for file in files]
+    known = [ImageRef.from_digest(image_digest(file)) for file in files]
+    (target,) = served.stack.decoder_targets
+    await answer(target, [Video.from_frames(sent), "what"])
+    for frames in (known, [*sent[:2], *known[2:]], sent):
+        # One pixel less gives the same size of the resized frames, and so the same cache entries.
+        for size in ((79, 60), (80, 59)):
+            with pytest.raises(InvalidInputError, match=rf"videos\[0\].size: is {size[0]}×{size[1]}.*80×60"):
+                await answer(target, [Video.from_frames(frames, size=size), "what"])
+    assert await answer(target, [Video.from_frames(known, size=(80, 60)), "what"])
+
+
 def pair_items(square: int) -> dict[str, tuple[common_pb2.ImageSource, str]]:
     """Maps each mistake to a pair for the encoder that has it and to a part of the refusal's text."""
     side = int(square**0.5)

@@ -29,6 +29,10 @@ def test_the_defaults_fit_together() -> None:
     [
         (["--max-batch-items", "9", "--max-queued-images", "8"], ["max_batch_items=9", "max_queued_images=8"]),
         (["--local-cache-bytes", "0"], ["redis_url", "local_cache_bytes"]),
+        (
+            ["--encode-lease-s", "0.2", "--redis-url", "redis://localhost"],
+            ["encode_lease_s=0.2 must be at least redis_budget_s=0.25"],
+        ),
         (["--max-image-aspect", "300"], ["--max-image-aspect", "200"]),
         (["--max-forward-images", "0"], ["--max-forward-images"]),
     ],

@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import PIL.Image
 import pytest
 import torch
 import torch.nn.functional as F
 
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.prompt import Prompt
+from encoder_svc.images.pixel_modes import rgb_pixels
 from lookonce.content_key import ProcessorOptions
 from lookonce.families.base import Mask
 from lookonce.local.redis_server import EmbeddedRedis
@@ -68,6 +70,17 @@ def test_prompts_of_token_ids_are_taken_with_and_without_the_images_tokens(
 ) -> None:
     for prompt, (tokens, resolved) in zip(prompts, family.as_tokens(), strict=True):
         assert family.builder.build(tokens, resolved) == prompt
+
+
+def test_transparent_pixels_lie_over_white_as_in_the_familys_own_processor(family: families.Conformance) -> None:
+    picture = tiny_models.random_image(3, 90, 60).convert("RGBA")
+    picture.putalpha(PIL.Image.linear_gradient("L").resize(picture.size))
+    processor = family.adapter.processor
+    expected, found = (
+        torch.as_tensor(processor(images=[[one]], return_tensors="pt")["pixel_values"])
+        for one in (picture, rgb_pixels(picture, None))
+    )
+    assert torch.equal(found, expected)
 
 
 def test_answers_depend_on_the_prompt(expected: list[list[int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pathlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
@@ -244,6 +245,22 @@ async def test_stop_does_not_wait_for_a_step_that_hangs(
         await engine.stop()
         with pytest.raises(UnavailableError):
             await read(hanging)
+    runner.may_fail.set()
+    await asyncio.to_thread(engine._step_loop.join)
+
+
+async def test_stop_waits_no_longer_for_a_step_that_has_taken_long_before(
+    runner: PoisonableRunner, small_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_STOP_TIMEOUT_S", 3600.0)
+    engine = small_engine()
+    engine.start()
+    runner.may_fail.clear()
+    submit(engine, "bad", (POISON, 1))
+    await until(lambda: engine.load().running_requests == 1)
+    monkeypatch.setattr(engine._step_loop._heartbeat, "_clock", lambda: time.monotonic() + 3600)
+    async with asyncio.timeout(30):
+        await engine.stop()
     runner.may_fail.set()
     await asyncio.to_thread(engine._step_loop.join)
 

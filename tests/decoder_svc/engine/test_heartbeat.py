@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from decoder_svc.engine.heartbeat import Heartbeat
 
 
@@ -23,6 +25,7 @@ def test_a_round_that_takes_too_long_is_not_fresh_until_it_ends() -> None:
     for passed_s in (2.0, 0.1):
         clock.now_s += passed_s
         states.append(heartbeat.is_fresh)
+    assert heartbeat.round_s == pytest.approx(2.1)
     heartbeat.begin_round()
     states.append(heartbeat.is_fresh)
     assert states == [True, False, True]
@@ -32,8 +35,8 @@ def test_a_thread_may_rest_as_long_as_it_likes() -> None:
     clock = Clock()
     heartbeat = Heartbeat(2.0, clock=clock)
     clock.now_s += 1000
-    assert heartbeat.is_fresh, "it has not begun"
+    assert (heartbeat.is_fresh, heartbeat.round_s) == (True, 0), "it has not begun"
     heartbeat.begin_round()
     heartbeat.rest()
     clock.now_s += 1000
-    assert heartbeat.is_fresh
+    assert (heartbeat.is_fresh, heartbeat.round_s) == (True, 0)

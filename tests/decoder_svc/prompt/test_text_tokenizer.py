@@ -13,6 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
 from decoder_svc.service import LoadedText
 from lookonce.errors import InvalidParameterError
+from lookonce.model.rust_panics import RustPanicError
+from tests.rust_panic import GOOD_TEXT, PANICKING_TEXT, with_short_table
 
 CORPUS = ["what is in the picture", "a red square left of a blue circle", "image im age < > | _ start end"]
 
@@ -188,3 +190,29 @@ def test_truncation_and_padding_of_the_folder_are_ignored() -> None:
 def test_unknown_ids_are_named() -> None:
     tokenizer = wrapped(byte_level())
     assert tokenizer.unknown_ids([0, 1, 5, 999_999]) == {999_999}
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_refused_and_others_are_not() -> None:
+    backend = Tokenizer.from_str(json.dumps(with_short_table(json.loads(byte_level().to_str()))))
+    tokenizer = wrapped(backend)
+    for encode in (lambda text: tokenizer.encode_pieces(plain(text)), tokenizer.encode_trusted):
+        with pytest.raises(InvalidParameterError, match="cannot encode") as caught:
+            encode(PANICKING_TEXT)
+        assert caught.value.__suppress_context__
+        assert encode(GOOD_TEXT) == backend.encode(GOOD_TEXT).ids
+
+
+def test_a_character_for_which_the_tokenizer_has_no_token_is_refused() -> None:
+    backend = Tokenizer(models.Unigram([("<s>", 0.0), *((char, -1.0) for char in "0123456789abc")], None, False))
+    backend.add_special_tokens(["<s>", "</s>"])
+    tokenizer = wrapped(backend)
+    assert tokenizer.encode_pieces(plain("cab")) == backend.encode("cab").ids
+    with pytest.raises(InvalidParameterError, match="cannot encode"):
+        tokenizer.encode_pieces(plain("taxi"))
+
+
+def test_a_panic_while_ids_become_text_is_an_ordinary_error() -> None:
+    backend = byte_level()
+    backend.decoder = decoders.Strip("a", 1, 1)
+    with pytest.raises(RustPanicError):
+        wrapped(backend).decode(backend.encode("a", add_special_tokens=False).ids, skip_special_tokens=True)

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage, VideoFrame, VideoSource
-from decoder_svc.prompt.video_frames import VideoSplitter
+from decoder_svc.prompt.video_frames import VideoSplitter, check_sizes
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest, pair_digest
 from lookonce.errors import (
@@ -141,3 +141,13 @@ def test_an_error_names_the_pair_among_the_prompts_images_and_the_video(splitter
 def test_a_model_without_videos_refuses_them(llava_text: LoadedText) -> None:
     with pytest.raises(UnsupportedError, match="send single images"):
         VideoSplitter(llava_text.family, LIMITS).split(video(by_bytes(0, 1)), 0)
+
+
+def test_the_size_of_each_video_is_compared_with_that_of_its_own_cached_frames(splitter: VideoSplitter) -> None:
+    other = video(by_digest(0, 1), (WIDTH + 1, HEIGHT))
+    videos = splitter.split_all([video(by_bytes(0, 1, 2)), other])
+    size = (WIDTH, HEIGHT)
+    check_sizes(videos, [size, size, (WIDTH + 1, HEIGHT)])
+    with pytest.raises(InvalidParameterError, match=r"is 81×60, but the frames have 80×60 pixels") as wrong:
+        check_sizes(videos, [size, size, size])
+    assert wrong.value.field == "videos[1].size"

@@ -48,7 +48,7 @@ from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import image_files
 from tests.allocated_memory import nothing_left
-from tests.lookonce.store.entries import write
+from tests.lookonce.store.entries import remove, write
 from tests.otlp_collector import traced_process
 
 LIMITS = ImageLimits(max_bytes=1 << 20, max_pixels=1_000_000, max_aspect=50.0)
@@ -336,7 +336,7 @@ async def test_refresh_encodes_again_and_overwrites(open_harness: Callable[..., 
         outcome = await harness.encode(png(1))
         rows = await harness.rows(outcome)
         wrong = memoryview(bytes(len(rows)))
-        harness.store.delete(outcome.key)
+        assert remove(harness.store, outcome.key)
         assert write(harness.store, outcome.key, outcome.meta, wrong)
         refreshed = await harness.encode(png(1), CachePolicy.REFRESH)
         assert (refreshed.origin, refreshed.stored) == (Origin.COMPUTED, True)
@@ -353,7 +353,7 @@ async def test_an_entry_that_left_the_shared_cache_is_written_again(
 ) -> None:
     async with open_harness(own_redis.url) as harness:
         outcome = await harness.encode(png(1))
-        assert harness.store.delete(outcome.key)
+        assert remove(harness.store, outcome.key)
         again = await harness.encode(png(1))
         assert (again.origin, again.stored) == (Origin.LOCAL_CACHE, True)
         assert harness.store.stat(outcome.key) == outcome.meta

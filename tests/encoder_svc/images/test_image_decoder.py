@@ -61,6 +61,12 @@ def test_the_first_frame_of_an_animation_counts(file_format: str) -> None:
     assert np.abs(pixels(data).astype(int) - (255, 0, 0)).max() <= 3
 
 
+def test_of_an_animated_png_the_default_image_counts_although_the_animation_leaves_it_out() -> None:
+    red, *frames = (PIL.Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "green"))
+    data = image_files.encoded(red, "PNG", save_all=True, append_images=frames, default_image=True)
+    assert (pixels(data) == (255, 0, 0)).all()
+
+
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
 def test_a_truncated_file_is_undecodable(file_format: str) -> None:
     data = image_files.encoded(image_files.noise(1, 300, 200), file_format)

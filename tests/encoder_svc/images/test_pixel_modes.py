@@ -121,6 +121,28 @@ def test_p_with_a_transparent_colour(worker: DecodeWorker, file_format: str) -> 
     assert np.array_equal(decoded(worker, data), expected)
 
 
+@pytest.mark.parametrize("key", [None, 0, 1])
+@pytest.mark.parametrize("has_own_colours", [False, True])
+def test_a_gif_is_white_around_a_first_frame_that_is_smaller(
+    worker: DecodeWorker, key: int | None, has_own_colours: bool
+) -> None:
+    """Browsers show nothing there, not the background colour that the file names nor the first one of its colours."""
+    indexes = samples(1, 2)[..., 0]
+    colours = np.array([[10, 20, 30], [200, 100, 50], [90, 80, 70], [0, 0, 0]])
+    data = image_files.gif_of_frame(indexes, colours, (70, 50), (7, 11), key, has_own_colours=has_own_colours)
+    expected = np.full((50, 70, 3), WHITE)
+    frame = np.where((indexes == key)[..., None], WHITE, colours[indexes])
+    expected[11 : 11 + HEIGHT, 7 : 7 + WIDTH] = frame
+    assert np.array_equal(decoded(worker, data), expected)
+
+
+def test_a_gif_whose_first_frame_reaches_over_its_canvas_shows_all_of_the_frame(worker: DecodeWorker) -> None:
+    indexes, colours = samples(1, 2)[..., 0], np.array([[10, 20, 30], [200, 100, 50], [90, 80, 70], [0, 0, 0]])
+    found = decoded(worker, image_files.gif_of_frame(indexes, colours, (20, 20), (0, 5)))
+    assert (found[:5, :WIDTH] == WHITE).all()
+    assert np.array_equal(found[5 : 5 + HEIGHT, :WIDTH], colours[indexes])
+
+
 def test_p_with_half_transparent_colours(worker: DecodeWorker) -> None:
     indexes = samples(1, 2)
     image = image_of(indexes, "P")

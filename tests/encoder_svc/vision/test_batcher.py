@@ -371,6 +371,19 @@ def test_closing_does_not_wait_for_a_pass_that_hangs(
     assert isinstance(futures[1].exception(TIMEOUT_S), UnavailableError)
 
 
+def test_closing_waits_no_longer_for_a_pass_that_has_taken_long_before(
+    model: StepwiseModel, make_batcher: Callable[..., ForwardBatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher_module, "_CLOSE_TIMEOUT_S", 3600.0)
+    clock = Clock()
+    batcher = make_batcher(clock=clock)
+    futures = submit_behind_first(model, batcher, [image(1), image(2)])
+    clock.now_s += 3600
+    batcher.close()
+    assert not futures[0].done()
+    assert isinstance(futures[1].exception(TIMEOUT_S), UnavailableError)
+
+
 @given(
     images=st.lists(
         st.tuples(st.integers(16, 200), st.integers(16, 200), st.sampled_from("abc")), min_size=1, max_size=7

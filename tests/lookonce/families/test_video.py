@@ -40,6 +40,7 @@ def test_a_frame_size_is_whole_rows_and_at_most_the_largest_pair() -> None:
     assert videos.is_frame_size(3 * FACTOR, 2 * FACTOR)
     assert not videos.is_frame_size(3 * FACTOR + 1, 2 * FACTOR)
     assert not videos.is_frame_size(0, 2 * FACTOR)
+    assert not videos.is_frame_size(-3 * FACTOR, -2 * FACTOR)
     assert videos.is_frame_size(videos.most_rows * FACTOR, FACTOR)
     assert not videos.is_frame_size((videos.most_rows + 1) * FACTOR, FACTOR)
 

@@ -27,6 +27,7 @@ from lookonce.local.finding import Finding
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_families, tiny_models
+from tests.rust_panic import change_tokenizer, with_short_table
 
 ROOT = pathlib.Path(__file__).parents[3]
 
@@ -186,6 +187,10 @@ def _without(path: pathlib.Path, pattern: str) -> pathlib.Path:
 
 def _unservable(fault: str, tmp_path: pathlib.Path, copied: Callable[..., pathlib.Path]) -> pathlib.Path:
     """Makes a path that newcomers give instead of a complete model folder."""
+    if fault == "panicking tokenizer":
+        path = copied("llava_clip")
+        change_tokenizer(path, normalizer=with_short_table({}, num_entries=0)["normalizer"])
+        return path
     if fault in {"no tokenizer", "damaged tokenizer", "no chat template"}:
         path = copied("llava_clip")
         if fault == "damaged tokenizer":
@@ -211,6 +216,7 @@ def _unservable(fault: str, tmp_path: pathlib.Path, copied: Callable[..., pathli
 _FAULTS = {
     "no tokenizer": ["tokenizer.json is missing", "download the tokenizer"],
     "damaged tokenizer": ["tokenizer", "cannot be loaded", "download tokenizer.json"],
+    "panicking tokenizer": ["tokenizer", "fails on ordinary texts", "download tokenizer.json"],
     "no chat template": ["refuses chats", "chat_template.jinja"],
     "GGUF file": ["GGUF", "safetensors"],
     "GGUF folder": ["GGUF", "safetensors"],

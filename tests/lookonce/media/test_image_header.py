@@ -10,6 +10,7 @@ import hypothesis
 import PIL.Image
 import pytest
 from hypothesis import strategies
+from PIL import ExifTags
 
 from lookonce.errors import ImageDecodeLimitError, ImageTooLargeError, ImageUndecodableError, InvalidInputError
 from lookonce.media.image_header import ImageFormat, ImageLimits, probe_image
@@ -53,6 +54,17 @@ def test_a_png_may_tell_its_orientation_behind_its_pixels(place: str, block: byt
     position = {"first": pixels, "among": plain.index(b"IDAT", pixels + 8) - 4, "last": len(plain) - 12}[place]
     header = probe_image(plain[:position] + image_files.chunk(block[:4], block[4:]) + plain[position:], LIMITS)
     assert (header.width, header.height, header.orientation) == (40, 90, 6)
+
+
+@pytest.mark.parametrize(("file_format", "is_turned"), [("JPEG", True), ("WEBP", True), ("AVIF", False)])
+def test_an_orientation_in_xmp_counts_where_exif_has_none(file_format: str, is_turned: bool) -> None:
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    exif = PIL.Image.Exif()
+    data = image_files.encoded(image_files.noise(1, 90, 40), file_format, xmp=xmp, exif=exif)
+    assert probe_image(data, LIMITS).orientation == (6 if is_turned else 1)
+    exif[ExifTags.Base.Orientation] = 3
+    data = image_files.encoded(image_files.noise(1, 90, 40), file_format, xmp=xmp, exif=exif)
+    assert probe_image(data, LIMITS).orientation == (3 if is_turned else 1)
 
 
 def test_a_png_with_an_orientation_behind_too_many_blocks_is_refused() -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attention
 from lookonce.errors import ModelFolderError
+from lookonce.model import half_model
 from lookonce.model.half_model import Half, load_text_half, load_vision_half, text_child
 from tests import tiny_models
+from tests.rust_panic import panic
 from tests.tiny_families import FAMILIES
 
 WEIGHTS = "model.safetensors"
@@ -323,3 +326,15 @@ def test_a_configuration_of_another_width_is_refused(loaded: Loaded, tmp_path: p
     (broken / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFolderError, match="text weights do not fit"):
         load_half(Half.TEXT, broken)
+
+
+@pytest.mark.parametrize("half", list(Half))
+def test_a_panic_while_weights_are_read_is_an_error_of_the_folder(
+    build: Callable[[str], pathlib.Path], monkeypatch: pytest.MonkeyPatch, half: Half
+) -> None:
+    def from_pretrained(*_: object, **__: object) -> None:
+        raise panic()
+
+    monkeypatch.setattr(half_model, "half_class", lambda *_: SimpleNamespace(from_pretrained=from_pretrained))
+    with pytest.raises(ModelFolderError, match=r"the weights of .* cannot be read; download"):
+        load_half(half, build("llava_clip"), torch.float32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, models
 
 from lookonce.errors import ModelFolderError
 from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -20,3 +22,13 @@ def test_a_folder_without_a_usable_tokenizer_is_refused_in_one_line(
     with pytest.raises(ModelFolderError, match=r"tokenizer\.json") as caught:
         load_pretrained(tmp_path)
     assert "\n" not in caught.value.message
+
+
+def test_a_tokenizer_without_a_token_for_some_characters_is_accepted(tmp_path: pathlib.Path) -> None:
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.Unigram([("x", -1.0)], None, False))
+    ).save_pretrained(tmp_path)
+    pretrained = load_pretrained(tmp_path)
+    assert pretrained.encode("xx") == [0, 0]
+    with pytest.raises(Exception, match="unk_id"):
+        pretrained.encode("What")

@@ -59,7 +59,7 @@ def test_another_version_of_decoding_changes_it(
     model: Any, fingerprint: Fingerprint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fingerprint(model)
-    monkeypatch.setattr(vision_fingerprint_module, "_PIXELS_VERSION", 3)
+    monkeypatch.setattr(vision_fingerprint_module, "_PIXELS_VERSION", vision_fingerprint_module._PIXELS_VERSION + 1)
     assert fingerprint(model) != before
 
 

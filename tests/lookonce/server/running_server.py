@@ -29,7 +29,7 @@ class RaisingEncoder(UnsupportedEncoder):
     """GetEncoderInfo raises `error` if it is set; Encode answers one result per item."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.closed_generators = 0
 
     async def GetEncoderInfo(self, request: pb.GetEncoderInfoRequest, context: Any) -> pb.GetEncoderInfoResponse:
@@ -50,7 +50,7 @@ class RaisingEncoder(UnsupportedEncoder):
             self.closed_generators += 1
 
 
-def _kinds_handler(error: Exception) -> grpc.GenericRpcHandler:
+def _kinds_handler(error: BaseException) -> grpc.GenericRpcHandler:
     """Returns a method of each kind that fails: unary ones at once, streaming ones after a message."""
 
     async def fail(request: Any, context: Any) -> bytes:
@@ -99,7 +99,7 @@ def server_settings(**values: Any) -> ServiceSettings:
 
 @contextlib.asynccontextmanager
 async def running_server(
-    error: Exception | None = None,
+    error: BaseException | None = None,
     is_ready: Any = lambda: True,
     default_timeouts_s: Mapping[str, float] | None = None,
     **settings: Any,

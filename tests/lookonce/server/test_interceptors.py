@@ -13,6 +13,7 @@ import pytest
 from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from tests.lookonce.server.running_server import CHANNEL_OPTIONS, ENCODER, KINDS, rpc_failure, running_server, until
+from tests.rust_panic import panic
 
 NUM_CALLS = 5
 READER = """
@@ -68,6 +69,17 @@ async def test_unexpected_errors_become_internal_with_an_opaque_id_for_every_kin
     (line,) = [line for line in log_lines() if line.get("fault_id") == fault_id]
     assert SECRET in line["exception"]
     assert line["exception"].startswith("Traceback")
+
+
+@pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])
+async def test_a_panic_in_rust_ends_its_own_call_with_internal_and_the_server_lives(kind: str, log_lines: Any) -> None:
+    async with running_server(panic()) as running:
+        for _ in range(2):
+            failure = await rpc_failure(_call(running.channel, kind))
+            assert type(status_codes.from_rpc_error(failure)) is errors.InternalError
+            fault_id = (failure.details() or "").removeprefix("internal error ")
+            assert [line for line in log_lines() if line.get("fault_id") == fault_id]
+        assert (await running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=5)).model == "test"
 
 
 @pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"])

@@ -40,7 +40,7 @@ Health = health_pb2.HealthCheckResponse
 
 
 async def test_a_message_over_the_limit_is_resource_exhausted_and_the_next_call_works() -> None:
-    async with running_server(max_message_bytes=MIB) as running:
+    async with running_server(max_message_bytes=MIB, max_image_bytes=MIB) as running:
         item = pb.EncodeItem()
         item.image.data = bytes(MIB + 1)
         failure = await rpc_failure(running.encoder.Encode(pb.EncodeRequest(items=[item]), timeout=5))

@@ -69,6 +69,14 @@ def test_a_file_that_does_not_exist_is_refused(tmp_path: pathlib.Path) -> None:
         (["--tls-cert", "c.pem"], ["tls_cert and tls_key belong together"]),
         (["--tls-client-ca", "ca.pem"], ["tls_client_ca needs tls_cert and tls_key"]),
         (["--auth-jwt-issuer", "i"], ["auth_jwt_keys_file, auth_jwt_issuer and auth_jwt_audience belong together"]),
+        (
+            ["--max-message-bytes", str(10 << 20)],
+            ["max_image_bytes=20971520 can never arrive", "max_message_bytes=10485760"],
+        ),
+        (
+            ["--listen", "127.0.0.1:50051", "--metrics-listen", "127.0.0.1:50051"],
+            ["listen and metrics_listen are both 127.0.0.1:50051"],
+        ),
         (["--quotas-file", "q.toml"], ["quotas_file needs auth_tokens_file or auth_jwt_keys_file"]),
     ],
 )
@@ -94,6 +102,11 @@ def test_a_wrong_command_line_gets_one_line(
         parsed(*arguments)
     assert caught.value.message == message
     assert capsys.readouterr() == ("", "")
+
+
+def test_addresses_of_free_ports_are_never_the_same() -> None:
+    free = "127.0.0.1:0"
+    assert parsed("--listen", free, "--admin-listen", free, "--health-listen", free).admin_listen == free
 
 
 def test_a_missing_model_names_the_flag_and_the_variable() -> None:

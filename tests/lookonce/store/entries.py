@@ -17,7 +17,8 @@ from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.store import cache_names, codec
 from lookonce.store.codec import EmbeddingCodec
 from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
-from lookonce.store.redis.miss_reason import MissReason
+from lookonce.store.redis.exchange import Exchange
+from lookonce.store.redis.miss_reason import CacheMissError, MissReason
 from lookonce.store.sealing import Checksum
 
 SMALL = EmbeddingMeta(7, 8, 1, RowDtype.BFLOAT16, 20, 10)
@@ -82,6 +83,19 @@ def read(store: EmbeddingStore, key: ContentKey, meta: EmbeddingMeta, start: int
     """Returns the rows, or the reason of the miss."""
     out = bytearray((stop - start) * meta.row_bytes)
     return store.read_rows(key, start, stop, memoryview(out)) or bytes(out)
+
+
+def remove(store: EmbeddingStore, key: ContentKey) -> bool:
+    """Removes rows and metadata through the store's own connections. Returns whether either existed."""
+
+    def unlink(exchange: Exchange) -> bool:
+        exchange.send(b"UNLINK", data_key(key).encode(), metadata_key(key).encode())
+        return exchange.read_integer() > 0
+
+    try:
+        return store.ask(unlink, data_key(key).encode())
+    except CacheMissError:
+        return False
 
 
 def read_all(store: EmbeddingStore, key: ContentKey) -> bytes | MissReason:

@@ -108,7 +108,6 @@ OPERATIONS = {
         "write", lambda client: write(client.store, KEY, SMALL, memoryview(ROWS)), _is_true, _is_false
     ),
     "touch": Operation("touch", lambda client: client.store.touch(KEY), _is_true, _is_false),
-    "delete": Operation("delete", lambda client: client.store.delete(KEY), _is_true, _is_false),
     "ping": Operation("ping", lambda client: client.store.ping(), _is_true, _is_false),
     "acquire": Operation(
         "lease",

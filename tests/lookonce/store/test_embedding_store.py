@@ -117,7 +117,6 @@ def test_an_unknown_key_is_absent(store: EmbeddingStore) -> None:
     assert store.metadata(key) is None
     assert read(store, key, SMALL, 0, 1) is MissReason.ABSENT
     assert not store.touch(key)
-    assert not store.delete(key)
 
 
 def test_an_image_is_one_key_with_a_time_to_live_and_longer_lived_metadata(
@@ -145,14 +144,6 @@ def test_touch_resets_the_time_to_live(store: EmbeddingStore, shared_admin: Any)
     assert store.touch(key)
     assert shared_admin.ttl(data_key(key)) > 50
     assert shared_admin.ttl(metadata_key(key)) > 400
-
-
-def test_delete_removes_rows_and_metadata(store: EmbeddingStore) -> None:
-    key = fresh_key()
-    write(store, key, SMALL, memoryview(make_rows(SMALL)))
-    assert store.delete(key)
-    assert store.stat(key) is None
-    assert store.metadata(key) is None
 
 
 def test_the_first_writers_rows_stay(store: EmbeddingStore) -> None:

@@ -24,6 +24,7 @@ from tests.lookonce.store.entries import (
     metadata_key,
     read,
     read_all,
+    remove,
     write,
 )
 from tests.lookonce.store.faults import FaultProxy
@@ -75,7 +76,7 @@ def test_a_damaged_entry_is_a_miss_with_a_reason_and_is_deleted(
     assert store.stats.snapshot()["delete", "discarded"] == 1
     assert write(store, KEY, LARGE, memoryview(make_rows(LARGE)))
     assert read_all(store, KEY) == make_rows(LARGE)
-    store.delete(KEY)
+    assert remove(store, KEY)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
 from tests.lookonce.server.certificates import Files
-from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_entry, make_rows, read_all, write
+from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_entry, make_rows, read_all, remove, write
 from tests.lookonce.store.faults import FaultProxy, kill_child
 
 MakeStore = Callable[..., EmbeddingStore]
@@ -55,7 +55,6 @@ def every_operation_fails_quietly(store: EmbeddingStore) -> None:
     assert isinstance(read_all(store, key), MissReason)
     assert write(store, key, LARGE, memoryview(ROWS)) is False
     assert store.touch(key) is False
-    assert store.delete(key) is False
     assert store.ping() is False
 
 
@@ -257,7 +256,6 @@ def test_a_read_only_server_refuses_the_write_and_still_serves_reads(
     assert write(store, stored, LARGE, memoryview(ROWS))
     admin.execute_command("REPLICAOF", "127.0.0.1", "1")
     assert not write(store, refused, LARGE, memoryview(ROWS))
-    assert not store.delete(stored)
     assert store.stats.snapshot()["write", "readonly"] == 1
     assert read_all(store, stored) == ROWS
 
@@ -275,7 +273,7 @@ def test_the_documented_access_rules_are_enough(own_redis: EmbeddedRedis, admin:
         assert store.ping()
         assert store.stat(key) == store.metadata(key) == LARGE
         assert read_all(store, key) == ROWS
-    assert writer.delete(key)
+    assert remove(writer, key)
     assert admin.execute_command("ACL", "LOG") == []
 
 

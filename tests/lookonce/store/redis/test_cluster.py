@@ -29,6 +29,7 @@ from tests.lookonce.store.entries import (
     metadata_key,
     read,
     read_all,
+    remove,
     write,
 )
 from tests.lookonce.store.faults import FaultProxy
@@ -119,7 +120,7 @@ def test_images_lie_on_all_nodes_and_come_back_bit_equal(shared_cluster: Cluster
         assert write(store, large, LARGE, memoryview(ROWS))
         assert read_all(store, large) == ROWS
         assert store.touch(large)
-        assert store.delete(large)
+        assert remove(store, large)
         assert read_all(store, large) is MissReason.ABSENT
         assert are_read(make_store(shared_cluster.url), entries)
     assert outcomes(store) == {"ok", "absent"}

@@ -16,7 +16,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
-from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_rows, read_all, write
+from tests.lookonce.store.entries import LARGE, data_key, fresh_key, make_rows, read_all, remove, write
 from tests.lookonce.store.redis.redis_fleet import PASSWORD, SERVICE, RedisProcess, SentinelFleet, until
 
 MakeStore = Callable[..., EmbeddingStore]
@@ -109,7 +109,7 @@ def test_everything_works_at_the_primary_that_sentinels_name(
     assert (held.state, leases.acquire(key).state) == (LeaseState.HELD, LeaseState.BUSY)
     assert leases.renew(key, held.token)
     assert leases.release(key, held.token, b"stored")
-    assert store.delete(key)
+    assert remove(store, key)
     assert store.stat(key) is None
     outcomes = {outcome for _, outcome in store.stats.snapshot()}
     assert outcomes == {"ok", "absent"}
@@ -300,13 +300,12 @@ def test_a_replica_serves_reads_and_refuses_writes(shared_fleet: SentinelFleet, 
     until(lambda: is_replicated(shared_fleet.replica, [key]), "the rows are not replicated")
     store = make_store(shared_fleet.replica.url)
     assert write(store, other, LARGE, memoryview(ROWS)) is False
-    assert store.delete(key) is False
     assert store.touch(key) is False
     assert EncodeLeases(store, ttl_s=30.0).acquire(other).state is LeaseState.UNAVAILABLE
     assert read_all(store, key) == ROWS
     assert read_all(store, other) is MissReason.ABSENT
     snapshot = store.stats.snapshot()
-    assert [snapshot[operation, "readonly"] for operation in ("write", "delete", "touch", "lease")] == [1, 1, 1, 1]
+    assert [snapshot[operation, "readonly"] for operation in ("write", "touch", "lease")] == [1, 1, 1]
     assert store.state is BreakerState.CLOSED
 
 

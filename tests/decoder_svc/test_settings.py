@@ -1,0 +1,58 @@
+"""Settings that contradict each other are refused, and the error names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoder_svc.settings import DecoderSettings
+from lookonce.errors import ConfigurationError
+from lookonce.server.settings import parse_settings
+
+TARGET = ("--encoder-target", "dns:///encoder:50051")
+
+
+def parsed(*arguments: str) -> DecoderSettings:
+    """Settings parsed from command-line flags."""
+    return parse_settings(DecoderSettings, ["--model", "somewhere", *arguments], "decoder_svc")
+
+
+def test_the_defaults_fit_together() -> None:
+    assert parsed().speculative_ngram_min <= parsed().speculative_ngram_max
+    assert parsed("--speculative-ngram-min", "4").speculative_ngram_min == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--speculative-ngram-min", "5"], "speculative_ngram_min=5 is more than speculative_ngram_max=4"),
+        (["--speculative-ngram-max", "1"], "speculative_ngram_min=2 is more than speculative_ngram_max=1"),
+        (["--deterministic", "--speculative-tokens", "2"], "deterministic and speculative_tokens exclude each other"),
+        (["--deterministic", "--max-num-batched-tokens", "8"], "max_num_batched_tokens=8 .* block_size=16"),
+        (["--max-video-frames-per-prompt", "1"], "max_video_frames_per_prompt=1 admits no video"),
+        (["--default-timeout-s", "601"], "default_timeout_s=601 is longer than max_connection_age_grace_s=600"),
+        (["--max-connection-age-grace-s", "30"], "default_timeout_s=600 is longer than max_connection_age_grace_s=30"),
+        (["--encoder-token-file", "token"], "encoder_token_file is for calls to encoders; set encoder_target"),
+        (["--encoder-tls-ca", "ca.pem"], "encoder_tls_ca is for calls to encoders; set encoder_target"),
+        ([*TARGET, "--encoder-tls-cert", "c.pem"], "encoder_tls_cert and encoder_tls_key belong together"),
+        (
+            [*TARGET, "--encoder-tls-cert", "c.pem", "--encoder-tls-key", "k.pem"],
+            "encoder_tls_cert needs encoder_tls_ca",
+        ),
+    ],
+)
+def test_a_contradiction_names_its_fields(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parsed(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--default-timeout-s", "0", "--max-connection-age-grace-s", "30"],
+        ["--max-video-frames-per-prompt", "0"],
+        ["--max-video-frames-per-prompt", "2"],
+        [*TARGET, "--encoder-tls-ca", "ca.pem", "--encoder-token-file", "token"],
+    ],
+)
+def test_values_at_the_border_of_a_contradiction_are_accepted(arguments: list[str]) -> None:
+    assert parsed(*arguments)
