@@ -136,7 +136,10 @@ class DecoderSettings(ServiceSettings):
     def _check_requests(self) -> Self:
         if self.max_video_frames_per_prompt == 1:
             raise ValueError("max_video_frames_per_prompt=1 admits no video, which has at least 2 frames; 0: no videos")
-        if self.default_timeout_s > self.max_connection_age_grace_s:
+        if (
+            self.are_given("default_timeout_s", "max_connection_age_grace_s")
+            and self.default_timeout_s > self.max_connection_age_grace_s
+        ):
             raise ValueError(
                 f"default_timeout_s={self.default_timeout_s:g} is longer than "
                 f"max_connection_age_grace_s={self.max_connection_age_grace_s:g}, after which the connection of a call "

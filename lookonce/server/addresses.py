@@ -11,21 +11,15 @@ _FLAGS = ("listen", "admin_listen", "health_listen", "metrics_listen")
 
 
 def check_addresses(settings: ServiceSettings) -> None:
-    """Raises ConfigurationError for an address that is taken, is given twice, or is not of this machine.
+    """Raises ConfigurationError for an address that is taken or is not of this machine.
 
     The addresses are free again afterwards, so another process may still take one while the model is loaded.
     """
-    owners: dict[str, str] = {}
     for name in _FLAGS:
         address = getattr(settings, name)
         # Port 0 is any free one.
-        if address is None or address.endswith(":0"):
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        other = owners.setdefault(address, flag)
-        if other != flag:
-            raise ConfigurationError(f"{flag} and {other} are both {address}; give each an address of its own")
-        _check(flag, address)
+        if address is not None and not address.endswith(":0"):
+            _check(f"--{name.replace('_', '-')}", address)
 
 
 def _check(flag: str, address: str) -> None:

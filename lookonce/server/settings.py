@@ -208,7 +208,7 @@ class ServiceSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        if self.max_image_bytes > self.max_message_bytes:
+        if self.are_given("max_image_bytes", "max_message_bytes") and self.max_image_bytes > self.max_message_bytes:
             raise ValueError(
                 f"max_image_bytes={self.max_image_bytes} can never arrive in a message of at most "
                 f"max_message_bytes={self.max_message_bytes}; lower the former or raise the latter"
@@ -228,6 +228,10 @@ class ServiceSettings(BaseSettings):
                 "quotas_file needs auth_tokens_file or auth_jwt_keys_file, which tell the tenant of a call"
             )
         return self
+
+    def are_given(self, *names: str) -> bool:
+        """Whether somebody set all of these. A default that another setting makes pointless is no contradiction."""
+        return self.model_fields_set.issuperset(names)
 
     @property
     def model_name(self) -> str:

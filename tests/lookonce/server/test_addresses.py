@@ -47,13 +47,6 @@ def test_an_address_of_another_machine_is_refused(address: str) -> None:
         check_addresses(server_settings(listen=address, insecure=True))
 
 
-def test_two_flags_cannot_have_one_address() -> None:
-    with reserved_port() as port:
-        address = f"127.0.0.1:{port}"
-        with pytest.raises(ConfigurationError, match=f"--health-listen and --listen are both {address}"):
-            check_addresses(server_settings(listen=address, health_listen=address))
-
-
 def test_free_and_reserved_ports_and_names_of_this_machine_are_fine() -> None:
     with reserved_port() as port:
         check_addresses(

@@ -70,7 +70,7 @@ def test_a_file_that_does_not_exist_is_refused(tmp_path: pathlib.Path) -> None:
         (["--tls-client-ca", "ca.pem"], ["tls_client_ca needs tls_cert and tls_key"]),
         (["--auth-jwt-issuer", "i"], ["auth_jwt_keys_file, auth_jwt_issuer and auth_jwt_audience belong together"]),
         (
-            ["--max-message-bytes", str(10 << 20)],
+            ["--max-message-bytes", str(10 << 20), "--max-image-bytes", str(20 << 20)],
             ["max_image_bytes=20971520 can never arrive", "max_message_bytes=10485760"],
         ),
         (
