@@ -35,6 +35,12 @@ ENCODER = Board(
                     "none",
                     (Query(total("lookonce_encoder_queued_images"), "{{instance}}"),),
                 ),
+                Graph(
+                    "Files of queued images",
+                    "Size of the files of these images.",
+                    "bytes",
+                    (Query(total("lookonce_encoder_queued_bytes"), "{{instance}}"),),
+                ),
             ),
         ),
         (
