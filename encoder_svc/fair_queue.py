@@ -11,6 +11,8 @@ No thread, no clock; not safe for threads.
 
 from __future__ import annotations
 
+import bisect
+import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -30,6 +32,9 @@ class CallerId(NamedTuple):
 
 ItemT = TypeVar("ItemT")
 
+# The first field of an entry of a line.
+_number = operator.itemgetter(0)
+
 
 class FairQueue(Generic[ItemT]):
     """Waiting items by caller. Callers are served in turn; each caller's items leave in the order of their numbers."""
@@ -45,13 +50,16 @@ class FairQueue(Generic[ItemT]):
     def put(self, caller: CallerId, number: int, item: ItemT) -> None:
         """Adds an item in front of its caller's items that have a higher number."""
         line = self._lines.setdefault(caller, [])
-        num_later = sum(other > number for other, _ in line)
-        line.insert(len(line) - num_later, (number, item))
+        bisect.insort(line, (number, item), key=_number)
         self._num_items += 1
 
     def callers(self) -> Sequence[CallerId]:
         """Callers with waiting items, in the order in which they are to be served."""
         return list(self._lines)
+
+    def next_caller(self) -> CallerId:
+        """The caller that is to be served next. The queue must not be empty."""
+        return next(iter(self._lines))
 
     def oldest(self) -> tuple[int, CallerId]:
         """The lowest number, and the caller of its item. The queue must not be empty."""
@@ -72,8 +80,8 @@ class FairQueue(Generic[ItemT]):
     def discard(self, caller: CallerId, number: int) -> None:
         """Removes the item with this number if it is still waiting. The caller keeps its turn."""
         line = self._lines.get(caller, [])
-        index = next((index for index, (other, _) in enumerate(line) if other == number), None)
-        if index is not None:
+        index = bisect.bisect_left(line, number, key=_number)
+        if index < len(line) and line[index][0] == number:
             del line[index]
             self._removed(caller)
 

@@ -129,7 +129,9 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
             "lookonce_encoder_queued_images", "Images waiting for preprocessing or in the model.", registry=registry
         )
         self.queued_bytes = Gauge(
-            "lookonce_encoder_queued_bytes", "Size of the files of these images, bytes.", registry=registry
+            "lookonce_encoder_queued_bytes",
+            "Size of the files of images in all calls in progress, bytes.",
+            registry=registry,
         )
         self.queue_seconds = Histogram(
             "lookonce_encoder_queue_seconds",

@@ -144,7 +144,7 @@ def _image_encoder(
         preprocessor,
         batcher,
         metrics,
-        places=QueuePlaces(settings.max_queued_images, settings.max_queued_bytes),
+        places=QueuePlaces(settings.max_queued_images),
         budget=PixelBudget(settings.max_prepared_bytes, settings.preprocess_workers),
         quarantine=Quarantine(Stage.FORWARD, metrics),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 
 import grpc.aio
 
@@ -14,6 +14,7 @@ from encoder_svc import wire
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.concurrent_map import map_concurrently
+from encoder_svc.image_shares import ImageShares
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
@@ -53,6 +54,8 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self._tenants = tenants
         self._quotas = quotas
         self._settings = settings
+        self._shares = ImageShares(settings.max_queued_bytes)
+        pipeline.metrics.queued_bytes.set_function(lambda: self._shares.num_bytes)
 
     async def Encode(
         self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext[pb.EncodeRequest, pb.EncodeResponse]
@@ -68,11 +71,15 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
                 "items", f"must hold 1 … {self._settings.max_batch_items} images, not {len(request.items)}"
             )
         images = [self._image(item.image, f"items[{index}].image") for index, item in enumerate(request.items)]
-        outcomes = await self._encode_all(images, cache_policy)
+        wants_rows = [item.rows_if_not_stored for item in request.items]
+        # The files are copied from it, and calls may wait for long.
+        del request
+        with self._in_progress(images):
+            outcomes = await self._encode_all(images, cache_policy)
         results = [wire.encode_result(outcome) for outcome in outcomes]
         left_bytes = self._settings.max_message_bytes // 2
-        for item, outcome, result in zip(request.items, outcomes, results, strict=True):
-            if item.rows_if_not_stored:
+        for is_wanted, outcome, result in zip(wants_rows, outcomes, results, strict=True):
+            if is_wanted:
                 left_bytes -= await self._add_rows(result, outcome, left_bytes)
         return pb.EncodeResponse(results=results)
 
@@ -156,6 +163,18 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self._pipeline.check_fingerprint(image.key.encoder_fingerprint)
         return parsed
 
+    @contextmanager
+    def _in_progress(self, images: Sequence[ImageInput]) -> Iterator[None]:
+        """Counts the images of a call as its tenant's. Raises OverloadedError if the tenant has too many."""
+        num_bytes = sum(num_file_bytes(image.data) for image in images if image.data is not None)
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._shares.taken(self._tenant().tag, len(images), num_bytes))
+            except OverloadedError as error:
+                self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
+                raise
+            yield
+
     def _key(self, key: common_pb2.ContentKey, field: str, options: ProcessorOptions) -> ContentKey:
         digest = wire.parse_key(key, field)
         self._pipeline.check_fingerprint(key.encoder_fingerprint)
@@ -216,26 +235,29 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
 
     async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
         """Answers one item of a stream. Never raises: a failure is the item's answer."""
+        item_id, wants_rows = request.item_id, request.item.rows_if_not_stored
         try:
             for resource in (Resource.IMAGE_BYTES, Resource.IMAGE_PIXELS):
                 self._quotas.check(current_identity(), resource)
             image = self._image(request.item.image, "item.image")
+            del request
             charge_pixels = self._pixel_charge(in_stream=True)
-            outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE, charge_pixels)
+            with self._in_progress([image]):
+                outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE, charge_pixels)
         except LookonceError as error:
-            return pb.EncodeStreamResponse(item_id=request.item_id, error=wire.item_error(error))
+            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(error))
         except MemoryError as error:
             _log.error("no memory for an item", exc_info=error)
-            return pb.EncodeStreamResponse(item_id=request.item_id, error=wire.item_error(_no_memory()))
+            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(_no_memory()))
         except Exception as fault:
             fault_id = uuid.uuid4().hex
             _log.error("unexpected error in an item", fault_id=fault_id, exc_info=fault)
             opaque = InternalError(f"internal error {fault_id}")
-            return pb.EncodeStreamResponse(item_id=request.item_id, error=wire.item_error(opaque))
+            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(opaque))
         result = wire.encode_result(outcome)
-        if request.item.rows_if_not_stored:
+        if wants_rows:
             await self._add_rows(result, outcome, self._settings.max_message_bytes // 2)
-        return pb.EncodeStreamResponse(item_id=request.item_id, result=result)
+        return pb.EncodeStreamResponse(item_id=item_id, result=result)
 
     async def _add_rows(self, result: pb.EncodeResult, outcome: EncodeOutcome, left_bytes: int) -> int:
         """Puts the rows into the result when the shared cache lacks them and they fit. Returns their size in bytes."""

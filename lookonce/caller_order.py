@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,20 +32,22 @@ class Turn(Generic[CallerT]):
     caller: CallerT
     # Position among all images ever asked for.
     number: int
-    # The caller's images that were asked for earlier and had not gone on when this one was asked for.
-    _earlier: tuple[Turn[CallerT], ...] = ()
+    # The caller's images that have not gone on, by their numbers, in the order of asking. One call can bring thousands,
+    # so nothing here takes time in proportion to them.
+    _line: OrderedDict[int, Turn[CallerT]]
     _has_passed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait(self) -> None:
         """Waits until all earlier images of the caller have passed on, at most 0.1 s."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_MAX_WAIT_S):
-                for turn in self._earlier:
-                    await turn._has_passed.wait()
+                while (first := next(iter(self._line.values()), self)).number < self.number:
+                    await first._has_passed.wait()
 
     def pass_on(self) -> None:
         """Lets later images go on: this one is queued for the model, was found, or is brought by another request."""
         self._has_passed.set()
+        self._line.pop(self.number, None)
 
 
 class CallerOrder(Generic[CallerT]):
@@ -52,22 +55,18 @@ class CallerOrder(Generic[CallerT]):
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        # Images in the order of asking. Callers without images are removed.
-        self._turns: dict[CallerT, list[Turn[CallerT]]] = {}
+        # Callers whose images have all gone on are removed.
+        self._lines: dict[CallerT, OrderedDict[int, Turn[CallerT]]] = {}
 
     @contextmanager
     def entered(self, caller: CallerT) -> Iterator[Turn[CallerT]]:
         """Takes the next position for an image; the caller's later images wait until `pass_on` or the block's end."""
-        line = self._turns.setdefault(caller, [])
-        turn = Turn(caller, next(self._numbers), tuple(line))
-        line.append(turn)
+        line = self._lines.setdefault(caller, OrderedDict())
+        turn = Turn(caller, next(self._numbers), line)
+        line[turn.number] = turn
         try:
             yield turn
         finally:
             turn.pass_on()
-            # Cut the chain of references: else a caller that always has another image in progress would keep all
-            # turns it ever had in memory.
-            turn._earlier = ()
-            line.remove(turn)
-            if not line:
-                del self._turns[caller]
+            if not line and self._lines.get(caller) is line:
+                del self._lines[caller]

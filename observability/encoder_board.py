@@ -36,8 +36,8 @@ ENCODER = Board(
                     (Query(total("lookonce_encoder_queued_images"), "{{instance}}"),),
                 ),
                 Graph(
-                    "Files of queued images",
-                    "Size of the files of these images.",
+                    "Files in progress",
+                    "Size of the files of images in all calls in progress.",
                     "bytes",
                     (Query(total("lookonce_encoder_queued_bytes"), "{{instance}}"),),
                 ),

@@ -26,7 +26,7 @@ from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import tracing
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import ImagePoisonousError
-from lookonce.image_file import files_of, num_file_bytes
+from lookonce.image_file import files_of
 from lookonce.media.image_header import ImageHeader
 
 
@@ -58,7 +58,6 @@ class ImageEncoder:
         self._metrics = metrics
         self._places = places
         metrics.queued_images.set_function(lambda: len(places))
-        metrics.queued_bytes.set_function(lambda: places.num_bytes)
         self._budget = budget
         self._quarantine = quarantine
 
@@ -83,7 +82,7 @@ class ImageEncoder:
         """
         self._quarantine.check(job.key.value)
         async with AsyncExitStack() as held:
-            held.enter_context(self._places.taken(job.key.tenant_tag, num_file_bytes(job.data), flight))
+            held.enter_context(self._places.taken(job.key.tenant_tag, flight))
             admitted_s = time.monotonic()
             self._batcher.check_answering()
             with flight.waiting():

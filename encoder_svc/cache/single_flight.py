@@ -24,23 +24,42 @@ class Flight:
         """`cancel` cancels the task. `remove` takes the flight out of its table, so that nobody joins it any more."""
         self._cancel = cancel
         self._remove = remove
-        self._num_callers = 0
+        # One for each caller.
+        self._results: dict[asyncio.Future[Any], None] = {}
         # Ends the present wait; None while the work runs.
         self._end_wait: Callable[[], bool] | None = None
         self._is_dropped = False
         # The error for the callers of work that was dropped; None once they have it.
         self._error: Exception | None = None
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Counts a caller while the block runs. The last one to leave drops the work if it only waits."""
-        self._num_callers += 1
+    async def result(self) -> Any:
+        """Waits for the end of the work as one of its callers. The last one to leave drops work that only waits.
+
+        Each caller has a future of its own: thousands may wait, and asyncio.shield takes time in proportion to all that
+        are left whenever one leaves.
+        """
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._results[result] = None
         try:
-            yield
+            return await result
         finally:
-            self._num_callers -= 1
-            if not self._num_callers:
+            del self._results[result]
+            # It keeps its exception, whose traceback refers to this frame.
+            del result
+            if not self._results:
                 self.drop()
+
+    def land(self, task: asyncio.Task[Any]) -> None:
+        """Hands the end of the task to all callers, in the order in which they came."""
+        for result in self._results:
+            if result.done():
+                continue
+            if task.cancelled():
+                result.cancel()
+            elif (error := task.exception()) is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(task.result())
 
     @contextmanager
     def waiting(self, end_wait: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -50,7 +69,7 @@ class Flight:
         Raises CancelledError at once if all callers have left by now.
         """
         assert self._end_wait is None, "the work waits for one thing at a time"
-        if not self._num_callers and (end_wait is None or end_wait()):
+        if not self._results and (end_wait is None or end_wait()):
             self._is_dropped = True
             self._remove()
             raise asyncio.CancelledError
@@ -117,8 +136,8 @@ class SingleFlight(Generic[ResultT]):
 
     async def join(self, key: Hashable) -> ResultT:
         """Waits for the result of a key that is in flight; raises what its task raises."""
-        with self._flights[key].joined():
-            return await asyncio.shield(self._tasks[self._flights[key]])
+        result: ResultT = await self._flights[key].result()
+        return result
 
     async def close(self) -> None:
         """Cancels every task and waits for their ends; their callers get CancelledError."""
@@ -137,6 +156,7 @@ class SingleFlight(Generic[ResultT]):
         if not task.cancelled():
             # Marks the exception as retrieved: when all callers have left, asyncio would report it as lost.
             task.exception()
+        flight.land(task)
 
 
 async def _flown(

@@ -86,7 +86,7 @@ class DecodeTurns(Generic[ItemT]):
         """Removes and returns the item whose turn it is, and counts its pixels. There must be one."""
         sizes = self._tenants.line(self._tenants.first())
         queue = sizes.line(sizes.first())
-        request, item = queue.take(queue.callers()[0])
+        request, item = queue.take(queue.next_caller())
         self._num_items -= 1
         sizes.count(request.size_range, request.cost)
         self._tenants.count(request.tenant, request.cost)
@@ -105,7 +105,7 @@ class DecodeTurns(Generic[ItemT]):
         """Updates the next image of the request's range and tenant."""
         sizes = self._tenants.line(request.tenant)
         queue = sizes.line(request.size_range)
-        waiting = next(queue.waiting(queue.callers()[0])) if queue else None
+        waiting = next(queue.waiting(queue.next_caller())) if queue else None
         sizes.set_next(request.size_range, None if waiting is None else waiting[0].cost)
         self._tenants.set_next(request.tenant, sizes.next_cost)
 

@@ -217,12 +217,15 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers) -> Han
     receiver = receivers.of(border.method, has_images=bounds.descriptor is None or bounds.has_images)
     behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
+    # No variable has the message, so that a handler can let go of it.
+    async def received(inbox: Inbox) -> Any:
+        return inbox if handler.request_streaming else await inbox.only_message()
+
     async def answer_once(_: Any, context: Context) -> bytes:
         inbox = Inbox(context, receiver, parse)
 
         async def handle() -> bytes:
-            received = inbox if handler.request_streaming else await inbox.only_message()
-            response = await behaviour(received, context)
+            response = await behaviour(await received(inbox), context)
             return bytes(response) if serialize is None else serialize(response)
 
         # After an error gRPC takes no notice of the result.
@@ -234,8 +237,7 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers) -> Han
         inbox = Inbox(context, receiver, parse)
 
         async def handle() -> None:
-            received = inbox if handler.request_streaming else await inbox.only_message()
-            await _write_all(behaviour(received, context), context)
+            await _write_all(behaviour(await received(inbox), context), context)
 
         await border.cross(context, handle)
 

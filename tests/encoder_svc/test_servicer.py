@@ -348,3 +348,29 @@ async def test_a_tenant_that_fills_the_queue_does_not_shut_others_out(
         answers = await asyncio.gather(*many, *others)
         assert {answer.results[0].source for answer in answers} == {pb.RESULT_SOURCE_COMPUTED}
         assert encoder.metric("lookonce_encoder_rejected_total", reason="OVERLOADED") == 2
+
+
+async def test_files_of_calls_that_join_an_encode_count_for_their_tenant_alone(
+    start_encoder: StartEncoder, sick_model: SickModel
+) -> None:
+    data = png(1)
+    async with start_encoder("llava_clip", max_queued_bytes=4 * len(data) + 100) as encoder:
+        sick_model.gate.clear()
+
+        def sent(tenant: str, *images: common_pb2.ImageSource) -> Any:
+            return encoder.stub.Encode(request(*images), metadata=(("x-lookonce-tenant", tenant),))
+
+        accepted = [sent("many", source(data))]
+        await settled(lambda: encoder.pipeline._encoder._batcher.running_s > 0)
+        accepted.append(sent("many", source(data)))
+        await settled(lambda: encoder.metric("lookonce_encoder_queued_bytes") == 2 * len(data))
+        code, reason, error = await failure(sent("many", source(data)))
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        assert isinstance(error, OverloadedError)
+        accepted.append(sent("one", source(data)))
+        await settled(lambda: encoder.metric("lookonce_encoder_queued_bytes") == 3 * len(data))
+        sick_model.gate.set()
+        for answer in await asyncio.gather(*accepted):
+            assert len(answer.results) == 1
+        assert encoder.metric("lookonce_encoder_queued_bytes") == 0
+        assert encoder.metric("lookonce_encoder_rejected_total", reason="OVERLOADED") == 1

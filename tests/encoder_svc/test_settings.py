@@ -28,6 +28,10 @@ def test_the_defaults_fit_together() -> None:
     ("arguments", "parts"),
     [
         (["--max-batch-items", "9", "--max-queued-images", "8"], ["max_batch_items=9", "max_queued_images=8"]),
+        (
+            ["--max-queued-bytes", "2000000", "--max-message-bytes", "3000000"],
+            ["max_queued_bytes=2000000", "max_message_bytes=3000000"],
+        ),
         (["--local-cache-bytes", "0"], ["redis_url", "local_cache_bytes"]),
         (
             ["--encode-lease-s", "0.2", "--redis-url", "redis://localhost"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -58,6 +59,20 @@ def test_a_caller_that_always_has_one_more_keeps_none_of_those_that_are_gone() -
         latest = following
     assert num_turns() - num_before <= 2
     latest.close()
+
+
+def test_thousands_of_images_of_one_caller_take_memory_in_proportion() -> None:
+    def peak(num_images: int) -> int:
+        order: CallerOrder[str] = CallerOrder()
+        tracemalloc.start()
+        with contextlib.ExitStack() as held:
+            for _ in range(num_images):
+                held.enter_context(order.entered("a"))
+            size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return size
+
+    assert peak(4000) < 8 * peak(1000)
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ async def opened(model: VisionModel) -> AsyncIterator[Bench]:
         Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
         batcher,
         metrics,
-        places=QueuePlaces(2, 1 << 30),
+        places=QueuePlaces(2),
         budget=budget,
         quarantine=Quarantine(Stage.FORWARD, metrics),
     )

@@ -120,7 +120,7 @@ def open_harness(vision_model: Callable[[str], VisionModel]) -> Callable[..., An
             Preprocessor(model.adapter, LIMITS, 2, DecodeTimeLimits(60.0, 120.0), Quarantine(Stage.DECODE, metrics)),
             ForwardBatcher(forward, model.warm_up, BatchLimits(8, 1 << 26, max_queued), metrics),
             metrics,
-            places=QueuePlaces(max_queued, 1 << 30),
+            places=QueuePlaces(max_queued),
             budget=PixelBudget(max_prepared_bytes, 2),
             quarantine=Quarantine(Stage.FORWARD, metrics),
         )

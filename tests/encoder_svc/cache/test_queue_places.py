@@ -16,13 +16,13 @@ from lookonce.errors import OverloadedError
 class Queue:
     """Images in a queue of a few places. Each waits until it is begun, and leaves when it is finished."""
 
-    def __init__(self, max_images: int, max_bytes: int = 1 << 30) -> None:
-        self.places = QueuePlaces(max_images, max_bytes)
+    def __init__(self, max_images: int) -> None:
+        self.places = QueuePlaces(max_images)
         self.flights: SingleFlight[None] = SingleFlight()
         self.images: list[Image] = []
 
-    def add(self, tenant: str, num_images: int = 1, num_bytes: int = 1) -> list[Image]:
-        added = [Image(self, tenant, len(self.images) + index, num_bytes) for index in range(num_images)]
+    def add(self, tenant: str, num_images: int = 1) -> list[Image]:
+        added = [Image(self, tenant, len(self.images) + index) for index in range(num_images)]
         self.images += added
         return added
 
@@ -35,16 +35,15 @@ class Queue:
 class Image:
     """One image and its caller."""
 
-    def __init__(self, queue: Queue, tenant: str, number: int, num_bytes: int) -> None:
+    def __init__(self, queue: Queue, tenant: str, number: int) -> None:
         self.queue = queue
         self.tenant = tenant
-        self.num_bytes = num_bytes
         self.is_in = False
         self.is_begun, self.is_finished = asyncio.Event(), asyncio.Event()
         self.caller = asyncio.create_task(queue.flights.start(number, self._pass_through))
 
     async def _pass_through(self, flight: Flight) -> None:
-        with self.queue.places.taken(self.tenant, self.num_bytes, flight):
+        with self.queue.places.taken(self.tenant, flight):
             self.is_in = True
             try:
                 with flight.waiting():
@@ -81,9 +80,7 @@ async def test_another_tenant_gets_a_place_of_the_one_with_the_most_whose_newest
     await idle()
     assert queue.num_images == {"a": 3, "b": 1, "c": 1}
     assert [image.is_refused for image in (*many, *few, *newcomer)] == [False] * 3 + [True, False, False]
-    with pytest.raises(
-        OverloadedError, match="all places for 5 images are taken, most of them by your tenant"
-    ) as caught:
+    with pytest.raises(OverloadedError, match="5 images are taken, 4 of them by your tenant") as caught:
         await many[3].caller
     assert caught.value.retry_after_s > 0
     assert len(queue.places) == 5
@@ -118,60 +115,6 @@ async def test_an_image_that_is_being_worked_on_is_not_pushed_out() -> None:
     assert late[0].is_refused, "nothing waits that could make room"
     images[2].is_finished.set()
     await images[2].caller
-
-
-async def test_large_files_take_room_by_bytes_and_make_way_for_another_tenant_s() -> None:
-    queue = Queue(100, max_bytes=100)
-    many = queue.add("a", 12, num_bytes=9)
-    await idle()
-    assert [image.is_refused for image in many] == [False] * 11 + [True]
-    with pytest.raises(OverloadedError, match="0 MiB for files of images"):
-        await many[11].caller
-    (large,) = queue.add("b", num_bytes=40)
-    await idle()
-    assert [large.is_in, queue.num_images["a"], queue.places.num_bytes] == [True, 6, 94]
-    (larger,) = queue.add("c", num_bytes=60)
-    await idle()
-    assert larger.is_refused, "nobody has as much"
-    assert queue.num_images == {"a": 6, "b": 1}
-
-
-async def test_an_image_larger_than_all_room_is_admitted_alone() -> None:
-    queue = Queue(100, max_bytes=10)
-    (alone,) = queue.add("a", num_bytes=11)
-    (second,) = queue.add("a")
-    await idle()
-    assert [alone.is_in, second.is_refused] == [True, True]
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_any_traffic_keeps_the_bound_in_bytes_and_gives_all_of_it_back(seed: int) -> None:
-    rng = random.Random(seed)
-    queue = Queue(50, max_bytes=100)
-    for _ in range(300):
-        inside = [image for image in queue.images if image.is_in]
-        if rng.random() < 0.6 or not inside:
-            tenant, num_bytes = rng.choice("aaaabc"), rng.randint(1, 40)
-            own = sum(image.num_bytes for image in inside if image.tenant == tenant)
-            (image,) = queue.add(tenant, num_bytes=num_bytes)
-            await idle()
-            still = [other for other in inside if other.is_in]
-            for victim in (other for other in inside if not other.is_in):
-                left = sum(other.num_bytes for other in still if other.tenant == victim.tenant)
-                assert left >= own + num_bytes, "who has less gives nothing"
-        else:
-            leaving = rng.choice(inside)
-            leaving.is_begun.set()
-            if rng.random() < 0.7:
-                leaving.is_finished.set()
-            await idle()
-        assert queue.places.num_bytes == sum(image.num_bytes for image in queue.images if image.is_in) <= 100
-    for image in queue.images:
-        image.is_begun.set()
-        image.is_finished.set()
-    await asyncio.gather(*(image.caller for image in queue.images), return_exceptions=True)
-    await idle()
-    assert (len(queue.places), queue.places.num_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))

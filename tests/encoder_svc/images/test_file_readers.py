@@ -8,6 +8,7 @@ import itertools
 import random
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 
 import pytest
@@ -22,7 +23,7 @@ _numbers = itertools.count()
 
 def turn(tenant: str, request_id: str = "one") -> Turn[CallerId]:
     """The position of one more image of a call."""
-    return Turn(CallerId(tenant, request_id), next(_numbers))
+    return Turn(CallerId(tenant, request_id), next(_numbers), OrderedDict())
 
 
 @pytest.fixture
