@@ -32,7 +32,7 @@ from lookonce.logs import get_logger
 from lookonce.server.authentication import load_authenticator
 from lookonce.server.call_gate import CallGate
 from lookonce.server.credentials import server_credentials
-from lookonce.server.garbage import settle
+from lookonce.server.garbage import FreedMemory, settle
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.interceptors import BorderInterceptor, CallMetrics
 from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES
@@ -269,7 +269,7 @@ class GrpcService:
 
     async def _follow_readiness(self) -> None:
         """Copies `is_ready` to health, and writes the ready file the first time. Raises RuntimeError on `has_died`."""
-        was_ready, announced = False, False
+        was_ready, announced, freed = False, False, FreedMemory()
         while True:
             if self._has_died():
                 raise RuntimeError("the service has died; a new process is needed")
@@ -282,6 +282,7 @@ class GrpcService:
             if now_ready and not announced:
                 announced = True
                 self._write_ready_file()
+            await freed.return_if_due()
             await asyncio.sleep(_READY_POLL_S)
 
     async def _stop_readiness(self) -> None:
