@@ -40,6 +40,11 @@ async def _message() -> bytes:
     return b"message"
 
 
+async def _slow_message() -> bytes:
+    await asyncio.sleep(0.04)
+    return b"message"
+
+
 async def done_first(tasks: list[asyncio.Task[None]]) -> list[bool]:
     await asyncio.wait(tasks, timeout=10, return_when=asyncio.FIRST_COMPLETED)
     return [task.done() for task in tasks]
@@ -57,6 +62,22 @@ async def test_a_caller_has_a_limit_of_its_own() -> None:
     async with silent_reads(LIMITS, "a", "a", "a") as (reads, tasks):
         assert await done_first(tasks) == [True, False, False]
         assert reads.num_reads == 2
+
+
+async def test_fresh_reads_of_others_neither_end_an_older_one_nor_shield_it() -> None:
+    limits = ReadLimits(max_reads=2, max_reads_of_caller=2, sure_s=0.1, max_receive_s=30.0)
+    async with silent_reads(limits, "slow") as (reads, tasks):
+
+        async def with_fresh_reads(num_rounds: int) -> None:
+            for _ in range(num_rounds):
+                keen = [reads.receive("keen", _slow_message, may_pause=False) for _ in range(4)]
+                await asyncio.gather(*keen)
+
+        await with_fresh_reads(10)
+        assert not tasks[0].done()
+        tasks += [asyncio.create_task(reads.receive(caller, _nothing, may_pause=False)) for caller in "ab"]
+        await with_fresh_reads(10)
+        assert [task.done() for task in tasks] == [True, False, False]
 
 
 async def test_honest_reads_beside_silent_ones_get_their_messages() -> None:
