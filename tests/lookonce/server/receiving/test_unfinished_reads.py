@@ -10,6 +10,7 @@ import pytest
 
 from lookonce.errors import DeadlineError, OverloadedError
 from lookonce.server.receiving.unfinished_reads import ReadLimits, UnfinishedReads
+from tests.lookonce.server.receiving import virtual_time
 
 LIMITS = ReadLimits(max_reads=4, max_reads_of_caller=2, sure_s=0.05, max_receive_s=30.0)
 
@@ -85,6 +86,17 @@ async def test_honest_reads_beside_silent_ones_get_their_messages() -> None:
         for caller in "aaxy" * 20:
             assert await reads.receive(caller, _message, may_pause=False) == b"message"
             await asyncio.sleep(0.005)
+
+
+def test_a_review_of_many_callers_takes_one_pass() -> None:
+    async def cost_of(num_callers: int) -> int:
+        async with silent_reads(LIMITS, *map(str, range(num_callers))) as (reads, _):
+            await asyncio.sleep(LIMITS.sure_s / 2)
+            asyncio.get_running_loop().time = lambda: 2000.0  # type: ignore[method-assign]
+            return virtual_time.num_function_calls(reads._review)
+
+    small, large = (virtual_time.run(cost_of(num_callers)) for num_callers in (100, 800))
+    assert large < 12 * small
 
 
 async def test_reads_at_once_beyond_the_number_get_their_messages() -> None:
