@@ -133,7 +133,7 @@ class RandomCalls(abc.ABC):
         for call, task in tasks.items():
             if self.rng.random() < share:
                 loop.call_later(call.at_s + self.draw_s(self.rng.choice([0, 5, 12])), self._cancel, call, task)
-        await asyncio.wait(tasks.values(), timeout=400)
+        await asyncio.wait(tasks.values(), timeout=60)
         for call, task in tasks.items():
             assert task.done() or call.may_pause
             self._cancel(call, task)
