@@ -7,12 +7,19 @@ waiting caller that has the fewest.
 A slot whose message has not arrived after some seconds is overdue. A caller has at most half of the slots besides its
 overdue ones. If none is free, an overdue one is taken away for a call that waits. So slow uploads and streams that
 pause go on while there are free slots, and silent callers cannot keep others out.
+
+While more callers wait than there are slots, half of the slots are overdue much earlier. The reads that began first
+keep the other half, because a slow upload cannot be told from a silent one: if all were cut short, none might end.
+Callers whose read was taken away come later than others every second time, until one of their messages arrives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -24,6 +31,8 @@ MessageT = TypeVar("MessageT")
 
 # Looks at all slots in the time in which one is sure.
 _REVIEWS = 20
+# Callers that are remembered because their reads were taken away.
+_MAX_SLOW_CALLERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,9 @@ class SlotLimits:
     num_slots: int
     # Time after which a slot is overdue, seconds.
     sure_s: float = 10.0
+    # The same for half of the slots while more callers wait than there are slots. Messages of up to 4 MiB are there at
+    # once, because gRPC receives as much while the call waits.
+    crowded_sure_s: float = 1.0
     # Longest time in which a message must arrive, seconds: 64 MiB take two minutes at 5 Mbit/s.
     max_receive_s: float = 120.0
     # Longest time that a call waits for a slot, seconds.
@@ -79,6 +91,10 @@ class ReceiveSlots:
         # The calls of each caller that wait, the oldest first. The caller that was served longest ago comes first.
         self._waiting: dict[str, dict[_Slot, None]] = {}
         self._num_waiting = 0
+        # Callers whose last read was taken away, the last one at the end.
+        self._slow: dict[str, None] = {}
+        # Whether the next free slot goes to another caller than those, if one waits that has no slot.
+        self._prefers_others = True
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -100,19 +116,23 @@ class ReceiveSlots:
         """
         slot, limits = _Slot(caller, may_pause), self.limits
         try:
-            if self._num_taken < limits.num_slots and self._has_share(caller):
+            if self._num_taken < limits.num_slots and not self._waiting and self._has_share(caller):
                 self._take(slot)
             else:
                 await self._wait(slot)
             async with slot.limit:
                 slot.begun_s = asyncio.get_running_loop().time()
-                return await read()
+                message = await read()
+            self._slow.pop(caller, None)
+            return message
         except TimeoutError:
             if not slot.is_ending:
                 raise
             if slot.gives_way:
+                self._remember_slow(caller)
+                num_s = asyncio.get_running_loop().time() - slot.begun_s
                 raise OverloadedError(
-                    f"the request had not arrived after {limits.sure_s:g} s, and others wait; retry later"
+                    f"the request had not arrived after {num_s:.0f} s, and others wait; retry later"
                 ) from None
             raise DeadlineError(f"the request had not arrived after {limits.max_receive_s:g} s") from None
         finally:
@@ -123,6 +143,8 @@ class ReceiveSlots:
         slot.turn, slot.asked_s = loop.create_future(), loop.time()
         _add(self._waiting, slot)
         self._num_waiting += 1
+        # There may be a free slot: its caller's slots, or those of an older call, have become overdue since the review.
+        self._admit()
         self._take_away()
         try:
             async with asyncio.timeout(self.limits.max_wait_s) as patience:
@@ -138,10 +160,31 @@ class ReceiveSlots:
         if not is_served:
             raise OverloadedError(f"{self.limits.max_waiting} requests wait to be received; retry later")
 
-    def _refuse_newest(self) -> None:
-        """Refuses the newest call of the caller with the most waiting calls."""
-        caller = max(self._waiting, key=lambda one: len(self._waiting[one]))
-        self._end_wait(next(reversed(self._waiting[caller])), is_served=False)
+    def _refuse_newest(self, now_s: float) -> None:
+        """Refuses calls that have waited for long, if they are too many: the newest of the caller with the most.
+
+        Of equal callers, those whose last read was taken away come first, and then the one with the newest call.
+        """
+        if self._num_waiting <= self.limits.max_waiting:
+            return
+        settled = [
+            list(itertools.takewhile(lambda slot: slot.asked_s + self.limits.settle_s <= now_s, own))
+            for own in self._waiting.values()
+        ]
+
+        def entry(index: int) -> tuple[int, bool, float, int]:
+            newest = settled[index][-1]
+            return -len(settled[index]), newest.caller not in self._slow, -newest.asked_s, -index
+
+        most = [entry(index) for index, own in enumerate(settled) if own]
+        heapq.heapify(most)
+        for _ in range(sum(map(len, settled)) - self.limits.max_waiting):
+            index = -most[0][-1]
+            self._end_wait(settled[index].pop(), is_served=False)
+            if settled[index]:
+                heapq.heapreplace(most, entry(index))
+            else:
+                heapq.heappop(most)
 
     def _end_wait(self, slot: _Slot, is_served: bool | None) -> bool:
         """Takes a call out of the queue, with an answer if it still waits for one. Returns False if it does not."""
@@ -178,24 +221,67 @@ class ReceiveSlots:
     def _admit(self) -> None:
         """Gives free slots to waiting calls."""
         while self._num_taken < self.limits.num_slots:
-            callers = [caller for caller in self._waiting if self._has_share(caller)]
-            if not callers:
+            caller = self._next_caller()
+            if caller is None:
                 return
-            caller = min(callers, key=lambda one: len(self._taken.get(one, ())))
             slot = next(iter(self._waiting[caller]))
             if self._end_wait(slot, is_served=True):
                 self._take(slot)
+                self._prefers_others = not self._prefers_others
             if caller in self._waiting:
                 self._waiting[caller] = self._waiting.pop(caller)
 
+    def _next_caller(self) -> str | None:
+        """Returns the waiting caller that gets the next free slot, if one may have it.
+
+        There may be thousands, so the search ends at the first one that has no slot.
+        """
+        if self._prefers_others and self._slow:
+            for caller in self._waiting:
+                if caller not in self._taken and caller not in self._slow:
+                    return caller
+        best, least = None, self.limits.num_slots
+        for caller in self._waiting:
+            num_taken = len(self._taken.get(caller, ()))
+            if num_taken < least and self._has_share(caller):
+                best, least = caller, num_taken
+                if not least:
+                    break
+        return best
+
     def _take_away(self) -> None:
-        """Ends an overdue read for a call that waits. The next one follows when its slot has been given back."""
-        slots = _all(self._taken)
-        overdue = [slot for slot in slots if self._is_overdue(slot)]
-        if not overdue or any(slot.is_ending for slot in slots):
+        """Ends overdue reads, as many as there are waiting callers that may have their slots."""
+        num_ending = sum(slot.is_ending for slot in _all(self._taken))
+        overdue = self._overdue_for_others()
+        if not overdue:
             return
-        if any(self._has_share(caller) for caller in self._waiting):
-            max(overdue, key=lambda slot: len(self._taken[slot.caller])).end_read(gives_way=True)
+        entitled = (caller for caller in self._waiting if self._has_share(caller))
+        num_wanted = sum(1 for _ in itertools.islice(entitled, self.limits.num_slots)) - num_ending
+        num_reads = Counter(slot.caller for slot in _all(self._taken) if not slot.is_ending)
+        for _ in range(min(num_wanted, len(overdue))):
+            slot = max(overdue, key=lambda one: num_reads[one.caller])
+            overdue.remove(slot)
+            num_reads[slot.caller] -= 1
+            slot.end_read(gives_way=True)
+
+    def _overdue_for_others(self) -> list[_Slot]:
+        """Returns the slots that others may get. Each caller's are in the order in which it got them."""
+        now_s, limits = asyncio.get_running_loop().time(), self.limits
+        slots = [slot for slot in _all(self._taken) if not slot.is_ending]
+        sure: set[_Slot] = set(slots)
+        if len(self._waiting) > limits.num_slots:
+            sure = set(sorted(slots, key=lambda slot: slot.begun_s)[: limits.num_slots // 2])
+        return [
+            slot
+            for slot in slots
+            if slot.begun_s + (limits.sure_s if slot in sure else min(limits.sure_s, limits.crowded_sure_s)) <= now_s
+        ]
+
+    def _remember_slow(self, caller: str) -> None:
+        self._slow.pop(caller, None)
+        self._slow[caller] = None
+        if len(self._slow) > _MAX_SLOW_CALLERS:
+            del self._slow[next(iter(self._slow))]
 
     def _set_timer(self) -> None:
         loop = asyncio.get_running_loop()
@@ -210,9 +296,7 @@ class ReceiveSlots:
                 slot.end_read(gives_way=False)
         self._admit()
         self._take_away()
-        num_settled = sum(slot.asked_s + self.limits.settle_s <= now_s for slot in _all(self._waiting))
-        for _ in range(num_settled - self.limits.max_waiting):
-            self._refuse_newest()
+        self._refuse_newest(now_s)
         self._timer = None
         if self._taken:
             self._set_timer()

@@ -1,14 +1,18 @@
 """Bounds the reads of short requests that have begun and got no message. Event loop only, no locks.
 
 Short requests are those of health and of methods without images. An honest one arrives together with its call's
-headers, so every read begins at once. When too many reads are unfinished, the caller with the most of them loses its
-oldest one. Callers that send nothing therefore take the place of each other, never that of honest calls.
+headers, so every read begins at once. When too many reads are unfinished after a moment, the caller with the most of
+those loses its oldest one. Callers that send nothing therefore take the place of each other, never that of honest
+calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,10 +26,10 @@ MessageT = TypeVar("MessageT")
 class ReadLimits:
     """The limits of one kind of short requests."""
 
-    # Unfinished reads, of all callers and of one.
+    # Unfinished reads that have lasted for `sure_s`, of all callers and of one.
     max_reads: int
     max_reads_of_caller: int
-    # A read is not ended for its number before this time, seconds. gRPC hands over even a message that is already there
+    # A read does not count before this time, seconds. gRPC hands over even a message that is already there
     # only after some turns of the event loop.
     sure_s: float
     # Time in which a message must arrive, seconds.
@@ -102,20 +106,31 @@ class UnfinishedReads:
         late = [(caller, one) for caller, own in self._reads.items() for one in own if one.late_at_s <= now_s]
         for caller, one in late:
             self._stop(caller, one)
-        while (found := self._first_to_go(now_s)) is not None:
-            found[1].gives_way = True
-            self._stop(*found)
+        self._end_excess(now_s)
         self._timer = None
         if self._reads:
             self._set_timer(loop)
 
-    def _first_to_go(self, now_s: float) -> tuple[str, _Read] | None:
-        """Returns the oldest read of the caller with the most reads, with its caller, if there are too many."""
-        caller, own = max(self._reads.items(), key=lambda entry: len(entry[1]), default=("", {}))
-        if self._num_reads <= self.limits.max_reads and len(own) <= self.limits.max_reads_of_caller:
-            return None
-        oldest = next(iter(own))
-        return (caller, oldest) if oldest.begun_s + self.limits.sure_s <= now_s else None
+    def _end_excess(self, now_s: float) -> None:
+        """Ends the oldest reads of the callers with the most until there are not too many. Fresh reads do not count."""
+        limits, num = self.limits, 0
+        # For each caller the reads that count, the oldest first, and a heap of their numbers: one pass over all reads.
+        counted: list[tuple[str, deque[_Read]]] = []
+        for caller, own in self._reads.items():
+            old = deque(itertools.takewhile(lambda one: one.begun_s + limits.sure_s <= now_s, own))
+            if old:
+                counted.append((caller, old))
+                num += len(old)
+        most = [(-len(old), index) for index, (_, old) in enumerate(counted)]
+        heapq.heapify(most)
+        while most and (num > limits.max_reads or -most[0][0] > limits.max_reads_of_caller):
+            negative_len, index = most[0]
+            caller, old = counted[index]
+            one = old.popleft()
+            one.gives_way = True
+            self._stop(caller, one)
+            num -= 1
+            heapq.heapreplace(most, (negative_len + 1, index))
 
     def _stop(self, caller: str, one: _Read) -> None:
         self._remove(caller, one)

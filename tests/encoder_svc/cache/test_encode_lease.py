@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -115,6 +116,18 @@ def test_a_lease_that_changes_under_the_comparison_is_left_alone(leases: EncodeL
 
     assert not leases._if_mine(key("a"), held.token, take_over)
     assert admin.get(lease_key(key("a"))) == b"another's"
+
+
+def test_a_release_that_meets_a_renewal_of_its_own_lease_frees_it(leases: EncodeLeases, admin: Any) -> None:
+    """An encode may end while a thread renews its lease."""
+    for number in range(100):
+        one = key(f"image {number}")
+        held = leases.acquire(one)
+        renewal = threading.Thread(target=leases.renew, args=(one, held.token))
+        renewal.start()
+        assert leases.release(one, held.token, b"failed")
+        renewal.join()
+        assert not admin.exists(lease_key(one))
 
 
 def test_the_documented_commands_are_enough(own_redis: EmbeddedRedis, admin: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from lookonce.errors import DeadlineError, LookonceError, OverloadedError
 from lookonce.server.receiving.receive_slots import ReceiveSlots, SlotLimits
+from tests.lookonce.server.receiving import virtual_time
 
 # Times in which nothing is ended.
 LONG = SlotLimits(num_slots=4)
@@ -170,6 +171,147 @@ async def test_when_too_many_wait_the_newest_of_the_largest_caller_is_refused() 
         waiting = [await running.begin(caller) for caller in ("a", "a", "a", "b")]
         assert type(await error_of(waiting[2])) is OverloadedError
         assert [task.done() for task in waiting] == [False, False, True, False]
+
+
+async def test_only_calls_that_have_waited_for_long_count_and_are_refused() -> None:
+    limits = SlotLimits(num_slots=2, settle_s=0.2, sure_s=1.0, max_waiting=3)
+    async with uploads(limits) as running:
+        for caller in ("a", "b"):
+            await running.begin(caller)
+        old = [await running.begin("a") for _ in range(3)]
+        await asyncio.sleep(0.19)
+        old.append(await running.begin("c"))
+        fresh = []
+        while not any(task.done() for task in old):
+            # More than the others have, and always younger than `settle_s`.
+            fresh += [await running.begin("b") for _ in range(4)]
+            await asyncio.sleep(0.03)
+            for task in fresh[:-16]:
+                task.cancel()
+        assert [task.done() for task in old] == [False, False, True, False]
+        assert type(await error_of(old[2])) is OverloadedError
+        assert not any(task.done() and not task.cancelled() for task in fresh)
+
+
+def test_of_equal_callers_the_one_that_came_last_is_refused() -> None:
+    async def main() -> None:
+        async with uploads(SlotLimits(num_slots=2, max_waiting=3, crowded_sure_s=10)) as running:
+            for caller in "ab":
+                await running.begin(caller, may_pause=True)
+            waiting = []
+            for caller in "cdefg":
+                waiting.append(await running.begin(caller))
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(3)
+            assert [task.done() for task in waiting] == [False, False, False, True, True]
+
+    virtual_time.run(main())
+
+
+def test_a_call_does_not_overtake_older_ones_of_its_caller() -> None:
+    async def main() -> None:
+        async with uploads(SlotLimits(num_slots=4)) as running:
+            await running.begin("b")
+            await asyncio.sleep(0.3)
+            for _ in range(2):
+                await running.begin("a")
+            for _ in range(2):
+                await running.begin("a")
+            # The caller's first two are overdue, and there has been no review since.
+            await asyncio.sleep(10.05)
+            newest = await running.begin("a")
+            assert (running.order, running.slots.num_waiting) == (["b", "a", "a", "a", "a"], 1)
+            newest.cancel()
+            await turns()
+            assert running.slots.num_waiting == 0
+
+    virtual_time.run(main())
+
+
+def test_while_many_callers_wait_half_of_the_slots_change_hands_early_and_slow_uploads_end_in_the_others() -> None:
+    async def main() -> None:
+        async with uploads(LONG) as running:
+            first = [await running.begin(f"first {number}") for number in range(4)]
+            later = [await running.begin(f"later {number}") for number in range(5)]
+            await asyncio.sleep(0.9)
+            assert not any(task.done() for task in first)
+            await asyncio.sleep(0.7)
+            assert [task.done() for task in first] == [False, False, True, True]
+            # Three wait, which are not more than there are slots.
+            await asyncio.sleep(7)
+            assert (sum(task.done() for task in later), running.slots.num_waiting) == (0, 3)
+            await running.arrive("first 0")
+            await running.arrive("first 1")
+            assert first[0].result() is first[1].result() is None
+
+    virtual_time.run(main())
+
+
+def test_one_caller_alone_ends_no_uploads_of_others_early() -> None:
+    async def main() -> None:
+        async with uploads(LONG) as running:
+            others = [await running.begin(caller) for caller in "bc"]
+            for _ in range(100):
+                await running.begin("a")
+            await asyncio.sleep(9)
+            assert not any(task.done() for task in others)
+
+    virtual_time.run(main())
+
+
+def test_a_caller_does_not_wait_long_for_many_that_were_silent() -> None:
+    async def main() -> None:
+        async with uploads(LONG) as running:
+
+            async def be_silent(caller: str) -> None:
+                while True:
+                    with contextlib.suppress(LookonceError):
+                        await running.slots.receive(caller, asyncio.get_running_loop().create_future, may_pause=False)
+
+            silent = [asyncio.create_task(be_silent(f"silent {number}")) for number in range(40)]
+            await asyncio.sleep(60)
+            for number in range(10):
+                asked_s = asyncio.get_running_loop().time()
+                honest = await running.begin(f"honest {number}")
+                while running.order[-1:] != [f"honest {number}"]:
+                    await asyncio.sleep(0.1)
+                assert asyncio.get_running_loop().time() - asked_s < 5
+                await running.arrive(f"honest {number}")
+                assert honest.done()
+            for task in silent:
+                task.cancel()
+            await asyncio.gather(*silent, return_exceptions=True)
+
+    virtual_time.run(main())
+
+
+def test_those_who_were_silent_still_get_every_second_slot() -> None:
+    async def main() -> None:
+        async with uploads(LONG) as running:
+            for caller in "abcd":
+                running.slots._remember_slow(caller)
+            for caller in ["x", "x", "y", "y", *"abcdefgh"]:
+                await running.begin(caller)
+            running.order.clear()
+            for caller in "xxyy":
+                await running.arrive(caller)
+            assert "".join(running.order) in ("eafb", "aebf")
+
+    virtual_time.run(main())
+
+
+def test_a_review_of_many_callers_takes_one_pass() -> None:
+    async def cost_of(num_callers: int) -> int:
+        async with uploads(SlotLimits(num_slots=4, max_waiting=10)) as running:
+            for number in range(num_callers):
+                await running.begin(str(number))
+            asyncio.get_running_loop().time = lambda: 1003.0  # type: ignore[method-assign]
+            cost = virtual_time.num_function_calls(running.slots._review)
+            assert running.slots.num_waiting == 10
+            return cost
+
+    small, large = (virtual_time.run(cost_of(num_callers)) for num_callers in (100, 800))
+    assert large < 12 * small
 
 
 async def test_a_call_that_is_cancelled_as_it_gets_its_slot_gives_it_back() -> None:
