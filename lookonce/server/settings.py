@@ -26,6 +26,8 @@ from lookonce.errors import ConfigurationError
 from lookonce.server.setting_names import unknown_flags
 
 MIB = 1 << 20
+# Ten years. Redis refuses every write with a time to live that ends after its calendar.
+_MAX_TTL_S = 10 * 365 * 86_400
 
 
 class ServiceSettings(BaseSettings):
@@ -127,7 +129,9 @@ class ServiceSettings(BaseSettings):
         description="File with a secret of 64 hex characters, the same for all services. Cache keys are derived from "
         "it, so that nobody without it can tell which image or tenant an entry belongs to. Unset: a public value.",
     )
-    ttl_s: int = Field(86_400, ge=1, description="Lifetime of a cache entry after its last use, seconds.")
+    ttl_s: int = Field(
+        86_400, ge=1, le=_MAX_TTL_S, description="Lifetime of a cache entry after its last use, seconds."
+    )
 
     max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
     max_receive_bytes: int = Field(
