@@ -19,7 +19,6 @@ from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.prompt.chat_template import ChatTemplate
 from decoder_svc.prompt.family import DecoderFamily, load_family
-from decoder_svc.prompt.generation_defaults import load_defaults
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits
@@ -39,6 +38,7 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.errors import LookonceError
 from lookonce.media.image_header import ImageLimits
 from lookonce.model.folder_fingerprint import folder_fingerprint
+from lookonce.model.generation_defaults import GenerationDefaults, load_defaults
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.authentication import parse_token
@@ -74,6 +74,8 @@ class LoadedText:
     # None when the model takes no chat prompts.
     template: ChatTemplate | None
     family: DecoderFamily
+    # Sampling values for requests that set none.
+    defaults: GenerationDefaults
     # Elements per hidden state of the language model.
     hidden_size: int
     # Rows of its token embedding table.
@@ -147,13 +149,15 @@ def load_text(settings: DecoderSettings) -> LoadedText:
     pretrained: Any = load_pretrained(folder.path)
     family = load_family(folder, pretrained)
     config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True).get_text_config()
+    tokenizer = TextTokenizer(pretrained)
     return LoadedText(
         folder=folder,
-        tokenizer=TextTokenizer(pretrained),
+        tokenizer=tokenizer,
         template=None
         if family.finish_text is not None
         else ChatTemplate.load(folder.path, pretrained, family.placeholder, family.video_placeholder),
         family=family,
+        defaults=load_defaults(folder.path, tokenizer.eos_token_id),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )
@@ -236,7 +240,7 @@ def build_preparer(
         PromptBuilder(text.tokenizer, text.template, text.family, prompt_limits),
         VideoSplitter(text.family, image_limits),
         ImageResolver(encoder, store, image_limits, image_threads),
-        load_defaults(text.folder.path, text.tokenizer.eos_token_id),
+        text.defaults,
         sampling_limits,
         limits.max_context_tokens,
         threads,

@@ -5,7 +5,7 @@ Needs torch and transformers. Reads the vision half's weights for the fingerprin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.generation_config import ignored_fields, read_generation_config
+from lookonce.model.generation_defaults import parse_defaults
 from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import ModelFolder, chat_template_source
 from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -48,7 +49,7 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
         except LookonceError as error:
             return [Finding("family", False, str(error))]
         try:
-            ignored = ignored_fields(read_generation_config(folder.path))
+            generation = read_generation_config(folder.path)
         except LookonceError as error:
             # transformers reads the file with the weights and fails, so nothing else can be examined.
             return [Finding("generation defaults", False, str(error))]
@@ -58,12 +59,21 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             *_text(folder, model),
             Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES)),
             *_texts(folder, model),
+            *_defaults(folder, generation),
         ]
-        if ignored:
-            findings.append(Finding("generation defaults", True, f"ignored: {', '.join(ignored)}"))
     if all(finding.is_fine for finding in findings):
         findings.append(Finding("loading", True, "encoder and decoder can load this folder"))
     return findings
+
+
+def _defaults(folder: ModelFolder, generation: Mapping[str, Any]) -> list[Finding]:
+    """Returns what the decoder refuses or ignores of the sampling defaults; nothing if it takes all of them."""
+    try:
+        parse_defaults(generation, folder.config, None)
+    except LookonceError as error:
+        return [Finding("generation defaults", False, str(error))]
+    ignored = ignored_fields(generation)
+    return [Finding("generation defaults", True, f"ignored: {', '.join(ignored)}")] if ignored else []
 
 
 def _vision(folder: ModelFolder, model: FamilyModel) -> list[Finding]:

@@ -179,6 +179,15 @@ def test_ignored_generation_defaults_are_named(copied: Callable[..., pathlib.Pat
     assert [finding.is_fine for finding in _examined(path).values()] == [False]
 
 
+def test_a_default_that_the_decoder_refuses_is_refused_here(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("llava_clip")
+    (path / "generation_config.json").write_text('{"top_p": 2}')
+    finding = _examined(path)["generation defaults"]
+    assert not finding.is_fine
+    assert "top_p must be in (0, 1], got 2" in finding.detail
+    assert "loading" not in _examined(path)
+
+
 def _without(path: pathlib.Path, pattern: str) -> pathlib.Path:
     for file in path.glob(pattern):
         file.unlink()
