@@ -170,10 +170,11 @@ class AsyncClient:
                 )
             return [ref in found for ref in refs]
 
-    async def model_info(self) -> decoder_pb2.GetModelInfoResponse:
+    async def model_info(self, *, timeout_s: float | None = None) -> decoder_pb2.GetModelInfoResponse:
         """Returns the decoder's description of its model and limits; later calls return the first answer."""
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.model_info"):
-            return await self._model_info(self._options.deadline(None))
+            return await self._model_info(deadline)
 
     async def aclose(self) -> None:
         """Closes the channels. Calls and streams in flight end with AbortedError; so do later calls."""
@@ -208,6 +209,7 @@ class AsyncClient:
         return stub
 
     async def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
+        self._calls.check_open()
         if self._info is None:
             self._info = await self._calls.unary(
                 self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline
