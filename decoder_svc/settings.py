@@ -5,8 +5,10 @@ from __future__ import annotations
 import pathlib
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from lookonce.errors import ConfigurationError
+from lookonce.sdk.target import checked_target
 from lookonce.server.settings import ServiceSettings
 
 
@@ -101,6 +103,18 @@ class DecoderSettings(ServiceSettings):
     max_logprobs: int = Field(
         20, ge=0, description="Most alternatives per token in the log probabilities that a request asks for."
     )
+
+    @field_validator("encoder_target")
+    @classmethod
+    def _check_target(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if not value.strip():
+            raise ValueError("is empty; name the encoder's address, or leave the setting out: text prompts only")
+        try:
+            return checked_target(value)
+        except ConfigurationError as error:
+            raise ValueError(error.message) from None
 
     @model_validator(mode="after")
     def _check_encoder(self) -> Self:
