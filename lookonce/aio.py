@@ -34,7 +34,7 @@ from lookonce.sdk.channel import (
     Deadline,
     channel_options,
     check_request_id,
-    path_of,
+    connection_options,
 )
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.replies import parsed
@@ -81,7 +81,7 @@ class AsyncClient:
 
         The arguments are those of `lookonce.Client.connect`. Call it inside the running event loop.
         """
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         encoder_target = None if encoder_target is None else checked_target(encoder_target)
         return cls(checked_target(decoder_target), encoder_target, options)
 
@@ -225,7 +225,7 @@ class AsyncClient:
 
 async def _prepared(prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> PreparedPrompt:
     """Prepares a prompt, in a thread if it may have files to read and hash. Text alone is cheaper than a thread."""
-    if isinstance(prompt, str) and not images:
+    if isinstance(prompt, str) and isinstance(images, list | tuple) and not images:
         return PreparedPrompt(prompt, (), options)
     return await asyncio.to_thread(PreparedPrompt, prompt, images, options)
 

@@ -32,7 +32,7 @@ from lookonce.sdk.channel import (
     Deadline,
     channel_options,
     check_request_id,
-    path_of,
+    connection_options,
 )
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.target import checked_target
@@ -83,7 +83,7 @@ class Client:
         and key, for servers that ask for one. `token` is sent as a bearer token. Raises ConfigurationError or
         InvalidParameterError for values that no call could use.
         """
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         encoder_target = None if encoder_target is None else checked_target(encoder_target)
         return cls(checked_target(decoder_target), encoder_target, options)
 

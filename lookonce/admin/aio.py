@@ -20,7 +20,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import AsyncCalls
-from lookonce.sdk.channel import ConnectionOptions, channel_options, path_of
+from lookonce.sdk.channel import ConnectionOptions, channel_options, connection_options
 from lookonce.sdk.target import checked_target
 
 
@@ -53,7 +53,7 @@ class AsyncAdminClient:
         token: str | None = None,
     ) -> Self:
         """Returns a client. Call it inside the running event loop, with the arguments of `lookonce.AdminClient`."""
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         return cls(checked_target(target), options)
 
     async def evict(

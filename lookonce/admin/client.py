@@ -19,7 +19,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import SyncCalls
-from lookonce.sdk.channel import ConnectionOptions, channel_options, path_of
+from lookonce.sdk.channel import ConnectionOptions, channel_options, connection_options
 from lookonce.sdk.target import checked_target
 
 
@@ -62,7 +62,7 @@ class AdminClient:
         `target` is the host:port of an encoder's `admin_listen`; any encoder of a fleet will do. `token` needs the role
         operator. The other arguments are those of `lookonce.Client.connect`.
         """
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         return cls(checked_target(target), options)
 
     def evict(

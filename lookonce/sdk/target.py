@@ -45,7 +45,7 @@ def _addresses(target: str, scheme: str, rest: str) -> list[str]:
     if scheme in _IP_SCHEMES:
         return rest.split(",")
     if scheme == _DNS_SCHEME:
-        # Behind // comes the address of a name server, which may be empty, and a slash.
+        # A name server may stand between two slashes and a third one.
         return [rest.partition("//")[2].partition("/")[2] if rest.startswith("//") else rest]
     return [target]
 
