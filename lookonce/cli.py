@@ -31,7 +31,7 @@ from lookonce.errors import (
 from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, TextPrompt, Usage
 from lookonce.images import ImageRef
-from lookonce.local.cli_options import MAX_UINT32, MAX_UINT64, Images, Target, Timeout, filled, named_image
+from lookonce.local.cli_options import MAX_UINT32, MAX_UINT64, Images, Target, Timeout, filled, named_image, tenant_name
 from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
 from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 from lookonce.local.family_offers import offers_of
@@ -299,7 +299,7 @@ def evict(
     ] = None,
     tenant: Annotated[
         str | None,
-        typer.Option(help="Tenant that the images belong to. Default: the default tenant.", callback=filled),
+        typer.Option(help="Tenant that the images belong to. Default: the default tenant.", callback=tenant_name),
     ] = None,
     all_of_tenant: Annotated[bool, typer.Option("--all-of-tenant", help="Remove all images of the tenant.")] = False,
     timeout_s: Timeout = 60.0,

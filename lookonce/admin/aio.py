@@ -14,7 +14,14 @@ from typing import Self
 import grpc.aio
 
 from lookonce import tracing
-from lookonce.admin.messages import cache_stats, entry_stats, evicted_images, eviction_requests, selections
+from lookonce.admin.messages import (
+    cache_stats,
+    checked_tenant,
+    entry_stats,
+    evicted_images,
+    eviction_requests,
+    selections,
+)
 from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
@@ -70,7 +77,7 @@ class AsyncAdminClient:
     async def evict_tenant(self, tenant: str, *, timeout_s: float | None = None) -> int:
         """Removes all images of a tenant as `evict` does. Returns the number of entries that the shared cache had."""
         with tracing.calling("admin.evict_tenant"):
-            request = pb.EvictEmbeddingsRequest(tenant=tenant, all_of_tenant=True)
+            request = pb.EvictEmbeddingsRequest(tenant=checked_tenant(tenant), all_of_tenant=True)
             return (
                 await self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s))
             ).evicted
