@@ -98,7 +98,9 @@ class DecoderSettings(ServiceSettings):
         description="Deadline of a Generate or GenerateStream call that sets none, seconds after its arrival. A call's "
         "own deadline counts instead, however long. 0: no default; such a call may take any time.",
     )
-    default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not set it.")
+    default_max_tokens: int = Field(
+        256, ge=1, description="max_tokens of a request that does not set it, reduced to the room left in the context."
+    )
     max_stop_strings: int = Field(16, ge=0, description="Most stop strings in a request.")
     max_logprobs: int = Field(
         20, ge=0, description="Most alternatives per token in the log probabilities that a request asks for."

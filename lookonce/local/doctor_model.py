@@ -5,6 +5,7 @@ Needs torch and transformers. Reads the vision half's weights for the fingerprin
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -154,24 +155,25 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
     if source is None:
         return [Finding("chat template", False, _NO_TEMPLATE), _videos(model, takes_videos=False)]
     placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
-    num_written = _num_written(tokenizer, source, "image", placeholder)
+    try:
+        num_written = _num_written(tokenizer, source, "image", placeholder)
+    except TEMPLATE_ERRORS as error:
+        return [Finding("chat template", False, f"cannot be rendered: {error}")]
     if num_written != 1:
         return [Finding("chat template", False, f"writes {num_written} × {placeholder} for one image; it must be one")]
     takes_videos = False
     if model.video is not None and (token := tokenizer.convert_ids_to_tokens(model.video.token_id)) is not None:
-        takes_videos = _num_written(tokenizer, source, "video", model.video.rule.placeholder(token)) == 1
+        with contextlib.suppress(*TEMPLATE_ERRORS):
+            takes_videos = _num_written(tokenizer, source, "video", model.video.rule.placeholder(token)) == 1
     return [Finding("chat template", True, f"writes {placeholder}"), _videos(model, takes_videos=takes_videos)]
 
 
 def _num_written(tokenizer: Any, source: str, part_type: str, text: str) -> int:
-    """Counts `text` in the rendered template of one part of type `part_type`; 0 if the template refuses the part."""
+    """Counts `text` in the rendered template of one part of type `part_type`. Raises one of TEMPLATE_ERRORS."""
     conversation = [{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]
-    try:
-        rendered = tokenizer.apply_chat_template(
-            conversation, chat_template=source, add_generation_prompt=True, tokenize=False
-        )
-    except TEMPLATE_ERRORS:
-        return 0
+    rendered = tokenizer.apply_chat_template(
+        conversation, chat_template=source, add_generation_prompt=True, tokenize=False
+    )
     return str(rendered).count(text)
 
 
