@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.prompt.chat_template import ChatTemplate
 from decoder_svc.prompt.family import DecoderFamily, load_family
-from decoder_svc.prompt.generation_defaults import load_defaults
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits
@@ -36,9 +34,11 @@ from decoder_svc.settings import DecoderSettings
 from lookonce import __version__
 from lookonce.decoder.v1.decoder_service_pb2_grpc import add_DecoderServiceServicer_to_server
 from lookonce.embedding_meta import RowDtype
-from lookonce.errors import LookonceError
+from lookonce.errors import FingerprintMismatchError, LookonceError
+from lookonce.logs import get_logger
 from lookonce.media.image_header import ImageLimits
 from lookonce.model.folder_fingerprint import folder_fingerprint
+from lookonce.model.generation_defaults import GenerationDefaults, load_defaults
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.authentication import parse_token
@@ -51,6 +51,8 @@ from lookonce.store.metrics import StoreCollector
 from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants, load_tenants
 
+_log = get_logger(__name__)
+
 # Largest ratio of an image's sides, the encoder's default. The encoder decides; the check here only saves it a call.
 _MAX_IMAGE_ASPECT = 200.0
 # Threads that hash images, read their headers and ask the shared cache. They are separate from the threads that
@@ -59,8 +61,9 @@ _NUM_IMAGE_THREADS = 4
 # Threads that split videos, render chat templates and tokenize: one long prompt does not hold up the next one, and few
 # threads compete with the engine thread for the interpreter.
 _NUM_PROMPT_THREADS = 2
-# Pause between two looks for an encoder after the start, seconds.
+# Pause between two looks for an encoder after the start, and after _MAX_SEARCH_S, seconds.
 _LOOK_S = 0.1
+_LATER_LOOK_S = 2.0
 # Encoder and decoder are often started together; so long does the decoder wait for its encoder before it is ready.
 _MAX_SEARCH_S = 3.0
 
@@ -74,6 +77,8 @@ class LoadedText:
     # None when the model takes no chat prompts.
     template: ChatTemplate | None
     family: DecoderFamily
+    # Sampling values for requests that set none.
+    defaults: GenerationDefaults
     # Elements per hidden state of the language model.
     hidden_size: int
     # Rows of its token embedding table.
@@ -88,8 +93,16 @@ class LoadedText:
 class EncoderSearch:
     """Looks for an encoder of the decoder's own model, from the start until one is found."""
 
-    def __init__(self, encoder: EncoderClient) -> None:
+    def __init__(
+        self,
+        encoder: EncoderClient,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._encoder = encoder
+        self._clock = clock
+        self._sleep = sleep
         # Whether one was found, or has been looked for long enough.
         self._is_over = False
 
@@ -99,15 +112,24 @@ class EncoderSearch:
         return self._is_over and not self._encoder.has_only_strangers
 
     async def run(self) -> None:
-        """Asks until an encoder of the decoder's own model answers."""
-        enough_s = time.monotonic() + _MAX_SEARCH_S
+        """Asks until an encoder of the decoder's own model answers. Logs each reason why those that answer are not."""
+        enough_s = self._clock() + _MAX_SEARCH_S
+        logged = ""
         while True:
-            with contextlib.suppress(LookonceError):
+            try:
                 await self._encoder.info()
+            except FingerprintMismatchError as error:
+                if error.message != logged:
+                    logged = error.message
+                    _log.warning("no encoder of this decoder's model answers", reason=logged)
+            except LookonceError:
+                # The client logs encoders that cannot be reached.
+                pass
+            else:
                 self._is_over = True
                 return
-            self._is_over = time.monotonic() > enough_s
-            await asyncio.sleep(_LOOK_S)
+            self._is_over = self._clock() > enough_s
+            await self._sleep(_LATER_LOOK_S if self._is_over else _LOOK_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +169,15 @@ def load_text(settings: DecoderSettings) -> LoadedText:
     pretrained: Any = load_pretrained(folder.path)
     family = load_family(folder, pretrained)
     config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True).get_text_config()
+    tokenizer = TextTokenizer(pretrained)
     return LoadedText(
         folder=folder,
-        tokenizer=TextTokenizer(pretrained),
+        tokenizer=tokenizer,
         template=None
         if family.finish_text is not None
         else ChatTemplate.load(folder.path, pretrained, family.placeholder, family.video_placeholder),
         family=family,
+        defaults=load_defaults(folder.path, tokenizer.eos_token_id),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )
@@ -236,7 +260,7 @@ def build_preparer(
         PromptBuilder(text.tokenizer, text.template, text.family, prompt_limits),
         VideoSplitter(text.family, image_limits),
         ImageResolver(encoder, store, image_limits, image_threads),
-        load_defaults(text.folder.path, text.tokenizer.eos_token_id),
+        text.defaults,
         sampling_limits,
         limits.max_context_tokens,
         threads,

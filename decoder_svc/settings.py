@@ -5,8 +5,10 @@ from __future__ import annotations
 import pathlib
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from lookonce.errors import ConfigurationError
+from lookonce.sdk.target import checked_target
 from lookonce.server.settings import ServiceSettings
 
 
@@ -96,11 +98,25 @@ class DecoderSettings(ServiceSettings):
         description="Deadline of a Generate or GenerateStream call that sets none, seconds after its arrival. A call's "
         "own deadline counts instead, however long. 0: no default; such a call may take any time.",
     )
-    default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that does not set it.")
+    default_max_tokens: int = Field(
+        256, ge=1, description="max_tokens of a request that does not set it, reduced to the room left in the context."
+    )
     max_stop_strings: int = Field(16, ge=0, description="Most stop strings in a request.")
     max_logprobs: int = Field(
         20, ge=0, description="Most alternatives per token in the log probabilities that a request asks for."
     )
+
+    @field_validator("encoder_target")
+    @classmethod
+    def _check_target(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if not value.strip():
+            raise ValueError("is empty; name the encoder's address, or leave the setting out: text prompts only")
+        try:
+            return checked_target(value)
+        except ConfigurationError as error:
+            raise ValueError(error.message) from None
 
     @model_validator(mode="after")
     def _check_encoder(self) -> Self:

@@ -22,7 +22,7 @@ from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import InvalidParameterError
-from lookonce.identity import current_identity
+from lookonce.identity import TENANT_NAME, current_identity
 from lookonce.logs import get_logger
 from lookonce.tenants import Tenants
 
@@ -99,15 +99,15 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         """Removes images everywhere. Idempotent: an image that is gone already is no error."""
         if bool(request.keys) + request.all + request.all_of_tenant != 1:
             raise InvalidParameterError("keys", "exactly one of keys, all and all_of_tenant must be set")
+        tenant = self._tenant("tenant", request.tenant)
         what = "keys" if request.keys else "all" if request.all else "tenant"
         with _audited("evict", request.tenant, what=what) as outcome:
-            eviction = await self._evict(request, _until_s(context))
+            eviction = await self._evict(request, tenant, _until_s(context))
             outcome["num_images"] = eviction.num_entries
         images = [pb.EvictedImage(entries=image.num_images, pairs=image.num_pairs) for image in eviction.images]
         return pb.EvictEmbeddingsResponse(evicted=eviction.num_entries, images=images)
 
-    async def _evict(self, request: pb.EvictEmbeddingsRequest, until_s: float) -> Eviction:
-        tenant = self._tenants.named(request.tenant)
+    async def _evict(self, request: pb.EvictEmbeddingsRequest, tenant: Tenant, until_s: float) -> Eviction:
         if request.keys:
             options = wire.parse_options(request)
             keys = self._keys(request.keys, options, tenant)
@@ -124,7 +124,14 @@ class EncoderAdminServicer(pb_grpc.EncoderAdminServiceServicer):
         return Eviction(await self._control.evict_tenant(tenant, until_s=until_s), [])
 
     def _selected(self, selection: pb.EmbeddingSelection) -> list[ContentKey]:
-        return self._keys(selection.keys, wire.parse_options(selection), self._tenants.named(selection.tenant))
+        tenant = self._tenant("selection.tenant", selection.tenant)
+        return self._keys(selection.keys, wire.parse_options(selection), tenant)
+
+    def _tenant(self, field: str, name: str) -> Tenant:
+        """Returns the tenant of a name. A misspelt one has no images, and its call would succeed without an effect."""
+        if not TENANT_NAME.fullmatch(name):
+            raise InvalidParameterError(field, f"no tenant can have this name; it must match {TENANT_NAME.pattern}")
+        return self._tenants.named(name)
 
     def _keys(
         self, keys: Sequence[common_pb2.ContentKey], options: ProcessorOptions, tenant: Tenant

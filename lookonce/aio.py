@@ -34,7 +34,7 @@ from lookonce.sdk.channel import (
     Deadline,
     channel_options,
     check_request_id,
-    path_of,
+    connection_options,
 )
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.replies import parsed
@@ -81,7 +81,7 @@ class AsyncClient:
 
         The arguments are those of `lookonce.Client.connect`. Call it inside the running event loop.
         """
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         encoder_target = None if encoder_target is None else checked_target(encoder_target)
         return cls(checked_target(decoder_target), encoder_target, options)
 
@@ -170,10 +170,11 @@ class AsyncClient:
                 )
             return [ref in found for ref in refs]
 
-    async def model_info(self) -> decoder_pb2.GetModelInfoResponse:
+    async def model_info(self, *, timeout_s: float | None = None) -> decoder_pb2.GetModelInfoResponse:
         """Returns the decoder's description of its model and limits; later calls return the first answer."""
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.model_info"):
-            return await self._model_info(self._options.deadline(None))
+            return await self._model_info(deadline)
 
     async def aclose(self) -> None:
         """Closes the channels. Calls and streams in flight end with AbortedError; so do later calls."""
@@ -208,6 +209,7 @@ class AsyncClient:
         return stub
 
     async def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
+        self._calls.check_open()
         if self._info is None:
             self._info = await self._calls.unary(
                 self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline
@@ -223,7 +225,7 @@ class AsyncClient:
 
 async def _prepared(prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> PreparedPrompt:
     """Prepares a prompt, in a thread if it may have files to read and hash. Text alone is cheaper than a thread."""
-    if isinstance(prompt, str) and not images:
+    if isinstance(prompt, str) and isinstance(images, list | tuple) and not images:
         return PreparedPrompt(prompt, (), options)
     return await asyncio.to_thread(PreparedPrompt, prompt, images, options)
 

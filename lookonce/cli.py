@@ -6,6 +6,7 @@ Results go to stdout, everything else to stderr. Exit status: 0; 1 for a failed 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
 import signal
@@ -30,11 +31,12 @@ from lookonce.errors import (
 from lookonce.families.registry import FAMILIES
 from lookonce.generation import GenerateOptions, TextPrompt, Usage
 from lookonce.images import ImageRef
-from lookonce.local.cli_options import MAX_UINT32, MAX_UINT64, Images, Target, Timeout, filled, named_image
+from lookonce.local.cli_options import MAX_UINT32, MAX_UINT64, Images, Target, Timeout, filled, named_image, tenant_name
 from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
 from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 from lookonce.local.family_offers import offers_of
 from lookonce.local.serve_extra import require_serve_packages
+from lookonce.sdk.channel import Deadline
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
 
@@ -213,7 +215,8 @@ def generate(
     timeout_s: Timeout = 120.0,
 ) -> None:
     """Ask about images. The answer is streamed to stdout."""
-    options: GenerateOptions = {"timeout_s": timeout_s}
+    deadline = Deadline.after(timeout_s)
+    options: GenerateOptions = {}
     if max_tokens is not None:
         options["max_tokens"] = max_tokens
     if temperature is not None:
@@ -222,10 +225,9 @@ def generate(
         options["seed"] = seed
     images = image or []
     with _connect(decoder_target(target)) as client:
-        stream = (
-            client.stream(_raw(client, prompt, images), **options) if raw else client.stream(prompt, images, **options)
-        )
-        with stream:
+        asked = _raw(client, prompt, images, _left_s(deadline)) if raw else prompt
+        options["timeout_s"] = _left_s(deadline)
+        with client.stream(asked, () if raw else images, **options) as stream:
             for text in stream:
                 sys.stdout.write(text)
                 sys.stdout.flush()
@@ -233,9 +235,15 @@ def generate(
             _err.print(f"[dim]{usage_line(stream.usage)}[/]")
 
 
-def _raw(client: Client, text: str, images: Sequence[pathlib.Path]) -> TextPrompt:
+def _left_s(deadline: Deadline) -> float:
+    """Returns the rest of a deadline, seconds; math.inf without one. Raises DeadlineError if it has passed."""
+    left_s = deadline.remaining_s()
+    return math.inf if left_s is None else left_s
+
+
+def _raw(client: Client, text: str, images: Sequence[pathlib.Path], timeout_s: float) -> TextPrompt:
     """Returns a prompt without a chat template. A text without placeholders gets one for each image at its start."""
-    placeholder = client.model_info().image_placeholder if images else ""
+    placeholder = client.model_info(timeout_s=timeout_s).image_placeholder if images else ""
     return TextPrompt(text if placeholder in text else placeholder * len(images) + text, images)
 
 
@@ -291,7 +299,7 @@ def evict(
     ] = None,
     tenant: Annotated[
         str | None,
-        typer.Option(help="Tenant that the images belong to. Default: the default tenant.", callback=filled),
+        typer.Option(help="Tenant that the images belong to. Default: the default tenant.", callback=tenant_name),
     ] = None,
     all_of_tenant: Annotated[bool, typer.Option("--all-of-tenant", help="Remove all images of the tenant.")] = False,
     timeout_s: Timeout = 60.0,

@@ -32,7 +32,7 @@ from lookonce.sdk.channel import (
     Deadline,
     channel_options,
     check_request_id,
-    path_of,
+    connection_options,
 )
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.target import checked_target
@@ -83,7 +83,7 @@ class Client:
         and key, for servers that ask for one. `token` is sent as a bearer token. Raises ConfigurationError or
         InvalidParameterError for values that no call could use.
         """
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         encoder_target = None if encoder_target is None else checked_target(encoder_target)
         return cls(checked_target(decoder_target), encoder_target, options)
 
@@ -167,10 +167,11 @@ class Client:
                 found.update(cached_images(looked_up, self._calls.unary(encoder.LookupEmbeddings, request, deadline)))
             return [ref in found for ref in refs]
 
-    def model_info(self) -> decoder_pb2.GetModelInfoResponse:
+    def model_info(self, *, timeout_s: float | None = None) -> decoder_pb2.GetModelInfoResponse:
         """Returns the decoder's description of its model and limits; later calls return the first answer."""
+        deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.model_info"):
-            return self._model_info(self._options.deadline(None))
+            return self._model_info(deadline)
 
     def close(self) -> None:
         """Closes the channels. Calls and streams in flight end with AbortedError; so do later calls."""
@@ -207,6 +208,7 @@ class Client:
             return encoder_grpc.EncoderServiceStub(self._encoder_channel)
 
     def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
+        self._calls.check_open()
         if self._info is None:
             self._info = self._calls.unary(self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline)
         return self._info

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self, TypeAlias
 
 from lookonce.content_key import ImageDigest, image_digest, parse_digest
 from lookonce.errors import InvalidParameterError
+
+_HEX_DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
 
 EmbeddingSource: TypeAlias = Literal["computed", "coalesced", "local cache", "shared cache", "cache"]
 
@@ -48,7 +51,14 @@ class ImageRef:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, max_pixels: int | None = None, beside_others: bool = False) -> Self:
-        """Returns a reference to an image file in memory. Hashes it, 0.6 ms per MiB."""
+        """Returns a reference to an image file in memory. Hashes it, 0.6 ms per MiB.
+
+        Raises InvalidParameterError for anything but bytes.
+        """
+        given: object = data
+        if not isinstance(given, bytes | bytearray | memoryview):
+            raise InvalidParameterError("data", f"must be bytes, not {type(given).__name__}")
+        data = bytes(given)
         return cls(image_digest(data), data, max_pixels, beside_others)
 
     @classmethod
@@ -64,11 +74,14 @@ class ImageRef:
 
         Raises InvalidParameterError for anything else.
         """
-        if isinstance(digest, str):
-            try:
-                digest = bytes.fromhex(digest)
-            except ValueError:
-                raise InvalidParameterError("digest", "must be hexadecimal") from None
+        given: object = digest
+        if isinstance(given, str):
+            if not _HEX_DIGEST.fullmatch(given):
+                raise InvalidParameterError("digest", "must be 64 hexadecimal characters without spaces")
+            given = bytes.fromhex(given)
+        if not isinstance(given, bytes | bytearray | memoryview):
+            raise InvalidParameterError("digest", f"must be bytes or text, not {type(given).__name__}")
+        digest = bytes(given)
         return cls(parse_digest(digest, "digest"), None, max_pixels, beside_others)
 
     @property
@@ -82,16 +95,35 @@ ImageLike: TypeAlias = "ImageRef | bytes | str | os.PathLike[str]"
 
 
 def as_image(image: ImageLike) -> ImageRef:
-    """Returns a reference; reads and hashes bytes and paths. Raises OSError if a file cannot be read."""
-    if isinstance(image, ImageRef):
-        return image
-    if isinstance(image, bytes | bytearray | memoryview):
-        return ImageRef.from_bytes(bytes(image))
-    return ImageRef.from_file(image)
+    """Returns a reference; reads and hashes bytes and paths.
+
+    Raises OSError if a file cannot be read, and InvalidParameterError for anything else.
+    """
+    given: object = image
+    if isinstance(given, ImageRef):
+        return given
+    if isinstance(given, bytes | bytearray | memoryview):
+        return ImageRef.from_bytes(bytes(given))
+    if not isinstance(given, str | os.PathLike):
+        raise InvalidParameterError("images", f"one is a {type(given).__name__}; give references, bytes or paths")
+    try:
+        return ImageRef.from_file(given)
+    except ValueError:
+        raise InvalidParameterError("images", "one is a path that no file can have") from None
+
+
+def _check_list(images: Sequence[ImageLike]) -> None:
+    """Raises InvalidParameterError for anything but a list of images."""
+    given: object = images
+    is_one = isinstance(given, str | bytes | bytearray | memoryview | os.PathLike)
+    if is_one or not isinstance(given, Iterable):
+        raise InvalidParameterError("images", f"must be a list of images, not a single {type(given).__name__}")
 
 
 def as_images(images: Sequence[ImageLike]) -> list[ImageRef]:
-    """Returns a reference for each image. May take milliseconds: keep it off event loops."""
-    if isinstance(images, str | bytes):
-        raise InvalidParameterError("images", "must be a list of images, not a single image")
+    """Returns a reference for each image. May take milliseconds: keep it off event loops.
+
+    Raises as `as_image`, and InvalidParameterError for anything but a list.
+    """
+    _check_list(images)
     return [as_image(image) for image in images]

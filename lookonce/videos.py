@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -28,6 +29,11 @@ class Video:
     # Width and height of the frames in pixels. If it is given, the client sends digests first, as for images;
     # otherwise it sends the bytes every time.
     size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises InvalidParameterError for a size that is no pair of whole numbers."""
+        if self.size is not None and not _is_pair(self.size):
+            raise InvalidParameterError("size", f"must be width and height in pixels, got {self.size!r}")
 
     @classmethod
     def from_frames(
@@ -56,3 +62,11 @@ class Video:
     def num_pairs(self) -> int:
         """Number of cache entries of the video; an odd last frame is paired with itself."""
         return -(-len(self.frames) // FRAMES_PER_PAIR)
+
+
+def _is_pair(size: object) -> bool:
+    return (
+        isinstance(size, tuple | list)
+        and len(size) == 2
+        and all(isinstance(side, numbers.Integral) and not isinstance(side, bool) for side in size)
+    )

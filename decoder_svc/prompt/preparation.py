@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.prompt_builder import PromptBuilder
 from decoder_svc.prompt.prompt_spec import ChatPrompt, PromptSpec
@@ -21,6 +20,7 @@ from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_siz
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import Tenant
+from lookonce.model.generation_defaults import GenerationDefaults
 from lookonce.threads import run_in_thread
 
 

@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
+from lookonce.model.generation_defaults import GenerationDefaults
+from lookonce.model.sampling_ranges import SAMPLING_RANGES, shown
 
-MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 10.0
-MAX_OCCURRENCE_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRING_CHARS = 1024
@@ -80,21 +78,14 @@ def check_sampling(spec: SamplingSpec, defaults: GenerationDefaults, limits: Sam
     _check_supported(spec)
     max_tokens = _integer("max_tokens", spec.max_tokens, 1, None, limits.default_max_tokens)
     params = SamplingParams(
-        temperature=_number("temperature", spec.temperature, 0.0, MAX_TEMPERATURE, defaults.temperature),
-        top_p=_number("top_p", spec.top_p, 0.0, 1.0, defaults.top_p, is_low_excluded=True),
+        temperature=_number("temperature", spec.temperature, defaults.temperature),
+        top_p=_number("top_p", spec.top_p, defaults.top_p),
         # The API uses 0 for "no limit", the engine None.
         top_k=(spec.top_k if spec.top_k is not None else defaults.top_k) or None,
-        min_p=_number("min_p", spec.min_p, 0.0, 1.0, defaults.min_p),
-        repetition_penalty=_number(
-            "repetition_penalty",
-            spec.repetition_penalty,
-            0.0,
-            MAX_REPETITION_PENALTY,
-            defaults.repetition_penalty,
-            is_low_excluded=True,
-        ),
-        presence_penalty=_occurrence_penalty("presence_penalty", spec.presence_penalty),
-        frequency_penalty=_occurrence_penalty("frequency_penalty", spec.frequency_penalty),
+        min_p=_number("min_p", spec.min_p, defaults.min_p),
+        repetition_penalty=_number("repetition_penalty", spec.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_number("presence_penalty", spec.presence_penalty, 0.0),
+        frequency_penalty=_number("frequency_penalty", spec.frequency_penalty, 0.0),
         logit_bias=_logit_bias(spec.logit_bias or {}, defaults, limits.vocab_size),
         max_tokens=max_tokens,
         min_tokens=_integer("min_tokens", spec.min_tokens, 0, max_tokens, min(defaults.min_tokens, max_tokens)),
@@ -129,20 +120,12 @@ def _check_supported(spec: SamplingSpec) -> None:
         raise UnsupportedError(f"sampling.n: {spec.n} choices requested, this server returns one per request")
 
 
-def _number(
-    name: str, value: float | None, low: float, high: float, default: float, *, is_low_excluded: bool = False
-) -> float:
+def _number(name: str, value: float | None, default: float) -> float:
     if value is None:
         return default
-    is_inside = low <= value <= high and not (is_low_excluded and value == low)
-    # Also true for NaN, which compares False with every bound.
-    if not is_inside:
-        raise _out_of_range(name, value, f"in {'(' if is_low_excluded else '['}{low:g}, {high:g}]")
+    if value not in SAMPLING_RANGES[name]:
+        raise _out_of_range(name, value, f"in {SAMPLING_RANGES[name]}")
     return value
-
-
-def _occurrence_penalty(name: str, value: float | None) -> float:
-    return _number(name, value, -MAX_OCCURRENCE_PENALTY, MAX_OCCURRENCE_PENALTY, 0.0)
 
 
 def _integer(name: str, value: int | None, low: int, high: int | None, default: int) -> int:
@@ -197,6 +180,4 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> InvalidParameterError:
-    # All digits of an integer, and those that tell a float32 from its neighbours.
-    shown = str(value) if isinstance(value, int) or not math.isfinite(value) else f"{value:.8g}"
-    return InvalidParameterError(f"sampling.{name}", f"must be {allowed}, got {shown}")
+    return InvalidParameterError(f"sampling.{name}", f"must be {allowed}, got {shown(value)}")

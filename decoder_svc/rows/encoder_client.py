@@ -19,7 +19,6 @@ from google.protobuf.message import Message
 from decoder_svc.rows.encoder_channel import ChannelSettings, EncoderChannel
 from decoder_svc.rows.encoder_wire import (
     SENDER,
-    call_error,
     check_key,
     embedding_meta,
     row_dtype,
@@ -28,6 +27,7 @@ from decoder_svc.rows.encoder_wire import (
     without_position,
 )
 from decoder_svc.rows.own_fingerprints import OwnFingerprints
+from decoder_svc.rows.reach_log import ReachLog
 from decoder_svc.rows.row_stream import RowStreamReader
 from lookonce import tracing
 from lookonce.common.v1 import common_pb2
@@ -116,6 +116,7 @@ class EncoderClient:
         self._expected = expected
         self._own = own
         self._settings = settings
+        self._reach = ReachLog()
         # By health name.
         self._channels: dict[str, EncoderChannel] = {}
         # The channel in use; the one to all replicas until one is found that belongs to the folder.
@@ -124,7 +125,6 @@ class EncoderClient:
         self._current_stub: encoder_service_pb2_grpc.EncoderServiceAsyncStub = (
             encoder_service_pb2_grpc.EncoderServiceStub(self._stub_channel)
         )
-        self._token = settings.token
         self._info: EncoderInfo | None = None
         # Whether the replicas in use may have been replaced by others, since a call did not reach any.
         self._is_in_doubt = False
@@ -232,7 +232,9 @@ class EncoderClient:
                 request, timeout=_INFO_TIMEOUT_S, metadata=self._metadata(), wait_for_ready=wait_for_ready
             )
         except grpc.aio.AioRpcError as error:
-            raise call_error(error, _INFO_TIMEOUT_S) from None
+            is_expected = channel is not self._channels[ENCODER_SERVICE]
+            raise self._reach.error_of(error, _INFO_TIMEOUT_S, is_expected=is_expected) from None
+        self._reach.note_answer()
         return parsed(reply, SENDER)
 
     def _channel_to(self, name: str) -> EncoderChannel:
@@ -319,7 +321,7 @@ class EncoderClient:
             async for chunk in call:
                 reader.take(parsed(chunk, SENDER))
         except grpc.aio.AioRpcError as error:
-            raise self._noted(call_error(error, timeout_s)) from None
+            raise self._noted(self._reach.error_of(error, timeout_s)) from None
         finally:
             call.cancel()
         reader.finish()
@@ -344,9 +346,11 @@ class EncoderClient:
         No variable holds the call: its error's traceback holds the frame, and so the image in the request.
         """
         try:
-            return parsed(await method(request, timeout=timeout_s, metadata=metadata), SENDER)
+            reply = parsed(await method(request, timeout=timeout_s, metadata=metadata), SENDER)
+            self._reach.note_answer()
+            return reply
         except grpc.aio.AioRpcError as error:
-            raise self._noted(call_error(error, timeout_s)) from None
+            raise self._noted(self._reach.error_of(error, timeout_s)) from None
         except UnavailableError as error:
             raise self._noted(error) from None
 
@@ -385,13 +389,12 @@ class EncoderClient:
             pairs.append(("x-request-id", request_id))
         if tenant:
             pairs.append((TENANT_KEY, tenant))
-        if self._token is not None:
-            pairs.append(("authorization", f"Bearer {self._token.value}"))
+        if self._settings.token is not None:
+            pairs.append(("authorization", f"Bearer {self._settings.token.value}"))
         return tuple(pairs)
 
     def _noted(self, error: LookonceError) -> LookonceError:
         if isinstance(error, FingerprintMismatchError):
             self._info = None
-        elif isinstance(error, UnavailableError):
-            self._is_in_doubt = True
+        self._is_in_doubt |= isinstance(error, UnavailableError)
         return error

@@ -1,6 +1,6 @@
 """Messages and errors of the encoder's calls as the decoder's own types. Makes no call.
 
-No text of gRPC and no address is in the errors: they go to the log.
+No text of gRPC and no address is in the errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.errors import InvalidParameterError, LookonceError, UnavailableError
-from lookonce.logs import get_logger
 
 SENDER = "the encoder service"
 """The encoder in the texts of errors."""
@@ -27,8 +26,6 @@ _DTYPES = {
     common_pb2.DATA_TYPE_BFLOAT16: RowDtype.BFLOAT16,
     common_pb2.DATA_TYPE_INT8_SCALED: RowDtype.INT8_SCALED,
 }
-
-_log = get_logger(__name__)
 
 
 class WireOptions(TypedDict):
@@ -89,15 +86,18 @@ def without_position(error: LookonceError) -> LookonceError:
     return error
 
 
-def call_error(error: grpc.aio.AioRpcError, timeout_s: float) -> LookonceError:
-    """Returns the encoder's own error, or UnavailableError for an error of the connection."""
+def own_error(error: grpc.aio.AioRpcError) -> LookonceError | None:
+    """Returns the encoder's own error; None for an error of the connection."""
     typed = status_codes.from_rpc_error(error)
     if isinstance(typed, errors.MessageTooLargeError):
         return errors.ImageTooLargeError("the image is over the encoder service's message limit; send a smaller file")
     is_from_encoder = _STATUS_DETAILS_KEY in error.trailing_metadata()
-    if is_from_encoder and not isinstance(typed, errors.DeadlineError | errors.AbortedError):
-        return typed
-    _log.warning("encoder call failed", code=error.code().name, details=error.details())
+    is_end_of_call = isinstance(typed, errors.DeadlineError | errors.AbortedError)
+    return typed if is_from_encoder and not is_end_of_call else None
+
+
+def connection_error(error: grpc.aio.AioRpcError, timeout_s: float) -> UnavailableError:
+    """Returns the error of a call that no encoder answered."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(f"the encoder service did not answer within {timeout_s:g} s; retry")
     return UnavailableError("the encoder service cannot be reached; retry")

@@ -14,13 +14,20 @@ from typing import Self
 import grpc.aio
 
 from lookonce import tracing
-from lookonce.admin.messages import cache_stats, entry_stats, evicted_images, eviction_requests, selections
+from lookonce.admin.messages import (
+    cache_stats,
+    checked_tenant,
+    entry_stats,
+    evicted_images,
+    eviction_requests,
+    selections,
+)
 from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import AsyncCalls
-from lookonce.sdk.channel import ConnectionOptions, channel_options, path_of
+from lookonce.sdk.channel import ConnectionOptions, channel_options, connection_options
 from lookonce.sdk.target import checked_target
 
 
@@ -53,7 +60,7 @@ class AsyncAdminClient:
         token: str | None = None,
     ) -> Self:
         """Returns a client. Call it inside the running event loop, with the arguments of `lookonce.AdminClient`."""
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         return cls(checked_target(target), options)
 
     async def evict(
@@ -70,7 +77,7 @@ class AsyncAdminClient:
     async def evict_tenant(self, tenant: str, *, timeout_s: float | None = None) -> int:
         """Removes all images of a tenant as `evict` does. Returns the number of entries that the shared cache had."""
         with tracing.calling("admin.evict_tenant"):
-            request = pb.EvictEmbeddingsRequest(tenant=tenant, all_of_tenant=True)
+            request = pb.EvictEmbeddingsRequest(tenant=checked_tenant(tenant), all_of_tenant=True)
             return (
                 await self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s))
             ).evicted

@@ -13,13 +13,20 @@ from typing import Self
 import grpc
 
 from lookonce import tracing
-from lookonce.admin.messages import cache_stats, entry_stats, evicted_images, eviction_requests, selections
+from lookonce.admin.messages import (
+    cache_stats,
+    checked_tenant,
+    entry_stats,
+    evicted_images,
+    eviction_requests,
+    selections,
+)
 from lookonce.admin.results import CacheStats, EntryStats, EvictedImage
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import SyncCalls
-from lookonce.sdk.channel import ConnectionOptions, channel_options, path_of
+from lookonce.sdk.channel import ConnectionOptions, channel_options, connection_options
 from lookonce.sdk.target import checked_target
 
 
@@ -62,7 +69,7 @@ class AdminClient:
         `target` is the host:port of an encoder's `admin_listen`; any encoder of a fleet will do. `token` needs the role
         operator. The other arguments are those of `lookonce.Client.connect`.
         """
-        options = ConnectionOptions(timeout_s, path_of(tls_ca), path_of(tls_cert), path_of(tls_key), token)
+        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         return cls(checked_target(target), options)
 
     def evict(
@@ -85,7 +92,7 @@ class AdminClient:
     def evict_tenant(self, tenant: str, *, timeout_s: float | None = None) -> int:
         """Removes all images of a tenant as `evict` does. Returns the number of entries that the shared cache had."""
         with tracing.calling("admin.evict_tenant"):
-            request = pb.EvictEmbeddingsRequest(tenant=tenant, all_of_tenant=True)
+            request = pb.EvictEmbeddingsRequest(tenant=checked_tenant(tenant), all_of_tenant=True)
             return self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s)).evicted
 
     def evict_all(self, *, timeout_s: float | None = None) -> int:

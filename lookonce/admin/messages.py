@@ -7,14 +7,27 @@ from collections.abc import Iterator, Sequence
 from lookonce.admin.results import CacheStats, EntryStats, EvictedImage, TierStats
 from lookonce.common.v1 import common_pb2
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.errors import InvalidParameterError
+from lookonce.identity import TENANT_NAME
 from lookonce.images import ImageRef
 from lookonce.sdk.messages import MAX_LOOKUP_KEYS
+
+
+def checked_tenant(tenant: str) -> str:
+    """Returns the name. Raises InvalidParameterError for one that no tenant can have: nothing would be found."""
+    given: object = tenant
+    if not isinstance(given, str) or not TENANT_NAME.fullmatch(given):
+        raise InvalidParameterError(
+            "tenant", f"no tenant can have the name {given!r}; it must match {TENANT_NAME.pattern}"
+        )
+    return given
 
 
 def eviction_requests(
     images: Sequence[ImageRef], tenant: str
 ) -> Iterator[tuple[Sequence[ImageRef], pb.EvictEmbeddingsRequest]]:
     """Yields removals of at most 256 images, each with its images. Options do not matter: all entries are removed."""
+    checked_tenant(tenant)
     for start in range(0, len(images), MAX_LOOKUP_KEYS):
         chunk = images[start : start + MAX_LOOKUP_KEYS]
         yield chunk, pb.EvictEmbeddingsRequest(keys=[_key(image) for image in chunk], tenant=tenant)
@@ -28,6 +41,7 @@ def evicted_images(images: Sequence[ImageRef], response: pb.EvictEmbeddingsRespo
 
 def selections(images: Sequence[ImageRef], tenant: str) -> Iterator[tuple[list[int], pb.EmbeddingSelection]]:
     """Yields selections of at most 256 images with equal options, each with the positions of its images."""
+    checked_tenant(tenant)
     by_options: dict[tuple[int | None, bool], list[int]] = {}
     for index, image in enumerate(images):
         by_options.setdefault((image.max_pixels, image.beside_others), []).append(index)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lookonce.errors import InvalidParameterError
+from lookonce.identity import TENANT_NAME
 from lookonce.images import ImageRef
 
 # Largest values of the contract's fields.
@@ -18,6 +19,13 @@ def filled(value: str | None) -> str | None:
     """Refuses an empty value, which a script with an unset variable gives. It would mean another server or tenant."""
     if value is not None and not value.strip():
         raise typer.BadParameter("is empty; give a value, or leave the flag out")
+    return value
+
+
+def tenant_name(value: str | None) -> str | None:
+    """Refuses an empty value, and a name that no tenant can have: nothing of it could be found or removed."""
+    if filled(value) is not None and not TENANT_NAME.fullmatch(value or ""):
+        raise typer.BadParameter(f"no tenant can have this name; it must match {TENANT_NAME.pattern}")
     return value
 
 

@@ -5,7 +5,8 @@ Needs torch and transformers. Reads the vision half's weights for the fingerprin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,7 @@ from lookonce.local.finding import Finding
 from lookonce.local.half_check import HalfWeights, check_half
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.generation_config import ignored_fields, read_generation_config
+from lookonce.model.generation_defaults import parse_defaults
 from lookonce.model.half_model import Half, load_vision_half
 from lookonce.model.model_folder import ModelFolder, chat_template_source
 from lookonce.model.pretrained_tokenizer import load_pretrained
@@ -48,7 +50,7 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
         except LookonceError as error:
             return [Finding("family", False, str(error))]
         try:
-            ignored = ignored_fields(read_generation_config(folder.path))
+            generation = read_generation_config(folder.path)
         except LookonceError as error:
             # transformers reads the file with the weights and fails, so nothing else can be examined.
             return [Finding("generation defaults", False, str(error))]
@@ -58,12 +60,21 @@ def examine_folder(folder: ModelFolder) -> list[Finding]:
             *_text(folder, model),
             Finding("rows of images", True, ", ".join(_rows(model, *size) for size in _SAMPLE_SIZES)),
             *_texts(folder, model),
+            *_defaults(folder, generation),
         ]
-        if ignored:
-            findings.append(Finding("generation defaults", True, f"ignored: {', '.join(ignored)}"))
     if all(finding.is_fine for finding in findings):
         findings.append(Finding("loading", True, "encoder and decoder can load this folder"))
     return findings
+
+
+def _defaults(folder: ModelFolder, generation: Mapping[str, Any]) -> list[Finding]:
+    """Returns what the decoder refuses or ignores of the sampling defaults; nothing if it takes all of them."""
+    try:
+        parse_defaults(generation, folder.config, None)
+    except LookonceError as error:
+        return [Finding("generation defaults", False, str(error))]
+    ignored = ignored_fields(generation)
+    return [Finding("generation defaults", True, f"ignored: {', '.join(ignored)}")] if ignored else []
 
 
 def _vision(folder: ModelFolder, model: FamilyModel) -> list[Finding]:
@@ -144,24 +155,25 @@ def _prompts(folder: ModelFolder, model: FamilyModel, tokenizer: Any) -> list[Fi
     if source is None:
         return [Finding("chat template", False, _NO_TEMPLATE), _videos(model, takes_videos=False)]
     placeholder = model.data.placeholder(model.source) or tokenizer.convert_ids_to_tokens(_image_token_id(folder))
-    num_written = _num_written(tokenizer, source, "image", placeholder)
+    try:
+        num_written = _num_written(tokenizer, source, "image", placeholder)
+    except TEMPLATE_ERRORS as error:
+        return [Finding("chat template", False, f"cannot be rendered: {error}")]
     if num_written != 1:
         return [Finding("chat template", False, f"writes {num_written} × {placeholder} for one image; it must be one")]
     takes_videos = False
     if model.video is not None and (token := tokenizer.convert_ids_to_tokens(model.video.token_id)) is not None:
-        takes_videos = _num_written(tokenizer, source, "video", model.video.rule.placeholder(token)) == 1
+        with contextlib.suppress(*TEMPLATE_ERRORS):
+            takes_videos = _num_written(tokenizer, source, "video", model.video.rule.placeholder(token)) == 1
     return [Finding("chat template", True, f"writes {placeholder}"), _videos(model, takes_videos=takes_videos)]
 
 
 def _num_written(tokenizer: Any, source: str, part_type: str, text: str) -> int:
-    """Counts `text` in the rendered template of one part of type `part_type`; 0 if the template refuses the part."""
+    """Counts `text` in the rendered template of one part of type `part_type`. Raises one of TEMPLATE_ERRORS."""
     conversation = [{"role": "user", "content": [{"type": part_type}, {"type": "text", "text": "?"}]}]
-    try:
-        rendered = tokenizer.apply_chat_template(
-            conversation, chat_template=source, add_generation_prompt=True, tokenize=False
-        )
-    except TEMPLATE_ERRORS:
-        return 0
+    rendered = tokenizer.apply_chat_template(
+        conversation, chat_template=source, add_generation_prompt=True, tokenize=False
+    )
     return str(rendered).count(text)
 
 

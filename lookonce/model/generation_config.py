@@ -1,6 +1,6 @@
 """Reads a model folder's generation_config.json, and names what of it the decoder does not serve.
 
-Knows only what can be said without the sampler; `decoder_svc/prompt/generation_defaults.py` takes over the rest.
+Knows only what can be said without the sampler; `generation_defaults.py` takes over the rest.
 """
 
 from __future__ import annotations

@@ -155,7 +155,10 @@ def _complete_weight_files(path: pathlib.Path) -> tuple[pathlib.Path, ...]:
             f"{path} holds no weights ({_SINGLE_FILE} or {_INDEX_FILE} is missing); download the whole model into it"
         )
     for file in files:
-        _check_safetensors(file)
+        try:
+            _check_safetensors(file)
+        except OSError as error:
+            raise ModelFolderError(f"{file} cannot be read: {error.strerror}; download it again") from None
     return files
 
 

@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
@@ -66,11 +66,6 @@ def check_request_id(request_id: str | None) -> None:
         raise InvalidParameterError("request_id", f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {request_id!r}")
 
 
-def path_of(path: str | os.PathLike[str] | None) -> pathlib.Path | None:
-    """Returns a pathlib.Path, and None for None."""
-    return None if path is None else pathlib.Path(path)
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
     """Deadline, TLS files and token of a client's connections."""
@@ -89,8 +84,8 @@ class ConnectionOptions:
         """Raises InvalidParameterError for a deadline that none can have, ConfigurationError for an unusable token."""
         self.deadline(None)
         # gRPC would refuse it at every call, with an error that shows the token.
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
-            raise ConfigurationError("the token must be printable ASCII without spaces and line ends")
+        if self.token is not None and not _is_token(self.token):
+            raise ConfigurationError("the token must be text of printable ASCII without spaces and line ends")
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Returns the deadline of one call; None: the client's default. Raises InvalidParameterError as Deadline."""
@@ -123,9 +118,10 @@ class Deadline:
         Raises InvalidParameterError for anything but a number above 0.
         """
         given: object = timeout_s
-        seconds = float(given) if isinstance(given, numbers.Real) else math.nan
+        seconds = _seconds(given) if isinstance(given, numbers.Real) else math.nan
         if math.isnan(seconds) or seconds <= 0:
-            raise InvalidParameterError("timeout_s", f"must be a number of seconds above 0, got {given!r}")
+            shown = f"{seconds:g}" if isinstance(given, numbers.Real) else repr(given)
+            raise InvalidParameterError("timeout_s", f"must be a number of seconds above 0, got {shown}")
         return cls(None if math.isinf(seconds) else time.monotonic() + min(seconds, _MAX_TIMEOUT_S))
 
     def remaining_s(self) -> float | None:
@@ -136,3 +132,41 @@ class Deadline:
         if left_s <= 0:
             raise DeadlineError("the deadline passed before the call was complete")
         return left_s
+
+
+def connection_options(
+    timeout_s: float | None,
+    tls_ca: str | os.PathLike[str] | None,
+    tls_cert: str | os.PathLike[str] | None,
+    tls_key: str | os.PathLike[str] | None,
+    token: str | None,
+) -> ConnectionOptions:
+    """Returns the options that the arguments of a client's `connect` give. Raises as ConnectionOptions."""
+    authorities, certificate, key = (
+        _path_of(name, path) for name, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key))
+    )
+    return ConnectionOptions(timeout_s, authorities, certificate, key, token)
+
+
+def _path_of(name: str, path: str | os.PathLike[str] | None) -> pathlib.Path | None:
+    """Returns the path that an argument names, and None for None. Raises ConfigurationError for anything else."""
+    given: object = path
+    if given is None:
+        return None
+    if given == "":
+        raise ConfigurationError(f"{name} is empty; name a PEM file, or leave it out")
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigurationError(f"{name} must be a path, not {type(given).__name__}")
+    return pathlib.Path(given)
+
+
+def _seconds(given: Any) -> float:
+    """Returns a number as a float; of those beyond all floats, the longest deadline or one that has passed."""
+    try:
+        return float(given)
+    except OverflowError:
+        return _MAX_TIMEOUT_S if given > 0 else -_MAX_TIMEOUT_S
+
+
+def _is_token(token: object) -> bool:
+    return isinstance(token, str) and token.isascii() and token.isprintable() and bool(token) and " " not in token

@@ -230,30 +230,51 @@ def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
 
 
 def _as_text(prompt: TextPrompt, images: Sequence[ImageLike]) -> str:
+    text: object = prompt.text
+    if not isinstance(text, str):
+        raise InvalidParameterError("prompt", f"the text of a TextPrompt must be a str, not {type(text).__name__}")
     if images:
         raise InvalidParameterError("images", "must be those of the TextPrompt")
-    return prompt.text
+    return text
 
 
 def _as_turns(prompt: str | Sequence[Message], images: Sequence[ImageLike]) -> list[_Turn]:
     """Returns role and parts of each message. A question is one user message, with its images before its text."""
-    if isinstance(prompt, str):
-        return [("user", [*as_images(images), prompt])]
+    given: object = prompt
+    if isinstance(given, str):
+        return [("user", [*as_images(images), given])]
+    if isinstance(given, bytes | bytearray | memoryview) or not isinstance(given, Iterable):
+        raise _wrong_prompt(given)
     if images:
         raise InvalidParameterError("images", "must be parts of the messages if the prompt is a list of messages")
-    return [(_checked_role(message.role), _as_parts(message.content)) for message in prompt]
+    return [_as_turn(message) for message in given]
+
+
+def _as_turn(message: object) -> _Turn:
+    if not isinstance(message, Message):
+        raise _wrong_prompt(message)
+    return _checked_role(message.role), _as_parts(message.content)
+
+
+def _wrong_prompt(given: object) -> InvalidParameterError:
+    return InvalidParameterError(
+        "prompt", f"must be a str, a TextPrompt or a list of Message, not {type(given).__name__}"
+    )
 
 
 def _checked_role(role: Role) -> Role:
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise InvalidParameterError("role", f"must be one of {', '.join(_ROLES)}, not {role!r}")
     return role
 
 
 def _as_parts(content: str | Sequence[Any]) -> list[str | ImageRef | Video]:
-    if isinstance(content, str):
-        return [content]
-    return [part if isinstance(part, str | Video) else as_image(part) for part in content]
+    given: object = content
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, bytes | bytearray | memoryview) or not isinstance(given, Iterable):
+        raise InvalidParameterError("content", f"must be a text or a list of parts, not {type(given).__name__}")
+    return [part if isinstance(part, str | Video) else as_image(part) for part in given]
 
 
 def _sampling(options: GenerateOptions) -> decoder_pb2.SamplingParams:
@@ -274,7 +295,7 @@ def _sampling(options: GenerateOptions) -> decoder_pb2.SamplingParams:
 def _assign(message: Any, name: str, value: object) -> None:
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidParameterError(name, f"{value!r} is not a valid value") from None
 
 
@@ -286,7 +307,7 @@ def _fill(message: Any, name: str, values: Any) -> None:
             container.update(values)
         else:
             container.extend([values] if isinstance(values, str) else values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidParameterError(name, f"{values!r} is not a valid value") from None
 
 

@@ -9,9 +9,11 @@ from lookonce.errors import ConfigurationError
 
 _MAX_PORT = 65535
 _EXAMPLE = "for example 127.0.0.1:50051"
-# Schemes of gRPC whose addresses are its own matter. With those of the second line, each address needs a port.
-_SCHEMES = frozenset({"dns", "unix", "unix-abstract", "vsock", "xds", "google-c2p"})
+# Schemes of gRPC whose addresses are its own matter.
+_SCHEMES = frozenset({"unix", "unix-abstract", "vsock", "xds", "google-c2p"})
+# Schemes whose addresses need a port.
 _IP_SCHEMES = frozenset({"ipv4", "ipv6"})
+_DNS_SCHEME = "dns"
 
 
 def checked_target(target: str) -> str:
@@ -19,19 +21,33 @@ def checked_target(target: str) -> str:
 
     Raises ConfigurationError for anything else.
     """
+    given: object = target
+    if not isinstance(given, str):
+        raise ConfigurationError(f"the target must be a text such as 127.0.0.1:50051; got {given!r}")
     if not target or not target.isprintable() or " " in target:
         raise ConfigurationError(f"the target must be host:port without spaces, {_EXAMPLE}; got {target!r}")
     scheme, _, rest = target.partition(":")
-    if "://" in target and scheme not in _SCHEMES:
+    if "://" in target and scheme not in _SCHEMES | {_DNS_SCHEME}:
         raise ConfigurationError(f"the target must be host:port without {scheme}://, {_EXAMPLE}; got {target!r}")
     if scheme in _SCHEMES:
+        if not rest.strip("/"):
+            raise ConfigurationError(f"the target has nothing after {scheme}:; got {target!r}")
         return target
-    addresses = rest.split(",") if scheme in _IP_SCHEMES else [target]
-    if not all(map(_has_port, addresses)):
+    if not all(map(_has_port, _addresses(target, scheme, rest))):
         raise ConfigurationError(
             f"the target must be host:port with a port of 1..{_MAX_PORT}, {_EXAMPLE}; got {target!r}"
         )
     return target
+
+
+def _addresses(target: str, scheme: str, rest: str) -> list[str]:
+    """Returns the addresses in a target, each of which needs a port."""
+    if scheme in _IP_SCHEMES:
+        return rest.split(",")
+    if scheme == _DNS_SCHEME:
+        # A name server may stand between two slashes and a third one.
+        return [rest.partition("//")[2].partition("/")[2] if rest.startswith("//") else rest]
+    return [target]
 
 
 def _has_port(address: str) -> bool:

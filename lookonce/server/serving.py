@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pathlib
 import signal
 import sys
 import tempfile
@@ -329,9 +330,25 @@ def _status(*, is_serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus
 
 
 def check_files(settings: ServiceSettings) -> None:
-    """Raises ConfigurationError if the settings name certificates, tokens or keys with which no server can start."""
+    """Raises ConfigurationError if the settings name certificates, tokens, keys or a ready file that cannot be used."""
     server_credentials(settings)
     load_authenticator(settings)
+    if settings.ready_file is not None:
+        _check_ready_file(settings.ready_file)
+
+
+def _check_ready_file(path: pathlib.Path) -> None:
+    """Writes another file into the folder, as is done later, because rights and file systems can forbid it."""
+    reason = None
+    try:
+        if path.is_dir():
+            reason = "it is a folder"
+        else:
+            tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name).close()
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigurationError(f"ready_file: cannot write {path}: {reason}") from None
 
 
 def end_by(number: signal.Signals) -> None:

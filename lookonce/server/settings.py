@@ -26,6 +26,10 @@ from lookonce.errors import ConfigurationError
 from lookonce.server.setting_names import unknown_flags
 
 MIB = 1 << 20
+# Ten years. Redis refuses every write with a time to live that ends after its calendar.
+_MAX_TTL_S = 10 * 365 * 86_400
+# 23 days. gRPC counts its times in milliseconds, in 32 bits.
+_MAX_DURATION_S = 2_000_000
 
 
 class ServiceSettings(BaseSettings):
@@ -36,6 +40,7 @@ class ServiceSettings(BaseSettings):
         frozen=True,
         extra="forbid",
         hide_input_in_errors=True,
+        allow_inf_nan=False,
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
@@ -127,7 +132,9 @@ class ServiceSettings(BaseSettings):
         description="File with a secret of 64 hex characters, the same for all services. Cache keys are derived from "
         "it, so that nobody without it can tell which image or tenant an entry belongs to. Unset: a public value.",
     )
-    ttl_s: int = Field(86_400, ge=1, description="Lifetime of a cache entry after its last use, seconds.")
+    ttl_s: int = Field(
+        86_400, ge=1, le=_MAX_TTL_S, description="Lifetime of a cache entry after its last use, seconds."
+    )
 
     max_message_bytes: int = Field(64 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
     max_receive_bytes: int = Field(
@@ -140,26 +147,36 @@ class ServiceSettings(BaseSettings):
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest accepted image file.")
     max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted image, width times height in pixels.")
     keepalive_time_s: float = Field(
-        30.0, gt=0, description="Idle time of a connection before a keepalive ping, seconds."
+        30.0, gt=0, le=_MAX_DURATION_S, description="Idle time of a connection before a keepalive ping, seconds."
     )
     keepalive_timeout_s: float = Field(
-        5.0, gt=0, description="Time to answer a ping before the connection is closed, seconds."
+        5.0, gt=0, le=_MAX_DURATION_S, description="Time to answer a ping before the connection is closed, seconds."
     )
     max_connection_age_s: float = Field(
         300.0,
         gt=0,
+        le=_MAX_DURATION_S,
         description="Age at which a connection is asked to close, so that clients find new replicas, seconds. A random "
         "tenth is added or subtracted.",
     )
     max_connection_age_grace_s: float = Field(
-        600.0, gt=0, description="Time in-flight calls get after their connection is asked to close, seconds."
+        600.0,
+        gt=0,
+        le=_MAX_DURATION_S,
+        description="Time in-flight calls get after their connection is asked to close, seconds.",
     )
 
     drain_delay_s: float = Field(
-        0.0, ge=0, description="After SIGTERM: time between NOT_SERVING and the refusal of new calls, seconds."
+        0.0,
+        ge=0,
+        le=_MAX_DURATION_S,
+        description="After SIGTERM: time between NOT_SERVING and the refusal of new calls, seconds.",
     )
     drain_timeout_s: float = Field(
-        30.0, ge=0, description="After drain_delay_s: longest time for in-flight calls to finish, seconds."
+        30.0,
+        ge=0,
+        le=_MAX_DURATION_S,
+        description="After drain_delay_s: longest time for in-flight calls to finish, seconds.",
     )
 
     metrics_listen: str | None = Field(None, description="host:port of the Prometheus endpoint. Unset: no endpoint.")
@@ -167,6 +184,13 @@ class ServiceSettings(BaseSettings):
         "json", description="json: one JSON object per line. console: for people."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level to log.")
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _check_name(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("is empty; give a name, or leave the setting out: the folder's name")
+        return value
 
     @field_validator("listen", "admin_listen", "health_listen", "metrics_listen")
     @classmethod

@@ -36,6 +36,7 @@ from lookonce.store.redis.miss_reason import (
     RedisReplyError,
     RedisTroubleError,
 )
+from lookonce.store.refusal_log import RefusalLog
 from lookonce.store.sealing import Checksum, Sealer
 from lookonce.store.stats import StoreOperation, StoreStats
 
@@ -100,6 +101,7 @@ class EmbeddingStore:
         self._codec = EmbeddingCodec(sealer or Checksum())
         self._breaker = breaker or CircuitBreaker()
         self._num_attempts = num_attempts
+        self._refusals = RefusalLog()
         self.stats = StoreStats()
 
     @property
@@ -169,6 +171,7 @@ class EmbeddingStore:
             except CacheMissError as miss:
                 label = miss.reason.value
                 outcome = WriteOutcome.LATE if miss.reason is MissReason.SLOW else WriteOutcome.FAILED
+                self._refusals.note(miss.reason)
             self._count(StoreOperation.WRITE, label)
         return outcome
 

@@ -15,7 +15,7 @@ from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
-from lookonce.errors import ConfigurationError
+from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.server.settings import parse_settings
 from tests import tiny_models
 from tests.decoder_svc.decoders import running_decoder
@@ -34,6 +34,14 @@ async def test_a_device_that_is_not_there_is_refused(tmp_path: pathlib.Path) -> 
     with pytest.raises(ConfigurationError, match="no CUDA device"):
         async with running_decoder(folder, device="cuda"):
             pass
+
+
+def test_a_default_out_of_its_range_is_refused_before_the_weights_are_read(tmp_path: pathlib.Path) -> None:
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 0}')
+    settings = parse_settings(DecoderSettings, ["--model", str(folder)], "decoder_svc")
+    with pytest.raises(ModelFolderError, match=r"repetition_penalty must be in \(0, 10\], got 0"):
+        load_text(settings)
 
 
 def test_loading_leaves_no_threads_but_the_engine_s(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

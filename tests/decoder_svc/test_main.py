@@ -95,7 +95,15 @@ async def test_a_folder_whose_tokenizer_panics_on_ordinary_texts_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"), [(("--block-size", "0"), "--block-size"), (("--listen", "0.0.0.0:0"), "plaintext")]
+    ("arguments", "reason"),
+    [
+        (("--block-size", "0"), "--block-size"),
+        (("--listen", "0.0.0.0:0"), "plaintext"),
+        (
+            ("--ready-file", "/no/such/folder/ready.json"),
+            "ready_file: cannot write /no/such/folder/ready.json: No such",
+        ),
+    ],
 )
 async def test_settings_that_cannot_be_served_are_refused(
     model_folder: Callable[[str], pathlib.Path], arguments: tuple[str, str], reason: str

@@ -48,6 +48,26 @@ def test_a_contradiction_names_its_fields(arguments: list[str], message: str) ->
 
 
 @pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("", "--encoder-target: is empty; name the encoder's address, or leave the setting out: text prompts only"),
+        ("localhost", "--encoder-target: the target must be host:port with a port of 1..65535"),
+        ("http://x:1", "--encoder-target: the target must be host:port without http://"),
+        ("dns:///encoder", "--encoder-target: the target must be host:port with a port of 1..65535"),
+    ],
+)
+def test_an_encoder_target_without_a_server_is_refused(
+    target: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parsed("--encoder-target", target)
+    assert caught.value.message.startswith(message)
+    monkeypatch.setenv("LOOKONCE_ENCODER_TARGET", target)
+    with pytest.raises(ConfigurationError, match="encoder-target"):
+        parsed()
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--default-timeout-s", "30", "--max-connection-age-grace-s", "30"],

@@ -93,6 +93,25 @@ async def test_bad_keys_are_refused_by_name_before_anything_changes(operated: Op
         assert not [line for line in lines if line["event"].startswith("cache administration")]
 
 
+@pytest.mark.parametrize("tenant", ["acme ", "a b", "ac/me", "*", "é", "a\n", "a" * 65])
+async def test_a_tenant_that_no_token_can_have_is_refused_before_anything_is_said_to_be_forgotten(
+    operated: Operated, tenant: str
+) -> None:
+    chosen = pb.EmbeddingSelection(keys=[key_of(b"a picture")], tenant=tenant)
+    calls = (
+        (operated.servicer.EvictEmbeddings, pb.EvictEmbeddingsRequest(all_of_tenant=True, tenant=tenant)),
+        (operated.servicer.EvictEmbeddings, pb.EvictEmbeddingsRequest(keys=chosen.keys, tenant=tenant)),
+        (operated.servicer.PinEmbeddings, pb.PinEmbeddingsRequest(selection=chosen)),
+        (operated.servicer.PrewarmEmbeddings, pb.PrewarmEmbeddingsRequest(selection=chosen)),
+        (operated.servicer.DescribeEmbeddings, pb.DescribeEmbeddingsRequest(selection=chosen)),
+    )
+    for method, request in calls:
+        with capture_logs() as lines, pytest.raises(InvalidParameterError, match="no tenant can have") as caught:
+            await method(request, NO_DEADLINE)  # type: ignore[arg-type]
+        assert caught.value.field.endswith("tenant")
+        assert not [line for line in lines if line["event"].startswith("cache administration")]
+
+
 async def test_each_change_is_audited_with_its_result(operated: Operated) -> None:
     await encode_one(operated.encoder, png(1))
     with capture_logs() as lines:

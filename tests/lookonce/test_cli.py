@@ -67,6 +67,22 @@ async def test_generate_streams_the_answer_to_stdout_and_the_cost_to_stderr(
     assert not system.decoder.last.sampling.HasField("temperature")
 
 
+async def test_a_raw_prompt_with_images_has_one_deadline_for_both_calls(
+    system: System, environment: dict[str, str], picture: pathlib.Path
+) -> None:
+    system.decoder.info_delay_s = 4.0
+    arguments = ["hello", "--raw", "--image", str(picture), "--target", system.decoder_target]
+    assert (await _run(environment, "generate", *arguments, "--timeout-s", "20")).stdout == "hello +1\n"
+    left_s = {method: left for method, _, left in system.knowledge.calls}
+    assert left_s["GetModelInfo"] <= 20
+    # gRPC rounds deadlines, by some percent.
+    assert left_s["GenerateStream"] <= left_s["GetModelInfo"] - 3
+    system.knowledge.calls.clear()
+    system.decoder.info_delay_s = 0.0
+    assert (await _run(environment, "generate", *arguments, "--timeout-s", "inf")).returncode == 0
+    assert all(left is None or left > 9e7 for _, _, left in system.knowledge.calls)
+
+
 async def test_the_target_may_come_from_the_environment(system: System, environment: dict[str, str]) -> None:
     finished = await _run(environment | {"LOOKONCE_TARGET": system.decoder_target}, "generate", "hello")
     assert finished.stdout == "hello +0\n"

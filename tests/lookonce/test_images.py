@@ -19,7 +19,7 @@ def test_image_references_are_equal_by_content_and_options() -> None:
     with pytest.raises(InvalidParameterError, match="hexadecimal"):
         ImageRef.from_digest("no digest")
     with pytest.raises(InvalidParameterError, match="32 bytes"):
-        ImageRef.from_digest("abcd")
+        ImageRef.from_digest(b"abcd")
 
 
 def test_a_file_and_its_bytes_are_the_same_image(tmp_path: pathlib.Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from decoder_svc.prompt.generation_defaults import load_defaults
 from decoder_svc.prompt.sampling_check import SamplingLimits, SamplingSpec, check_sampling
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
+from lookonce.model.generation_defaults import load_defaults
 from tests import tiny_models
 from tests.parity import offline
 

@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from decoder_svc.answer.generated_text import GeneratedText, TextIncrement
-from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.prompt.sampling_check import SamplingLimits, SamplingSpec, check_sampling
 from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, RequestUsage, TokenLogprobs
 from decoder_svc.service import LoadedText
+from lookonce.model.generation_defaults import GenerationDefaults
 
 
 def answer(

@@ -12,7 +12,6 @@ from decoder_svc.answer.generated_text import TextIncrement
 from decoder_svc.answer.generation import GenerationOptions, generating
 from decoder_svc.engine.engine import Engine
 from decoder_svc.engine.output_stream import OutputStream
-from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.prompt.preparation import PreparedRequest
 from decoder_svc.prompt.sampling_check import SamplingLimits, SamplingSpec, check_sampling
 from decoder_svc.scheduling.prompt import Prompt
@@ -21,6 +20,7 @@ from decoder_svc.scheduling.request_output import FinishReason, RequestOutput, R
 from decoder_svc.service import LoadedText
 from lookonce import tracing
 from lookonce.errors import InternalError, OverloadedError, UnavailableError
+from lookonce.model.generation_defaults import GenerationDefaults
 from tests.otlp_collector import Traces, traced_process
 
 REQUEST = RequestId("r")

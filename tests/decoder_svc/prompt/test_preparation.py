@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
 from decoder_svc.prompt.prompt_builder import PromptBuilder
@@ -26,6 +25,7 @@ from lookonce.errors import (
 )
 from lookonce.identity import CallerRole, Identity, acting_for, current_identity
 from lookonce.media.image_header import ImageLimits
+from lookonce.model.generation_defaults import GenerationDefaults
 from tests.decoder_svc.prompt.prompts import builder, chat, inline
 
 CONTEXT = 32

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder_svc.prompt.generation_defaults import GenerationDefaults
 from decoder_svc.prompt.sampling_check import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_STOP_STRING_CHARS,
@@ -22,6 +21,7 @@ from decoder_svc.prompt.sampling_check import (
 )
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.errors import ContextTooLongError, InvalidParameterError, UnsupportedError
+from lookonce.model.generation_defaults import GenerationDefaults
 
 LIMITS = SamplingLimits(vocab_size=100, max_stop_strings=2, max_logprobs=5, default_max_tokens=40)
 PLAIN = GenerationDefaults(eos_token_ids=frozenset({2, 3}))

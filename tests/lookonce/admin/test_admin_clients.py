@@ -18,6 +18,7 @@ import lookonce
 from lookonce.admin import CacheStats, EntryStats, EvictedImage
 from lookonce.errors import (
     CacheAccessError,
+    InvalidParameterError,
     PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
@@ -218,6 +219,8 @@ def test_the_command_fails_unless_all_is_forgotten(encoder: Encoder) -> None:
         ([], "give images"),
         (["0" * 64, "--all-of-tenant"], "give images"),
         (["0" * 63], "neither a file nor a SHA-256 digest"),
+        (["0" * 64, "--tenant", "acme corp"], "no tenant can have this name"),
+        (["--all-of-tenant", "--tenant", "*"], "no tenant can have this name"),
     ],
 )
 def test_a_wrong_command_line_is_a_clear_error(arguments: list[str], words: str) -> None:
@@ -225,6 +228,18 @@ def test_a_wrong_command_line_is_a_clear_error(arguments: list[str], words: str)
     assert finished.returncode == 2
     assert words in " ".join(finished.stderr.replace("│", " ").split())
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("tenant", ["acme corp", "*", "a" * 65, 5, None])
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [("evict", [[b"x"]]), ("pin", [[b"x"]]), ("prewarm", [[b"x"]]), ("describe", [[b"x"]]), ("evict_tenant", [])],
+)
+def test_the_clients_send_no_name_that_no_tenant_can_have(
+    call: Calls, method: str, arguments: list[Any], tenant: Any
+) -> None:
+    with pytest.raises(InvalidParameterError, match="tenant: no tenant can have"):
+        call("127.0.0.1:1", "token", method, *arguments, tenant=tenant)
 
 
 def test_without_any_target_the_command_names_the_remedy(tmp_path: pathlib.Path) -> None:

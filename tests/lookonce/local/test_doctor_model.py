@@ -179,6 +179,31 @@ def test_ignored_generation_defaults_are_named(copied: Callable[..., pathlib.Pat
     assert [finding.is_fine for finding in _examined(path).values()] == [False]
 
 
+def test_a_default_that_the_decoder_refuses_is_refused_here(copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("llava_clip")
+    (path / "generation_config.json").write_text('{"top_p": 2}')
+    finding = _examined(path)["generation defaults"]
+    assert not finding.is_fine
+    assert "top_p must be in (0, 1], got 2" in finding.detail
+    assert "loading" not in _examined(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}", "cannot be rendered: Unexpected end of template"),
+        ("{{ raise_exception('only one image') }}", "cannot be rendered: only one image"),
+        ("{{ 1 / 0 }}", "cannot be rendered: division by zero"),
+    ],
+)
+def test_the_error_of_a_template_is_shown(template: str, reason: str, copied: Callable[..., pathlib.Path]) -> None:
+    path = copied("llava_clip")
+    (path / "chat_template.jinja").write_text(template)
+    finding = _examined(path)["chat template"]
+    assert not finding.is_fine
+    assert finding.detail.startswith(reason)
+
+
 def _without(path: pathlib.Path, pattern: str) -> pathlib.Path:
     for file in path.glob(pattern):
         file.unlink()

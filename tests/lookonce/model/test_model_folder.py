@@ -147,3 +147,13 @@ def test_incomplete_weights_are_refused(folder: pathlib.Path, damage: Callable[[
     weights = folder / "model.safetensors"
     weights.write_bytes(damage(weights.read_bytes()))
     assert "not a complete safetensors file" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors"])
+def test_weights_that_are_a_folder_are_refused(name: str, folder: pathlib.Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).mkdir()
+    if name != "model.safetensors":
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelFolderError, match=r"cannot be read: Is a directory|is missing, although"):
+        ModelFolder.open(folder)

@@ -73,6 +73,8 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
         self.max_message_bytes = 64 * MIB
         self.last: decoder_pb2.GenerateParams = decoder_pb2.GenerateParams()
         self.delay_s = 0.0
+        # Seconds that GetModelInfo takes.
+        self.info_delay_s = 0.0
         # Raised by a stream after its first word.
         self.error_after_first_word: LookonceError | None = None
         # Events that a stream sends instead of the echo.
@@ -115,6 +117,7 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
         self, request: decoder_pb2.GetModelInfoRequest, context: Any
     ) -> decoder_pb2.GetModelInfoResponse:
         self.knowledge.note("GetModelInfo", context)
+        await asyncio.sleep(self.info_delay_s)
         return decoder_pb2.GetModelInfoResponse(
             model="echo",
             encoder_target=self.encoder_target,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lookonce
-from lookonce.errors import DeadlineError, InvalidParameterError
+from lookonce.errors import AbortedError, DeadlineError, InvalidParameterError
 from lookonce.sdk.channel import ConnectionOptions, Deadline
 from tests.lookonce.sdk.sdk_servers import System, running_system
 
@@ -112,6 +112,27 @@ async def test_operators_clients_refuse_it_in_each_call(kind: Any) -> None:
         with pytest.raises(InvalidParameterError, match="timeout_s"):
             await called(client, method, *arguments, timeout_s=math.nan)
     await closed(client)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_the_model_s_description_has_a_deadline_like_every_call(kind: Any, system: System) -> None:
+    system.decoder.info_delay_s = 60.0
+    client = kind.connect(system.decoder_target, timeout_s=30.0)
+    with pytest.raises(DeadlineError):
+        await called(client, "model_info", timeout_s=0.3)
+    for timeout_s in UNUSABLE:
+        with pytest.raises(InvalidParameterError, match="timeout_s"):
+            await called(client, "model_info", timeout_s=timeout_s)
+    await closed(client)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+async def test_a_closed_client_no_longer_describes_the_model(kind: Any, system: System) -> None:
+    client = kind.connect(system.decoder_target)
+    assert (await called(client, "model_info")).model == "echo"
+    await closed(client)
+    with pytest.raises(AbortedError):
+        await called(client, "model_info")
 
 
 def test_a_passed_deadline_is_told_when_it_is_asked_for() -> None:

@@ -20,9 +20,12 @@ from lookonce.sdk.target import checked_target
         "ipv4:10.0.0.1:50051,10.0.0.2:50051",
         "ipv6:[::1]:50051",
         "ipv6:%5B::1%5D:50051",
-        "dns:///decoder.example.com",
         "dns:///decoder:50051",
+        "dns:decoder:50051",
+        "dns://10.0.0.2/decoder:50051",
         "unix:/run/decoder.sock",
+        "unix:///run/decoder.sock",
+        "unix:decoder.sock",
         "xds:///decoder",
     ],
 )
@@ -48,9 +51,19 @@ def test_a_target_is_a_host_with_a_port_or_one_of_grpcs_schemes(target: str) -> 
         ("ipv4:10.0.0.1:50051,10.0.0.2", "with a port"),
         ("http://127.0.0.1:50051", "without http://"),
         ("https://decoder.example.com", "without https://"),
+        ("dns:", "with a port"),
+        ("dns:///a", "with a port"),
+        ("dns:///decoder.example.com", "with a port"),
+        ("dns://10.0.0.2", "with a port"),
+        ("unix:", "nothing after unix:"),
+        ("unix:///", "nothing after unix:"),
+        ("xds:///", "nothing after xds:"),
+        (5, "must be a text"),
+        (b"127.0.0.1:1", "must be a text"),
+        (("127.0.0.1", 1), "must be a text"),
     ],
 )
-async def test_other_texts_are_refused_by_every_client(target: str, words: str) -> None:
+async def test_other_targets_are_refused_by_every_client(target: Any, words: str) -> None:
     kinds: list[Any] = [lookonce.Client, lookonce.AsyncClient, lookonce.AdminClient, lookonce.AsyncAdminClient]
     for kind in kinds:
         with pytest.raises(ConfigurationError, match=words):

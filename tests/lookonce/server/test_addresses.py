@@ -53,3 +53,33 @@ def test_free_and_reserved_ports_and_names_of_this_machine_are_fine() -> None:
             server_settings(listen=f"localhost:{port}", admin_listen="127.0.0.1:0", health_listen="[::1]:0")
         )
         check_addresses(server_settings(listen=f"127.0.0.1:{port}", metrics_listen="127.0.0.1:0"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("127.0.0.1", "localhost"),
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "0.0.0.0"),
+        ("0.0.0.0", "[::]"),
+        ("127.0.0.1", "[::]"),
+        ("[::1]", "0.0.0.0"),
+        ("127.0.0.1", "[::ffff:127.0.0.1]"),
+    ],
+)
+def test_two_settings_with_one_address_in_other_words_are_refused(one: str, other: str) -> None:
+    with reserved_port() as port:
+        addresses = (f"{one}:{port}", f"{other}:{port}")
+        for first, second in (("listen", "health_listen"), ("admin_listen", "metrics_listen")):
+            with pytest.raises(ConfigurationError) as caught:
+                check_addresses(server_settings(insecure=True, **dict(zip((first, second), addresses, strict=True))))
+            flags = [
+                f"--{name.replace('_', '-')} {text}" for name, text in zip((first, second), addresses, strict=True)
+            ]
+            assert caught.value.message.startswith(f"{flags[0]} and {flags[1]} are one address")
+
+
+def test_other_ports_and_other_addresses_of_this_machine_are_no_conflict() -> None:
+    with reserved_port() as port, reserved_port() as other:
+        check_addresses(server_settings(listen=f"127.0.0.1:{port}", health_listen=f"localhost:{other}"))
+        check_addresses(server_settings(listen=f"127.0.0.1:{port}", health_listen=f"127.0.0.2:{port}"))

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
-from lookonce.server.serving import GrpcService
+from lookonce.server.serving import GrpcService, check_files
 from lookonce.server.settings import MIB
 from lookonce.server.telemetry import Telemetry
 from tests.lookonce.server.program_process import PROGRAM, ROOT, ProgramProcess
@@ -83,6 +83,39 @@ async def test_the_ready_file_appears_when_ready_and_goes_at_the_drain(tmp_path:
         assert record["target"] == running.service.target
         assert record["metrics_port"] == running.telemetry.metrics_port
     assert not ready_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing/ready.json", "No such file or directory"),
+        ("file/ready.json", "Not a directory"),
+        ("r" * 300, "File name too long"),
+        ("locked/ready.json", "Permission denied"),
+        ("folder", "it is a folder"),
+    ],
+)
+def test_a_ready_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(
+    name: str, reason: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "locked").mkdir()
+    if name.startswith("locked"):
+
+        def refused(**_: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        # The tests may run as root, whom no rights keep out.
+        monkeypatch.setattr("tempfile.NamedTemporaryFile", refused)
+    with pytest.raises(errors.ConfigurationError) as caught:
+        check_files(server_settings(ready_file=tmp_path / name))
+    assert caught.value.message == f"ready_file: cannot write {tmp_path / name}: {reason}"
+
+
+def test_the_check_of_the_ready_file_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
+    check_files(server_settings(ready_file=tmp_path / "ready.json"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("num_connections", [1, 4])

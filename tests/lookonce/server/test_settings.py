@@ -63,6 +63,13 @@ def test_a_file_that_does_not_exist_is_refused(tmp_path: pathlib.Path) -> None:
     ("arguments", "parts"),
     [
         (["--ttl-s", "0"], ["--ttl-s", "greater than or equal to 1"]),
+        (["--ttl-s", "315360001"], ["--ttl-s", "less than or equal to 315360000"]),
+        (["--drain-timeout-s", "inf"], ["--drain-timeout-s", "finite number"]),
+        (["--drain-delay-s", "1e300"], ["--drain-delay-s", "less than or equal to 2000000"]),
+        (["--keepalive-time-s", "1e7"], ["--keepalive-time-s", "less than or equal to 2000000"]),
+        (["--max-connection-age-s", "inf"], ["--max-connection-age-s", "finite number"]),
+        (["--served-model-name", ""], ["--served-model-name", "is empty"]),
+        (["--served-model-name", " "], ["--served-model-name", "is empty"]),
         (["--log-level", "loud"], ["--log-level", "'debug'"]),
         (["--listen", "50051"], ["--listen", "must be host:port"]),
         (["--listen", "127.0.0.1:65536"], ["--listen", "0..65535"]),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from decoder_svc.prompt.generation_defaults import GenerationDefaults, load_defaults
 from lookonce.errors import ModelFolderError
+from lookonce.model.generation_defaults import GenerationDefaults, load_defaults
 
 
 def defaults(folder: pathlib.Path, generation: Any = None, config: Any = None, eos: int | None = 9) -> Any:
@@ -112,3 +112,41 @@ def test_broken_files_are_model_folder_errors(tmp_path: pathlib.Path, content: s
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelFolderError, match=r"generation_config\.json"):
         load_defaults(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"do_sample": true, "temperature": -1}', r"temperature must be in \[0, 100\], got -1;"),
+        ('{"do_sample": true, "temperature": 1e400}', r"temperature must be in \[0, 100\], got inf;"),
+        ('{"do_sample": true, "temperature": NaN}', r"temperature must be in \[0, 100\], got nan;"),
+        ('{"repetition_penalty": 0}', r"repetition_penalty must be in \(0, 10\], got 0;"),
+        ('{"top_p": 2}', r"top_p must be in \(0, 1\], got 2;"),
+        ('{"top_p": 0}', r"top_p must be in \(0, 1\], got 0;"),
+        ('{"min_p": 1.5}', r"min_p must be in \[0, 1\], got 1.5;"),
+        ('{"top_k": -4}', r"top_k must be in \[0, 4294967295\], got -4;"),
+        ('{"top_k": 1e400}', r"top_k must be in \[0, 4294967295\], got inf;"),
+        ('{"min_new_tokens": -1}', r"min_new_tokens must be in \[0, 4294967295\], got -1;"),
+        ('{"top_k": 1.5}', r"top_k must be a whole number, got 1.5;"),
+        ('{"top_p": "0.5"}', r"top_p must be a number, got '0.5';"),
+        ('{"top_k": true}', r"top_k must be a whole number, got True;"),
+        ('{"eos_token_id": 1e400}', r"eos_token_id"),
+        ('{"suppress_tokens": [1e400]}', r"suppress_tokens"),
+    ],
+)
+def test_a_default_that_no_request_could_have_is_refused_by_name(
+    tmp_path: pathlib.Path, content: str, reason: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelFolderError, match=rf"generation_config\.json.*{reason}"):
+        load_defaults(tmp_path, None)
+
+
+def test_a_temperature_that_is_not_used_is_not_checked(tmp_path: pathlib.Path) -> None:
+    assert defaults(tmp_path, {"do_sample": False, "temperature": -1}).temperature == 0.0
+
+
+def test_whole_numbers_may_be_written_as_fractions(tmp_path: pathlib.Path) -> None:
+    assert defaults(tmp_path, {"top_k": 5.0, "min_new_tokens": 2.0}) == GenerationDefaults(
+        top_k=5, min_tokens=2, eos_token_ids=frozenset({9})
+    )
