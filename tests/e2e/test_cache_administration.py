@@ -127,7 +127,7 @@ async def test_everything_of_the_tenant_goes_and_nothing_of_another(
     pictures = fresh(3)
     for picture in pictures:
         await ask(fleet, 0, picture)
-    nobody = pb.EvictEmbeddingsRequest(tenant="somebody else", all_of_tenant=True)
+    nobody = pb.EvictEmbeddingsRequest(tenant="somebody-else", all_of_tenant=True)
     assert admins[0].EvictEmbeddings(nobody, timeout=TIMEOUT_S).evicted == 0
     assert (await ask(fleet, 1, pictures[0]))[1] == 0, "rows of this tenant are still there"
     assert admins[0].EvictEmbeddings(pb.EvictEmbeddingsRequest(all_of_tenant=True), timeout=TIMEOUT_S).evicted >= 3
