@@ -18,8 +18,8 @@ ResponseT = TypeVar("ResponseT")
 ResultT = TypeVar("ResultT")
 
 
-class SyncCalls:
-    """The calls of one synchronous client. Thread-safe."""
+class _Calls:
+    """Knows whether a client is closed."""
 
     def __init__(self, options: ConnectionOptions) -> None:
         self._options = options
@@ -33,6 +33,10 @@ class SyncCalls:
         """Raises AbortedError if the client is closed."""
         if self._is_closed:
             raise closed_error()
+
+
+class SyncCalls(_Calls):
+    """The calls of one synchronous client. Thread-safe."""
 
     def unary(
         self,
@@ -67,21 +71,8 @@ class SyncCalls:
         return error_of(error)
 
 
-class AsyncCalls:
+class AsyncCalls(_Calls):
     """The calls of one client for asyncio."""
-
-    def __init__(self, options: ConnectionOptions) -> None:
-        self._options = options
-        self._is_closed = False
-
-    def close(self) -> None:
-        """Makes all later calls raise AbortedError. The client closes the channels."""
-        self._is_closed = True
-
-    def check_open(self) -> None:
-        """Raises AbortedError if the client is closed."""
-        if self._is_closed:
-            raise closed_error()
 
     async def unary(
         self,
