@@ -1,10 +1,11 @@
 """The queue for waiting images: callers take turns, and each caller's images leave in the order of asking.
 
-Two parts of the encoder let images wait, each for something else: `images/pixel_budget.py` for a decoding process and
-for memory, `vision/forward_queue.py` for a forward pass. `vision/forward_queue.py` keeps its images in a FairQueue;
-`images/decode_turns.py` has one for each tenant and range of sizes. The numbers by which it orders come from
-`lookonce/caller_order.py`, which is no queue: it gives each image its number when it is asked for, and lets an image
-that is ready early wait a moment for the earlier ones of its caller.
+Three parts of the encoder let images wait, each for something else: `images/file_readers.py` for a thread that reads
+files, `images/pixel_budget.py` for a decoding process and for memory, `vision/forward_queue.py` for a forward pass. The
+last one keeps the images of each tenant in a FairQueue; the others use `images/decode_turns.py`, which has one for each
+tenant and range of sizes. The numbers by which it orders come from `lookonce/caller_order.py`, which is no queue: it
+gives each image its number when it is asked for, and lets an image that is ready early wait a moment for the earlier
+ones of its caller.
 
 No thread, no clock; not safe for threads.
 """

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from encoder_svc.fair_queue import CallerId
-from encoder_svc.images.decode_turns import DecodeRequest, DecodeTurns
+from encoder_svc.images.decode_turns import DecodeRequest
+from encoder_svc.images.grants import Grants
 from lookonce.caller_order import Turn
 from lookonce.threads import run_in_thread
 
@@ -30,7 +31,7 @@ class FileReaders:
     def __init__(self, num_threads: int = _NUM_THREADS) -> None:
         self._num_free = num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="read")
-        self._waiting: DecodeTurns[asyncio.Future[None]] = DecodeTurns()
+        self._grants = Grants(lambda: self._num_free > 0, self._count)
 
     async def run(
         self,
@@ -43,7 +44,7 @@ class FileReaders:
 
         An image has one call here at a time. Cancelling the caller gives up a wait, and ends no call that has begun.
         """
-        await self._granted(DecodeRequest(turn.caller, turn.number, num_pixels=0))
+        await self._grants.wait(DecodeRequest(turn.caller, turn.number, num_pixels=0))
         running = asyncio.ensure_future(run_in_thread(self._threads, function, *arguments, **keywords))
         running.add_done_callback(self._give_back)
         try:
@@ -56,33 +57,12 @@ class FileReaders:
         """Waits for the calls in progress and drops the others."""
         self._threads.shutdown(cancel_futures=True)
 
-    async def _granted(self, request: DecodeRequest) -> None:
-        """Waits for a free thread, which the caller then has."""
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(request, granted)
-        self._grant_next()
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.cancelled():
-                self._waiting.discard(request)
-            else:
-                # The grant and the cancellation came together: pass the thread on.
-                self._num_free += 1
-                self._grant_next()
-            raise
-
-    def _grant_next(self) -> None:
-        while self._waiting and self._num_free:
-            granted = self._waiting.take()
-            # A waiter that was cancelled a moment ago has not yet removed itself.
-            if not granted.done():
-                self._num_free -= 1
-                granted.set_result(None)
+    def _count(self, change: int) -> None:
+        self._num_free -= change
 
     def _give_back(self, running: asyncio.Task[Any]) -> None:
         self._num_free += 1
-        self._grant_next()
+        self._grants.give()
         if not running.cancelled():
             # Marks the exception as retrieved: if the caller has left, asyncio would report it as lost.
             running.exception()

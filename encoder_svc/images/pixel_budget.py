@@ -7,11 +7,11 @@ as compressed files, and `decode_turns.py` says which is next.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from encoder_svc.images.decode_turns import DecodeRequest, DecodeTurns
+from encoder_svc.images.decode_turns import DecodeRequest
+from encoder_svc.images.grants import Grants
 
 
 class Reservation:
@@ -42,7 +42,7 @@ class PixelBudget:
         self._max_preparing = max_preparing
         self._num_bytes = 0
         self._num_preparing = 0
-        self._waiting: DecodeTurns[asyncio.Future[None]] = DecodeTurns()
+        self._grants = Grants(self._has_room, self._count)
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,7 @@ class PixelBudget:
     @asynccontextmanager
     async def reserved(self, request: DecodeRequest) -> AsyncIterator[Reservation]:
         """Waits for a reservation and holds it until the block ends."""
-        await self._grant(request)
+        await self._grants.wait(request)
         reservation = Reservation(self)
         try:
             yield reservation
@@ -61,38 +61,16 @@ class PixelBudget:
                 self._num_preparing -= 1
             else:
                 self._num_bytes -= reservation.num_bytes
-            self._grant_next()
+            self._grants.give()
 
     def charge(self, num_bytes: int) -> None:
         """Turns one image from being preprocessed into `num_bytes` of pixels."""
         self._num_preparing -= 1
         self._num_bytes += num_bytes
-        self._grant_next()
+        self._grants.give()
 
-    @property
     def _has_room(self) -> bool:
         return self._num_preparing < self._max_preparing and self._num_bytes < self._max_bytes
 
-    async def _grant(self, request: DecodeRequest) -> None:
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(request, granted)
-        self._grant_next()
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.cancelled():
-                self._waiting.discard(request)
-            else:
-                # The grant and the cancellation came together: pass the grant on.
-                self._num_preparing -= 1
-                self._grant_next()
-            raise
-
-    def _grant_next(self) -> None:
-        while self._waiting and self._has_room:
-            granted = self._waiting.take()
-            # A waiter that was cancelled a moment ago has not yet removed itself.
-            if not granted.done():
-                # Counted here and not by the waiter, so that nobody takes its place before it runs.
-                self._num_preparing += 1
-                granted.set_result(None)
+    def _count(self, change: int) -> None:
+        self._num_preparing += change

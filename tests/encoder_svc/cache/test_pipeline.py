@@ -231,13 +231,13 @@ async def test_an_image_that_waits_is_dropped_with_its_bytes_when_everybody_has_
         encoder._budget._max_bytes = encoder._budget.num_bytes + 1
         with nothing_left(1 << 20):
             callers = [asyncio.create_task(harness.encode(bytes(bytearray(data)))) for data in megabytes]
-            await settled(lambda: len(encoder._batcher._queue) == 2 and len(encoder._budget._waiting) == 18)
+            await settled(lambda: len(encoder._batcher._queue) == 2 and len(encoder._budget._grants._waiting) == 18)
             for caller in callers:
                 caller.cancel()
             await asyncio.wait(callers)
             callers.clear()
             await settled(lambda: len(harness.pipeline._flights) == 1)
-        assert (len(encoder._batcher._queue), len(encoder._budget._waiting), len(encoder._places)) == (0, 0, 1)
+        assert (len(encoder._batcher._queue), len(encoder._budget._grants._waiting), len(encoder._places)) == (0, 0, 1)
         again = asyncio.create_task(harness.encode(megabytes[0]))
         await settled(lambda: len(encoder._batcher._queue) == 1)
         harness.gate.set()

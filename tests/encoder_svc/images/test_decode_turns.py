@@ -230,7 +230,7 @@ async def test_an_encoder_decodes_a_small_picture_before_the_giants_that_wait(
             call = encoder.stub.Encode(encode_request(source(data)), metadata=(("x-lookonce-tenant", tenant),))
             return asyncio.create_task(asyncio.wait_for(call, TIMEOUT_S))
 
-        waiting = encoder.pipeline._encoder._budget._waiting
+        waiting = encoder.pipeline._encoder._budget._grants._waiting
         calls = [sent(png(seed, 1600, 1200), "a") for seed in range(5)]
         await settled(lambda: len(begun) == 1 and len(waiting) == 4)
         calls.append(sent(png(9), tenant))

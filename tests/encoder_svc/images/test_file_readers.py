@@ -139,5 +139,5 @@ async def test_no_thread_is_lost_whoever_leaves(seed: int) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(readers.run(turn("a"), read) for _ in range(10)))
     await idle()
-    assert (most[0], readers._num_free, len(readers._waiting)) == (3, 3, 0)
+    assert (most[0], readers._num_free, len(readers._grants._waiting)) == (3, 3, 0)
     await asyncio.to_thread(readers.close)
