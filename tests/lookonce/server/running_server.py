@@ -51,14 +51,18 @@ class RaisingEncoder(UnsupportedEncoder):
 
 
 def _kinds_handler(error: BaseException) -> grpc.GenericRpcHandler:
-    """Returns a method of each kind that fails: unary ones at once, streaming ones after a message."""
+    """Returns a method of each kind that fails, those with a stream of answers after its first.
+
+    They read their requests to the end, because grpc.aio clients report an error of their own when a call ends while
+    they still send.
+    """
 
     async def fail(request: Any, context: Any) -> bytes:
+        if not isinstance(request, bytes):
+            assert [message async for message in request] == [b"", b""]
         raise error
 
     async def fail_later(request: Any, context: Any) -> AsyncIterator[bytes]:
-        # The requests are read to the end, because grpc.aio clients report an error of their own when a call ends
-        # while they still send.
         if not isinstance(request, bytes):
             assert [message async for message in request] == [b""]
         yield b"first"
