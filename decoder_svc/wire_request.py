@@ -40,7 +40,7 @@ _CACHE_SALT = re.compile(r"[A-Za-z0-9._-]{0,128}")
 _MIN_FRAMES = 2
 # Most elements of a list: chat messages with their parts and video frames, images, or stop strings. The number is far
 # above the servers' limits, and small enough to be parsed on the event loop (a few milliseconds). Without it a message
-# of 64 MiB could hold millions.
+# of 32 MiB could hold millions.
 _MAX_ELEMENTS = 4096
 _SHA256 = (common_pb2.HASH_ALGORITHM_UNSPECIFIED, common_pb2.HASH_ALGORITHM_SHA256)
 

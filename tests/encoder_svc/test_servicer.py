@@ -148,7 +148,7 @@ async def test_encoder_info_publishes_model_and_limits(
         assert info.encoder_fingerprint == vision_model("qwen2_vl").fingerprint
         assert (info.max_batch_items, info.max_image_bytes, info.max_image_pixels) == (8, 200_000, 1_000_000)
         assert (info.dtype, info.num_levels) == (common_pb2.DATA_TYPE_FLOAT32, 0)
-        assert info.max_message_bytes == 64 << 20
+        assert info.max_message_bytes == 32 << 20
         assert info.version
 
 

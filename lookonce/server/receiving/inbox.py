@@ -21,6 +21,9 @@ _OPEN_READS = ReadLimits(max_reads=8, max_reads_of_caller=2, sure_s=0.2, max_rec
 _SHORT_READS = ReadLimits(max_reads=16, max_reads_of_caller=8, sure_s=1.0, max_receive_s=10.0)
 # One slot for each of two callers.
 _MIN_SLOTS = 2
+# gRPC copies a message twice under Python's lock, and protobuf once more. Between the two, other calls run if the
+# message has more than this size.
+_LARGE_BYTES = 4 << 20
 
 MessageT = TypeVar("MessageT")
 
@@ -70,7 +73,7 @@ class Inbox:
         if message is grpc.aio.EOF:
             await asyncio.sleep(_CANCELLATION_S)
             raise InvalidInputError("the call has no request message; send one")
-        return self._parse(message)
+        return await self._parsed(message)
 
     def __aiter__(self) -> Self:
         return self
@@ -81,6 +84,11 @@ class Inbox:
         self._has_begun = True
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
+        return await self._parsed(message)
+
+    async def _parsed(self, message: bytes) -> Any:
+        if len(message) > _LARGE_BYTES:
+            await asyncio.sleep(0)
         return self._parse(message)
 
     async def _receive(self, *, may_pause: bool) -> Any:

@@ -46,7 +46,7 @@ class SlotLimits:
     # The same for half of the slots while more callers wait than there are slots. Messages of up to 4 MiB are there at
     # once, because gRPC receives as much while the call waits.
     crowded_sure_s: float = 1.0
-    # Longest time in which a message must arrive, seconds: 64 MiB take two minutes at 5 Mbit/s.
+    # Longest time in which a message must arrive, seconds: 32 MiB take two minutes at 2.5 Mbit/s.
     max_receive_s: float = 120.0
     # Longest time that a call waits for a slot, seconds.
     max_wait_s: float = 30.0

@@ -70,7 +70,7 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
         self.encoder_target = ""
-        self.max_message_bytes = 64 * MIB
+        self.max_message_bytes = 32 * MIB
         self.last: decoder_pb2.GenerateParams = decoder_pb2.GenerateParams()
         self.delay_s = 0.0
         # Seconds that GetModelInfo takes.

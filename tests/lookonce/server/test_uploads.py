@@ -211,7 +211,7 @@ async def test_a_call_whose_request_does_not_come_is_ended(method: str, monkeypa
 @pytest.mark.parametrize("num_channels", [1, 24])
 @pytest.mark.parametrize("method", [INFO, HEALTH_CHECK])
 async def test_calls_beside_silent_ones_are_answered(method: str, num_channels: int, reads: MostReads) -> None:
-    """Without a bound on their number, each silent caller could send 64 MiB at any moment."""
+    """Without a bound on their number, each silent caller could send 32 MiB at any moment."""
     async with running_server() as server, contextlib.AsyncExitStack() as exits:
         channels = [await exits.enter_async_context(channel_to(server.service.target)) for _ in range(num_channels)]
         methods: list[Any] = [channel.stream_unary(method) for channel in channels]
