@@ -79,14 +79,14 @@ async def _empty_parts(abuser: Abuser) -> Counter[str]:
     """Sends a chat of millions of empty parts."""
     parts = decoder_pb.ChatMessage(role=decoder_pb.ROLE_USER, parts=[decoder_pb.ContentPart()]).SerializeToString()
     empty = decoder_pb.ChatMessage(parts=[decoder_pb.ContentPart()]).SerializeToString()
-    message = parts + empty * (abuser.count(60 * _MIB) // len(empty))
+    message = parts + empty * (abuser.count(30 * _MIB) // len(empty))
     chat = _field(decoder_pb.ChatPrompt, "messages", message)
     request = _field(decoder_pb.GenerateRequest, "params", _field(decoder_pb.GenerateParams, "chat", chat))
     return await abuser.calls(abuser.decoder, _GENERATE, [request])
 
 
 async def _without_token(abuser: Abuser) -> Counter[str]:
-    request = _encode(bytes(abuser.count(60 * _MIB)))
+    request = _encode(bytes(abuser.count(30 * _MIB)))
     return await abuser.calls(abuser.encoder, _ENCODE, [request] * 20, has_token=False)
 
 
@@ -141,14 +141,14 @@ async def _many_calls(abuser: Abuser) -> Counter[str]:
 async def _large_health(abuser: Abuser) -> Counter[str]:
     ends: Counter[str] = Counter()
     # Field 1, the name of the service.
-    request = b"\x0a" + _varint(abuser.count(60 * _MIB)) + bytes(abuser.count(60 * _MIB))
+    request = b"\x0a" + _varint(abuser.count(30 * _MIB)) + bytes(abuser.count(30 * _MIB))
     for target in (abuser.decoder, abuser.encoder):
         ends += await abuser.calls(target, _HEALTH, [request] * 2, has_token=False)
     return ends
 
 
 ABUSES: dict[str, Callable[[Abuser], Awaitable[Counter[str]]]] = {
-    "60 MiB of empty parts": _empty_parts,
+    "30 MiB of empty parts": _empty_parts,
     "20 uploads without a token": _without_token,
     "300 silent connections on each port": _silent,
     "WebPs of 34 bytes and 49 megapixels": _large_webps,

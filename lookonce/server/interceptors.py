@@ -1,9 +1,9 @@
 """The one border between handlers and the wire, for all four kinds of RPC.
 
-Every call runs inside `_CallBorder.cross`. There it gets a request id, passes the gate (call_gate.py) and is admitted
-or refused. Its exceptions become statuses, and it leaves one access line, one span and two metrics. Behind the gate,
-requests are received (receiving/) and parsed, and responses serialised, so that no library's error text reaches a
-client.
+Every call runs inside `_CallBorder.cross`. There it gets a request id, waits for its turn if many come at once
+(call_turns.py), passes the gate (call_gate.py) and is admitted or refused. Its exceptions become statuses, and it
+leaves one access line, one span and two metrics. Behind the gate, requests are received (receiving/) and parsed, and
+responses serialised, so that no library's error text reaches a client.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from lookonce import errors, status_codes, tracing
 from lookonce.logs import get_logger
 from lookonce.server.call_gate import CallGate, values_of
+from lookonce.server.call_turns import CallTurns
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.receiving.inbox import Inbox, Receivers
@@ -80,6 +81,7 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         calls: InflightCalls,
+        turns: CallTurns,
         gate: CallGate,
         metrics: CallMetrics,
         quiet_services: frozenset[str],
@@ -87,6 +89,9 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         receivers: Receivers,
     ) -> None:
         self._calls = calls
+        self._turns = turns
+        # The wrapped handlers, by method.
+        self._known: dict[str, Handler] = {}
         self._receivers = receivers
         self._gate = gate
         self._metrics = metrics
@@ -98,15 +103,18 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Wraps the method's handler. gRPC itself answers unknown methods with UNIMPLEMENTED."""
+        """Returns the method's handler, wrapped. gRPC itself answers unknown methods with UNIMPLEMENTED."""
+        method = handler_call_details.method
+        if (known := self._known.get(method)) is not None:
+            return known
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
         is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
         timeout_s = self._default_timeouts_s.get(method)
-        border = _CallBorder(method, is_quiet, timeout_s, self._calls, self._gate, self._metrics)
-        return _wrapped(handler, border, self._receivers)
+        border = _CallBorder(method, is_quiet, timeout_s, self._calls, self._turns, self._gate, self._metrics)
+        self._known[method] = _wrapped(handler, border, self._receivers)
+        return self._known[method]
 
 
 @dataclass(slots=True)
@@ -125,6 +133,7 @@ class _CallBorder:
         is_quiet: bool,
         default_timeout_s: float | None,
         calls: InflightCalls,
+        turns: CallTurns,
         gate: CallGate,
         metrics: CallMetrics,
     ) -> None:
@@ -132,6 +141,7 @@ class _CallBorder:
         self._is_quiet = is_quiet
         self._default_timeout_s = default_timeout_s
         self._calls = calls
+        self._turns = turns
         self._gate = gate
         self._metrics = metrics
 
@@ -143,6 +153,7 @@ class _CallBorder:
         with self._span(context, request_id) as span, self._accounted(span) as outcome:
             bind_trace_id(tracing.trace_id())
             try:
+                await self._turns.wait(context.peer())
                 async with self._calls.admitted(delays_drain=not self._is_quiet):
                     with self._gate.passed(self.method, context.invocation_metadata() or ()):
                         result = await self._handled_in_time(context, handle)

@@ -32,6 +32,7 @@ from lookonce.identity import CallerRole
 from lookonce.logs import get_logger
 from lookonce.server.authentication import load_authenticator
 from lookonce.server.call_gate import CallGate
+from lookonce.server.call_turns import CallTurns
 from lookonce.server.credentials import server_credentials
 from lookonce.server.garbage import FreedMemory, settle
 from lookonce.server.inflight_calls import InflightCalls
@@ -115,7 +116,7 @@ class GrpcService:
         self._parts = dict(parts or {})
         # The state of each part that was last reported to health.
         self._part_states: dict[str, bool] = {}
-        self._calls = InflightCalls()
+        self._calls, self._turns = InflightCalls(), CallTurns()
         self._metrics = ServingMetrics(telemetry.registry, settings.drain_delay_s + settings.drain_timeout_s)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -249,7 +250,7 @@ class GrpcService:
             for method, timeout_s in entry.default_timeouts_s.items()
         }
         receivers = Receivers(self._settings.max_receive_bytes, max_message_bytes, _OPEN)
-        border = BorderInterceptor(self._calls, gate, metrics, _QUIET, default_timeouts_s, receivers)
+        border = BorderInterceptor(self._calls, self._turns, gate, metrics, _QUIET, default_timeouts_s, receivers)
         options = server_options(self._settings, max_message_bytes)
         server = grpc.aio.server(interceptors=[border], options=options)
         for entry in services:

@@ -139,8 +139,8 @@ class ServiceSettings(BaseSettings):
     max_message_bytes: int = Field(
         32 * MIB,
         ge=MIB,
-        description="Largest gRPC message, in both directions. While a message is copied and parsed, the service answers "
-        "nothing else: up to 50 ms for 32 MiB.",
+        description="Largest gRPC message, in both directions. While a message is copied and parsed, the service "
+        "answers nothing else: up to 50 ms for 32 MiB.",
     )
     max_receive_bytes: int = Field(
         1024 * MIB,

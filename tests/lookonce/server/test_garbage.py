@@ -101,7 +101,7 @@ def test_a_process_that_grows_no_more_returns_what_it_has_freed() -> None:
     subprocess.run([sys.executable, "-c", _RETURNS], check=True, timeout=60)
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc has this setting")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone can be asked for memory")
 def test_large_blocks_are_used_again() -> None:
     """Its second copy of 64 MiB had as many page faults as the first."""
     subprocess.run([sys.executable, "-c", _REUSES], check=True, timeout=60)

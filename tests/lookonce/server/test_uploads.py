@@ -271,7 +271,7 @@ async def test_a_stream_may_pause_while_others_upload(reads: MostReads) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "code"), [(60 * MIB, grpc.StatusCode.OK), (200 * MIB, grpc.StatusCode.RESOURCE_EXHAUSTED)]
+    ("num_bytes", "code"), [(30 * MIB, grpc.StatusCode.OK), (200 * MIB, grpc.StatusCode.RESOURCE_EXHAUSTED)]
 )
 async def test_a_compressed_request_is_unpacked_within_the_limit(num_bytes: int, code: grpc.StatusCode) -> None:
     async with running_server() as server:
