@@ -23,11 +23,13 @@ async def serve(arguments: list[str]) -> None:
     from lookonce.server import serving
     from lookonce.server.addresses import check_addresses
     from lookonce.server.garbage import long_lived_objects
+    from lookonce.server.heap import set_up_heap
     from lookonce.server.quotas import load_quotas
     from lookonce.server.telemetry import Telemetry
     from lookonce.store.early_checks import check_cache_settings
     from lookonce.store.health import watched_cache
 
+    set_up_heap()
     settings = parse_settings(DecoderSettings, arguments, "decoder_svc")
     telemetry = Telemetry.from_settings(settings)
     tracing.start("lookonce-decoder", TracingVariables().exporters)

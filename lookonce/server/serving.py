@@ -34,7 +34,8 @@ from lookonce.server.authentication import load_authenticator
 from lookonce.server.call_gate import CallGate
 from lookonce.server.call_turns import CallTurns
 from lookonce.server.credentials import server_credentials
-from lookonce.server.garbage import FreedMemory, settle
+from lookonce.server.garbage import settle
+from lookonce.server.heap import FreedMemory
 from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.interceptors import BorderInterceptor, CallMetrics
 from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES
