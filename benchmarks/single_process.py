@@ -23,7 +23,7 @@ from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
 from lookonce.server import serving
-from lookonce.server.quotas import load_quotas
+from lookonce.server.admission.quotas import load_quotas
 from lookonce.server.settings import parse_settings
 from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import load_tenants

@@ -4,7 +4,7 @@ A request is refused on arrival, before any work is done for it, when its id is 
 or when its answer would come after its deadline. A late answer costs as much as one in time, and a queue longer than
 the deadlines allow makes all answers late. Where the server sets no default deadline, a request without one waits,
 however long. The gate also charges the
-tenant's quota and counts what was served. Limits that hold for all RPCs are in lookonce/server/call_gate.py.
+tenant's quota and counts what was served. Limits that hold for all RPCs are in lookonce/server/admission/call_gate.py.
 
 Event loop only.
 """
@@ -26,7 +26,7 @@ from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import RequestUsage
 from lookonce.errors import InvalidParameterError, OverloadedError
 from lookonce.identity import Identity
-from lookonce.server.quotas import Quotas, Resource
+from lookonce.server.admission.quotas import Quotas, Resource
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Largest part of the time to the deadline that an answer may be expected to take. Half of all answers take longer than

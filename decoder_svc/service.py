@@ -41,8 +41,8 @@ from lookonce.model.folder_fingerprint import folder_fingerprint
 from lookonce.model.generation_defaults import GenerationDefaults, load_defaults
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
-from lookonce.server.authentication import parse_token
-from lookonce.server.quotas import Quotas
+from lookonce.server.admission.authentication import parse_token
+from lookonce.server.admission.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
 from lookonce.server.watched_files import WatchedFiles
 from lookonce.store.embedding_store import EmbeddingStore

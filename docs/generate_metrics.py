@@ -18,9 +18,9 @@ from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from docs.marked_page import replace_between
 from encoder_svc.metrics import EncoderMetrics
+from lookonce.server.admission.quotas import Quotas
 from lookonce.server.interceptors import CallMetrics
 from lookonce.server.metrics import ServingMetrics
-from lookonce.server.quotas import Quotas
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.metrics import StoreCollector
 

@@ -34,8 +34,8 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderServiceServicer_to_server,
 )
 from lookonce.media.image_header import ImageLimits
+from lookonce.server.admission.quotas import Quotas
 from lookonce.server.encoder_health import health_name
-from lookonce.server.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
 from lookonce.server.settings import MIB
 from lookonce.store.embedding_store import EmbeddingStore

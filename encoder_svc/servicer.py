@@ -31,7 +31,7 @@ from lookonce.errors import (
 from lookonce.identity import current_identity
 from lookonce.image_file import num_file_bytes
 from lookonce.logs import get_logger
-from lookonce.server.quotas import Quotas, Resource
+from lookonce.server.admission.quotas import Quotas, Resource
 from lookonce.server.telemetry import current_request_id
 from lookonce.status_codes import from_reason, status_row
 from lookonce.tenants import Tenants

@@ -24,7 +24,7 @@ from encoder_svc.service import admin_entry, open_control, open_pipeline, servic
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.local.redis_server import EmbeddedRedis
-from lookonce.server.quotas import Quotas
+from lookonce.server.admission.quotas import Quotas
 from lookonce.server.serving import GrpcService
 from lookonce.server.settings import parse_settings
 from lookonce.server.telemetry import Telemetry

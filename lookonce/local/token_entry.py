@@ -1,4 +1,4 @@
-"""Makes a bearer token and its entry for the services' tokens file (server/authentication.py)."""
+"""Makes a bearer token and its entry for the services' tokens file (server/admission/authentication.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOKEN_BYTES = 32
 
 def new_token(name: str, tenant: str, role: str) -> tuple[str, str]:
     """Returns a token and its TOML entry. Raises ConfigurationError for a name, tenant or role that services refuse."""
-    from lookonce.server.authentication import parse_tokens
+    from lookonce.server.admission.authentication import parse_tokens
 
     token = f"lookonce-{secrets.token_urlsafe(_TOKEN_BYTES)}"
     values = {

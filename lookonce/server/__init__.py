@@ -1,1 +1,1 @@
-"""The gRPC server around each service: settings, authentication, quotas, drain, metrics."""
+"""The gRPC server around each service: settings, admission, receipt, errors, metrics, shutdown."""

@@ -1,9 +1,9 @@
 """The one border between handlers and the wire, for all four kinds of RPC.
 
-Every call runs inside `_CallBorder.cross`. There it gets a request id, waits for its turn if many come at once
-(call_turns.py), passes the gate (call_gate.py) and is admitted or refused. Its exceptions become statuses, and it
-leaves one access line, one span and two metrics. Behind the gate, requests are received (receiving/) and parsed, and
-responses serialised, so that no library's error text reaches a client.
+Every call runs inside `_CallBorder.cross`. There it gets a request id, waits for its turn if many come at once, passes
+the gate and is admitted or refused (admission/). Its exceptions become statuses, and it leaves one access line, one
+span and two metrics. Behind the gate, requests are received (receiving/) and parsed, and responses serialised, so that
+no library's error text reaches a client.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from lookonce import errors, status_codes, tracing
 from lookonce.logs import get_logger
-from lookonce.server.call_gate import CallGate, values_of
-from lookonce.server.call_turns import CallTurns
-from lookonce.server.inflight_calls import InflightCalls
+from lookonce.server.admission.call_gate import CallGate, values_of
+from lookonce.server.admission.call_turns import CallTurns
+from lookonce.server.admission.inflight_calls import InflightCalls
 from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.receiving.inbox import Inbox, Receivers
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id

@@ -30,17 +30,17 @@ from prometheus_client import CollectorRegistry
 from lookonce.errors import ConfigurationError, StartupError
 from lookonce.identity import CallerRole
 from lookonce.logs import get_logger
-from lookonce.server.authentication import load_authenticator
-from lookonce.server.call_gate import CallGate
-from lookonce.server.call_turns import CallTurns
+from lookonce.server.admission.authentication import load_authenticator
+from lookonce.server.admission.call_gate import CallGate
+from lookonce.server.admission.call_turns import CallTurns
+from lookonce.server.admission.inflight_calls import InflightCalls
+from lookonce.server.admission.quotas import Quotas
 from lookonce.server.credentials import server_credentials
 from lookonce.server.garbage import settle
 from lookonce.server.heap import FreedMemory
-from lookonce.server.inflight_calls import InflightCalls
 from lookonce.server.interceptors import BorderInterceptor, CallMetrics
 from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES
 from lookonce.server.metrics import ServingMetrics
-from lookonce.server.quotas import Quotas
 from lookonce.server.receiving.inbox import Receivers
 from lookonce.server.server_options import server_options
 from lookonce.server.settings import ServiceSettings, exit_with

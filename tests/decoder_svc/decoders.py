@@ -16,7 +16,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
-from lookonce.server.quotas import Quotas
+from lookonce.server.admission.quotas import Quotas
 from tests.decoder_svc.encoders import served
 
 if TYPE_CHECKING:

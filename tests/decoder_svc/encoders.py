@@ -19,7 +19,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     EncoderServiceServicer,
     add_EncoderServiceServicer_to_server,
 )
-from lookonce.server.quotas import Quotas
+from lookonce.server.admission.quotas import Quotas
 from lookonce.server.serving import GrpcService, ServiceEntry
 from lookonce.server.settings import MIB, ServiceSettings
 from lookonce.server.telemetry import Telemetry

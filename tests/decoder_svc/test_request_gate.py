@@ -15,7 +15,7 @@ from decoder_svc.request_gate import Arrival, RequestGate, Ticket
 from decoder_svc.scheduling.request_output import RequestUsage
 from lookonce.errors import InternalError, InvalidParameterError, OverloadedError, UnavailableError
 from lookonce.identity import ANYBODY, CallerRole, Identity
-from lookonce.server.quotas import Quotas, Resource, parse_quotas
+from lookonce.server.admission.quotas import Quotas, Resource, parse_quotas
 from tests.clock import Clock
 
 NUM_PLACES = 4

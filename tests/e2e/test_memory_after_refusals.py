@@ -23,7 +23,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb
 from lookonce.errors import LookonceError, OverloadedError, UnavailableError
-from lookonce.server.quotas import Quotas
+from lookonce.server.admission.quotas import Quotas
 from tests import image_files
 from tests.allocated_memory import nothing_left
 from tests.conftest import DEMO_MODEL, SERVICE_FLAGS

@@ -21,7 +21,7 @@ from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
-from lookonce.server.quotas import Quotas
+from lookonce.server.admission.quotas import Quotas
 from lookonce.server.serving import GrpcService
 from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import Tenants

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lookonce.local.token_entry import new_token
-from lookonce.server.authentication import parse_tokens
+from lookonce.server.admission.authentication import parse_tokens
 from tests.k8s.manifests import (
     ENCODER,
     container_ports,

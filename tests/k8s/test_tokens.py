@@ -8,7 +8,7 @@ import re
 import pytest
 
 from lookonce.local.token_entry import new_token
-from lookonce.server.authentication import parse_tokens
+from lookonce.server.admission.authentication import parse_tokens
 from tests.k8s.manifests import CASES, DECODER, ServiceCase, container, parsed_settings, pod
 from tests.k8s.render import Manifest
 from tests.k8s.variants import K8S, PROD_ALL, TOKENS, Variant, rendered

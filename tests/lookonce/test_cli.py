@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lookonce.identity import CallerRole
-from lookonce.server.authentication import parse_tokens
+from lookonce.server.admission.authentication import parse_tokens
 from tests.lookonce.sdk.sdk_servers import System, running_system
 from tests.tiny_models import build_llava_clip, random_image
 

@@ -29,7 +29,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceServicer
 from lookonce.identity import CallerRole, Identity, acting_for
 from lookonce.local.redis_server import EmbeddedRedis
-from lookonce.server.authentication import parse_token
+from lookonce.server.admission.authentication import parse_token
 from lookonce.server.watched_files import WatchedFiles
 from lookonce.tenants import Tenants
 from tests import image_files

@@ -9,7 +9,7 @@ import pytest
 from lookonce.errors import ConfigurationError
 from lookonce.identity import CallerRole, Identity
 from lookonce.local.token_entry import new_token
-from lookonce.server.authentication import parse_tokens
+from lookonce.server.admission.authentication import parse_tokens
 
 
 @pytest.mark.parametrize(("tenant", "role"), [("acme", CallerRole.CLIENT), ("", CallerRole.OPERATOR)])

@@ -26,6 +26,7 @@ from lookonce.server.receiving import inbox
 from lookonce.server.receiving.receive_slots import ReceiveSlots
 from lookonce.server.receiving.unfinished_reads import ReadLimits, UnfinishedReads
 from lookonce.server.settings import MIB
+from tests.lookonce.server.admission.test_call_gate import bearer, running
 from tests.lookonce.server.certificates import Files
 from tests.lookonce.server.counting_proxy import counting_proxy
 from tests.lookonce.server.program_process import ProgramProcess
@@ -37,7 +38,6 @@ from tests.lookonce.server.running_server import (
     running_server,
     until,
 )
-from tests.lookonce.server.test_call_gate import bearer, running
 
 ENCODE, INFO = f"/{ENCODER}/Encode", f"/{ENCODER}/GetEncoderInfo"
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from lookonce.errors import UnavailableError
-from lookonce.server import inflight_calls
-from lookonce.server.inflight_calls import InflightCalls
+from lookonce.server.admission import inflight_calls
+from lookonce.server.admission.inflight_calls import InflightCalls
 
 
 class Handler:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from lookonce.errors import InvalidParameterError, PermissionDeniedError, UnauthenticatedError
 from lookonce.identity import ANYBODY, TENANT_KEY, TENANT_NAME, CallerRole, Identity, acting_for
 from lookonce.logs import get_logger
-from lookonce.server.authentication import Authenticator
-from lookonce.server.quotas import Quotas
+from lookonce.server.admission.authentication import Authenticator
+from lookonce.server.admission.quotas import Quotas
 
 _AUTHORIZATION_KEY = "authorization"
 _SCHEME = "bearer "

@@ -23,7 +23,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import UnsupportedError
 from lookonce.identity import ANYBODY, TENANT_KEY, current_identity
-from lookonce.server.quotas import load_quotas
+from lookonce.server.admission.quotas import load_quotas
 from lookonce.server.serving import GrpcService, ServiceEntry
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.telemetry import Telemetry

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from lookonce.errors import UnauthenticatedError
 from lookonce.identity import ANYBODY, CallerRole, Identity
 from lookonce.server import watched_files
-from lookonce.server.authentication import (
+from lookonce.server.admission.authentication import (
     Authenticator,
     Unguarded,
     load_authenticator,

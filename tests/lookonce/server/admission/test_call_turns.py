@@ -10,8 +10,8 @@ import grpc.aio
 
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
-from lookonce.server import call_turns
-from lookonce.server.call_turns import CallTurns
+from lookonce.server.admission import call_turns
+from lookonce.server.admission.call_turns import CallTurns
 from tests.lookonce.server.running_server import CHANNEL_OPTIONS, running_server
 
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from lookonce.errors import OverloadedError
 from lookonce.identity import ANYBODY, CallerRole, Identity
-from lookonce.server.quotas import Quotas, Resource, parse_quotas
+from lookonce.server.admission.quotas import Quotas, Resource, parse_quotas
 from tests.clock import Clock
 
 A, B = (Identity(name, name, CallerRole.CLIENT) for name in "ab")
@@ -122,7 +122,7 @@ def test_without_a_table_there_are_no_limits(registry: CollectorRegistry) -> Non
 def test_idle_tenants_are_forgotten_and_those_in_debt_are_not(
     registry: CollectorRegistry, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lookonce.server.quotas._MAX_TENANTS", 10)
+    monkeypatch.setattr("lookonce.server.admission.quotas._MAX_TENANTS", 10)
     quotas = Quotas(Table("[default]\ntokens_per_s = 1"), registry, clock)
     assert admit(quotas, A) is None
     quotas.charge(A, Resource.TOKENS, 1e6)

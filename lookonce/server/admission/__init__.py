@@ -1,0 +1,1 @@
+"""Decides which calls are admitted, and when they start: by caller, tenant, quota and drain. Reads no message."""
