@@ -290,6 +290,17 @@ def figures_of(plan: Plan, found: Found) -> dict[str, object]:
             )
             for kind, some in kinds.items()
         },
+        "slowest_control_s": {
+            name: max(
+                (
+                    call.ended_s - call.sent_s
+                    for call in calls
+                    if call.client == "control" and name in {one.name for one in found.windows_of(call)}
+                ),
+                default=0.0,
+            )
+            for name in sorted({one.name for one in found.windows})
+        },
         "memory": _lasting(*found.memory),
         "all_memory": [[asdict(one) for one in phase] for phase in found.memory],
         "stretches": [[asdict(one) for one in phase] for phase in found.stretches],
@@ -373,6 +384,10 @@ def section(figures: Mapping[str, Any]) -> str:
             report.table(["answers", ""], results),
             report.table(["other ends of calls", ""], others),
             report.table(["control client", "P50", "P99", "longest", "not answered"], control),
+            report.table(
+                ["slowest call of the control client beside", ""],
+                [[name, f"{1000 * longest:.0f} ms"] for name, longest in figures["slowest_control_s"].items()],
+            ),
             report.table(["memory, before and after", "RSS", "RSS", "PSS", "PSS"], memory),
             note,
         ]

@@ -20,6 +20,8 @@ MODEL = pathlib.Path(__file__).parents[1] / "models/demo"
 CONTROL, WORKING, ABUSER, OPERATOR = "control", "working", "abuser", "operator"
 _DECODER = "decoder"
 _START_TIMEOUT_S = 120.0
+# Full after a minute, so that a decoder's memory does not grow with its use. By default it would be 512 MiB.
+_KV_BYTES = 64 << 20
 _QUOTAS = f"""
 [tenants.{ABUSER}]
 max_in_flight = 8
@@ -121,6 +123,6 @@ def running_fleet(num_each: int) -> Iterator[Fleet]:
             num_encoders=num_each,
             num_decoders=num_each,
             encoder_arguments=shared,
-            decoder_arguments=[*shared, *to_encoder],
+            decoder_arguments=[*shared, *to_encoder, "--kv-cache-memory-bytes", str(_KV_BYTES)],
         ) as stack:
             yield Fleet(stack, tokens)
