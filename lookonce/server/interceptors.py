@@ -153,8 +153,10 @@ class _CallBorder:
         with self._span(context, request_id) as span, self._accounted(span) as outcome:
             bind_trace_id(tracing.trace_id())
             try:
-                await self._turns.wait(context.peer())
-                async with self._calls.admitted(delays_drain=not self._is_quiet):
+                async with (
+                    self._turns.started(context.peer()),
+                    self._calls.admitted(delays_drain=not self._is_quiet),
+                ):
                     with self._gate.passed(self.method, context.invocation_metadata() or ()):
                         result = await self._handled_in_time(context, handle)
                 outcome.code = _code_so_far(context, grpc.StatusCode.OK)

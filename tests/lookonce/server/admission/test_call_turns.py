@@ -1,4 +1,4 @@
-"""Calls of a burst start in turn by connection, and a few calls start at once."""
+"""Calls of a burst start in turn by connection, and those of an orderly client start at once."""
 
 from __future__ import annotations
 
@@ -7,55 +7,83 @@ from collections import Counter
 
 import grpc
 import grpc.aio
+import pytest
 
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
+from lookonce.errors import OverloadedError
 from lookonce.server.admission import call_turns
 from lookonce.server.admission.call_turns import CallTurns
 from tests.lookonce.server.running_server import CHANNEL_OPTIONS, running_server
 
+FREE = call_turns._NUM_FREE
+
 
 class Starts:
-    """Calls that wait for their turn; notes who has started, in order."""
+    """Calls that wait for their turn and then last for some passes of the event loop; notes who started, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_passes: int = 3, error: Exception | None = None) -> None:
         self.turns = CallTurns()
         self.callers: list[str] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self.num_ended = 0
+        self.tasks: list[asyncio.Task[None]] = []
+        self._num_passes = num_passes
+        self._error = error
 
     def add(self, caller: str, num_calls: int = 1) -> None:
-        self._tasks += [asyncio.create_task(self._wait(caller)) for _ in range(num_calls)]
-
-    def cancel(self, index: int) -> None:
-        self._tasks[index].cancel()
+        self.tasks += [asyncio.create_task(self._call(caller)) for _ in range(num_calls)]
 
     async def all_done(self) -> None:
-        await asyncio.wait_for(asyncio.gather(*self._tasks, return_exceptions=True), 30)
+        await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 30)
 
-    async def _wait(self, caller: str) -> None:
-        await self.turns.wait(caller)
-        self.callers.append(caller)
+    async def _call(self, caller: str) -> None:
+        async with self.turns.started(caller):
+            self.callers.append(caller)
+            for _ in range(self._num_passes):
+                await asyncio.sleep(0)
+            if self._error is not None:
+                raise self._error
+        self.num_ended += 1
 
 
-async def test_a_few_calls_start_at_once() -> None:
+async def passes(num: int) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+async def test_calls_of_an_orderly_client_start_at_once() -> None:
     starts = Starts()
-    starts.add("a", 5)
-    starts.add("b")
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert starts.callers == [*"aaaaab"]
+    for _ in range(10 * FREE):
+        starts.add("a")
+        await passes(1)
+        assert starts.tasks[-1].done() or len(starts.callers) == len(starts.tasks)
+        await starts.all_done()
 
 
-async def test_after_a_burst_of_one_connection_the_others_start_next() -> None:
+async def test_connections_with_a_few_calls_each_do_not_wait() -> None:
+    starts = Starts()
+    for number in range(100):
+        starts.add(f"connection {number}", FREE)
+    await passes(2)
+    assert len(starts.callers) == 100 * FREE
+
+
+async def test_after_the_first_calls_of_a_burst_others_start_before_the_rest() -> None:
     starts = Starts()
     starts.add("a", 1000)
     starts.add("b", 3)
     starts.add("c")
     await starts.all_done()
     assert Counter(starts.callers) == {"a": 1000, "b": 3, "c": 1}
-    unheeded = call_turns._NUM_FREE
-    assert starts.callers[:unheeded] == ["a"] * unheeded
-    assert starts.callers[unheeded : unheeded + 8] == [*"abcababa"]
+    assert starts.callers[: FREE + 4] == [*["a"] * FREE, *"bbbc"]
+
+
+async def test_two_bursts_take_turns() -> None:
+    starts = Starts()
+    starts.add("a", 500)
+    starts.add("b", 500)
+    await starts.all_done()
+    assert starts.callers[: 2 * FREE + 10] == [*["a"] * FREE, *["b"] * FREE, *"ababababab"]
 
 
 async def test_a_call_that_comes_later_overtakes_a_burst() -> None:
@@ -66,19 +94,42 @@ async def test_a_call_that_comes_later_overtakes_a_burst() -> None:
     num_started = len(starts.callers)
     starts.add("b")
     await starts.all_done()
-    assert starts.callers.index("b") <= num_started + 2 * call_turns._NUM_AT_ONCE + 1
+    assert starts.callers.index("b") <= num_started + call_turns._NUM_AT_ONCE
     assert len(starts.callers) == 1001
+
+
+async def test_calls_that_end_at_once_with_an_error_are_a_burst_too() -> None:
+    """gRPC hands over the next call when this one has been refused, so no two are ever in progress."""
+    starts = Starts(num_passes=0, error=OverloadedError("no"))
+
+    async def hand_over() -> None:
+        for _ in range(300):
+            starts.add("a")
+            await passes(2)
+
+    handing = asyncio.create_task(hand_over())
+    while len(starts.tasks) < 100:
+        await asyncio.sleep(0)
+    assert len(starts.callers) <= FREE + 4
+    await handing
+    await starts.all_done()
+    assert len(starts.callers) == 300
+    assert all(isinstance(task.exception(), OverloadedError) for task in starts.tasks)
 
 
 async def test_cancelled_calls_lose_no_turn_of_others() -> None:
     starts = Starts()
     starts.add("a", 300)
-    await asyncio.sleep(0)
-    for index in range(100, 300):
-        starts.cancel(index)
+    await passes(1)
+    for task in starts.tasks[100:]:
+        task.cancel()
     starts.add("b")
     await starts.all_done()
     assert Counter(starts.callers) == {"a": 100, "b": 1}
+    assert not starts.turns._num_in_progress
+    async with asyncio.timeout(10):
+        while starts.turns._waiting:
+            await asyncio.sleep(0.01)
 
 
 async def test_calls_start_though_new_ones_never_cease_to_come() -> None:
@@ -98,15 +149,16 @@ async def test_calls_start_though_new_ones_never_cease_to_come() -> None:
     await starts.all_done()
 
 
-async def test_a_burst_of_calls_over_the_wire_is_answered_and_accounted() -> None:
+@pytest.mark.parametrize("error", [None, OverloadedError("full")])
+async def test_a_burst_over_the_wire_is_answered(error: Exception | None) -> None:
     async with running_server() as running:
+        running.servicer.error = error
         calls = [running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60) for _ in range(3000)]
-        async with grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS) as channel:
-            other: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(channel)
-            assert (await other.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60)).model == "test"
         for call in calls[:1000]:
             call.cancel()
-        ends = Counter([await call.code() for call in calls])
-        assert ends[grpc.StatusCode.OK] >= 2000
-        assert set(ends) <= {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED}
-        assert (await running.encoder.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60)).model == "test"
+        async with grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS) as channel:
+            other: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(channel)
+            expected = grpc.StatusCode.OK if error is None else grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await other.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60).code() is expected
+        assert {await call.code() for call in calls[1000:]} == {expected}
+        assert {await call.code() for call in calls} <= {expected, grpc.StatusCode.CANCELLED}
