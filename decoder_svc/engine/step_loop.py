@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-import torch
-
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import (
@@ -44,6 +42,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.forgotten import Forgotten
+from lookonce.model.lack_of_memory import is_lack_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +280,7 @@ class StepLoop:
         """Logs and counts a failure, and returns the error for the requests that it ends."""
         incident = uuid.uuid4().hex
         logger.exception("%s failed, incident %s", action, incident)
-        if _is_out_of_memory(error):
+        if is_lack_of_memory(error):
             self._num_memory_failures += 1
             self._num_memory_errors += 1
             return OverloadedError("the server has no memory left for this request; retry later, or send less at once")
@@ -299,13 +298,6 @@ class StepLoop:
         if self._outbox:
             answers, self._outbox = self._outbox, []
             self._post(Answers(tuple(answers)))
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Tells a lack of memory from other failures. PyTorch has no type of its own for one of the CPU's memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _too_late() -> DeadlineError:

@@ -10,13 +10,13 @@ import PIL.Image
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
-from encoder_svc.images.lack_of_memory import memory_errors
 from encoder_svc.images.quarantine import Quarantine
 from lookonce import tracing
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest
 from lookonce.errors import ImagePoisonousError
 from lookonce.image_file import FramePair, ImageFile, files_of
 from lookonce.media.image_header import ImageHeader, ImageLimits, probe_file
+from lookonce.model.lack_of_memory import memory_errors
 from lookonce.threads import run_in_thread
 
 

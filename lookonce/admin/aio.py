@@ -39,7 +39,6 @@ class AsyncAdminClient:
 
     def __init__(self, target: str, options: ConnectionOptions) -> None:
         """Opens the channel. Call `connect` instead."""
-        self._options = options
         self._calls = AsyncCalls(options)
         credentials = options.credentials()
         if credentials is None:
@@ -67,7 +66,7 @@ class AsyncAdminClient:
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[EvictedImage]:
         """Removes images from every cache; see `lookonce.AdminClient.evict`."""
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.evict"):
             results: list[EvictedImage] = []
             for chunk, request in eviction_requests(await asyncio.to_thread(as_images, images), tenant):
@@ -79,7 +78,7 @@ class AsyncAdminClient:
         with tracing.calling("admin.evict_tenant"):
             request = pb.EvictEmbeddingsRequest(tenant=checked_tenant(tenant), all_of_tenant=True)
             return (
-                await self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s))
+                await self._calls.unary(self._stub.EvictEmbeddings, request, self._calls.deadline(timeout_s))
             ).evicted
 
     async def evict_all(self, *, timeout_s: float | None = None) -> int:
@@ -87,14 +86,14 @@ class AsyncAdminClient:
         with tracing.calling("admin.evict_all"):
             request = pb.EvictEmbeddingsRequest(all=True)
             return (
-                await self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s))
+                await self._calls.unary(self._stub.EvictEmbeddings, request, self._calls.deadline(timeout_s))
             ).evicted
 
     async def pin(
         self, images: Sequence[ImageLike], *, tenant: str = "", unpin: bool = False, timeout_s: float | None = None
     ) -> list[bool]:
         """Pins images, or unpins them; see `lookonce.AdminClient.pin`."""
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.pin"):
             refs = await asyncio.to_thread(as_images, images)
             found = [False] * len(refs)
@@ -109,7 +108,7 @@ class AsyncAdminClient:
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[bool]:
         """Copies rows from the shared cache into this encoder; see `lookonce.AdminClient.prewarm`."""
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.prewarm"):
             refs = await asyncio.to_thread(as_images, images)
             found = [False] * len(refs)
@@ -124,7 +123,7 @@ class AsyncAdminClient:
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[EntryStats]:
         """Returns the state of each image's rows in the shared cache and in this encoder."""
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.describe"):
             refs = await asyncio.to_thread(as_images, images)
             found: dict[int, EntryStats] = {}
@@ -140,7 +139,7 @@ class AsyncAdminClient:
         with tracing.calling("admin.stats"):
             request = pb.GetCacheStatsRequest()
             return cache_stats(
-                await self._calls.unary(self._stub.GetCacheStats, request, self._options.deadline(timeout_s))
+                await self._calls.unary(self._stub.GetCacheStats, request, self._calls.deadline(timeout_s))
             )
 
     async def aclose(self) -> None:

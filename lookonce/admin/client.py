@@ -44,7 +44,6 @@ class AdminClient:
 
     def __init__(self, target: str, options: ConnectionOptions) -> None:
         """Opens the channel. Call `connect` instead."""
-        self._options = options
         self._calls = SyncCalls(options)
         credentials = options.credentials()
         if credentials is None:
@@ -82,7 +81,7 @@ class AdminClient:
         receive the message, usually within milliseconds. An image that no cache has is no error. Removes 256 images per
         request: after an error, call again with all of them.
         """
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.evict"):
             results: list[EvictedImage] = []
             for chunk, request in eviction_requests(as_images(images), tenant):
@@ -93,13 +92,13 @@ class AdminClient:
         """Removes all images of a tenant as `evict` does. Returns the number of entries that the shared cache had."""
         with tracing.calling("admin.evict_tenant"):
             request = pb.EvictEmbeddingsRequest(tenant=checked_tenant(tenant), all_of_tenant=True)
-            return self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s)).evicted
+            return self._calls.unary(self._stub.EvictEmbeddings, request, self._calls.deadline(timeout_s)).evicted
 
     def evict_all(self, *, timeout_s: float | None = None) -> int:
         """Removes all images of this encoder's model, of all tenants. Returns as `evict_tenant`."""
         with tracing.calling("admin.evict_all"):
             request = pb.EvictEmbeddingsRequest(all=True)
-            return self._calls.unary(self._stub.EvictEmbeddings, request, self._options.deadline(timeout_s)).evicted
+            return self._calls.unary(self._stub.EvictEmbeddings, request, self._calls.deadline(timeout_s)).evicted
 
     def pin(
         self, images: Sequence[ImageLike], *, tenant: str = "", unpin: bool = False, timeout_s: float | None = None
@@ -109,7 +108,7 @@ class AdminClient:
         Returns for each image whether the shared cache has it. Pins hold under memory pressure only with a cache server
         whose eviction policy is a "volatile" one.
         """
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.pin"):
             refs = as_images(images)
             found = [False] * len(refs)
@@ -125,7 +124,7 @@ class AdminClient:
 
         To encode images that no cache has, use `lookonce.Client.encode`.
         """
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.prewarm"):
             refs = as_images(images)
             found = [False] * len(refs)
@@ -140,7 +139,7 @@ class AdminClient:
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
     ) -> list[EntryStats]:
         """Returns the state of each image's rows in the shared cache and in this encoder."""
-        deadline = self._options.deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.describe"):
             refs = as_images(images)
             found: dict[int, EntryStats] = {}
@@ -155,7 +154,7 @@ class AdminClient:
         """Returns the counters of this encoder's cache and of the shared cache. Scans all names in the shared cache."""
         with tracing.calling("admin.stats"):
             request = pb.GetCacheStatsRequest()
-            return cache_stats(self._calls.unary(self._stub.GetCacheStats, request, self._options.deadline(timeout_s)))
+            return cache_stats(self._calls.unary(self._stub.GetCacheStats, request, self._calls.deadline(timeout_s)))
 
     def close(self) -> None:
         """Closes the channel. Calls in flight end with AbortedError; so do later calls."""

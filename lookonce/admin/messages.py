@@ -10,7 +10,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.errors import InvalidParameterError
 from lookonce.identity import TENANT_NAME
 from lookonce.images import ImageRef
-from lookonce.sdk.messages import MAX_LOOKUP_KEYS
+from lookonce.sdk.messages import MAX_LOOKUP_KEYS, assign_max_pixels
 
 
 def checked_tenant(tenant: str) -> str:
@@ -49,10 +49,9 @@ def selections(images: Sequence[ImageRef], tenant: str) -> Iterator[tuple[list[i
         for start in range(0, len(group), MAX_LOOKUP_KEYS):
             chunk = group[start : start + MAX_LOOKUP_KEYS]
             keys = [_key(images[index]) for index in chunk]
-            yield (
-                chunk,
-                pb.EmbeddingSelection(keys=keys, max_pixels=max_pixels, beside_others=beside_others, tenant=tenant),
-            )
+            selection = pb.EmbeddingSelection(keys=keys, beside_others=beside_others, tenant=tenant)
+            assign_max_pixels(selection, max_pixels)
+            yield chunk, selection
 
 
 def entry_stats(image: ImageRef, found: pb.EmbeddingStatistics) -> EntryStats:

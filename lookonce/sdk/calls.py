@@ -29,6 +29,11 @@ class _Calls:
         """Makes all later calls raise AbortedError. The client closes the channels."""
         self._is_closed = True
 
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """Returns the deadline of a method. Raises AbortedError if the client is closed, also if it makes no call."""
+        self.check_open()
+        return self._options.deadline(timeout_s)
+
     def check_open(self) -> None:
         """Raises AbortedError if the client is closed."""
         if self._is_closed:

@@ -194,7 +194,7 @@ def lookup_requests(
             request = encoder_pb2.LookupEmbeddingsRequest(
                 keys=[_key(image) for image in chunk], touch=touch, beside_others=beside_others
             )
-            _assign_max_pixels(request, max_pixels)
+            assign_max_pixels(request, max_pixels)
             yield chunk, request
 
 
@@ -211,7 +211,7 @@ def image_source(image: ImageRef, *, as_bytes: bool, in_prompt: bool) -> common_
         source.expected_digest = image.digest
     else:
         source.key.CopyFrom(_key(image))
-    _assign_max_pixels(source, image.max_pixels)
+    assign_max_pixels(source, image.max_pixels)
     return source
 
 
@@ -222,7 +222,7 @@ def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
     )
     if video.fps is not None:
         _assign(source, "fps", video.fps)
-    _assign_max_pixels(source, video.max_pixels)
+    assign_max_pixels(source, video.max_pixels)
     if video.size is not None:
         _assign(source.size, "width", video.size[0])
         _assign(source.size, "height", video.size[1])
@@ -311,7 +311,8 @@ def _fill(message: Any, name: str, values: Any) -> None:
         raise InvalidParameterError(name, f"{values!r} is not a valid value") from None
 
 
-def _assign_max_pixels(message: Any, max_pixels: int | None) -> None:
+def assign_max_pixels(message: Any, max_pixels: int | None) -> None:
+    """Sets the option of an image or of a selection of images. Raises InvalidParameterError for a wrong value."""
     if max_pixels is not None:
         _assign(message, "max_pixels", max_pixels)
 

@@ -136,12 +136,7 @@ class ServiceSettings(BaseSettings):
         86_400, ge=1, le=_MAX_TTL_S, description="Lifetime of a cache entry after its last use, seconds."
     )
 
-    max_message_bytes: int = Field(
-        32 * MIB,
-        ge=MIB,
-        description="Largest gRPC message, in both directions. While a message is copied and parsed, the service "
-        "answers nothing else: up to 50 ms for 32 MiB.",
-    )
+    max_message_bytes: int = Field(32 * MIB, ge=MIB, description="Largest gRPC message, in both directions.")
     max_receive_bytes: int = Field(
         1024 * MIB,
         ge=MIB,

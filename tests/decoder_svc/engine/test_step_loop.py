@@ -50,6 +50,10 @@ def torch_memory() -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
 
+def onednn_memory() -> None:
+    raise RuntimeError("could not create a primitive")
+
+
 def recursion() -> None:
     recursion()
 
@@ -234,7 +238,7 @@ def test_after_three_failures_in_a_row_the_thread_has_died_and_says_so_last() ->
     assert (running.loop.is_healthy, running.loop.has_died) == (False, True)
 
 
-@pytest.mark.parametrize("fail", [python_memory, torch_memory])
+@pytest.mark.parametrize("fail", [python_memory, torch_memory, onednn_memory])
 def test_a_step_without_memory_ends_its_requests_only_however_often_in_a_row(
     started: Callable[..., Running], fail: Callable[[], None]
 ) -> None:

@@ -17,6 +17,7 @@ import redis
 import lookonce
 from lookonce.admin import CacheStats, EntryStats, EvictedImage
 from lookonce.errors import (
+    AbortedError,
     CacheAccessError,
     InvalidParameterError,
     PermissionDeniedError,
@@ -165,6 +166,26 @@ def test_failures_have_the_errors_of_the_other_clients(encoder: Encoder, call: C
         call("127.0.0.1:1", token, "evict", [b"x"], timeout_s=10)
     with pytest.raises(UnsupportedError):
         call(encoder.stack.encoder_targets[0], token, "stats")
+
+
+def test_wrong_options_have_the_errors_of_the_other_clients(encoder: Encoder, call: Calls) -> None:
+    wrong: Any = "large"
+    for max_pixels in (wrong, -1, 1 << 40):
+        ref = ImageRef.from_bytes(b"x", max_pixels=max_pixels)
+        with pytest.raises(InvalidParameterError, match="max_pixels"):
+            call(encoder.target, encoder.tokens["operator"], "describe", [ref])
+
+
+@pytest.mark.parametrize("method", ["evict", "pin", "prewarm", "describe"])
+async def test_a_closed_client_answers_nothing_not_even_for_no_images(method: str) -> None:
+    client = lookonce.AdminClient.connect("127.0.0.1:1")
+    client.close()
+    with pytest.raises(AbortedError):
+        getattr(client, method)([])
+    for_asyncio = lookonce.AsyncAdminClient.connect("127.0.0.1:1")
+    await for_asyncio.aclose()
+    with pytest.raises(AbortedError):
+        await getattr(for_asyncio, method)([])
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from encoder_svc.images.lack_of_memory import is_lack_of_memory, memory_errors
+from lookonce.model.lack_of_memory import is_lack_of_memory, memory_errors
 
 
 def test_torch_says_lack_of_memory_as_it_is_recognised() -> None:
