@@ -204,6 +204,7 @@ class GrpcService:
         self._metrics.begin_drain()
         await self._health.enter_graceful_shutdown()
         await asyncio.sleep(delay_s)
+        self._turns.end()
         await self._calls.refuse_new()
         _log.info("refusing new calls", calls=self._calls.num_delaying)
         # Sends GOAWAY to connected clients, before the refused ones may try again. Calls in flight continue.

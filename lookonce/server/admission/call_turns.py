@@ -46,6 +46,7 @@ class CallTurns:
         self._num_recent: Counter[str] = Counter()
         self._interval_ends_s = 0.0
         self._starter: asyncio.Task[None] | None = None
+        self._has_ended = False
 
     @asynccontextmanager
     async def started(self, caller: str) -> AsyncIterator[None]:
@@ -59,7 +60,7 @@ class CallTurns:
         except LookonceError:
             # A call that is refused at once has ended before gRPC hands over the next one. It waits here, or else a
             # burst of such calls would not look like one.
-            if not has_waited and self._num_recent[caller] > _NUM_FREE:
+            if not has_waited and not self._has_ended and self._num_recent[caller] > _NUM_FREE:
                 await self._turn(caller)
             raise
         finally:
@@ -67,7 +68,15 @@ class CallTurns:
             if not self._num_in_progress[caller]:
                 del self._num_in_progress[caller]
 
+    def end(self) -> None:
+        """Starts all calls that wait, and later ones at once: a drain refuses them."""
+        self._has_ended = True
+        while self._waiting:
+            self._start_next()
+
     def _is_of_burst(self, caller: str) -> bool:
+        if self._has_ended:
+            return False
         self._num_arrived += 1
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._interval_ends_s:

@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from lookonce.errors import UnavailableError
 
 _DRAINING = "the server is shutting down; retry on another replica"
-# All calls have been handed over when none came during the first time; new callers may delay that until the second.
-_QUIET_S = 0.05
-_MAX_SETTLE_S = 1.0
+# All calls have been handed over when none came during so many looks, each after a wait of so many seconds. gRPC hands
+# over one call in some passes of the event loop, which can take long: one wait of 50 ms was not enough beside a burst,
+# of which up to 955 of 1000 calls then got CANCELLED. New callers may delay the end until the last of these times.
+_NUM_QUIET_LOOKS = 10
+_LOOK_S = 0.005
+_MAX_SETTLE_S = 3.0
 
 
 @dataclass(slots=True, eq=False)
@@ -82,10 +85,11 @@ class InflightCalls:
         self._refusing = True
         loop = asyncio.get_running_loop()
         until_s = loop.time() + _MAX_SETTLE_S
-        num_before = -1
-        while num_before != self._num_refused and loop.time() < until_s:
+        num_quiet_looks = 0
+        while num_quiet_looks < _NUM_QUIET_LOOKS and loop.time() < until_s:
             num_before = self._num_refused
-            await asyncio.sleep(_QUIET_S)
+            await asyncio.sleep(_LOOK_S)
+            num_quiet_looks = num_quiet_looks + 1 if num_before == self._num_refused else 0
 
     def answer_refused(self) -> None:
         """Lets refused calls end with UnavailableError, those of the past and those to come."""

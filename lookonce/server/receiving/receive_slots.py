@@ -10,7 +10,8 @@ pause go on while there are free slots, and silent callers cannot keep others ou
 
 While more callers wait than there are slots, half of the slots are overdue much earlier. The reads that began first
 keep the other half, because a slow upload cannot be told from a silent one: if all were cut short, none might end.
-Callers whose read was taken away come later than others every second time, until one of their messages arrives.
+Callers whose read was taken away come later than others every second time, until one of their messages arrives. While
+a caller without a slot waits that is not one of them, their slots in that half are overdue earlier, too.
 """
 
 from __future__ import annotations
@@ -269,13 +270,22 @@ class ReceiveSlots:
         now_s, limits = asyncio.get_running_loop().time(), self.limits
         slots = [slot for slot in _all(self._taken) if not slot.is_ending]
         sure: set[_Slot] = set(slots)
-        if len(self._waiting) > limits.num_slots:
+        is_crowded = len(self._waiting) > limits.num_slots
+        if is_crowded or self._slow_callers_keep_others_out():
             sure = set(sorted(slots, key=lambda slot: slot.begun_s)[: limits.num_slots // 2])
+            if not is_crowded:
+                sure.update(slot for slot in slots if slot.caller not in self._slow)
         return [
             slot
             for slot in slots
             if slot.begun_s + (limits.sure_s if slot in sure else min(limits.sure_s, limits.crowded_sure_s)) <= now_s
         ]
+
+    def _slow_callers_keep_others_out(self) -> bool:
+        """Whether a caller waits that has no slot and whose last read was not taken away, while others' were."""
+        if not self._slow:
+            return False
+        return any(caller not in self._slow and caller not in self._taken for caller in self._waiting)
 
     def _remember_slow(self, caller: str) -> None:
         self._slow.pop(caller, None)

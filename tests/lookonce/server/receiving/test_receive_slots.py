@@ -285,6 +285,45 @@ def test_a_caller_does_not_wait_long_for_many_that_were_silent() -> None:
     virtual_time.run(main())
 
 
+@pytest.mark.parametrize(("num_silent", "num_calls"), [(2, 16), (2, 32), (32, 1), (48, 1), (63, 1)])
+def test_a_few_silent_callers_that_come_again_and_again_do_not_keep_another_one_waiting(
+    num_silent: int, num_calls: int
+) -> None:
+    """Fewer of them than there are slots are no crowd: each upload beside them waited for nine seconds."""
+
+    async def main() -> list[float]:
+        slots, loop = ReceiveSlots(SlotLimits(num_slots=32)), asyncio.get_running_loop()
+
+        async def silence() -> None:
+            await loop.create_future()
+
+        async def come_again(caller: str) -> None:
+            while True:
+                with contextlib.suppress(LookonceError):
+                    await slots.receive(caller, silence, may_pause=False)
+                await asyncio.sleep(0.01)
+
+        silent = [
+            asyncio.create_task(come_again(f"silent {number}"))
+            for number in range(num_silent)
+            for _ in range(num_calls)
+        ]
+        await asyncio.sleep(0.5)
+        waits: list[float] = []
+        while len(waits) < 60:
+            begun_s = loop.time()
+            await slots.receive("other", lambda: asyncio.sleep(0.2), may_pause=False)
+            waits.append(loop.time() - begun_s - 0.2)
+            await asyncio.sleep(1)
+        for task in silent:
+            task.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
+        return waits
+
+    waits = virtual_time.run(main())
+    assert max(waits[10:]) < 2.5
+
+
 def test_those_who_were_silent_still_get_every_second_slot() -> None:
     async def main() -> None:
         async with uploads(LONG) as running:
