@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 
 import grpc
 import grpc.aio
 import pytest
 
+from lookonce import status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import OverloadedError
@@ -149,6 +151,19 @@ async def test_calls_start_though_new_ones_never_cease_to_come() -> None:
     await starts.all_done()
 
 
+async def test_the_end_starts_all_calls_at_once() -> None:
+    starts = Starts()
+    starts.add("a", 1000)
+    await passes(2)
+    assert len(starts.callers) < 1000
+    starts.turns.end()
+    await passes(1)
+    starts.add("a", 100)
+    await passes(2)
+    assert len(starts.callers) == 1100
+    await starts.all_done()
+
+
 @pytest.mark.parametrize("error", [None, OverloadedError("full")])
 async def test_a_burst_over_the_wire_is_answered(error: Exception | None) -> None:
     async with running_server() as running:
@@ -162,3 +177,26 @@ async def test_a_burst_over_the_wire_is_answered(error: Exception | None) -> Non
             assert await other.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60).code() is expected
         assert {await call.code() for call in calls[1000:]} == {expected}
         assert {await call.code() for call in calls} <= {expected, grpc.StatusCode.CANCELLED}
+
+
+@pytest.mark.parametrize("num_connections", [1, 4])
+async def test_a_drain_in_the_middle_of_a_burst_leaves_no_call_without_a_reason(num_connections: int) -> None:
+    async with running_server() as running, contextlib.AsyncExitStack() as exits:
+        channels = [
+            await exits.enter_async_context(grpc.aio.insecure_channel(running.service.target, options=CHANNEL_OPTIONS))
+            for _ in range(num_connections)
+        ]
+        stubs: list[pb_grpc.EncoderServiceAsyncStub] = [pb_grpc.EncoderServiceStub(channel) for channel in channels]
+        for stub in stubs:
+            await stub.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60)
+        calls = [stubs[i % num_connections].GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60) for i in range(1000)]
+        await calls[20]
+        await running.service.stop()
+        ends: Counter[str] = Counter()
+        for call in calls:
+            try:
+                await call
+                ends["OK"] += 1
+            except grpc.aio.AioRpcError as error:
+                ends[repr(status_codes.from_rpc_error(error))] += 1
+    assert set(ends) <= {"OK", "UnavailableError('the server is shutting down; retry on another replica')"}

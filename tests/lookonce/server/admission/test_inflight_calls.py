@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -98,6 +99,27 @@ async def test_refusals_are_held_back_until_all_calls_have_been_handed_over() ->
     calls.answer_refused()
     results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
     assert [type(result) for result in results] == [UnavailableError] * 4
+
+
+def keep_event_loop_busy() -> None:
+    time.sleep(0.06)
+
+
+async def test_calls_that_are_handed_over_in_slow_passes_of_the_event_loop_are_awaited() -> None:
+    """One long pass was taken for a silence, and gRPC then cancelled up to 955 of a burst of 1000 calls."""
+    calls = InflightCalls()
+    settling = asyncio.create_task(calls.refuse_new())
+    late = []
+    for _ in range(8):
+        for _ in range(2):
+            keep_event_loop_busy()
+            await asyncio.sleep(0)
+        late.append(Handler(calls))
+    assert not settling.done()
+    await settling
+    calls.answer_refused()
+    results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
+    assert [type(result) for result in results] == [UnavailableError] * 8
 
 
 async def test_callers_who_never_pause_do_not_keep_a_drain_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
