@@ -146,9 +146,10 @@ class DecoderService:
     default_timeouts_s: Mapping[str, float]
 
     def is_ready(self) -> bool:
-        """Whether to send requests here: not while all encoders that answer have other models than this decoder.
+        """Whether requests should be sent here.
 
-        Without any encoder it is ready after some seconds: text and cached images can be answered.
+        They should not while every encoder that answers has another model than this decoder. If no encoder answers, the
+        decoder is ready after some seconds, since it can answer text and cached images.
         """
         return self.engine.is_healthy and (self.search is None or self.search.is_fine)
 

@@ -183,7 +183,10 @@ class EncodePipeline:
             await asyncio.to_thread(part.close)
 
     async def _digests_of(self, image: ImageInput, turn: Turn[CallerId]) -> FileDigests:
-        """The digests of the image's bytes, checked against the one it was sent with, or the digest of a reference."""
+        """Returns the digests of the image's bytes, or the digest of a reference.
+
+        Raises DigestMismatchError if the bytes have another digest than the one they were sent with.
+        """
         if image.data is None:
             assert image.digest is not None, "a reference has a digest"
             return FileDigests(image.digest, ())

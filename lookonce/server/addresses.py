@@ -25,7 +25,7 @@ class _Resolved(NamedTuple):
 
     @property
     def places(self) -> set[tuple[Any, int]]:
-        """IP address and port of each; IPv4 addresses in IPv6's notation become IPv4 addresses."""
+        """The IP addresses with their ports. IPv4 addresses in IPv6's notation become IPv4 addresses."""
         ips = ((ipaddress.ip_address(place[0]), place[1]) for *_, place in self.found)
         return {(getattr(ip, "ipv4_mapped", None) or ip, port) for ip, port in ips}
 
