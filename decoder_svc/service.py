@@ -159,6 +159,7 @@ class DecoderService:
             SERVICE_NAME,
             lambda server: add_DecoderServiceServicer_to_server(self.servicer, server),
             default_timeouts_s=self.default_timeouts_s,
+            max_running=self.engine.limits.max_running_requests,
         )
 
 

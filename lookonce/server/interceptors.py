@@ -154,7 +154,7 @@ class _CallBorder:
             bind_trace_id(tracing.trace_id())
             try:
                 async with (
-                    self._turns.started(context.peer()),
+                    self._turns.started(context.peer(), is_working=not self._is_quiet),
                     self._calls.admitted(delays_drain=not self._is_quiet),
                 ):
                     with self._gate.passed(self.method, context.invocation_metadata() or ()):
