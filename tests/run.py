@@ -92,8 +92,8 @@ def run_part(part: Part, jobs: str, for_pytest: Sequence[str]) -> Outcome:
 def _environment() -> dict[str, str]:
     """Lets Python keep the modules that it compiles, as it does by default; git ignores them.
 
-    The tests start hundreds of processes. Where each compiles the repository's modules again, collecting the tests takes
-    14 instead of 7 s of CPU, and the start of a service 4.6 instead of 4.1 s (2 × AMD EPYC, 2026-11-23).
+    The tests start hundreds of processes. Where each compiles the repository's modules again, collecting the tests
+    takes 14 instead of 7 s of CPU, and the start of a service 4.6 instead of 4.1 s (2 × AMD EPYC, 2026-11-23).
     """
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
