@@ -72,7 +72,7 @@ def source(data: bytes = NOISE, **fields: Any) -> common_pb2.ImageSource:
 
 
 def message_of(kind: str, image: common_pb2.ImageSource, **fields: Any) -> Message:
-    """A request of an RPC with one image and further fields of the request. The image is copied once, into its place."""
+    """A request of an RPC with one image, which is copied once, and further fields of the request."""
     if kind == "Encode":
         encode = encoder_pb.EncodeRequest(**fields)
         encode.items.add().image.CopyFrom(image)
