@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -42,6 +43,7 @@ _STACK_FILES = frozenset(
         "test_metrics.py",
         "test_prefix_cache.py",
         "test_readme.py",
+        "test_tracing.py",
         "test_videos.py",
     }
 )
@@ -87,10 +89,13 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[LocalStack]:
-    """Redis, one encoder and two decoders with the demo model."""
-    with LocalStack(
-        DEMO_MODEL, num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS
-    ) as stack:
+    """Redis, one encoder and two decoders with the demo model. Their logs begin with the modules that they import."""
+    with contextlib.ExitStack() as exits:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+            stack = exits.enter_context(
+                LocalStack(DEMO_MODEL, num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS)
+            )
         yield stack
 
 
