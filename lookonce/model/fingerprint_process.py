@@ -11,7 +11,7 @@ import sys
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the fingerprints."""
+    """Prints the fingerprints of the folder that `arguments` name."""
     # Imported here, after the garbage collector has been switched off: torch and transformers make a million objects.
     from lookonce.embedding_meta import RowDtype
     from lookonce.model.family_model import FamilyModel

@@ -101,6 +101,7 @@ def bomb(name: str) -> bytes:
     return BOMBS[name][0]()
 
 
+@functools.cache
 def large_png() -> bytes:
     """49 megapixels of 16 bits with transparency: 392 MB of rows in 370 kB."""
     return image_bombs.png_of_rows(7000, 7000, 6, bytes(1 + 7000 * 8), bit_depth=16)
