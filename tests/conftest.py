@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ _STACK_FILES = frozenset(
         "test_metrics.py",
         "test_prefix_cache.py",
         "test_readme.py",
+        "test_tracing.py",
         "test_videos.py",
     }
 )
@@ -67,18 +69,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.path.is_relative_to(_LONG_FILES))
 
 
-def pytest_collection_finish() -> None:
-    """Takes all that importing and collecting made from the garbage collector: walking it takes 0.7 s each time."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps all that importing and collecting make from the garbage collector: walking it takes 0.7 s each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Leaves files out of the serial part that do not name its mark: importing all takes longer than some tests."""
+    is_idle = config.getoption("markexpr") == "services" and collection_path.name.startswith("test_")
+    return True if is_idle and "mark.services" not in collection_path.read_text("utf-8") else None
 
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[LocalStack]:
-    """Redis, one encoder and two decoders with the demo model."""
-    with LocalStack(
-        DEMO_MODEL, num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS
-    ) as stack:
+    """Redis, one encoder and two decoders with the demo model. Their logs begin with the modules that they import."""
+    with contextlib.ExitStack() as exits:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+            stack = exits.enter_context(
+                LocalStack(DEMO_MODEL, num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS)
+            )
         yield stack
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def run_part(part: Part, jobs: str, for_pytest: Sequence[str]) -> Outcome:
             # In the order of collection, see tests/conftest.py.
             command += ["--numprocesses", jobs, "--dist", "loadfile", "--no-loadscope-reorder"]
         started_s = time.monotonic()
-        process = subprocess.Popen([*command, *for_pytest])
+        process = subprocess.Popen([*command, *for_pytest], env=_environment())
         try:
             status = process.wait()
         except KeyboardInterrupt:
@@ -86,6 +87,15 @@ def run_part(part: Part, jobs: str, for_pytest: Sequence[str]) -> Outcome:
             status = _INTERRUPTED
         seconds = time.monotonic() - started_s
         return _outcome(part.name, status, seconds, report)
+
+
+def _environment() -> dict[str, str]:
+    """Lets Python keep the modules that it compiles, as it does by default; git ignores them.
+
+    The tests start hundreds of processes. Where each compiles the repository's modules again, collecting the tests
+    takes 14 instead of 7 s of CPU, and the start of a service 4.6 instead of 4.1 s (2 × AMD EPYC, 2026-11-23).
+    """
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def _outcome(name: str, status: int, seconds: float, report: pathlib.Path) -> Outcome:

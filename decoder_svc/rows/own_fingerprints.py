@@ -56,7 +56,7 @@ class OwnFingerprints:
     async def _compute(self, row_dtype: RowDtype) -> frozenset[EncoderFingerprint]:
         """Runs a process, since loading weights beside a working engine would change torch's default type under it."""
         dtypes = _FORWARD_DTYPES if row_dtype is RowDtype.INT8_SCALED else (row_dtype,)
-        command = ["-P", "-m", "lookonce.model.folder_fingerprint", str(self._folder), row_dtype.value]
+        command = ["-P", "-m", "lookonce.model.fingerprint_process", str(self._folder), row_dtype.value]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, *(dtype.value for dtype in dtypes), stdout=pipe, stderr=pipe

@@ -1,13 +1,6 @@
-"""The fingerprint that an encoder has when it serves a model folder, without running that encoder.
-
-`python -m lookonce.model.folder_fingerprint FOLDER ROW_DTYPE DTYPE…` prints one for each type of the forward pass. A
-process that must not load weights itself starts it.
-"""
+"""The fingerprint that an encoder has when it serves a model folder, without running that encoder."""
 
 from __future__ import annotations
-
-import pathlib
-import sys
 
 import torch
 
@@ -35,16 +28,3 @@ def folder_fingerprint(
     """
     half = load_vision_half(folder.path, None if dtype is None else _TORCH_DTYPES[dtype])
     return vision_fingerprint(folder, half, model, row_dtype), RowDtype(dtype_name(half))
-
-
-def main(arguments: list[str]) -> None:
-    """Prints a folder's fingerprints, one in a line."""
-    path, row_dtype, *dtypes = arguments
-    folder = ModelFolder.open(pathlib.Path(path))
-    model = FamilyModel.load(folder)
-    for dtype in dtypes:
-        print(folder_fingerprint(folder, model, RowDtype(dtype), RowDtype(row_dtype))[0])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -33,6 +33,9 @@ def picture(seed: int) -> bytes:
     return image_files.encoded(image_files.noise(seed, 70, 60))
 
 
+PICTURES = [picture(seed) for seed in range(100, 124)]
+
+
 async def answer(decoder: RunningDecoder, data: bytes) -> list[int]:
     request = params("what is it", source(data), max_tokens=6, ignore_eos=True, temperature=0.0)
     response = await decoder.stub.Generate(pb.GenerateRequest(params=request), timeout=60)
@@ -43,6 +46,13 @@ async def expected_answers(folder: pathlib.Path, pictures: list[bytes]) -> list[
     """Answers of a decoder and an encoder that serve only this folder."""
     async with running_encoder(folder) as target, running_decoder(folder, target) as decoder:
         return [await answer(decoder, data) for data in pictures]
+
+
+@pytest.fixture(scope="module")
+def expected(revisions: tuple[pathlib.Path, pathlib.Path]) -> dict[str, list[list[int]]]:
+    """Each revision's answers to PICTURES."""
+    found = (asyncio.run(expected_answers(folder, PICTURES)) for folder in revisions)
+    return dict(zip("ab", found, strict=True))
 
 
 async def test_rows_of_another_revision_are_refused_and_the_decoder_is_not_ready(
@@ -65,10 +75,11 @@ async def test_rows_of_another_revision_are_refused_and_the_decoder_is_not_ready
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
 async def test_behind_one_target_each_decoder_uses_its_own_revision(
-    revisions: tuple[pathlib.Path, pathlib.Path], shared_redis: EmbeddedRedis, order: str
+    revisions: tuple[pathlib.Path, pathlib.Path],
+    expected: dict[str, list[list[int]]],
+    shared_redis: EmbeddedRedis,
+    order: str,
 ) -> None:
-    pictures = [picture(seed) for seed in range(100, 124)]
-    expected = {name: await expected_answers(folder, pictures) for name, folder in zip("ab", revisions, strict=True)}
     assert expected["a"] != expected["b"]
     redis: dict[str, Any] = {"redis_url": shared_redis.url}
     a, b = revisions if order == "ab" else revisions[::-1]
@@ -76,7 +87,7 @@ async def test_behind_one_target_each_decoder_uses_its_own_revision(
         target = f"ipv4:{first},{second}"
         for name, folder in zip("ab", revisions, strict=True):
             async with running_decoder(folder, target, **redis) as decoder:
-                answers = await asyncio.gather(*(answer(decoder, data) for data in pictures))
+                answers = await asyncio.gather(*(answer(decoder, data) for data in PICTURES))
                 assert answers == expected[name]
                 assert decoder.service.is_ready()
 

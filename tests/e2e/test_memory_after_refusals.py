@@ -72,17 +72,24 @@ def source(data: bytes = NOISE, **fields: Any) -> common_pb2.ImageSource:
 
 
 def message_of(kind: str, image: common_pb2.ImageSource, **fields: Any) -> Message:
-    """A request of an RPC with one image and further fields of the request."""
+    """A request of an RPC with one image, which is copied once, and further fields of the request."""
     if kind == "Encode":
-        return encoder_pb.EncodeRequest(items=[encoder_pb.EncodeItem(image=image)], **fields)
+        encode = encoder_pb.EncodeRequest(**fields)
+        encode.items.add().image.CopyFrom(image)
+        return encode
     if kind == "EncodeStream":
-        return encoder_pb.EncodeStreamRequest(item_id="a", item=encoder_pb.EncodeItem(image=image))
-    parts = [decoder_pb.ContentPart(image=image), decoder_pb.ContentPart(text=fields.pop("text", "What is it?"))]
-    chat = decoder_pb.ChatPrompt(messages=[decoder_pb.ChatMessage(role=decoder_pb.ROLE_USER, parts=parts)])
+        item = encoder_pb.EncodeStreamRequest(item_id="a")
+        item.item.image.CopyFrom(image)
+        return item
+    text = fields.pop("text", "What is it?")
     sampling = decoder_pb.SamplingParams(**{"max_tokens": 4, **fields.pop("sampling", {})})
-    params = decoder_pb.GenerateParams(chat=chat, sampling=sampling, **fields)
-    request = decoder_pb.GenerateRequest if kind == "Generate" else decoder_pb.GenerateStreamRequest
-    return request(params=params)
+    params = decoder_pb.GenerateParams(sampling=sampling, **fields)
+    request_class = decoder_pb.GenerateRequest if kind == "Generate" else decoder_pb.GenerateStreamRequest
+    request = request_class(params=params)
+    message = request.params.chat.messages.add(role=decoder_pb.ROLE_USER)
+    message.parts.add().image.CopyFrom(image)
+    message.parts.add(text=text)
+    return request
 
 
 def outcome(stack: InProcessStack, kind: str, raw: bytes, timeout_s: float = 60) -> str:

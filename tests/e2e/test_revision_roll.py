@@ -26,7 +26,7 @@ MAX_TOKENS = 6
 NUM_PICTURES = 40
 NUM_CALLERS = 4
 # Between two calls of a caller, so that the load leaves time to the services that start.
-PAUSE_S = 0.1
+PAUSE_S = 0.2
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "30")
 SMALL = ("--num-kv-blocks", "200", "--max-context-tokens", "1000")
@@ -108,12 +108,20 @@ async def until_each(client: AsyncClient, expected: Revision) -> None:
                 return
 
 
+@pytest.fixture(scope="module")
+def revisions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Revision, Revision]:
+    """The old and the new one."""
+    folder = tmp_path_factory.mktemp("revisions")
+    folders = [tiny_models.build_llava_clip(folder / name, seed=seed) for seed, name in enumerate(("old", "new"))]
+    old, new = (asyncio.run(revision(one)) for one in folders)
+    return old, new
+
+
 @pytest.mark.parametrize("order", ["encoder first", "decoder first"])
 async def test_no_call_fails_and_every_answer_is_of_one_revision(
-    order: str, tmp_path: pathlib.Path, own_redis: EmbeddedRedis
+    order: str, revisions: tuple[Revision, Revision], own_redis: EmbeddedRedis
 ) -> None:
-    old = await revision(tiny_models.build_llava_clip(tmp_path / "old", seed=0))
-    new = await revision(tiny_models.build_llava_clip(tmp_path / "new", seed=1))
+    old, new = revisions
     assert sum(one == other for one, other in zip(old.answers, new.answers, strict=True)) < NUM_PICTURES // 2
     data, failures, wrong, num_right = pictures(), [], [], [0, 0]
     is_over = False

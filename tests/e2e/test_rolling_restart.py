@@ -35,7 +35,7 @@ from tests.e2e.pictures import QUESTION, Picture, fresh
 from tests.lookonce.store.faults import kill_child
 
 # For each process that is replaced. Each step begins with them at full speed, which outlasts a drain.
-NUM_CALLS = 800
+NUM_CALLS = 400
 SLOWDOWN = 5
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "60")
@@ -216,12 +216,12 @@ async def test_no_call_fails_and_every_stream_ends_while_processes_are_replaced(
         async with clients_of(stack) as clients, asyncio.TaskGroup() as group:
             # Kind, loops, seconds between two calls of a loop.
             loops: list[tuple[str, Callable[[], Awaitable[None]], int, float]] = [
-                ("Tokenize", clients.tokenize, 2, 0.03),
-                ("GetLoad", clients.load, 2, 0.03),
-                ("lookup", clients.lookup, 2, 0.03),
-                ("text", clients.text, 1, 0.1),
-                ("known picture", clients.known_picture, 1, 0.2),
-                ("new picture", clients.new_picture, 1, 0.4),
+                ("Tokenize", clients.tokenize, 2, 0.06),
+                ("GetLoad", clients.load, 2, 0.06),
+                ("lookup", clients.lookup, 2, 0.06),
+                ("text", clients.text, 1, 0.2),
+                ("known picture", clients.known_picture, 1, 0.4),
+                ("new picture", clients.new_picture, 1, 0.8),
             ]
             for kind, call, num_loops, pause_s in loops:
                 for _ in range(num_loops):

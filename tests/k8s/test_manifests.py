@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Iterator
 
 import kubernetes_validate
 import pytest
+from kubernetes_validate import utils as validator
 from kubernetes_validate.utils import all_versions
 
 import lookonce
@@ -57,6 +60,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 # Versions that the validator knows, from the oldest that the base supports.
 VERSIONS = sorted({version for version in all_versions() if _numbers(version)[:2] >= OLDEST_VERSION}, key=_numbers)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas() -> Iterator[None]:
+    """Lets the validator read each schema file once; it would read all definitions of a version for each manifest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validator, "schema_contents", functools.cache(validator.schema_contents))
+        yield
 
 
 @pytest.fixture(params=VARIANTS, ids=str)

@@ -17,6 +17,7 @@ import pytest
 
 from lookonce.identity import CallerRole
 from lookonce.server.admission.authentication import parse_tokens
+from tests.lookonce.command import run_here
 from tests.lookonce.sdk.sdk_servers import System, running_system
 from tests.tiny_models import build_llava_clip, random_image
 
@@ -102,14 +103,14 @@ async def test_encode_and_lookup_list_the_images(
 
 
 def test_without_any_target_the_error_names_the_remedy(environment: dict[str, str]) -> None:
-    finished = run(environment, "generate", "hello")
+    finished = run_here(environment, "generate", "hello")
     assert finished.returncode == 2
     assert "lookonce up" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
 def test_an_unreachable_target_is_a_short_error(environment: dict[str, str]) -> None:
-    finished = run(environment, "generate", "hello", "--target", "127.0.0.1:1", "--timeout-s", "5")
+    finished = run_here(environment, "generate", "hello", "--target", "127.0.0.1:1", "--timeout-s", "5")
     assert finished.returncode == 1
     assert finished.stderr.startswith("error: ")
     assert "Traceback" not in finished.stderr
@@ -144,13 +145,13 @@ def test_doctor_reports_each_part_and_a_bad_model(environment: dict[str, str], t
     assert finished.returncode == 0, finished.stdout
     for subject in ("Python", "torch", "transformers", "Redis", "CPU features"):
         assert subject in finished.stdout
-    bad = run(environment, "doctor", "--model", str(tmp_path))
+    bad = run_here(environment, "doctor", "--model", str(tmp_path))
     assert bad.returncode == 1
     assert "config.json" in bad.stdout
 
 
 def test_doctor_says_when_the_configured_cache_is_away(environment: dict[str, str]) -> None:
-    finished = run(environment | {"LOOKONCE_REDIS_URL": "unix:///nowhere.sock"}, "doctor")
+    finished = run_here(environment | {"LOOKONCE_REDIS_URL": "unix:///nowhere.sock"}, "doctor")
     assert finished.returncode == 1
     assert "does not answer" in finished.stdout
 
@@ -159,7 +160,7 @@ def test_up_refuses_what_is_no_model_folder_before_it_starts_anything(
     environment: dict[str, str], tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    finished = run(environment, "up", "--model", str(tmp_path / "model.gguf"))
+    finished = run_here(environment, "up", "--model", str(tmp_path / "model.gguf"))
     assert (finished.returncode, finished.stdout) == (2, "")
     assert finished.stderr.startswith("error: ")
     assert len(finished.stderr.splitlines()) == 1
@@ -222,22 +223,20 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
     assert run(environment, "generate", "anyone there?").returncode == 2
 
 
-async def test_a_token_and_its_entry_belong_together(environment: dict[str, str]) -> None:
-    finished = await _run(environment, "token", "shop", "--tenant", "acme")
+def test_a_token_and_its_entry_belong_together(environment: dict[str, str]) -> None:
+    finished = run(environment, "token", "shop", "--tenant", "acme")
     assert finished.returncode == 0
     (known,) = parse_tokens(finished.stderr.encode())
     assert known.digest == hashlib.sha256(finished.stdout.strip().encode()).digest()
     assert (known.identity.name, known.identity.tenant, known.identity.role) == ("shop", "acme", CallerRole.CLIENT)
     assert finished.stdout.strip() not in finished.stderr
-    again = await _run(environment, "token", "shop", "--tenant", "acme")
+    again = run_here(environment, "token", "shop", "--tenant", "acme")
     assert again.stdout != finished.stdout
 
 
 @pytest.mark.parametrize("arguments", [["a b"], ["a", "--tenant", "../x"], ["a", "--role", "king"]])
-async def test_an_entry_that_services_would_refuse_is_not_made(
-    environment: dict[str, str], arguments: list[str]
-) -> None:
-    finished = await _run(environment, "token", *arguments)
+def test_an_entry_that_services_would_refuse_is_not_made(environment: dict[str, str], arguments: list[str]) -> None:
+    finished = run_here(environment, "token", *arguments)
     assert finished.returncode == 2
     assert finished.stdout == ""
 

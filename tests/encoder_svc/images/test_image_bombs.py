@@ -39,6 +39,13 @@ NUM_WORKERS = 2
 LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
 TIMEOUT_S = 60.0
 
+
+@functools.cache
+def large_png() -> bytes:
+    """49 megapixels of 16 bits with transparency: 392 MB of rows in 370 kB."""
+    return image_bombs.png_of_rows(7000, 7000, 6, bytes(1 + 7000 * 8), bit_depth=16)
+
+
 Bomb = tuple[Callable[[], bytes], type[LookonceError]]
 BOMBS: dict[str, Bomb] = {
     "180 megapixels in 520 kB": (image_bombs.png_of_180_megapixels, ImageTooLargeError),
@@ -99,11 +106,6 @@ HARMLESS: dict[str, Callable[[], bytes]] = {
 @functools.cache
 def bomb(name: str) -> bytes:
     return BOMBS[name][0]()
-
-
-def large_png() -> bytes:
-    """49 megapixels of 16 bits with transparency: 392 MB of rows in 370 kB."""
-    return image_bombs.png_of_rows(7000, 7000, 6, bytes(1 + 7000 * 8), bit_depth=16)
 
 
 def board(seed: int) -> Board:

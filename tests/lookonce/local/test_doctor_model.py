@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from lookonce.local.finding import Finding
 from lookonce.model.family_model import FamilyModel
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_families, tiny_models
+from tests.lookonce.command import run_here
 from tests.rust_panic import change_tokenizer, with_short_table
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -267,14 +269,14 @@ def test_a_path_that_newcomers_give_by_mistake_gets_one_line_with_the_remedy(
 def test_the_command_ends_with_a_status_and_no_traceback_on_such_a_path(
     tmp_path: pathlib.Path, copied: Callable[..., pathlib.Path]
 ) -> None:
-    finished = _run("doctor", "--model", str(_unservable("no chat template", tmp_path, copied)))
+    finished = run_here(os.environ, "doctor", "--model", str(_unservable("no chat template", tmp_path, copied)))
     assert finished.returncode == 1
     assert "Traceback" not in finished.stdout + finished.stderr
     assert [line for line in finished.stdout.splitlines() if line.startswith("no ")]
 
 
 def test_the_command_fails_for_a_folder_that_does_not_load(copied: Callable[..., pathlib.Path]) -> None:
-    finished = _run("doctor", "--model", str(copied("gemma3", text={"sliding_window": None})))
+    finished = run_here(os.environ, "doctor", "--model", str(copied("gemma3", text={"sliding_window": None})))
     assert finished.returncode == 1
     assert "sliding_window" in finished.stdout
     assert "Traceback" not in finished.stderr

@@ -12,7 +12,8 @@ from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import EncoderFingerprint
 from lookonce.embedding_meta import RowDtype
 from lookonce.model.family_model import FamilyModel
-from lookonce.model.folder_fingerprint import folder_fingerprint, main
+from lookonce.model.fingerprint_process import main
+from lookonce.model.folder_fingerprint import folder_fingerprint
 from lookonce.model.model_folder import ModelFolder
 from tests.tiny_families import FAMILIES
 
