@@ -275,10 +275,10 @@ def _deadline_s(until_s: float) -> float:
 
 
 def _tried_twice(step: Callable[[], ResultT], until_s: float) -> ResultT:
-    """Returns the result of `step`, repeated once when no answer came and `until_s` has not. Raises UnavailableError.
+    """Returns the result of `step`. If no answer comes, repeats it once, but not after `until_s`.
 
-    A restart of Redis or a firewall may have left a dead connection between two uses. Raises CacheAccessError if Redis
-    refused the user a command.
+    A restart of Redis or a firewall may have ended the connection since its last use. Raises UnavailableError, and
+    CacheAccessError if Redis refused the user a command.
     """
     try:
         try:
