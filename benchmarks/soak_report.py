@@ -168,7 +168,7 @@ def section(figures: Mapping[str, Any]) -> str:
             total.update(counts)
     question = (
         "## soak\n\nDoes anybody get a wrong answer, or none, while a fleet is damaged and abused? Goals: no wrong "
-        "answer, no call that hangs."
+        "answer, no call that hangs, P99 of the control client ≤ 2 × calm."
     )
     results: list[list[object]] = [
         *([name, total[name]] for name in (RIGHT, WRONG, HUNG)),
