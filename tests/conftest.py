@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import redis
 from xdist.scheduler import LoadFileScheduling
@@ -27,6 +28,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Triton, where it is installed, asks for its interpreter when it is imported, which other libraries do for us.
 if not pathlib.Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# On a busy machine an example takes any time.
+hypothesis.settings.register_profile("lookonce", deadline=None)
+hypothesis.settings.load_profile("lookonce")
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 DEMO_MODEL = REPOSITORY / "models" / "demo"

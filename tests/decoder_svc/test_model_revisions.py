@@ -38,7 +38,8 @@ PICTURES = [picture(seed) for seed in range(100, 124)]
 
 async def answer(decoder: RunningDecoder, data: bytes) -> list[int]:
     request = params("what is it", source(data), max_tokens=6, ignore_eos=True, temperature=0.0)
-    response = await decoder.stub.Generate(pb.GenerateRequest(params=request), timeout=60)
+    # The vision half is hashed in a process of its own, whose start takes a minute on a busy machine.
+    response = await decoder.stub.Generate(pb.GenerateRequest(params=request), timeout=300)
     return list(response.choices[0].token_ids)
 
 

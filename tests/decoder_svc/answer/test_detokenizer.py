@@ -15,7 +15,7 @@ from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.service import LoadedText
 
 ANY_TEXT = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("é€😀☃️漢字 \ufffd\u200d")), max_size=30)
-FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 
 
 def pieces_of(tokenizer: TextTokenizer, token_ids: list[int]) -> list[str]:
@@ -101,7 +101,7 @@ def byte_fallback() -> TextTokenizer:
 
 
 @given(st.text(st.sampled_from("ab é€😀漢"), max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_comes_out_whole_with_byte_fallback(text: str) -> None:
     tokenizer = byte_fallback()
     token_ids = tokenizer.backend.encode(text).ids
@@ -148,13 +148,13 @@ def expected_stop(stop_strings: list[str], text: str) -> tuple[str, bool]:
 
 
 @given(STOPS, st.lists(st.text("ab.c", max_size=5), max_size=8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_text_passes_up_to_the_first_stop_string_however_it_is_cut(stops: list[str], chunks: list[str]) -> None:
     assert filtered(stops, chunks) == expected_stop(stops, "".join(chunks))
 
 
 @given(STOPS, st.lists(st.text("ab.c", max_size=5), max_size=8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nothing_is_held_back_that_cannot_begin_a_stop_string(stops: list[str], chunks: list[str]) -> None:
     stop_filter = StopFilter(stops)
     passed = ""

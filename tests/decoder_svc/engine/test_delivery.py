@@ -149,7 +149,7 @@ async def test_a_close_ends_every_stream(slow: Delivery) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), max_size=60), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_token_is_lost_or_delivered_twice(steps: list[tuple[int, int, int]], holds: bool) -> None:
     """Steps are (request, its tokens, turns of the event loop before the next step)."""
 

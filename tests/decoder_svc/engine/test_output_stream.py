@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decoder_svc.engine.output_stream import OutputStream, slices
@@ -94,7 +94,6 @@ async def test_a_stream_keeps_the_context_of_the_call_that_opened_it() -> None:
 
 
 @given(num_tokens=st.integers(0, 40), size=st.integers(1, 12))
-@settings(deadline=None)
 def test_slices_have_every_token_once_and_the_end_last(num_tokens: int, size: int) -> None:
     whole = output(*range(num_tokens), reason=FinishReason.STOP, drafts=(True,) * num_tokens, completion=num_tokens)
     parts = list(slices(whole, size))

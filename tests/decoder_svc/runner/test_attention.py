@@ -31,7 +31,7 @@ from tests.decoder_svc.runner.attention_step import (
     chunk_of_a_prompt,
 )
 
-thorough = settings(max_examples=150, deadline=None)
+thorough = settings(max_examples=150)
 
 
 @thorough

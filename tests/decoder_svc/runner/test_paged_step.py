@@ -11,7 +11,7 @@ from tests.decoder_svc.runner.attention_step import Sizes, Step, StepCase, any_s
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @any_step(torch.float32)
 def test_attention_on_a_steps_tensors_is_the_reference(case: StepCase) -> None:
     case.check(TensorBackend)

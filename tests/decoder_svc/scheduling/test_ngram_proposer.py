@@ -42,7 +42,7 @@ def growing(draw: st.DrawFn) -> tuple[list[int], list[int], tuple[int, int]]:
     return token_ids, looks, (min_length, min_length + draw(st.integers(0, 4)))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(sequence=growing(), num_tokens=st.integers(0, 9))
 def test_it_agrees_with_a_full_search(sequence: tuple[list[int], list[int], tuple[int, int]], num_tokens: int) -> None:
     token_ids, looks, (min_length, max_length) = sequence

@@ -151,7 +151,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(workload=workloads())
 def test_some_request_advances_while_rows_can_arrive(workload: Workload) -> None:
     serve(workload)

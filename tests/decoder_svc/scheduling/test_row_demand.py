@@ -217,7 +217,7 @@ class RowDemandMachine(RuleBasedStateMachine):
 
 
 TestRowDemandMachine = RowDemandMachine.TestCase
-TestRowDemandMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRowDemandMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def ready(one: Request, cache: EncoderCacheManager, demand: RowDemand) -> Request:

@@ -28,7 +28,7 @@ def masked_prompts(draw: st.DrawFn) -> Prompt:
     return Prompt((1,) * num_tokens, tuple(images), mask=draw(st.sampled_from(list(Mask))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(prompt=masked_prompts(), num_generated=st.integers(0, 3), data=st.data())
 def test_cuts_are_those_that_brute_force_finds(prompt: Prompt, num_generated: int, data: st.DataObject) -> None:
     """A step may end wherever no span with bidirectional attention crosses the end."""
@@ -96,4 +96,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40)

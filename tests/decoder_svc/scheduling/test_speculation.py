@@ -254,7 +254,7 @@ def test_no_draft_goes_beyond_the_context() -> None:
     assert lengths == [9, 3]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000), limits=st.builds(SpeculationLimits, st.integers(1, 9), st.just(1), st.integers(1, 4))
 )

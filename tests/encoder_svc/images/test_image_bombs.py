@@ -125,7 +125,9 @@ def reference(folder: pathlib.Path) -> Reference:
 @pytest.fixture(scope="module")
 def process(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChildProcess]:
     """An encoder without Redis, so that all rows come with the answers."""
-    arguments = ["--model", str(folder), "--num-threads", "1", "--decode-timeout-s", "1"]
+    # A second of processor time takes many times as long on a busy machine.
+    limits = ["--decode-timeout-s", "1", "--decode-wall-timeout-s", str(TIMEOUT_S)]
+    arguments = ["--model", str(folder), "--num-threads", "1", *limits]
     arguments += ["--preprocess-workers", str(NUM_WORKERS), "--drain-timeout-s", "1"]
     process = ChildProcess("encoder", "encoder_svc", arguments, tmp_path_factory.mktemp("encoder"))
     try:

@@ -389,7 +389,7 @@ def test_closing_waits_no_longer_for_a_pass_that_has_taken_long_before(
         st.tuples(st.integers(16, 200), st.integers(16, 200), st.sampled_from("abc")), min_size=1, max_size=7
     )
 )
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 def test_rows_do_not_depend_on_the_other_images_of_a_pass(
     images: list[tuple[int, int, str]], vision_model: Callable[[str], VisionModel]
 ) -> None:

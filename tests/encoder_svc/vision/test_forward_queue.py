@@ -260,4 +260,4 @@ class AnyTraffic(RuleBasedStateMachine):
 
 
 TestAnyTraffic = AnyTraffic.TestCase
-TestAnyTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyTraffic.settings = settings(max_examples=60, stateful_step_count=40)

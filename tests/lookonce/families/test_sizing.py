@@ -35,7 +35,7 @@ def test_a_grid_has_one_row_per_cell() -> None:
     assert (shape.num_rows, shape.grid) == (15, (1, 3, 5))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     width=st.integers(1, 3000),
     height=st.integers(1, 3000),

@@ -164,7 +164,7 @@ print(PIL.Image.MAX_IMAGE_PIXELS, PIL.PngImagePlugin.MAX_TEXT_MEMORY)
 
 
 @pytest.mark.filterwarnings("ignore")
-@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(
     source=strategies.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "AVIF"]),
     flips=strategies.lists(strategies.tuples(strategies.integers(0, 600), strategies.integers(1, 255)), max_size=8),

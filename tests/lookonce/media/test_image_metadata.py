@@ -68,7 +68,7 @@ def test_compressed_texts_are_unpacked_up_to_a_limit() -> None:
         probe_image(image_bombs.png_with_text(63, 1_000_000), LIMITS)
 
 
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(
     source=strategies.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "AVIF"]),
     flips=strategies.lists(strategies.tuples(strategies.integers(0, 700), strategies.integers(1, 255)), max_size=8),

@@ -109,13 +109,13 @@ def test_a_malformed_message_is_left_to_the_parser(stop: int) -> None:
         pb.GenerateRequest.FromString(whole[:stop])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_are_walked_over(raw: bytes) -> None:
     _Walk(raw).over(pb.GenerateRequest.DESCRIPTOR)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     turns=st.lists(st.lists(st.text(max_size=20) | st.binary(max_size=20), max_size=5), max_size=8),
     stops=st.lists(st.text(min_size=1, max_size=3), max_size=4),

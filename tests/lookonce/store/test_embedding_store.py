@@ -35,7 +35,7 @@ def lasting_store(shared_redis: EmbeddedRedis) -> EmbeddingStore:
 # --- what is written comes back -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     meta=st.builds(
         EmbeddingMeta,

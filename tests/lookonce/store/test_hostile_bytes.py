@@ -95,7 +95,7 @@ def for_each_of(num_values: int, values: st.SearchStrategy[bytes], check: Callab
     seen: set[bytes] = set()
 
     # Different choices of Hypothesis often produce the same value.
-    @settings(max_examples=2 * num_values, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=2 * num_values, derandomize=True, database=None)
     @given(values)
     def run(value: bytes) -> None:
         if value not in seen and len(seen) < num_values:

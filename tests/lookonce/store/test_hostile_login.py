@@ -65,7 +65,7 @@ def test_every_malformed_reply_at_login_is_a_miss_or_harmless(bench: Bench, oper
 
 
 def test_no_reply_at_login_leads_to_a_wrong_row(bench: Bench) -> None:
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=300, derandomize=True, database=None)
     @given(
         st.sampled_from(list(OPERATIONS)),
         st.integers(0, 1),

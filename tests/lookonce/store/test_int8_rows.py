@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
@@ -43,7 +43,6 @@ def meta_of(rows: torch.Tensor, num_levels: int) -> EmbeddingMeta:
     return EmbeddingMeta(len(rows), rows.shape[1] // (1 + num_levels), num_levels, RowDtype.INT8_SCALED, 10, 10)
 
 
-@settings(deadline=None)
 @given(matrix=matrices())
 def test_every_element_is_off_by_half_a_scale_at_most(matrix: tuple[torch.Tensor, int]) -> None:
     rows, num_levels = matrix
@@ -59,7 +58,6 @@ def test_every_element_is_off_by_half_a_scale_at_most(matrix: tuple[torch.Tensor
     assert quantised.relative_error == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
-@settings(deadline=None)
 @given(
     scale=st.integers(1, (1 << 16) - 1).flatmap(lambda whole: st.integers(-60, 60).map(lambda e: whole * 2.0**e)),
     values=st.lists(st.integers(-127, 127), min_size=1, max_size=40),
@@ -71,7 +69,6 @@ def test_multiples_of_the_scale_come_back_exactly(scale: float, values: list[int
     assert quantise(rows, 0).relative_error == 0
 
 
-@settings(deadline=None)
 @given(matrix=matrices())
 def test_restored_rows_quantise_to_themselves(matrix: tuple[torch.Tensor, int]) -> None:
     rows, num_levels = matrix

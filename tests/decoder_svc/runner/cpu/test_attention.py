@@ -80,7 +80,7 @@ def decoding(draw: st.DrawFn) -> Chunk:
     return Chunk(stop, stop - 1, draw(st.integers(stop - 1, stop)), stop)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @any_step(
     torch.float32,
     torch.bfloat16,

@@ -18,7 +18,7 @@ def linear(weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.
     return NativeLinear(load_library(SOURCES), packed(weight, bias), num_threads=2, output_dtype=output_dtype)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     num_rows=st.integers(1, 40),
     num_inputs=st.integers(1, 70),

@@ -77,7 +77,7 @@ def flash() -> FlashBackend:
     return FlashBackend(FUNCTIONS, TensorBackend())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @any_step(torch.float32)
 def test_any_step_equals_the_reference(case: StepCase) -> None:
     case.check(flash)

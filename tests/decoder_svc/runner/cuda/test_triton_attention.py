@@ -25,13 +25,13 @@ def decode(num_tokens: int) -> Chunk:
 
 
 # Few examples: the interpreter takes some milliseconds per program.
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @any_step(torch.float32, max_chunks=3)
 def test_any_step_equals_the_reference(case: StepCase) -> None:
     case.check(interpreted)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
     sizes=SIZES,

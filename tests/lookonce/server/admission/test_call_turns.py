@@ -136,8 +136,8 @@ async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(other
     await asyncio.gather(*(call_of_a_burst() for _ in range(100)))
     counting.cancel()
     between = [later - earlier for earlier, later in itertools.pairwise(passes_at_starts[FREE:])]
-    # The event loop makes thousands of empty passes in the time of a call.
-    assert (statistics.median(between) > 10) == leaves_time
+    # The event loop makes thousands of empty passes in the time of a call; on a busy machine it gets few of the pauses.
+    assert (statistics.mean(between) > 10) == leaves_time
 
 
 async def test_calls_that_end_at_once_with_an_error_are_a_burst_too() -> None:
