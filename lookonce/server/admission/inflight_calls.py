@@ -18,10 +18,11 @@ from lookonce.errors import UnavailableError
 _DRAINING = "the server is shutting down; retry on another replica"
 # All calls have been handed over when none came during so many looks, each after a wait of so many seconds. gRPC hands
 # over one call in some passes of the event loop, which can take long: one wait of 50 ms was not enough beside a burst,
-# of which up to 955 of 1000 calls then got CANCELLED. New callers may delay the end until the last of these times.
+# of which up to 955 of 1000 calls then got CANCELLED. On a machine that is short of processors, clients and gRPC's
+# threads may pause for longer: after 10 looks, up to 552 of 1800 calls got CANCELLED (2026-11-24). New callers may
+# delay the end until the last of these times.
 _NUM_QUIET_LOOKS = 60
-# The same while no call is in progress and none has come. On a machine that is short of processors, busy clients and
-# gRPC's threads may pause for longer than that: up to 552 of 1800 calls got CANCELLED (2026-11-24).
+# The same while no call is in progress and none has come: a service that nobody uses ends sooner.
 _NUM_IDLE_LOOKS = 10
 _LOOK_S = 0.005
 _MAX_SETTLE_S = 3.0
