@@ -74,14 +74,17 @@ def record(name: str, started_s: float, ended_s: float, **attributes: Value) -> 
     """Records a child of the current span that has already ended. Both times are readings of the monotonic clock."""
     if not _is_in_trace():
         return
-    now_s, now_ns = time.monotonic(), time.time_ns()
-    started_ns, ended_ns = (now_ns - int((now_s - at_s) * 1e9) for at_s in (started_s, ended_s))
+    started_ns, ended_ns = _clock_ns(started_s), _clock_ns(ended_s)
     made = _tracer().start_span(name, attributes=_prefixed(attributes), start_time=started_ns)
     made.end(max(started_ns, ended_ns))
 
 
-def serving(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> SpanBlock:
+def serving(
+    method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str, arrived_s: float | None = None
+) -> SpanBlock:
     """Starts the span of an incoming call, current inside the block. `method` is /service/name.
+
+    `arrived_s` is the monotonic clock's reading at which the span starts; None: now.
 
     The span joins the caller's trace if the metadata name one. Call `answered` before the block ends.
     """
@@ -95,7 +98,8 @@ def serving(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id
     name = method.strip("/")
     attributes = {"rpc.system.name": "grpc", "rpc.method": name, "lookonce.request_id": request_id}
     parent = propagate.extract(carrier, Context())
-    started = _tracer().start_span(name, parent, SpanKind.SERVER, attributes)
+    start_ns = None if arrived_s is None else _clock_ns(arrived_s)
+    started = _tracer().start_span(name, parent, SpanKind.SERVER, attributes, start_time=start_ns)
     return trace.use_span(started, end_on_exit=True, record_exception=False, set_status_on_exception=False)
 
 
@@ -227,6 +231,11 @@ def _tracer() -> trace.Tracer:
 @functools.lru_cache(maxsize=1)
 def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer:
     return provider.get_tracer(_SCOPE)
+
+
+def _clock_ns(at_s: float) -> int:
+    """Returns the time of day, nanoseconds, at a past reading of the monotonic clock, seconds."""
+    return time.time_ns() - int((time.monotonic() - at_s) * 1e9)
 
 
 def _is_in_trace() -> bool:

@@ -109,6 +109,13 @@ def calls_section() -> tuple[str, tuple[Graph, ...]]:
                 ),
             ),
             Graph(
+                "Dropped calls",
+                "Per second: calls that clients cancelled, or whose deadline had passed, before they started. Many of "
+                "them mean an attack or deadlines that are too short.",
+                "ops",
+                (Query(rate("lookonce_grpc_dropped_requests_total", "code"), "{{code}}"),),
+            ),
+            Graph(
                 "Serving",
                 "1 if health says SERVING, otherwise 0.",
                 "none",

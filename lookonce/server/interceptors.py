@@ -1,9 +1,9 @@
 """The one border between handlers and the wire, for all four kinds of RPC.
 
-Every call runs inside `_CallBorder.cross`. There it gets a request id, waits for its turn if many come at once, passes
+Every call runs inside `_CallBorder.cross`. There it waits for its turn if many come at once, gets a request id, passes
 the gate and is admitted or refused (admission/). Its exceptions become statuses, and it leaves one access line, one
-span and two metrics. Behind the gate, requests are received (receiving/) and parsed, and responses serialised, so that
-no library's error text reaches a client.
+span and two metrics. A call that its client drops before its start leaves one count instead. Behind the gate, requests
+are received (receiving/) and parsed, and responses serialised, so that no library's error text reaches a client.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lookonce.server.admission.inflight_calls import InflightCalls
 from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.receiving.inbox import Inbox, Receivers
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id
+from lookonce.server.untaken_answers import note_answer
 
 REQUEST_ID_KEY = "x-request-id"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
@@ -69,13 +70,20 @@ class CallMetrics:
             labelnames=("method",),
             registry=registry,
         )
+        self.dropped = Counter(
+            "lookonce_grpc_dropped_requests",
+            "Calls that were cancelled, or whose deadline had passed, before they started. They leave no access line.",
+            labelnames=("method", "code"),
+            registry=registry,
+        )
 
 
 class BorderInterceptor(grpc.aio.ServerInterceptor):
     """The outermost interceptor.
 
     Calls of `quiet_services` (health, reflection) do not delay a drain and log at debug level. A call without a
-    deadline gets one from `default_timeouts_s`, by method ("/package.Service/Method"), if its method is there.
+    deadline gets one from `default_timeouts_s`, by method ("/package.Service/Method"), if its method is there. gRPC
+    sends answers of up to `max_answer_bytes`.
     """
 
     def __init__(
@@ -87,12 +95,14 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         quiet_services: frozenset[str],
         default_timeouts_s: Mapping[str, float],
         receivers: Receivers,
+        max_answer_bytes: int,
     ) -> None:
         self._calls = calls
         self._turns = turns
         # The wrapped handlers, by method.
         self._known: dict[str, Handler] = {}
         self._receivers = receivers
+        self._max_answer_bytes = max_answer_bytes
         self._gate = gate
         self._metrics = metrics
         self._quiet_services = quiet_services
@@ -113,7 +123,7 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
         timeout_s = self._default_timeouts_s.get(method)
         border = _CallBorder(method, is_quiet, timeout_s, self._calls, self._turns, self._gate, self._metrics)
-        self._known[method] = _wrapped(handler, border, self._receivers)
+        self._known[method] = _wrapped(handler, border, self._receivers, self._max_answer_bytes)
         return self._known[method]
 
 
@@ -147,14 +157,16 @@ class _CallBorder:
 
     async def cross(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT | None:
         """Runs `handle`, all of a handler's work. Returns None after an error, and raises only CancelledError."""
+        arrived_s, caller = time.monotonic(), context.peer()
+        has_waited = await self._may_start(context, caller)
         request_id = accept_request_id(_offered_request_id(context))
         bind_request_id(request_id)
         context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
-        with self._span(context, request_id) as span, self._accounted(span) as outcome:
+        with self._span(context, request_id, arrived_s) as span, self._accounted(span, arrived_s) as outcome:
             bind_trace_id(tracing.trace_id())
             try:
                 async with (
-                    self._turns.started(context.peer(), is_working=not self._is_quiet),
+                    self._turns.in_progress(caller, has_waited=has_waited, is_working=not self._is_quiet),
                     self._calls.admitted(delays_drain=not self._is_quiet),
                 ):
                     with self._gate.passed(self.method, context.invocation_metadata() or ()):
@@ -162,6 +174,7 @@ class _CallBorder:
                 outcome.code = _code_so_far(context, grpc.StatusCode.OK)
             except asyncio.CancelledError:
                 outcome.code = _cancellation_code(context)
+                self._turns.dropped(caller)
                 raise
             except grpc.aio.AbortError as abort:
                 outcome.code = _code_so_far(context, grpc.StatusCode.UNKNOWN)
@@ -178,6 +191,18 @@ class _CallBorder:
                 await _abort(context, status, request_id)
                 return None
             return result
+
+    async def _may_start(self, context: Context, caller: str) -> bool:
+        """Waits for the call's turn. Returns whether it had to wait. Raises CancelledError for a dropped call."""
+        try:
+            # gRPC's own notice of this may come later. No answer goes out after CancelledError.
+            if context.time_remaining() == 0:
+                raise asyncio.CancelledError("the deadline has passed")
+            return await self._turns.may_start(caller)
+        except asyncio.CancelledError:
+            self._turns.dropped(caller)
+            self._metrics.dropped.labels(self.method, _cancellation_code(context).name).inc()
+            raise
 
     async def _handled_in_time(self, context: Context, handle: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Runs `handle`. Raises DeadlineError if the call has no deadline of its own and takes too long.
@@ -196,20 +221,19 @@ class _CallBorder:
                 f"the call has no deadline and took longer than {timeout_s:g} s, the server's default; set a deadline"
             ) from None
 
-    def _span(self, context: Context, request_id: str) -> tracing.SpanBlock:
+    def _span(self, context: Context, request_id: str, arrived_s: float) -> tracing.SpanBlock:
         """Returns the call's span; none for health and reflection, where a watch lasts as long as its client."""
         if self._is_quiet:
             return tracing.NO_SPAN
-        return tracing.serving(self.method, context.invocation_metadata() or (), request_id)
+        return tracing.serving(self.method, context.invocation_metadata() or (), request_id, arrived_s)
 
     @contextmanager
-    def _accounted(self, span: trace.Span) -> Iterator[_Outcome]:
-        started_s = time.monotonic()
+    def _accounted(self, span: trace.Span, arrived_s: float) -> Iterator[_Outcome]:
         outcome = _Outcome(grpc.StatusCode.UNKNOWN)
         try:
             yield outcome
         finally:
-            duration_s = time.monotonic() - started_s
+            duration_s = time.monotonic() - arrived_s
             tracing.answered(span, outcome.code.name)
             self._metrics.requests.labels(self.method, outcome.code.name).inc()
             self._metrics.duration.labels(self.method).observe(duration_s)
@@ -217,7 +241,7 @@ class _CallBorder:
             log("rpc", method=self.method, code=outcome.code.name, duration_s=round(duration_s, 6))
 
 
-def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers) -> Handler:
+def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_answer_bytes: int) -> Handler:
     """Returns the method's handler behind the border.
 
     To gRPC, every method's request is a stream, which gRPC hands over unread. So a call is admitted before its request
@@ -242,7 +266,9 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers) -> Han
             return bytes(response) if serialize is None else serialize(response)
 
         # After an error gRPC takes no notice of the result.
-        return await border.cross(context, handle) or b""
+        answer = await border.cross(context, handle) or b""
+        note_answer(answer, max_answer_bytes)
+        return answer
 
     # A coroutine that writes, not a generator: it closes the handler's generator as soon as the call is cancelled. gRPC
     # would leave that to the garbage collector.

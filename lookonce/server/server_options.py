@@ -29,6 +29,7 @@ def server_options(settings: ServiceSettings, max_message_bytes: int, max_runnin
     `max_message_bytes` is the largest message that the server receives, `max_running` the number of requests that it
     works on at once.
     """
+    max_calls = max(_LEAST_CONCURRENT_CALLS, _CALLS_PER_RUNNING * max_running)
     keepalive_timeout_ms = int(settings.keepalive_timeout_s * 1000)
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -38,10 +39,13 @@ def server_options(settings: ServiceSettings, max_message_bytes: int, max_runnin
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.http2.settings_timeout", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_concurrent_streams", max(_LEAST_CONCURRENT_CALLS, _CALLS_PER_RUNNING * max_running)),
-        # By default gRPC counts a call until the server has cleaned up after it. Clients count it until its answer and
-        # start the next one, which gRPC then reset: 1400 to 1800 of 3000 calls at once on one connection.
-        ("grpc.http.overload_protection", 0),
+        ("grpc.max_concurrent_streams", max_calls),
+        # gRPC counts a call until the server has cleaned up after it, so that a client cannot reset its calls and fill
+        # the queue with them (CVE-2023-44487). Honest clients count a call until its answer. When all calls of a
+        # connection end in one pass of the event loop, as many new ones come before the cleaning up, so that number is
+        # let pass. With none, gRPC reset up to 1800 of 3000 calls at once, with 64 some, with 128 none (2026-11-24).
+        ("grpc.http.overload_protection", 1),
+        ("grpc.http2.max_deallocating_streams", max_calls),
         ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
         ("grpc.keepalive_time_ms", int(settings.keepalive_time_s * 1000)),

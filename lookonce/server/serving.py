@@ -45,6 +45,7 @@ from lookonce.server.receiving.inbox import Receivers
 from lookonce.server.server_options import server_options
 from lookonce.server.settings import ServiceSettings, exit_with
 from lookonce.server.telemetry import Telemetry
+from lookonce.server.untaken_answers import drop_from_log
 
 # Time between two questions to `is_ready`, `has_died` and the parts.
 _READY_POLL_S = 0.2
@@ -153,6 +154,7 @@ class GrpcService:
 
         Health says SERVING, and the ready file is written, once `is_ready` returns True.
         """
+        drop_from_log()
         self._telemetry.start_endpoint()
         metrics = CallMetrics(self._telemetry.registry)
         self._server = self._build_server(
@@ -257,7 +259,10 @@ class GrpcService:
             for method, timeout_s in entry.default_timeouts_s.items()
         }
         receivers = Receivers(self._settings.max_receive_bytes, max_message_bytes, _OPEN)
-        border = BorderInterceptor(self._calls, self._turns, gate, metrics, _QUIET, default_timeouts_s, receivers)
+        max_answer_bytes = self._settings.max_message_bytes
+        border = BorderInterceptor(
+            self._calls, self._turns, gate, metrics, _QUIET, default_timeouts_s, receivers, max_answer_bytes
+        )
         max_running = max((entry.max_running for entry in services), default=0)
         options = server_options(self._settings, max_message_bytes, max_running)
         server = grpc.aio.server(interceptors=[border], options=options)

@@ -26,15 +26,18 @@ CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_messag
 
 
 class RaisingEncoder(UnsupportedEncoder):
-    """GetEncoderInfo raises `error` if it is set; Encode answers one result per item."""
+    """GetEncoderInfo raises `error` if it is set, and waits for `gathering`; Encode answers one result per item."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.gathering: asyncio.Barrier | None = None
         self.closed_generators = 0
 
     async def GetEncoderInfo(self, request: pb.GetEncoderInfoRequest, context: Any) -> pb.GetEncoderInfoResponse:
         if self.error is not None:
             raise self.error
+        if self.gathering is not None:
+            await self.gathering.wait()
         return pb.GetEncoderInfoResponse(model="test")
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
@@ -68,11 +71,15 @@ def _kinds_handler(error: BaseException) -> grpc.GenericRpcHandler:
         yield b"first"
         raise error
 
+    async def large(request: bytes, context: Any) -> bytes:
+        return bytes(MIB + 1)
+
     async def flood(request: bytes, context: Any) -> AsyncIterator[bytes]:
         while True:
             yield bytes(MIB)
 
     handlers: dict[str, Any] = {
+        "Large": grpc.unary_unary_rpc_method_handler(large),
         "Flood": grpc.unary_stream_rpc_method_handler(flood),
         "UnaryUnary": grpc.unary_unary_rpc_method_handler(fail),
         "UnaryStream": grpc.unary_stream_rpc_method_handler(fail_later),

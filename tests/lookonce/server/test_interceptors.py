@@ -12,6 +12,8 @@ import pytest
 
 from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.server.settings import MIB
+from tests.lookonce.server import raw_calls
 from tests.lookonce.server.running_server import CHANNEL_OPTIONS, ENCODER, KINDS, rpc_failure, running_server, until
 from tests.rust_panic import panic
 
@@ -229,6 +231,34 @@ async def test_a_client_that_disconnects_during_a_write_is_no_fault(way: str, lo
     codes = {"DEADLINE_EXCEEDED", "CANCELLED"} if way == "runs out of time" else {"CANCELLED"}
     assert {line["code"] for line in lines if line["event"] == "rpc"} <= codes
     assert not [line for line in lines if line["level"] in ("warning", "error")]
+
+
+@pytest.mark.parametrize("way", ["resets its calls", "closes the connection"])
+async def test_answers_that_a_client_does_not_take_leave_no_error(way: str, log_lines: Any) -> None:
+    """gRPC logs a traceback for each, so that a client could fill the log."""
+    streams = range(1, 2 * NUM_CALLS, 2)
+    async with running_server() as running:
+        with raw_calls.connect(running.service.target) as connection:
+            connection.sendall(b"".join(raw_calls.call(stream, f"/{KINDS}/Large") for stream in streams))
+
+            async def all_are_being_sent() -> bool:
+                return len([line for line in log_lines() if line["event"] == "rpc"]) == NUM_CALLS
+
+            await until(all_are_being_sent)
+            if way == "resets its calls":
+                connection.sendall(b"".join(raw_calls.reset(stream) for stream in streams))
+                await asyncio.to_thread(raw_calls.wait_until_read, connection)
+        await running.health_of("")
+    assert [line for line in log_lines() if line["level"] == "error"] == []
+
+
+async def test_an_answer_that_is_too_large_to_send_is_an_error(log_lines: Any) -> None:
+    async with running_server(max_message_bytes=MIB) as running:
+        method: Any = running.channel.unary_unary(f"/{KINDS}/Large")
+        failure = await rpc_failure(method(b"", timeout=5))
+    assert failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    (error,) = [line for line in log_lines() if line["level"] == "error"]
+    assert error["logger"] == "grpc._cython.cygrpc"
 
 
 async def _reader_that_ends(target: str, *, cancels: bool) -> None:

@@ -8,6 +8,7 @@ import itertools
 import statistics
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -22,6 +23,14 @@ from lookonce.server.admission.call_turns import CallTurns
 from tests.lookonce.server.running_server import CHANNEL_OPTIONS, running_server
 
 FREE = call_turns._NUM_FREE
+
+
+@contextlib.asynccontextmanager
+async def started(turns: CallTurns, caller: str, *, is_working: bool = True) -> AsyncIterator[None]:
+    """A call of `caller`, from its arrival to its end."""
+    has_waited = await turns.may_start(caller)
+    async with turns.in_progress(caller, has_waited=has_waited, is_working=is_working):
+        yield
 
 
 class Starts:
@@ -42,7 +51,7 @@ class Starts:
         await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 30)
 
     async def _call(self, caller: str) -> None:
-        async with self.turns.started(caller):
+        async with started(self.turns, caller):
             self.callers.append(caller)
             for _ in range(self._num_passes):
                 await asyncio.sleep(0)
@@ -106,12 +115,16 @@ async def test_a_call_that_comes_later_overtakes_a_burst() -> None:
 @pytest.mark.parametrize(
     ("other", "leaves_time"), [("a call that works", True), ("a call that watches", False), ("no call", False)]
 )
-async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(other: str, leaves_time: bool) -> None:
+async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(
+    other: str, leaves_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A busy machine may take longer for the first calls.
+    monkeypatch.setattr(call_turns, "_INTERVAL_S", 60.0)
     turns = CallTurns()
     num_passes, passes_at_starts = 0, []
 
     async def call_of_a_burst() -> None:
-        async with turns.started("a"):
+        async with started(turns, "a"):
             passes_at_starts.append(num_passes)
             # Takes the event loop, as a call's own work does.
             until_s = time.perf_counter() + 0.0005
@@ -128,7 +141,7 @@ async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(other
     async def other_call() -> None:
         if other == "no call":
             await count_passes()
-        async with turns.started("b", is_working=other == "a call that works"):
+        async with started(turns, "b", is_working=other == "a call that works"):
             await count_passes()
 
     counting = asyncio.create_task(other_call())
@@ -138,6 +151,36 @@ async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(other
     between = [later - earlier for earlier, later in itertools.pairwise(passes_at_starts[FREE:])]
     # The event loop makes thousands of empty passes in the time of a call; on a busy machine it gets few of the pauses.
     assert (statistics.mean(between) > 10) == leaves_time
+
+
+async def test_after_dropped_calls_a_connection_waits_for_its_turn_until_it_drops_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns = CallTurns()
+    for _ in range(FREE):
+        turns.dropped("a")
+    assert not await turns.may_start("a")
+    turns.dropped("a")
+    assert await turns.may_start("a")
+    assert not await turns.may_start("b")
+    monkeypatch.setattr(turns, "_drop_interval_ends_s", 0.0)
+    assert not await turns.may_start("a")
+    turns.dropped("a")
+    assert not await turns.may_start("a"), "older ones count no more"
+
+
+async def test_a_call_that_is_dropped_while_it_waits_leaves_nothing() -> None:
+    starts = Starts()
+    for _ in range(FREE + 1):
+        starts.turns.dropped("a")
+    starts.add("a", 5)
+    await passes(2)
+    assert starts.callers == []
+    for task in starts.tasks[1:]:
+        task.cancel()
+    await starts.all_done()
+    assert starts.callers == ["a"]
+    assert (starts.turns._num_in_progress, starts.turns._waiting) == ({}, {})
 
 
 async def test_calls_that_end_at_once_with_an_error_are_a_burst_too() -> None:

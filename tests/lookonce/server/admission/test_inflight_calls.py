@@ -122,6 +122,28 @@ async def test_calls_that_are_handed_over_in_slow_passes_of_the_event_loop_are_a
     assert [type(result) for result in results] == [UnavailableError] * 4
 
 
+@pytest.mark.parametrize("sign", ["a call in progress", "a refused call"])
+async def test_clients_that_get_no_processor_for_a_while_are_awaited(sign: str) -> None:
+    """The calls of busy clients went on to come after a silence of 50 ms, and up to 552 of 1800 got CANCELLED."""
+    calls = InflightCalls()
+    if sign == "a call in progress":
+        Handler(calls)
+        await asyncio.sleep(0)
+    settling = asyncio.create_task(calls.refuse_new())
+    await asyncio.sleep(0)
+    late = [Handler(calls)] if sign == "a refused call" else []
+    for _ in range(2):
+        # Looks are never closer than their wait, so that this one has time for 30 of them.
+        await asyncio.sleep(30 * inflight_calls._LOOK_S)
+        assert not settling.done()
+        late.append(Handler(calls))
+    await settling
+    calls.answer_refused()
+    results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
+    assert {type(result) for result in results} == {UnavailableError}
+    calls.expel_all()
+
+
 async def test_callers_who_never_pause_do_not_keep_a_drain_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflight_calls, "_MAX_SETTLE_S", 0.2)
     calls = InflightCalls()
