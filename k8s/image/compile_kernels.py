@@ -1,7 +1,7 @@
 """Compiles the services' C++ kernels into the image, for every kind of processor that they support.
 
 A container with a read-only root cannot do this later, and the nodes are rarely the machine that built the image.
-lookonce.model.native_library decides where the libraries go (XDG_CACHE_HOME). Run this as the user of the services.
+native_library.py decides where the libraries go (XDG_CACHE_HOME). Run this as the user of the services.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import sys
 
 from decoder_svc.runner.cpu import attention
 from encoder_svc.vision import dense_attention
-from lookonce.model import native_library
-from lookonce.model.native_level import machine_levels
+from lookonce.model.kernels import native_library, native_linear
+from lookonce.model.kernels.native_level import machine_levels
 
-_SOURCES = (attention.SOURCES, dense_attention.SOURCES)
+_SOURCES = (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES)
 
 
 def main() -> None:

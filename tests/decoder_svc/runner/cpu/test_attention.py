@@ -16,7 +16,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
 from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend, cpu_attention
 from decoder_svc.scheduling.prompt import Span
-from lookonce.model.native_library import library_of_level, load_library
+from lookonce.model.kernels.native_library import library_of_level, load_library
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt
 

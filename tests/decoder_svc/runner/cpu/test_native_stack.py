@@ -15,7 +15,7 @@ from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
-from lookonce.model.native_level import processor_levels
+from lookonce.model.kernels.native_level import processor_levels
 from tests import tiny_models
 from tests.decoder_svc.runner.cpu.loaded_runner import BLOCK_SIZE, load, text_model
 

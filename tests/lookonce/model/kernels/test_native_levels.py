@@ -14,8 +14,8 @@ import torch
 from decoder_svc.runner.cpu import attention
 from encoder_svc.vision import dense_attention
 from lookonce.errors import ConfigurationError
-from lookonce.model import native_library
-from lookonce.model.native_level import LEVELS, NativeLevel, native_level, processor_levels
+from lookonce.model.kernels import native_library
+from lookonce.model.kernels.native_level import LEVELS, NativeLevel, native_level, processor_levels
 
 NATIVE = pathlib.Path(__file__).with_name("native")
 INCLUDED = (pathlib.Path(native_library.__file__).with_name("native"), attention.SOURCES, dense_attention.SOURCES)

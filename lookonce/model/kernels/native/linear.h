@@ -1,6 +1,6 @@
 // Linear layers over packed weights: y = x Wᵀ + b, followed by a function that consumes the sums.
 //
-// Weights are stored in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (packed_weights.py), so that a
+// Weights are stored in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (native_linear.py), so that a
 // token reads each panel sequentially: at small batches memory bandwidth limits the speed. All threads of a parallel
 // region must call `linear`; it ends with a barrier.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lookonce.model.native_library import NativeLibraryError, library_of_level, load_library
+from lookonce.model.kernels.native_library import NativeLibraryError, library_of_level, load_library
 
 SOURCE = """
 #include "lanes.h"
@@ -65,7 +65,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: pathlib.Path, cache: path
     folder = sources(tmp_path / "sources", "0.5f")
     # In another process, because this one would reuse the library that it has loaded.
     program = (
-        "import pathlib, sys; from lookonce.model.native_library import load_library; "
+        "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; "
         "load_library(pathlib.Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
@@ -82,7 +82,7 @@ def test_two_folders_in_one_process_keep_their_own_functions(tmp_path: pathlib.P
 def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> None:
     folder = sources(tmp_path / "sources", "1.0f")
     script = (
-        "import pathlib, sys; from lookonce.model.native_library import load_library; "
+        "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; "
         "print(load_library(pathlib.Path(sys.argv[1])).function('write_number').__name__)"
     )
     command = [sys.executable, "-c", script, str(folder)]

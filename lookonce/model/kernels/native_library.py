@@ -1,7 +1,7 @@
 """Compiles a service's C++ code for this machine on first use, and caches the library in a folder.
 
 A compiler is optional: without one a service does the same work through PyTorch. Headers that both services share are
-in `lookonce/model/native`. Needs torch, so only the services import this module.
+in `lookonce/model/kernels/native`. Needs torch, so only the services import this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 # Import torch before loading our libraries: all of them then use the OpenMP runtime, and the threads, that it loads.
 import torch  # noqa: F401
 
-from lookonce.model.native_level import NativeLevel, native_level
+from lookonce.model.kernels.native_level import NativeLevel, native_level
 
 _HEADERS = pathlib.Path(__file__).with_name("native")
 # Hidden visibility: two libraries built from the same headers must not share symbols in one process.
