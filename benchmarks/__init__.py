@@ -1,5 +1,5 @@
 """Scripts that measure; README.md has the list. What they compute themselves has the threads of the services."""
 
-from lookonce.model.openmp import set_openmp_spin_count
+from lookonce.model.kernels.openmp import set_openmp_spin_count
 
 set_openmp_spin_count()

@@ -8,8 +8,8 @@ from decoder_svc.settings import DecoderSettings
 from lookonce import tracing
 from lookonce.errors import ConfigurationError
 from lookonce.local.serve_extra import require_serve_packages
+from lookonce.model.kernels.openmp import set_openmp_spin_count
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.openmp import set_openmp_spin_count
 from lookonce.server.settings import TracingVariables, exit_with, parse_settings
 from lookonce.tenants import load_tenants
 

@@ -28,7 +28,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
 from lookonce.model.device import chosen_device
-from lookonce.model.openmp import run_in_short_lived_thread
+from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.store.embedding_store import EmbeddingStore
 
 logger = logging.getLogger(__name__)

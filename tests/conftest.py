@@ -22,8 +22,8 @@ from lookonce.store.embedding_store import EmbeddingStore
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
-# Services set the same value, see lookonce/model/openmp.py. By default waiting threads spin on processors that others
-# need: at a load of 20 a test took 180 s instead of 11 s, 2026-11-23.
+# Services set the same value, see lookonce/model/kernels/openmp.py. By default waiting threads spin on processors that
+# others need: at a load of 20 a test took 180 s instead of 11 s, 2026-11-23.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Triton, where it is installed, asks for its interpreter when it is imported, which other libraries do for us.
 if not pathlib.Path("/dev/nvidiactl").exists():
@@ -145,7 +145,7 @@ def library() -> None:
     """Skips where the decoder's compiled library cannot be had."""
     # They import torch, which reads the settings above.
     from decoder_svc.runner.cpu.attention import SOURCES
-    from lookonce.model.native_library import NativeLibraryError, load_library
+    from lookonce.model.kernels.native_library import NativeLibraryError, load_library
 
     try:
         load_library(SOURCES)

@@ -1,7 +1,7 @@
 """Makes a loaded vision half faster on CPUs; its output stays the same up to rounding. Knows modules by structure.
 
-Linear layers are packed (lookonce/model/packed_linear.py), an activation between two of them is fused into the first,
-attention is native (dense_attention.py), and layers after the last used feature layer are skipped. Compute the
+Linear layers are packed (lookonce/model/kernels/packed_linear.py), an activation between two of them is fused into the
+first, attention is native (dense_attention.py), and layers after the last used feature layer are skipped. Compute the
 fingerprint before: it covers the weights as read.
 """
 
@@ -14,7 +14,7 @@ import torch
 from encoder_svc.vision.dense_attention import use_dense_attention
 from lookonce.logs import get_logger
 from lookonce.model.half_model import detach_from_file
-from lookonce.model.packed_linear import Activation, pack_linears, packed, unpackable_reason
+from lookonce.model.kernels.packed_linear import Activation, pack_linears, packed, unpackable_reason
 
 # Activations are recognised by their values at these points, blocks are compared on this many random rows.
 _PROBE_END = 8.0

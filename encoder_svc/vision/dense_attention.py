@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookonce.logs import get_logger
-from lookonce.model.native_library import NativeLibraryError, load_library
+from lookonce.model.kernels.native_library import NativeLibraryError, load_library
 
 NAME = "lookonce_dense"
 SOURCES = pathlib.Path(__file__).with_name("native")

@@ -18,8 +18,8 @@ from lookonce.errors import ModelFolderError
 from lookonce.logs import get_logger
 from lookonce.model.device import chosen_device
 from lookonce.model.half_model import load_vision_half
+from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.openmp import run_in_short_lived_thread
 from lookonce.model.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
 from lookonce.store.int8_rows import quantise
 

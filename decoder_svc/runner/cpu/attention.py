@@ -16,7 +16,7 @@ from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KV
 from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
 from decoder_svc.runner.pool_memory import pool_zeros
-from lookonce.model.native_library import NativeLibrary, NativeLibraryError, load_library
+from lookonce.model.kernels.native_library import NativeLibrary, NativeLibraryError, load_library
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import torch
 from decoder_svc.runner.attention import KVCacheSpec
 from decoder_svc.runner.cpu.attention import NativeBackend
 from decoder_svc.runner.cpu.native_stack import NativeStack, unstackable_reason
-from decoder_svc.runner.cpu.packed_weights import NativeLinear, packable, packed, replace_linears
 from decoder_svc.runner.cpu.stack_check import (
     TOLERANCES,
     RecordingBackend,
@@ -19,6 +18,7 @@ from decoder_svc.runner.cpu.stack_check import (
     relative_difference,
 )
 from lookonce.model.half_model import detach_from_file, text_child
+from lookonce.model.kernels.native_linear import NativeLinear, packable, packed, replace_linears
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ def install_kernels(model: Any, backend: NativeBackend, spec: KVCacheSpec, num_p
     if stack is not None:
         setattr(model.model, name, stack)
     else:
-        num_replaced = replace_linears(backend.library, getattr(model.model, name), backend.num_threads)
+        num_replaced = replace_linears(getattr(model.model, name), backend.num_threads)
         logger.info("language model: transformers' modules, %d linear layers replaced by our kernel", num_replaced)
     head = model.lm_head
     if type(head) is torch.nn.Linear and packable(head.weight):
         # Logits stay in float32: rounding them could change which token is the largest.
         weights = packed(head.weight, head.bias)
-        model.lm_head = NativeLinear(backend.library, weights, backend.num_threads, torch.float32)
+        model.lm_head = NativeLinear(weights, backend.num_threads, torch.float32)
     table = model.get_input_embeddings().weight
     # Matrices that were not copied, such as experts, stay in the mapped file: processes share its pages.
     if all(tensor is table or tensor.ndim < 2 for tensor in model.parameters()):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import LayerOptions, current_step
 from decoder_svc.runner.cpu.attention import DTYPE_NAMES, NativeBackend
-from decoder_svc.runner.cpu.native_structures import Linear, Stack, StackLayer, StackStep
-from decoder_svc.runner.cpu.packed_weights import PackedWeights, packable, packed
+from decoder_svc.runner.cpu.native_structures import Stack, StackLayer, StackStep
+from lookonce.model.kernels.native_linear import Linear, PackedWeights, packable, packed
 
 # Outputs of the MLP's first layer are interleaved in groups of this size: gates, then the values that they gate.
 _LANES = 16

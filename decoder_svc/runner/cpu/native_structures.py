@@ -1,8 +1,10 @@
-"""The C++ structures as ctypes: the same fields as in native/step.h, native/linear.h and native/stack.cpp."""
+"""The C++ structures as ctypes: the same fields as in native/step.h and native/stack.cpp."""
 
 from __future__ import annotations
 
 import ctypes
+
+from lookonce.model.kernels.native_linear import Linear
 
 # Phases of a stack whose time is measured separately (enum Phase in native/stack.cpp).
 PHASES = ("norms", "query_key_value", "rotation", "attention", "attended", "gate_up", "down")
@@ -59,12 +61,6 @@ class Options(ctypes.Structure):
     """Parameters of one layer's attention; LayerOptions in C++."""
 
     _fields_ = (("group", _INTEGER), ("window", _INTEGER), ("scale", _FLOAT), ("softcap", _FLOAT))
-
-
-class Linear(ctypes.Structure):
-    """A linear layer with packed weights."""
-
-    _fields_ = (("panels", _POINTER), ("bias", _POINTER), ("num_inputs", _INTEGER), ("num_outputs", _INTEGER))
 
 
 class StackLayer(ctypes.Structure):

@@ -42,6 +42,7 @@ template <typename Type>
 class DenseAttention {
  public:
   using Element = typename Type::Element;
+  using Left = typename Type::Left;
 
   DenseAttention(const Shape& shape, const Element* queries, const Element* keys, const Element* values,
                  Element* output, uint32_t* packed)
@@ -100,30 +101,33 @@ class DenseAttention {
 
   void attend(int64_t image, int64_t head, int64_t first, int64_t num_rows) const {
     static thread_local std::vector<float> scores;
-    static thread_local std::vector<Element> weights;
+    static thread_local std::vector<Left> queries, weights;
     scores.resize(kTileRows * num_columns_);
     weights.resize(kTileRows * num_columns_);
+    queries.resize(num_rows * shape_.head_dim);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const Element* from = queries_ + shape_.queries.at(image, head, first + r);
+      copy_to_left<Type>(queries.data() + r * shape_.head_dim, from, shape_.head_dim);
+    }
     const uint32_t* keys = packed_keys(head);
-    const uint32_t* queries = reinterpret_cast<const uint32_t*>(queries_ + shape_.queries.at(image, head, first));
-    const int64_t stride = shape_.queries.token / Type::kPerWord;
     for (int64_t column = 0; column < num_columns_; column += kTileColumns) {
       const uint32_t* group = keys + column * num_key_words_;
       const Segment all{{group, group + kLanes * num_key_words_}, num_key_words_};
-      multiply<Type>(num_rows, kTileVectors, scores.data() + column, num_columns_, {queries, stride, &all, 1, kLanes},
-                     false);
+      multiply<Type>(num_rows, kTileVectors, scores.data() + column, num_columns_,
+                     {queries.data(), shape_.head_dim, &all, 1, kLanes}, false);
     }
     float sums[kTileRows];
     for (int64_t r = 0; r < num_rows; ++r) {
       sums[r] = weigh(scores.data() + r * num_columns_, weights.data() + r * num_columns_);
     }
     const int64_t num_steps = num_columns_ / Type::kPerWord;
-    const uint32_t* left = reinterpret_cast<const uint32_t*>(weights.data());
     for (int64_t vector = 0; vector < num_value_vectors_; vector += kTileVectors) {
       const int64_t num_vectors = std::min<int64_t>(kTileVectors, num_value_vectors_ - vector);
       const uint32_t* values = packed_values(head) + vector * num_steps * kLanes;
       const Segment all{{values, values + (num_vectors - 1) * num_steps * kLanes}, num_steps};
       alignas(64) float results[kTileRows * kTileColumns];
-      multiply<Type>(num_rows, num_vectors, results, kTileColumns, {left, num_steps, &all, 1, kLanes}, false);
+      multiply<Type>(num_rows, num_vectors, results, kTileColumns,
+                     {weights.data(), num_columns_, &all, 1, kLanes}, false);
       for (int64_t r = 0; r < num_rows; ++r) {
         for (int64_t v = 0; v < num_vectors; ++v) {
           const int64_t d = (vector + v) * kLanes;
@@ -134,7 +138,7 @@ class DenseAttention {
   }
 
   // Turns a row's scores into weights; returns their sum.
-  float weigh(float* scores, Element* weights) const {
+  float weigh(float* scores, Left* weights) const {
     const int64_t num_tokens = shape_.num_tokens;
     std::fill(scores + num_tokens, scores + num_columns_, -INFINITY);
     Floats tops = load_floats(scores);
@@ -145,7 +149,7 @@ class DenseAttention {
     for (int64_t c = 0; c < num_columns_; c += kLanes) {
       const Floats weight = exp2_of_negative<Type::kIsRough>(load_floats(scores + c) * scale - top);
       total += weight;
-      Type::store(weights + c, weight);
+      Type::store_left(weights + c, weight);
     }
     return sum_of_lanes(total);
   }

@@ -16,10 +16,10 @@ from encoder_svc.images.image_inputs import VisionAdapter
 from encoder_svc.vision.cpu_tower import fuse_activation, make_fast, skip_unused_layers
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
-from lookonce.model import packed_linear
 from lookonce.model.half_model import load_vision_half
+from lookonce.model.kernels import packed_linear
+from lookonce.model.kernels.packed_linear import Activation, PackedLinear, unpackable_reason
 from lookonce.model.model_folder import ModelFolder
-from lookonce.model.packed_linear import Activation, PackedLinear, unpackable_reason
 from tests import image_files
 from tests.encoder_svc.conftest import encoder_settings
 from tests.tiny_families import FAMILIES

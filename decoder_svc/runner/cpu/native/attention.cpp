@@ -23,8 +23,8 @@ void attend(const Step& step, const Heads& heads, const Pools& pools, const Laye
   using Element = typename Type::Element;
   const AttentionPlan plan(step, heads, options);
   static thread_local std::vector<float> partials;
-  partials.resize(Attention<Type>::partial_floats(plan, heads));
-  const Attention<Type> attention(step, heads, plan, pools, options, static_cast<const Element*>(queries),
+  partials.resize(Attention<Type, Type>::partial_floats(plan, heads));
+  const Attention<Type, Type> attention(step, heads, plan, pools, options, static_cast<const Element*>(queries),
                                   static_cast<Element*>(output), partials.data());
   const std::vector<char> is_last = last_tokens(step);
   // For a short sequence, waking other threads would take longer than the work.

@@ -135,10 +135,12 @@ inline void fold(const Sums& total, const Sums& piece, int64_t row, int64_t dim,
   total.largest[row] = top;
 }
 
-template <typename Type>
+// `Rows` is the type of queries and output: `Type`, or `LeftOf<Type>`.
+template <typename Type, typename Rows>
 class Attention {
  public:
-  using Element = typename Type::Element;
+  using Element = typename Rows::Element;
+  using Left = typename Type::Left;
 
   // `queries` and `output` are [num_tokens, num_heads, head_dim].
   Attention(const Step& step, const Heads& heads, const AttentionPlan& plan, const Pools& pools,
@@ -166,9 +168,9 @@ class Attention {
  private:
   // Buffers of one thread; they grow to the largest item.
   struct Workspace {
-    std::vector<Element> queries;  // [rows, head_dim]
+    std::vector<Left> queries;     // [rows, head_dim]
     std::vector<float> scores;     // [rows, kTileKeys]
-    std::vector<Element> weights;  // [rows, kTileKeys]
+    std::vector<Left> weights;     // [rows, kTileKeys]
     std::vector<float> total;      // Memory of Sums: of all pieces so far, and of the current piece.
     std::vector<float> piece;
     std::vector<Sight> sights;  // [tokens]
@@ -199,7 +201,8 @@ class Attention {
       const int64_t token = item.first_token + t;
       space.sights[t] = sight(step_, options_, item.sequence, token);
       const Element* from = queries_ + (token * heads_.num_heads + item.head * rows_per_token_) * dim_;
-      std::copy(from, from + rows_per_token_ * dim_, space.queries.data() + t * rows_per_token_ * dim_);
+      Left* to = space.queries.data() + t * rows_per_token_ * dim_;
+      for (int64_t d = 0; d < rows_per_token_ * dim_; d += kLanes) Type::store_left(to + d, Rows::load(from + d));
     }
     const bool is_whole = item.partial < 0;
     const Sums total = is_whole ? sums_in(space.total.data(), num_rows) : partial(item.partial);
@@ -226,7 +229,7 @@ class Attention {
 
   void finish(const Sums& total, int64_t row, Element* to) const {
     const float weight = total.weights[row];
-    for (int64_t d = 0; d < dim_; d += kLanes) Type::store(to + d, load_floats(total.values + row * dim_ + d) / weight);
+    for (int64_t d = 0; d < dim_; d += kLanes) Rows::store(to + d, load_floats(total.values + row * dim_ + d) / weight);
   }
 
   // Attends over the keys [first_key, stop_key) of one piece. Tiles start at multiples of their size even if the keys do
@@ -317,13 +320,12 @@ class Attention {
   // hardware prefetcher cannot guess the next one; requesting all lines at once would stall the computation.
   void score(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space) const {
     const int64_t num_words = dim_ / Type::kPerWord;
-    const uint32_t* queries = reinterpret_cast<const uint32_t*>(space.queries.data());
     for (int64_t group = 0; group < keys.num_groups; group += kTileVectors) {
       const int64_t num_vectors = std::min<int64_t>(kTileVectors, keys.num_groups - group);
       const Segment all{{keys.keys[group], keys.keys[group + num_vectors - 1]}, num_words};
       const bool is_full = keys.is_full(group, num_vectors);
       for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
-        Operands of{queries + first * num_words, num_words, &all, 1, kLanes};
+        Operands<Type> of{space.queries.data() + first * dim_, dim_, &all, 1, kLanes};
         if (first == 0) {
           for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.keys, (group + i) * num_words);
           of.next_stride = kLanes;
@@ -349,7 +351,7 @@ class Attention {
   void weigh(Sight seen, int64_t tile, int64_t row, Workspace& space, const Sums& piece) const {
     float* scores = space.scores.data() + row * kTileKeys;
     Floats scaled[kTileGroups];
-    Floats tops = all_lanes(-INFINITY);
+    Floats tops = Floats(-INFINITY);
     for (int64_t group = 0; group < kTileGroups; ++group) {
       scaled[group] = load_floats(scores + group * kLanes) * scale_;
       if (options_.softcap > 0.0f) scaled[group] = capped(scaled[group]);
@@ -357,16 +359,16 @@ class Attention {
     if (seen.first > tile || seen.stop < tile + kTileKeys) hide(seen, tile, scaled);
     for (int64_t group = 0; group < kTileGroups; ++group) tops = larger(scaled[group], tops);
     const float top = std::max(piece.largest[row], largest_lane(tops));
-    Element* weights = space.weights.data() + row * kTileKeys;
+    Left* weights = space.weights.data() + row * kTileKeys;
     if (top == -INFINITY) {
-      std::fill(weights, weights + kTileKeys, Element{0});
+      std::fill(weights, weights + kTileKeys, Left{0});
       return;
     }
     Floats total{};
     for (int64_t group = 0; group < kTileGroups; ++group) {
       const Floats weight = exp2_of_negative<Type::kIsRough>(scaled[group] - top);
       total += weight;
-      Type::store(weights + group * kLanes, weight);
+      Type::store_left(weights + group * kLanes, weight);
     }
     if (piece.largest[row] != top) {
       const float kept = exp2_of_negative(piece.largest[row] - top);
@@ -379,27 +381,31 @@ class Attention {
   }
 
   static void hide(Sight seen, int64_t tile, Floats* scores) {
-    const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Integers lanes;
+    std::memcpy(&lanes, kNumbers, sizeof lanes);
     const int32_t first = static_cast<int32_t>(std::clamp<int64_t>(seen.first - tile, 0, kTileKeys));
     const int32_t stop = static_cast<int32_t>(std::clamp<int64_t>(seen.stop - tile, 0, kTileKeys));
     for (int32_t group = 0; group < kTileGroups; ++group) {
       const Integers column = lanes + group * static_cast<int32_t>(kLanes);
-      scores[group] = (column >= first) & (column < stop) ? scores[group] : all_lanes(-INFINITY);
+      scores[group] = select(column < first, -INFINITY, select(column < stop, scores[group], -INFINITY));
     }
   }
 
   // Applies the soft cap; scores before and after are exponents of 2.
   Floats capped(Floats scores) const {
     const float cap = options_.softcap * kLog2OfE;
-    for (int64_t i = 0; i < kLanes; ++i) scores[i] = cap * std::tanh(scores[i] / cap);
-    return scores;
+    float one_by_one[kLanes];
+    store_floats(one_by_one, scores);
+    for (float& score : one_by_one) score = cap * std::tanh(score / cap);
+    return load_floats(one_by_one);
   }
 
   // Adds weighted values, and prefetches the next tile's values like `score`.
   void add_values(const KeyTile& keys, const KeyTile& next, int64_t num_rows, Workspace& space,
                   const Sums& piece) const {
-    const uint32_t* weights = reinterpret_cast<const uint32_t*>(space.weights.data());
-    const int64_t stride = kTileKeys / Type::kPerWord;
+    const Left* weights = space.weights.data();
+    const int64_t num_words = kTileKeys / Type::kPerWord;
     for (int64_t d = 0; d < dim_; d += kTileColumns) {
       const int64_t num_vectors = std::min(kTileVectors * kLanes, dim_ - d) / kLanes;
       Segment segments[kTileKeys];
@@ -409,10 +415,9 @@ class Attention {
         segments[group] = {{values, values + (num_vectors - 1) * kLanes}, num_steps};
       }
       for_row_tiles(num_rows, [&](int64_t first, int64_t count, int64_t, int64_t) {
-        Operands of{weights + first * stride + keys.column[0] / Type::kPerWord, stride, segments, keys.num_groups,
-                    dim_};
+        Operands<Type> of{weights + first * kTileKeys + keys.column[0], kTileKeys, segments, keys.num_groups, dim_};
         if (first == 0) {
-          for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.values, (2 * d / kTileColumns + i) * stride);
+          for (int64_t i = 0; i < 2; ++i) of.next[i] = next.line(next.values, (2 * d / kTileColumns + i) * num_words);
           of.next_stride = kLanes;
         }
         multiply<Type>(count, num_vectors, piece.values + first * dim_ + d, dim_, of, true);

@@ -85,6 +85,7 @@ template <typename Type>
 class StackRun {
  public:
   using Element = typename Type::Element;
+  using Left = typename Type::Left;
 
   StackRun(const Stack& stack, const Step& step, const StackStep& io)
       : stack_(stack), step_(step), io_(io), is_last_(last_tokens(step)) {
@@ -93,13 +94,13 @@ class StackRun {
     int64_t num_partials = 0;
     for (int64_t l = io.first_layer; l < io.stop_layer; ++l) {
       const AttentionPlan& plan = plan_of(stack.layers[l].options);
-      num_partials = std::max(num_partials, Attention<Type>::partial_floats(plan, heads));
+      num_partials = std::max(num_partials, TypeAttention::partial_floats(plan, heads));
     }
-    normed_.reset(new Element[tokens * stack.hidden_size]);
+    normed_.reset(new Left[tokens * stack.hidden_size]);
     projected_.reset(new float[tokens * (query_size + 2 * heads.num_kv_heads * heads.head_dim)]);
-    queries_.reset(new Element[tokens * query_size]);
-    attended_.reset(new Element[tokens * query_size]);
-    gated_.reset(new Element[tokens * stack.mlp_size]);
+    queries_.reset(new Left[tokens * query_size]);
+    attended_.reset(new Left[tokens * query_size]);
+    gated_.reset(new Left[tokens * stack.mlp_size]);
     partials_.reset(new float[num_partials]);
   }
 
@@ -109,13 +110,15 @@ class StackRun {
       PhaseClock clock(omp_get_thread_num() == 0 ? io_.phase_ns : nullptr);
       for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(stack_.layers[l], clock);
       if (io_.output != nullptr) {
-        normalise(stack_.last_norm, static_cast<Element*>(io_.output));
+        normalise<Type>(stack_.last_norm, static_cast<Element*>(io_.output));
         clock.ends(kNorms);
       }
     }
   }
 
  private:
+  using TypeAttention = Attention<Type, LeftOf<Type>>;
+
   const AttentionPlan& plan_of(const LayerOptions& options) {
     for (const AttentionPlan& plan : plans_) {
       if (plan.group == options.group && plan.window == options.window) return plan;
@@ -138,7 +141,7 @@ class StackRun {
       const int64_t count = std::min(kTileColumns, size - column);
       for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
     };
-    normalise(layer.input_norm, normed_.get());
+    normalise<LeftOf<Type>>(layer.input_norm, normed_.get());
     clock.ends(kNorms);
     const int64_t projected_size = layer.query_key_value.num_outputs;
     linear<Type>(layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
@@ -149,34 +152,35 @@ class StackRun {
     rotate_and_write(layer);
     clock.ends(kRotation);
     const AttentionPlan& plan = known_plan(layer.options);
-    Attention<Type>(step_, stack_.heads, plan, layer.pools, layer.options, queries_.get(), attended_.get(),
+    TypeAttention(step_, stack_.heads, plan, layer.pools, layer.options, queries_.get(), attended_.get(),
                     partials_.get())
         .run();
     clock.ends(kAttention);
     linear<Type>(layer.attended, attended_.get(), tokens, add_to_hidden);
     clock.ends(kAttended);
-    normalise(layer.attended_norm, normed_.get());
+    normalise<LeftOf<Type>>(layer.attended_norm, normed_.get());
     clock.ends(kNorms);
     linear<Type>(layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const Floats gate = load_floats(sums);
       // Uses the smaller of e^x and e^-x, which cannot overflow.
-      const Floats e = exp2_of_negative<Type::kIsRough>((gate < 0.0f ? gate : -gate) * kLog2OfE);
-      const Floats sigmoid = (gate < 0.0f ? e : all_lanes(1.0f)) / (e + 1.0f);
-      Type::store(gated_.get() + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
+      const Floats e = exp2_of_negative<Type::kIsRough>(select(gate < 0.0f, gate, 0.0f - gate) * kLog2OfE);
+      const Floats sigmoid = select(gate < 0.0f, e, 1.0f) / (e + 1.0f);
+      Type::store_left(gated_.get() + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
     });
     clock.ends(kGateUp);
     linear<Type>(layer.down, gated_.get(), tokens, add_to_hidden);
     clock.ends(kDown);
   }
 
-  void normalise(const float* weights, Element* to) const {
+  template <typename Out>
+  void normalise(const float* weights, typename Out::Element* to) const {
     const int64_t size = stack_.hidden_size;
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < step_.num_tokens; ++token) {
       const float* from = io_.hidden + token * size;
       const float factor = 1.0f / std::sqrt(squares(from, size) / size + stack_.norm_epsilon);
       for (int64_t i = 0; i < size; i += kLanes) {
-        Type::store(to + token * size + i, load_floats(from + i) * factor * load_floats(weights + i));
+        Out::store(to + token * size + i, load_floats(from + i) * factor * load_floats(weights + i));
       }
     }
   }
@@ -190,12 +194,12 @@ class StackRun {
     for (int64_t token = 0; token < step_.num_tokens; ++token) {
       const float* from = projected_.get() + token * width;
       for (int64_t head = 0; head < heads.num_heads; ++head, from += dim) {
-        rotate(from, layer.query_norm, token, queries_.get() + (token * heads.num_heads + head) * dim);
+        rotate<LeftOf<Type>>(from, layer.query_norm, token, queries_.get() + (token * heads.num_heads + head) * dim);
       }
       const float* values = from + heads.num_kv_heads * dim;
       alignas(64) Element key[kMaxHeadDim], value[kMaxHeadDim];
       for (int64_t head = 0; head < heads.num_kv_heads; ++head, from += dim, values += dim) {
-        rotate(from, layer.key_norm, token, key);
+        rotate<Type>(from, layer.key_norm, token, key);
         for (int64_t d = 0; d < dim; d += kLanes) Type::store(value + d, load_floats(values + d));
         write_token<Type>(heads, layer.pools, slots[token], head, key, value, is_last_[token]);
       }
@@ -203,7 +207,8 @@ class StackRun {
   }
 
   // Rotates the first `rotary_dim` elements of a head as two halves (arXiv:2104.09864, in the order of Llama).
-  void rotate(const float* head, const float* norm, int64_t token, Element* to) const {
+  template <typename Out>
+  void rotate(const float* head, const float* norm, int64_t token, typename Out::Element* to) const {
     const int64_t dim = stack_.heads.head_dim, half = io_.rotary_dim / 2;
     const float* cosines = io_.cosines + token * io_.rotary_dim;
     const float* sines = io_.sines + token * io_.rotary_dim;
@@ -214,7 +219,7 @@ class StackRun {
       rotated[d] = own[d] * cosines[d] - own[d + half] * sines[d];
       rotated[d + half] = own[d + half] * cosines[d + half] + own[d] * sines[d + half];
     }
-    for (int64_t d = 0; d < dim; d += kLanes) Type::store(to + d, load_floats(rotated + d));
+    for (int64_t d = 0; d < dim; d += kLanes) Out::store(to + d, load_floats(rotated + d));
   }
 
   static constexpr int64_t kMaxHeadDim = 512;
@@ -225,7 +230,7 @@ class StackRun {
   const std::vector<char> is_last_;
   std::vector<AttentionPlan> plans_;
   // Buffers for all tokens, uninitialised.
-  std::unique_ptr<Element[]> normed_, queries_, attended_, gated_;
+  std::unique_ptr<Left[]> normed_, queries_, attended_, gated_;
   std::unique_ptr<float[]> projected_, partials_;
 };
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
 from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend, cpu_attention
 from decoder_svc.scheduling.prompt import Span
-from lookonce.model.native_library import load_library
+from lookonce.model.kernels.native_library import library_of_level, load_library
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import LAYER, Sizes, Step, StepCase, any_step, chunk_of_a_prompt
 
@@ -214,20 +214,20 @@ def test_unsupported_models_use_pytorch(
 
 
 def test_pytorch_is_used_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    load_library.cache_clear()
+    library_of_level.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     try:
         assert type(chosen()) is SdpaBackend
         assert "there is no C++ compiler" in caplog.text
     finally:
-        load_library.cache_clear()
+        library_of_level.cache_clear()
 
 
 def test_pytorch_is_used_without_a_writable_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    load_library.cache_clear()
+    library_of_level.cache_clear()
     try:
         assert type(chosen()) is SdpaBackend
     finally:
-        load_library.cache_clear()
+        library_of_level.cache_clear()

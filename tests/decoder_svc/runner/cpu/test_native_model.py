@@ -12,8 +12,8 @@ import torch
 from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attention
 from decoder_svc.runner.cpu import native_model
 from decoder_svc.runner.cpu.native_stack import NativeStack
-from decoder_svc.runner.cpu.packed_weights import NativeLinear
 from lookonce.model.half_model import load_text_half
+from lookonce.model.kernels.native_linear import NativeLinear
 from tests import tiny_models
 from tests.decoder_svc.runner.cpu.loaded_runner import load, text_model
 from tests.tiny_families import FAMILIES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
+from lookonce.model.kernels.native_level import processor_levels
 from tests import tiny_models
 from tests.decoder_svc.runner.cpu.loaded_runner import BLOCK_SIZE, load, text_model
 
@@ -49,9 +50,18 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_modules_are(
     assert error_of_ours <= error_of_modules
 
 
+@pytest.fixture(scope="module", params=[level.name for level in processor_levels()])
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forces each level that this processor has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOOKONCE_NATIVE_LEVEL", request.param)
+        yield
+
+
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
-def runner(folder: pathlib.Path, request: pytest.FixtureRequest) -> CPUModelRunner:
+def runner(folder: pathlib.Path, level: None, request: pytest.FixtureRequest) -> CPUModelRunner:
     runner = load(folder, request.param)
+    # The results were compared with those of transformers' modules.
     assert isinstance(text_model(runner), NativeStack)
     assert runner.is_batch_invariant
     runner.initialize_kv_cache(64)

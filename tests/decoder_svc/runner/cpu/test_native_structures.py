@@ -11,6 +11,7 @@ import pytest
 from decoder_svc.runner.cpu import native_structures
 from decoder_svc.runner.cpu.attention import SOURCES
 from decoder_svc.runner.cpu.native_structures import PHASES
+from lookonce.model.kernels import native_linear
 
 # Structures whose names differ, C++ to Python.
 NAMES = {"LayerOptions": "Options"}
@@ -24,7 +25,8 @@ _SCALARS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 def sources() -> str:
-    text = "\n".join(path.read_text() for path in sorted(SOURCES.iterdir()))
+    folders = (SOURCES, native_linear.SOURCES)
+    text = "\n".join(path.read_text() for folder in folders for path in sorted(folder.iterdir()))
     return _COMMENT.sub("", text)
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from lookonce.model.openmp import run_in_short_lived_thread, set_openmp_spin_count
+from lookonce.model.kernels.openmp import run_in_short_lived_thread, set_openmp_spin_count
 
 _TIMEOUT_S = 10.0
 

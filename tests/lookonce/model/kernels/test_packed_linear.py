@@ -11,8 +11,8 @@ import torch
 from structlog.testing import capture_logs
 from torch.nn import functional
 
-from lookonce.model import packed_linear
-from lookonce.model.packed_linear import Activation, PackedLinear, pack_linears, packed, unpackable_reason
+from lookonce.model.kernels import packed_linear
+from lookonce.model.kernels.packed_linear import Activation, PackedLinear, pack_linears, packed, unpackable_reason
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 3e-3}

@@ -1,6 +1,6 @@
 // Linear layers over packed weights: y = x Wᵀ + b, followed by a function that consumes the sums.
 //
-// Weights are stored in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (packed_weights.py), so that a
+// Weights are stored in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (native_linear.py), so that a
 // token reads each panel sequentially: at small batches memory bandwidth limits the speed. All threads of a parallel
 // region must call `linear`; it ends with a barrier.
 
@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "amx.h"
 #include "tile.h"
 
 namespace lookonce {
@@ -21,33 +22,48 @@ struct Linear {
   int64_t num_outputs;
 };
 
-// Words of input that one thread multiplies with a panel at once; they fit into its L2 cache.
-constexpr int64_t kChunkWords = 1 << 16;
+#if defined(__AMX_BF16__)
+template <typename Type>
+constexpr bool kUsesAmx = std::is_same_v<Type, BFloat16>;
+#else
+template <typename Type>
+constexpr bool kUsesAmx = false;
+#endif
+
+// Rows that are multiplied with a panel at once.
+template <typename Type>
+constexpr int64_t kLinearRows = kUsesAmx<Type> ? 32 : kTileRows;
+
+// Bytes of input that one thread multiplies with a panel at once; they fit into its L2 cache.
+constexpr int64_t kChunkBytes = 1 << 18;
 
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
 template <typename Type, typename Finish>
-void linear(const Linear& layer, const typename Type::Element* input, int64_t num_rows, Finish finish) {
+void linear(const Linear& layer, const typename Type::Left* input, int64_t num_rows, Finish finish) {
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_words = layer.num_inputs / Type::kPerWord;
-  const int64_t chunk_rows = std::max<int64_t>(1, kChunkWords / num_words / kTileRows) * kTileRows;
+  const int64_t row_bytes = layer.num_inputs * sizeof(*input);
+  const int64_t chunk_rows = std::max<int64_t>(1, kChunkBytes / row_bytes / kLinearRows<Type>) * kLinearRows<Type>;
   const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(input);
   // A thread takes several neighbouring panels at a time if there are enough for all threads to end together.
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
 #pragma omp for schedule(dynamic, side_by_side)
   for (int64_t item = 0; item < num_chunks * num_panels; ++item) {
     const int64_t chunk = item / num_panels * chunk_rows, panel = item % num_panels;
     const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
-    alignas(64) float sums[kTileRows * kTileColumns];
-    for_row_tiles(std::min(chunk_rows, num_rows - chunk), [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
+    alignas(64) float sums[kLinearRows<Type> * kTileColumns];
+    const auto multiply_tile = [&](int64_t first, int64_t count, int64_t tile, int64_t num_tiles) {
       const Segment all{{right, right + kLanes}, num_words};
-      Operands of{words + (chunk + first) * num_words, num_words, &all, 1, kTileColumns};
+      Operands<Type> of{input + (chunk + first) * layer.num_inputs, layer.num_inputs, &all, 1, kTileColumns};
       if (num_tiles > 1 && panel + 1 < num_panels) {
         // Each tile prefetches its part of the next panel.
         of.next_stride = (kTileColumns + num_tiles - 1) / num_tiles;
         of.next[0] = right + num_words * kTileColumns + tile * num_words * of.next_stride;
       }
-      multiply<Type>(count, kTileVectors, sums, kTileColumns, of, false);
+#if defined(__AMX_BF16__)
+      if constexpr (kUsesAmx<Type>) multiply_by_amx(count, sums, kTileColumns, of);
+#endif
+      if constexpr (!kUsesAmx<Type>) multiply<Type>(count, kTileVectors, sums, kTileColumns, of, false);
       for (int64_t row = 0; row < count; ++row) {
         float* of_row = sums + row * kTileColumns;
         if (layer.bias != nullptr) {
@@ -55,7 +71,8 @@ void linear(const Linear& layer, const typename Type::Element* input, int64_t nu
         }
         finish(chunk + first + row, panel * kTileColumns, of_row);
       }
-    });
+    };
+    for_row_tiles<kLinearRows<Type>>(std::min(chunk_rows, num_rows - chunk), multiply_tile);
   }
 }
 

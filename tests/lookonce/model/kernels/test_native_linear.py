@@ -7,15 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder_svc.runner.cpu.attention import SOURCES
-from decoder_svc.runner.cpu.packed_weights import NativeLinear, packable, packed, replace_linears
-from lookonce.model.native_library import load_library
+from lookonce.model.kernels.native_linear import NativeLinear, packable, packed, replace_linears
 
 pytestmark = pytest.mark.usefixtures("library")
 
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None, output_dtype: torch.dtype | None = None) -> NativeLinear:
-    return NativeLinear(load_library(SOURCES), packed(weight, bias), num_threads=2, output_dtype=output_dtype)
+    return NativeLinear(packed(weight, bias), num_threads=2, output_dtype=output_dtype)
 
 
 @settings(max_examples=100)
@@ -68,6 +66,6 @@ def test_layers_that_cannot_be_packed_are_left_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(OwnLinear(4, 4), torch.nn.Linear(4, 2)))
     inputs = torch.randn(3, 4)
     wanted = model(inputs)
-    assert replace_linears(load_library(SOURCES), model, num_threads=1) == 2
+    assert replace_linears(model, num_threads=1) == 2
     assert type(model[1][0]) is OwnLinear
     torch.testing.assert_close(model(inputs), wanted)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from lookonce.model.native_library import NativeLibraryError, load_library
+from lookonce.model.kernels.native_library import NativeLibraryError, library_of_level, load_library
 
 SOURCE = """
 #include "lanes.h"
 #pragma GCC visibility push(default)
-extern "C" void write_number(float* to) { *to = lookonce::sum_of_lanes(lookonce::all_lanes(%s)); }
+extern "C" void write_number(float* to) { *to = lookonce::sum_of_lanes(lookonce::Floats(%s)); }
 """
 
 pytestmark = pytest.mark.skipif(
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(
 def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """Sets and returns an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    load_library.cache_clear()
+    library_of_level.cache_clear()
     yield tmp_path / "cache/lookonce"
-    load_library.cache_clear()
+    library_of_level.cache_clear()
 
 
 def sources(folder: pathlib.Path, number: str) -> pathlib.Path:
@@ -53,11 +53,11 @@ def test_a_folder_is_compiled_with_the_shared_headers_once_and_anew_when_it_chan
     assert written(folder) == 8.0
     (library,) = cache.iterdir()
     built_s = library.stat().st_mtime_ns
-    load_library.cache_clear()
+    library_of_level.cache_clear()
     assert written(folder) == 8.0
     assert library.stat().st_mtime_ns == built_s
     sources(folder, "2.0f")
-    load_library.cache_clear()
+    library_of_level.cache_clear()
     assert written(folder) == 32.0
 
 
@@ -65,7 +65,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: pathlib.Path, cache: path
     folder = sources(tmp_path / "sources", "0.5f")
     # In another process, because this one would reuse the library that it has loaded.
     program = (
-        "import pathlib, sys; from lookonce.model.native_library import load_library; "
+        "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; "
         "load_library(pathlib.Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
@@ -82,7 +82,7 @@ def test_two_folders_in_one_process_keep_their_own_functions(tmp_path: pathlib.P
 def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> None:
     folder = sources(tmp_path / "sources", "1.0f")
     script = (
-        "import pathlib, sys; from lookonce.model.native_library import load_library; "
+        "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; "
         "print(load_library(pathlib.Path(sys.argv[1])).function('write_number').__name__)"
     )
     command = [sys.executable, "-c", script, str(folder)]

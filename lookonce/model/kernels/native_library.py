@@ -1,7 +1,7 @@
 """Compiles a service's C++ code for this machine on first use, and caches the library in a folder.
 
 A compiler is optional: without one a service does the same work through PyTorch. Headers that both services share are
-in `lookonce/model/native`. Needs torch, so only the services import this module.
+in `lookonce/model/kernels/native`. Needs torch, so only the services import this module.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 # Import torch before loading our libraries: all of them then use the OpenMP runtime, and the threads, that it loads.
-import torch
+import torch  # noqa: F401
+
+from lookonce.model.kernels.native_level import NativeLevel, native_level
 
 _HEADERS = pathlib.Path(__file__).with_name("native")
 # Hidden visibility: two libraries built from the same headers must not share symbols in one process.
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden")
-# Flags by the processor level that PyTorch reports; levels of the x86-64 psABI.
-_LEVELS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
-_BF16_FLAGS = ("-mavx512bf16",)
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -48,16 +47,21 @@ class NativeLibrary:
         return called
 
 
-@functools.cache
 def load_library(sources: pathlib.Path) -> NativeLibrary:
     """Returns the library built from all C++ files of a folder. Takes some seconds the first time on a machine.
 
-    Raises NativeLibraryError.
+    Raises NativeLibraryError; ConfigurationError if LOOKONCE_NATIVE_LEVEL names no level of this processor.
     """
+    return library_of_level(sources, native_level())
+
+
+@functools.cache
+def library_of_level(sources: pathlib.Path, level: NativeLevel) -> NativeLibrary:
+    """Returns the library built for processors of a level. Raises NativeLibraryError."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         raise NativeLibraryError("there is no C++ compiler (g++, c++ or the one that CXX names)")
-    flags = _flags()
+    flags = (*_FLAGS, *level.flags)
     try:
         path = cache_folder() / f"lookonce-{_fingerprint(compiler, flags, sources)}.so"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,14 +90,6 @@ def cache_folder() -> pathlib.Path:
     """Returns the folder of compiled libraries. It belongs to the user, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME")
     return pathlib.Path(base) / "lookonce" if base else pathlib.Path.home() / ".cache/lookonce"
-
-
-def _flags() -> tuple[str, ...]:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return _FLAGS
-    level = _LEVELS.get(torch.backends.cpu.get_cpu_capability(), ())
-    has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return (*_FLAGS, *level, *(_BF16_FLAGS if level and has_bf16 else ()))
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...], sources: pathlib.Path) -> str:

@@ -9,6 +9,7 @@ a token's numbers do not depend on the batch. Time of oneDNN's packed layers ÷ 
 from __future__ import annotations
 
 import ctypes
+import pathlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoder_svc.runner.cpu.native_structures import Linear
-from lookonce.model.native_library import NativeLibrary
+from lookonce.model.kernels.native_library import load_library
 
+SOURCES = pathlib.Path(__file__).with_name("native")
 PANEL_OUTPUTS = 32
+
+
+class Linear(ctypes.Structure):
+    """A linear layer with packed weights; the layout of `Linear` in native/linear.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_inputs", ctypes.c_int64),
+        ("num_outputs", ctypes.c_int64),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +70,14 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeights:
 class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Computes `inputs @ weight.T + bias` for inputs `[..., inputs]` of the weights' type."""
 
-    def __init__(
-        self, library: NativeLibrary, weights: PackedWeights, num_threads: int, output_dtype: torch.dtype | None = None
-    ) -> None:
-        """`output_dtype` is the weights' type (None) or float32."""
+    def __init__(self, weights: PackedWeights, num_threads: int, output_dtype: torch.dtype | None = None) -> None:
+        """`output_dtype` is the weights' type (None) or float32. Raises NativeLibraryError."""
         super().__init__()
         self.in_features, self.out_features = weights.num_inputs, weights.num_outputs
         self._weights, self._struct, self._num_threads = weights, weights.struct(), num_threads
         self._output_dtype = output_dtype or weights.dtype
         types = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((weights.dtype, self._output_dtype))]
-        self._function = library.function("lookonce_linear_" + "_".join(types))
+        self._function = load_library(SOURCES).function("lookonce_linear_" + "_".join(types))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the layer's outputs, `[..., outputs]`, contiguous."""
@@ -89,12 +99,15 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         return int(self._weights.panels.nbytes)
 
 
-def replace_linears(library: NativeLibrary, model: Any, num_threads: int) -> int:
-    """Replaces every `torch.nn.Linear` that the kernel supports; returns the number of replaced layers."""
+def replace_linears(model: Any, num_threads: int) -> int:
+    """Replaces every `torch.nn.Linear` that the kernel supports; returns the number of replaced layers.
+
+    Raises NativeLibraryError.
+    """
     num_replaced = 0
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is torch.nn.Linear and packable(child.weight):
-                setattr(module, name, NativeLinear(library, packed(child.weight, child.bias), num_threads))
+                setattr(module, name, NativeLinear(packed(child.weight, child.bias), num_threads))
                 num_replaced += 1
     return num_replaced

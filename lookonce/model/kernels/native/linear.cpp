@@ -3,6 +3,7 @@
 #include "linear.h"
 
 #include <cstdint>
+#include <memory>
 
 namespace lookonce {
 namespace {
@@ -24,10 +25,26 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
          int64_t num_threads) {
   // For a small layer, waking other threads would take longer than the work.
   const bool is_large = num_rows * layer.num_inputs * layer.num_outputs > (1 << 16);
+  using Left = typename Type::Left;
+  constexpr bool kIsCopied = !std::is_same_v<Left, typename Type::Element>;
+  std::unique_ptr<Left[]> copy(kIsCopied ? new Left[num_rows * layer.num_inputs] : nullptr);
 #pragma omp parallel num_threads(num_threads) if (is_large)
-  linear<Type>(layer, input, num_rows, [&](int64_t row, int64_t column, const float* sums) {
-    store_row<Out>(output + row * layer.num_outputs + column, sums, layer.num_outputs - column);
-  });
+  {
+    const Left* left;
+    if constexpr (kIsCopied) {
+      left = copy.get();
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t at = row * layer.num_inputs;
+        copy_to_left<Type>(copy.get() + at, input + at, layer.num_inputs);
+      }
+    } else {
+      left = input;
+    }
+    linear<Type>(layer, left, num_rows, [&](int64_t row, int64_t column, const float* sums) {
+      store_row<Out>(output + row * layer.num_outputs + column, sums, layer.num_outputs - column);
+    });
+  }
 }
 
 }  // namespace

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, in C++ and through oneDNN, and the threads that run them."""

@@ -1,0 +1,259 @@
+// Compares the CPU kernels with plain loops in double. Ends with the number of failed checks; prints each.
+//
+// A program without Python, so that it can run under an emulator of another processor (test_native_levels.py).
+
+#include <cstdio>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "attention.cpp"
+#include "dense_attention.cpp"
+#include "linear.cpp"
+
+namespace {
+
+using namespace lookonce;
+
+int num_failed = 0;
+std::mt19937 generator(1);
+
+void check(bool is_right, const std::string& what) {
+  if (is_right) return;
+  std::printf("failed: %s\n", what.c_str());
+  ++num_failed;
+}
+
+template <typename Type>
+typename Type::Element rounded(float value) {
+  typename Type::Element all[kLanes];
+  Type::store(all, Floats(value));
+  return all[0];
+}
+
+template <typename Type>
+double number(typename Type::Element element) {
+  typename Type::Element all[kLanes];
+  std::fill(all, all + kLanes, element);
+  float wide[kLanes];
+  store_floats(wide, Type::load(all));
+  return wide[0];
+}
+
+template <typename Type>
+std::vector<typename Type::Element> random_elements(int64_t count) {
+  std::normal_distribution<float> normal;
+  std::vector<typename Type::Element> elements(count);
+  for (auto& element : elements) element = rounded<Type>(normal(generator));
+  return elements;
+}
+
+template <typename Type>
+constexpr double tolerance() {
+  return sizeof(typename Type::Element) == 2 ? 2e-2 : 2e-5;
+}
+
+// Returns the largest difference, relative to the largest wanted number.
+template <typename Type>
+double difference(const std::vector<typename Type::Element>& found, const std::vector<double>& wanted) {
+  double largest = 1e-30, worst = 0;
+  for (double one : wanted) largest = std::max(largest, std::abs(one));
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const double one = std::abs(number<Type>(found[i]) - wanted[i]);
+    if (!(one <= worst)) worst = one;
+  }
+  return worst / largest;
+}
+
+template <typename Type>
+void check_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t outputs) {
+  using Element = typename Type::Element;
+  const auto weights = random_elements<Type>(outputs * inputs), input = random_elements<Type>(rows * inputs);
+  const int64_t num_panels = (outputs + kTileColumns - 1) / kTileColumns;
+  std::vector<Element> panels(num_panels * kTileColumns * inputs, Element{0});
+  for (int64_t o = 0; o < outputs; ++o) {
+    for (int64_t i = 0; i < inputs; ++i) {
+      const int64_t word = (o / kTileColumns * (inputs / Type::kPerWord) + i / Type::kPerWord) * kTileColumns;
+      panels[(word + o % kTileColumns) * Type::kPerWord + i % Type::kPerWord] = weights[o * inputs + i];
+    }
+  }
+  std::vector<float> bias(num_panels * kTileColumns, 0.0f);
+  for (int64_t o = 0; o < outputs; ++o) bias[o] = 0.25f * o;
+  const Linear layer{reinterpret_cast<const uint32_t*>(panels.data()), bias.data(), inputs, outputs};
+  std::vector<double> wanted(rows * outputs);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      double sum = bias[o];
+      for (int64_t i = 0; i < inputs; ++i) {
+        sum += number<Type>(input[r * inputs + i]) * number<Type>(weights[o * inputs + i]);
+      }
+      wanted[r * outputs + o] = sum;
+    }
+  }
+  std::vector<Element> found(rows * outputs), alone(outputs);
+  run<Type, Type>(layer, input.data(), rows, found.data(), 2);
+  const std::string what = "linear " + type + " " + std::to_string(rows) + " x " + std::to_string(inputs) + " x " +
+                           std::to_string(outputs);
+  check(difference<Type>(found, wanted) < tolerance<Type>(), what);
+  for (int64_t r = 0; r < rows; ++r) {
+    run<Type, Type>(layer, input.data() + r * inputs, 1, alone.data(), 1);
+    const size_t bytes = outputs * sizeof(Element);
+    check(std::memcmp(alone.data(), found.data() + r * outputs, bytes) == 0, what + ": row has other bits alone");
+  }
+}
+
+// Attention of one row over keys and values [keys, dim], in double.
+template <typename Type>
+void attend_plainly(const typename Type::Element* query, const std::vector<const typename Type::Element*>& keys,
+                    const std::vector<const typename Type::Element*>& values, int64_t dim, double scale, double* to) {
+  std::vector<double> scores;
+  double top = -std::numeric_limits<double>::infinity(), total = 0;
+  for (const auto* key : keys) {
+    double score = 0;
+    for (int64_t d = 0; d < dim; ++d) score += number<Type>(query[d]) * number<Type>(key[d]);
+    scores.push_back(score * scale);
+    top = std::max(top, scores.back());
+  }
+  std::fill(to, to + dim, 0.0);
+  for (size_t k = 0; k < keys.size(); ++k) {
+    const double weight = std::exp(scores[k] - top);
+    total += weight;
+    for (int64_t d = 0; d < dim; ++d) to[d] += weight * number<Type>(values[k][d]);
+  }
+  for (int64_t d = 0; d < dim; ++d) to[d] /= total;
+}
+
+template <typename Type>
+void check_dense_attention(const std::string& type, int64_t tokens, int64_t dim) {
+  const int64_t heads = 2, size = tokens * heads * dim;
+  const auto queries = random_elements<Type>(size), keys = random_elements<Type>(size),
+             values = random_elements<Type>(size);
+  const Strides strides{size, dim, heads * dim};
+  const Shape shape{1, heads, tokens, dim, 0.2f, strides, strides, strides};
+  std::vector<typename Type::Element> found(size);
+  attend<Type>(shape, 2, queries.data(), keys.data(), values.data(), found.data());
+  std::vector<double> wanted(size);
+  for (int64_t head = 0; head < heads; ++head) {
+    std::vector<const typename Type::Element*> all_keys, all_values;
+    for (int64_t t = 0; t < tokens; ++t) {
+      all_keys.push_back(keys.data() + (t * heads + head) * dim);
+      all_values.push_back(values.data() + (t * heads + head) * dim);
+    }
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t at = (t * heads + head) * dim;
+      attend_plainly<Type>(queries.data() + at, all_keys, all_values, dim, shape.scale, wanted.data() + at);
+    }
+  }
+  check(difference<Type>(found, wanted) < tolerance<Type>(),
+        "dense attention " + type + " " + std::to_string(tokens) + " x " + std::to_string(dim));
+}
+
+// A prompt in one step, and then one more token: causal attention over blocks in any order.
+template <typename Type>
+void check_paged_attention(const std::string& type, int64_t tokens, int64_t dim, int64_t block_size) {
+  using Element = typename Type::Element;
+  const int64_t num_heads = 4, num_kv_heads = 2, slots = (block_size + kLanes - 1) / kLanes * kLanes;
+  const int64_t num_blocks = (tokens + block_size) / block_size;
+  const Heads heads{num_heads, num_kv_heads, dim, block_size, slots};
+  std::vector<int64_t> blocks(num_blocks);
+  for (int64_t b = 0; b < num_blocks; ++b) blocks[b] = num_blocks - 1 - b;
+  // Memory that was never written holds NaN.
+  std::vector<Element> key_pool(num_blocks * num_kv_heads * slots * dim, rounded<Type>(NAN)), value_pool = key_pool;
+  const Pools pools{key_pool.data(), value_pool.data()};
+  const LayerOptions options{0, 0, 0.2f, 0.0f};
+  const auto queries = random_elements<Type>((tokens + 1) * num_heads * dim),
+             keys = random_elements<Type>((tokens + 1) * num_kv_heads * dim),
+             values = random_elements<Type>((tokens + 1) * num_kv_heads * dim);
+  std::vector<Element> found((tokens + 1) * num_heads * dim);
+  for (const auto& [first, stop] : {std::pair<int64_t, int64_t>{0, tokens}, {tokens, tokens + 1}}) {
+    std::vector<int64_t> slot_of, nothing{0, 0}, ends{0, stop - first}, num_keys{stop};
+    for (int64_t t = first; t < stop; ++t) slot_of.push_back(blocks[t / block_size] * block_size + t % block_size);
+    const BlockGroup group{slot_of.data(), blocks.data(), nothing.data(), nothing.data()};
+    const Step step{ends.data(), num_keys.data(), nullptr, nullptr, {group, group}, 1, stop - first, 0, 2};
+    attend<Type>(step, heads, pools, options, queries.data() + first * num_heads * dim,
+                 keys.data() + first * num_kv_heads * dim, values.data() + first * num_kv_heads * dim,
+                 found.data() + first * num_heads * dim);
+  }
+  std::vector<double> wanted(found.size());
+  for (int64_t t = 0; t <= tokens; ++t) {
+    for (int64_t head = 0; head < num_heads; ++head) {
+      std::vector<const Element*> seen_keys, seen_values;
+      for (int64_t k = 0; k <= t; ++k) {
+        const int64_t at = (k * num_kv_heads + head / (num_heads / num_kv_heads)) * dim;
+        seen_keys.push_back(keys.data() + at);
+        seen_values.push_back(values.data() + at);
+      }
+      const int64_t at = (t * num_heads + head) * dim;
+      attend_plainly<Type>(queries.data() + at, seen_keys, seen_values, dim, options.scale, wanted.data() + at);
+    }
+  }
+  check(difference<Type>(found, wanted) < tolerance<Type>(), "paged attention " + type + " " + std::to_string(tokens) +
+                                                                 " x " + std::to_string(dim) + " in blocks of " +
+                                                                 std::to_string(block_size));
+}
+
+template <typename Type>
+void check_type(const std::string& type) {
+  for (int64_t rows : {1, 2, 3, 4, 5, 7, 12, 13, 25, 40}) {
+    for (int64_t inputs : {2, 34, 130}) check_linear<Type>(type, rows, inputs, 70);
+  }
+  for (int64_t outputs : {1, 16, 31, 32, 33}) check_linear<Type>(type, 6, 64, outputs);
+  for (int64_t tokens : {1, 13, 33, 70}) {
+    for (int64_t dim : {16, 72, 80}) check_dense_attention<Type>(type, tokens, dim);
+  }
+  for (int64_t block_size : {4, 16, 32}) {
+    for (int64_t tokens : {1, 15, 40, 300}) check_paged_attention<Type>(type, tokens, 32, block_size);
+  }
+}
+
+void check_exponentials() {
+  for (float x = 0.0f; x > -130.0f; x -= 0.013f) {
+    const double wanted = x < -126.0f ? 0.0 : std::exp2(double{x});
+    const double found = exp2_of_negative(x);
+    check(std::abs(found - wanted) <= 3e-7 * wanted, "exp2 of " + std::to_string(x));
+    float rough[kLanes];
+    store_floats(rough, exp2_of_negative<true>(Floats(x)));
+    check(std::abs(rough[kLanes - 1] - wanted) <= 8e-6 * wanted, "rough exp2 of " + std::to_string(x));
+  }
+  check(exp2_of_negative(0.0f) == 1.0f, "exp2 of 0 is exactly 1");
+  check(exp2_of_negative(-INFINITY) == 0.0f, "exp2 of -inf");
+  check(std::isnan(exp2_of_negative(NAN)), "exp2 of NaN");
+}
+
+void check_rounding() {
+  const std::pair<uint32_t, uint16_t> cases[] = {
+      {0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f818000, 0x3f82}, {0x3f808001, 0x3f81}, {0x7f800000, 0x7f80},
+      {0xff800000, 0xff80}, {0x7f800001, 0x7fc0}, {0xffffffff, 0x7fc0}, {0x7f7fffff, 0x7f80}, {0x80000000, 0x8000},
+  };
+  for (const auto& [bits, wanted] : cases) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    check(rounded<BFloat16>(value) == wanted, "rounding " + std::to_string(bits));
+    BFloat16::Left left[kLanes];
+    BFloat16::Element elements[kLanes];
+    BFloat16::store_left(left, Floats(value));
+    BFloat16::store(elements, BFloat16::load_left(left));
+    check(elements[3] == wanted, "rounding a left side " + std::to_string(bits));
+  }
+}
+
+}  // namespace
+
+int main() {
+#if defined(__AMX_TILE__)
+  // ARCH_REQ_XCOMP_PERM for tile data: https://docs.kernel.org/arch/x86/xstate.html
+  check(syscall(SYS_arch_prctl, 0x1023, 18) == 0, "the system does not allow AMX");
+#endif
+  check_exponentials();
+  check_rounding();
+  check_type<Float32>("float32");
+  check_type<BFloat16>("bfloat16");
+  std::printf("%d checks failed, registers of %d bytes\n", num_failed, kRegisterBytes);
+  return num_failed == 0 ? 0 : 1;
+}
