@@ -1,4 +1,4 @@
-"""Counts the memory of a model's weights where the model computes: in its own tensors, or in packed copies."""
+"""Counts the memory of a model's weights on any device: its own tensors, and packed copies."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import torch
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Returns the bytes of a model's parameters, buffers and packed weights; tensors that share memory count once.
+    """Returns the bytes of a model's parameters, buffers and packed weights. A tensor of several modules counts once.
 
     A module that keeps its weights in structures of its own reports them by a property `nbytes`.
     """
-    # By address. Packed tensors of oneDNN have none that PyTorch tells, and are never shared.
-    sizes: dict[tuple[str, int], int] = {}
-    for module in model.modules():
-        sizes["module", id(module)] = int(getattr(module, "nbytes", 0))
-        for tensor in _own_tensors(module):
-            key = ("tensor", id(tensor)) if tensor.is_mkldnn else ("address", tensor.data_ptr())
-            sizes[key] = max(sizes.get(key, 0), int(tensor.nbytes))
-    return sum(sizes.values())
+    modules = list(model.modules())
+    # By identity: tied weights are one tensor, and addresses exist on some devices only.
+    tensors = {id(tensor): tensor for module in modules for tensor in _own_tensors(module)}
+    num_packed = sum(int(getattr(module, "nbytes", 0)) for module in modules)
+    return num_packed + sum(int(tensor.nbytes) for tensor in tensors.values())
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -41,6 +41,12 @@ def test_element_types_decide() -> None:
     assert weight_bytes(Tied().to(torch.bfloat16)) == (10 * 4 + 10 + 3) * 2
 
 
+def test_a_device_without_addresses_is_counted() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    assert weight_bytes(model) == weight_bytes(Tied())
+
+
 def test_a_module_with_a_structure_of_its_own_reports_it() -> None:
     assert weight_bytes(torch.nn.Sequential(Own(), torch.nn.Linear(2, 3), Own())) == 2000 + (2 * 3 + 3) * 4
 
