@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.assembly import build_engine
+from decoder_svc.assembly import build_engine, choose_device
 from decoder_svc.engine.engine import Engine
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.scheduling.prompt import Prompt
@@ -76,7 +76,9 @@ async def run_requests(engine: Engine, requests: TokenRequests, name: str) -> Re
 async def serve(arguments: Sequence[str]) -> None:
     """Runs the sets of requests from standard input, one after another, until end of file."""
     settings = parse_settings(DecoderSettings, arguments, "bare_engine")
-    engine = build_engine(settings, load_text(settings).family, None, None, FetchMetrics(CollectorRegistry()))
+    engine = build_engine(
+        settings, choose_device(settings), load_text(settings).family, None, None, FetchMetrics(CollectorRegistry())
+    )
     gc.collect()
     gc.freeze()
     engine.start()

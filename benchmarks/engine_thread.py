@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.assembly import build_engine
+from decoder_svc.assembly import build_engine, choose_device
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId
@@ -40,7 +40,9 @@ class EngineThread:
     def __init__(self, arguments: Sequence[str]) -> None:
         """Takes the command-line flags of the decoder."""
         settings = parse_settings(DecoderSettings, arguments, "engine_thread")
-        self._engine = build_engine(settings, load_text(settings).family, None, None, FetchMetrics(CollectorRegistry()))
+        self._engine = build_engine(
+            settings, choose_device(settings), load_text(settings).family, None, None, FetchMetrics(CollectorRegistry())
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
         self._num_sets = 0

@@ -20,6 +20,7 @@ ENGINE_PART = "lookonce.engine"
 async def serve(arguments: list[str]) -> None:
     """Runs the service until SIGTERM. Raises StartupError when it must not start."""
     # Imported here, because `main` first checks that the packages of the extra `serve` are installed.
+    from lookonce.devices.registry import check_device
     from lookonce.server import serving
     from lookonce.server.addresses import check_addresses
     from lookonce.server.admission.quotas import load_quotas
@@ -36,6 +37,7 @@ async def serve(arguments: list[str]) -> None:
     quotas = load_quotas(settings, telemetry.registry)
     # Loading takes seconds to minutes: a process that must not start says so before it.
     ModelFolder.open(settings.model)
+    check_device(settings.device)
     serving.check_files(settings)
     check_addresses(settings)
     check_cache_settings(settings.redis_url, settings.seal_key_file)

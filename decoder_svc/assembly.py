@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +14,8 @@ from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
-from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.row_cache import ROW_DTYPES
+from decoder_svc.runner.selection import runner_class
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduling.encoder_budget import encoder_budget
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
@@ -25,9 +26,10 @@ from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_limits import SchedulerLimits
 from decoder_svc.scheduling.speculation import SpeculationLimits
 from decoder_svc.settings import DecoderSettings
+from lookonce.devices.base import DevicePlatform
+from lookonce.devices.registry import chosen_platform
 from lookonce.errors import ConfigurationError
 from lookonce.families.base import Mask
-from lookonce.model.device import chosen_device
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.store.embedding_store import EmbeddingStore
 
@@ -46,8 +48,44 @@ _MAX_STREAM_DELAY_S = 0.15
 _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """The device of a decoder, and the settings whose defaults are that device's."""
+
+    platform: DevicePlatform
+    # Name of the element type; None: the checkpoint's.
+    dtype: str | None
+    # Tokens per KV block.
+    block_size: int
+    # Share of the memory left by the heaviest step that the KV pool takes.
+    kv_cache_memory_share: float
+
+
+def choose_device(settings: DecoderSettings) -> DeviceChoice:
+    """Chooses the device. Raises ConfigurationError for one that cannot be used, or that refuses the block size."""
+    platform = chosen_platform(settings.device)
+    choice = DeviceChoice(
+        platform,
+        platform.dtype_for(settings.dtype),
+        settings.block_size or platform.block_size,
+        settings.kv_cache_memory_share or platform.kv_cache_memory_share,
+    )
+    if choice.block_size % platform.block_size_multiple:
+        raise ConfigurationError(
+            f"--block-size: is {choice.block_size}; the device {platform.name} needs a multiple of "
+            f"{platform.block_size_multiple}"
+        )
+    if settings.deterministic and settings.max_num_batched_tokens < choice.block_size:
+        raise ConfigurationError(
+            f"deterministic needs max_num_batched_tokens={settings.max_num_batched_tokens} to be at least one block, "
+            f"block_size={choice.block_size}"
+        )
+    return choice
+
+
 def build_engine(
     settings: DecoderSettings,
+    device: DeviceChoice,
     family: DecoderFamily,
     store: EmbeddingStore | None,
     encoder: EncoderClient | None,
@@ -59,7 +97,7 @@ def build_engine(
     hold a request and for settings that do not fit the model.
     """
     _check_mask(settings, family)
-    runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, family))
+    runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, device, family))
     logger.info("engine limits: %s", limits)
     scheduler = Scheduler(
         SchedulerLimits(
@@ -94,32 +132,24 @@ def build_engine(
     return Engine(runner, scheduler, fetcher, limits, _MAX_STREAM_DELAY_S, settings.max_step_s)
 
 
-def _loaded(settings: DecoderSettings, family: DecoderFamily) -> tuple[ModelRunnerBase, EngineLimits]:
+def _loaded(
+    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily
+) -> tuple[ModelRunnerBase, EngineLimits]:
     """Returns a runner with its memory pools, and the resulting limits."""
     config = RunnerConfig(
         folder=settings.model,
-        dtype=_TORCH_DTYPES.get(settings.dtype),
-        block_size=settings.block_size,
+        dtype=None if device.dtype is None else _TORCH_DTYPES[device.dtype],
+        block_size=device.block_size,
         num_threads=settings.num_threads,
         deterministic=settings.deterministic,
         max_num_seqs=settings.max_num_seqs,
         use_graphs=settings.graphs,
     )
-    runner = _runner_class(settings)(config, family)
-    limits = _limits(settings, runner, family)
+    runner = runner_class(device.platform)(config, family)
+    limits = _limits(settings, device, runner, family)
     runner.initialize_kv_cache(limits.num_kv_blocks, limits.num_sliding_kv_blocks)
     runner.capture_model()
     return runner, limits
-
-
-def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:
-    """Returns the runner class of the device. Raises ConfigurationError for a device that the machine lacks."""
-    if chosen_device(settings.device).type == "cpu":
-        return CPUModelRunner
-    # Imported late because only CUDA devices need its modules.
-    from decoder_svc.runner.cuda.runner import GPUModelRunner
-
-    return GPUModelRunner
 
 
 def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
@@ -142,13 +172,16 @@ def _check_mask(settings: DecoderSettings, family: DecoderFamily) -> None:
         )
 
 
-def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderFamily) -> EngineLimits:
+def _limits(
+    settings: DecoderSettings, device: DeviceChoice, runner: ModelRunnerBase, family: DecoderFamily
+) -> EngineLimits:
+    block_size = device.block_size
     rows = encoder_budget(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_rows_per_image=family.max_rows_per_image,
         max_num_seqs=settings.max_num_seqs,
         max_images_per_prompt=settings.max_images_per_prompt + family.num_pairs(settings.max_video_frames_per_prompt),
-        block_size=settings.block_size,
+        block_size=block_size,
         configured_cache_rows=settings.encoder_cache_rows,
     )
     text = runner.model.config.get_text_config()
@@ -163,20 +196,20 @@ def _limits(settings: DecoderSettings, runner: ModelRunnerBase, family: DecoderF
         row_dtype=ROW_DTYPES[runner.model.dtype],
         num_draft_tokens=settings.speculative_tokens,
     )
-    max_useful_blocks = settings.max_num_seqs * -(-context // settings.block_size)
+    max_useful_blocks = settings.max_num_seqs * -(-context // block_size)
     sliding = _sliding_group(settings, runner, max_useful_blocks)
     spec = runner.get_kv_cache_spec()
     num_blocks = num_kv_blocks(
-        KVPoolConfig(settings.num_kv_blocks, settings.kv_cache_memory_bytes, settings.kv_cache_memory_share),
+        KVPoolConfig(settings.num_kv_blocks, settings.kv_cache_memory_bytes, device.kv_cache_memory_share),
         BlockBytes(spec.block_bytes, spec.sliding_block_bytes, 0 if sliding is None else sliding.num_blocks),
         free_bytes=runner.profile_run(worst),
         max_useful_blocks=max_useful_blocks,
     )
-    if num_blocks * settings.block_size < context:
-        logger.warning("the KV pool limits requests to %d tokens", num_blocks * settings.block_size)
+    if num_blocks * block_size < context:
+        logger.warning("the KV pool limits requests to %d tokens", num_blocks * block_size)
     return EngineLimits(
-        max_context_tokens=min(context, num_blocks * settings.block_size),
-        block_size=settings.block_size,
+        max_context_tokens=min(context, num_blocks * block_size),
+        block_size=block_size,
         num_kv_blocks=num_blocks,
         max_batched_tokens=settings.max_num_batched_tokens,
         max_running_requests=settings.max_num_seqs,
@@ -197,7 +230,7 @@ def _sliding_group(settings: DecoderSettings, runner: ModelRunnerBase, num_block
         return None
     return sliding_group_size(
         window,
-        block_size=settings.block_size,
+        block_size=runner.config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

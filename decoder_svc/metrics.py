@@ -52,7 +52,11 @@ class DecoderMetrics:
             self._image_rows.labels(tier)
 
     def watch(
-        self, load: Callable[[], EngineLoad], counters: Callable[[], EngineCounters], attention_backend: str
+        self,
+        load: Callable[[], EngineLoad],
+        counters: Callable[[], EngineCounters],
+        attention_backend: str,
+        weight_bytes: int,
     ) -> None:
         """Adds the engine's metrics. `load` and `counters` are called at every scrape, on the scraping thread."""
         self._registry.register(_EngineCollector(counters))
@@ -81,6 +85,12 @@ class DecoderMetrics:
             registry=self._registry,
         )
         backend.labels(attention_backend).set(1)
+        weights = Gauge(
+            "lookonce_decoder_weight_bytes",
+            "Bytes that the language model's weights take on the device.",
+            registry=self._registry,
+        )
+        weights.set(weight_bytes)
 
     def observe(self, usage: RequestUsage) -> None:
         """Counts one request that ended, with an answer or without."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.assembly import build_engine
+from decoder_svc.assembly import DeviceChoice, build_engine, choose_device
 from decoder_svc.engine.engine import Engine
 from decoder_svc.engine.figures import EngineLimits
 from decoder_svc.metrics import DecoderMetrics
@@ -194,19 +194,20 @@ async def open_service(
     `encoder` replaces the encoder that the settings name; the caller closes it. Raises ModelFolderError and
     ConfigurationError when the service must not start.
     """
+    device = choose_device(settings)
     text = load_text(settings)
     async with AsyncExitStack() as stack:
         store = _open_store(settings, stack)
         tenants = load_tenants(settings.tenant_secret_file)
-        encoder = encoder or _open_encoder(settings, text, tenants, stack)
+        encoder = encoder or _open_encoder(settings, device, text, tenants, stack)
         if store is not None:
             registry.register(StoreCollector(store, "decoder"))
-        engine = build_engine(settings, text.family, store, encoder, FetchMetrics(registry))
+        engine = build_engine(settings, device, text.family, store, encoder, FetchMetrics(registry))
         engine.start()
         stack.push_async_callback(engine.stop)
         _listen_for_forgotten(settings, engine, stack)
         metrics = DecoderMetrics(registry)
-        metrics.watch(engine.load, engine.counters, engine.attention_backend)
+        metrics.watch(engine.load, engine.counters, engine.attention_backend, engine.weight_bytes)
         threads = _open_threads(stack, _NUM_PROMPT_THREADS, "prompt")
         image_threads = _open_threads(stack, _NUM_IMAGE_THREADS, "image")
         servicer = DecoderServicer(
@@ -309,7 +310,7 @@ def _open_store(settings: DecoderSettings, stack: AsyncExitStack) -> EmbeddingSt
 
 
 def _open_encoder(
-    settings: DecoderSettings, text: LoadedText, tenants: Tenants, stack: AsyncExitStack
+    settings: DecoderSettings, device: DeviceChoice, text: LoadedText, tenants: Tenants, stack: AsyncExitStack
 ) -> EncoderClient | None:
     if settings.encoder_target is None:
         return None
@@ -325,14 +326,14 @@ def _open_encoder(
     expected = ExpectedRows(
         text.folder.model_type, text.hidden_size, text.family.num_levels, tenant_tag=tenants.default.tag
     )
-    encoder = EncoderClient(settings.encoder_target, expected, channel, _own_fingerprints(settings, text))
+    encoder = EncoderClient(settings.encoder_target, expected, channel, _own_fingerprints(device, text))
     stack.push_async_callback(encoder.close)
     return encoder
 
 
-def _own_fingerprints(settings: DecoderSettings, text: LoadedText) -> OwnFingerprints:
+def _own_fingerprints(device: DeviceChoice, text: LoadedText) -> OwnFingerprints:
     """Reads and hashes the vision half of the decoder's own folder, as its encoder does."""
-    dtype = None if settings.dtype == "auto" else RowDtype(settings.dtype)
+    dtype = None if device.dtype is None else RowDtype(device.dtype)
     fingerprint, dtype = folder_fingerprint(text.folder, text.family.model, dtype)
     return OwnFingerprints(text.folder.path, fingerprint, dtype)
 

@@ -31,7 +31,9 @@ class DecoderSettings(ServiceSettings):
         "it changes.",
     )
 
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
+    block_size: int | None = Field(
+        None, ge=1, le=1024, description="Tokens per KV block. Default: the device's; 16 on CPUs and CUDA devices."
+    )
     num_kv_blocks: int | None = Field(
         None,
         ge=2,
@@ -40,13 +42,14 @@ class DecoderSettings(ServiceSettings):
     kv_cache_memory_bytes: int | None = Field(
         None, ge=1 << 16, description="Memory of the KV pool, bytes. Default: set by kv_cache_memory_share."
     )
-    kv_cache_memory_share: float = Field(
-        0.5,
+    kv_cache_memory_share: float | None = Field(
+        None,
         gt=0,
         le=1,
         description=(
             "Share of the memory left by the heaviest step that the KV pool takes, but no more than max_num_seqs "
-            "requests of max_context_tokens can fill. Raise it if the decoder has a machine or container of its own."
+            "requests of max_context_tokens can fill. Raise it if the decoder has a machine or container of its own. "
+            "Default: the device's; 0.5 on CPUs and CUDA devices."
         ),
     )
     max_context_tokens: int | None = Field(
@@ -140,11 +143,6 @@ class DecoderSettings(ServiceSettings):
         if self.deterministic and self.speculative_tokens:
             raise ValueError(
                 "deterministic and speculative_tokens exclude each other: tokens would be computed beside draft tokens"
-            )
-        if self.deterministic and self.max_num_batched_tokens < self.block_size:
-            raise ValueError(
-                f"deterministic needs max_num_batched_tokens={self.max_num_batched_tokens} to be at least one block, "
-                f"block_size={self.block_size}"
             )
         return self
 

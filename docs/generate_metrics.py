@@ -77,7 +77,7 @@ def service_metrics(service: Service) -> list[MetricRow]:
         EncoderMetrics(registry)
     else:
         FetchMetrics(registry)
-        DecoderMetrics(registry).watch(lambda: EngineLoad(0, 0, 0, 0.0, 0), lambda: EngineCounters(0, 0, 0), "none")
+        DecoderMetrics(registry).watch(lambda: EngineLoad(0, 0, 0, 0.0, 0), lambda: EngineCounters(0, 0, 0), "none", 0)
     store = EmbeddingStore("unix:///nowhere", budget_s=0.1, ttl_s=1, max_entry_bytes=4096)
     try:
         registry.register(StoreCollector(store, service))

@@ -80,6 +80,11 @@ class ForwardMetrics:
             buckets=_FORWARD_BUCKETS_S,
             registry=registry,
         )
+        self.weight_bytes = Gauge(
+            "lookonce_encoder_weight_bytes",
+            "Bytes that the vision half's weights take on the device.",
+            registry=registry,
+        )
         self.model_faults = Counter(
             "lookonce_encoder_model_faults_total",
             "Passes that failed for lack of memory, or after which the model also failed on a known good picture; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import torch
 from prometheus_client import CollectorRegistry
 
 from encoder_svc.admin_servicer import SERVICE_NAME as ADMIN_SERVICE_NAME
@@ -29,6 +28,7 @@ from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.vision.row_format import stored_forward
 from encoder_svc.vision.vision_model import VisionModel
+from lookonce.devices.base import DevicePlatform
 from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderAdminServiceServicer_to_server,
     add_EncoderServiceServicer_to_server,
@@ -37,16 +37,12 @@ from lookonce.media.image_header import ImageLimits
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.encoder_health import health_name
 from lookonce.server.serving import ServiceEntry
-from lookonce.server.settings import MIB
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
 from lookonce.store.metrics import StoreCollector
 from lookonce.store.sealing import load_sealer
 from lookonce.tenants import Tenants
 
-# Pixel bytes beyond which larger passes are not faster. On 2 × AMD EPYC an image of 576 patches (1.7 MiB) took as long
-# alone as in a pass of 8, in both element types, 2026-11-22.
-_FORWARD_BYTES = {"cpu": 2 * MIB, "cuda": 256 * MIB}
 # A failed operation is tried once more, since a failed look-up or write costs a forward pass.
 _STORE_ATTEMPTS = 2
 # Threads that talk to Redis, for rows and for leases each. They mostly wait for the network; four keep a link busy.
@@ -62,6 +58,7 @@ async def open_pipeline(
     Raises ConfigurationError for an unusable Redis URL.
     """
     metrics = EncoderMetrics(registry)
+    metrics.weight_bytes.set(model.weight_bytes)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
     async with AsyncExitStack() as stack:
         local = LocalCache(settings.local_cache_bytes)
@@ -75,7 +72,7 @@ async def open_pipeline(
             stack.push_async_callback(listener.close)
         tiers = CacheTiers(local, store, metrics, num_threads=_STORE_THREADS, forget_watch=listener)
         batcher = ForwardBatcher(
-            stored_forward(model, metrics), model.warm_up, batch_limits(settings, model.device), metrics
+            stored_forward(model, metrics), model.warm_up, batch_limits(settings, model.platform), metrics
         )
         fleet = None if store is None else _open_fleet(settings, store, tiers, batcher, metrics)
         encoder = _image_encoder(settings, model, limits, batcher, metrics)
@@ -115,11 +112,11 @@ def service_entry(
     )
 
 
-def batch_limits(settings: EncoderSettings, device: torch.device) -> BatchLimits:
+def batch_limits(settings: EncoderSettings, platform: DevicePlatform) -> BatchLimits:
     """Bounds of queue and passes. In deterministic mode every image has a pass of its own."""
     return BatchLimits(
         max_images=1 if settings.deterministic else settings.max_forward_images,
-        max_bytes=settings.max_forward_bytes or _FORWARD_BYTES[device.type],
+        max_bytes=settings.max_forward_bytes or platform.max_forward_bytes,
         max_queued=settings.max_queued_images,
         max_pass_s=settings.max_forward_s,
     )

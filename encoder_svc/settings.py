@@ -29,7 +29,8 @@ class EncoderSettings(ServiceSettings):
         None,
         ge=1,
         description="Maximum size of the pixels in one forward pass, bytes; a larger image gets a pass of its own. "
-        "Default: 256 MiB on GPUs and 2 MiB on CPUs, where larger passes are not faster and delay every image in them.",
+        "Default: the device's; 256 MiB on CUDA devices, and 2 MiB on CPUs, where larger passes are not faster and "
+        "delay every image in them.",
     )
     max_forward_s: float = Field(
         300.0,

@@ -101,6 +101,12 @@ DECODER = Board(
                         ),
                     ),
                 ),
+                Graph(
+                    "Weights",
+                    "Memory of the language model's weights on the device.",
+                    "bytes",
+                    (Query(total("lookonce_decoder_weight_bytes"), "{{instance}}"),),
+                ),
             ),
         ),
         (

@@ -82,6 +82,12 @@ ENCODER = Board(
                     "percentunit",
                     (Query(mean("lookonce_encoder_int8_relative_error"), "loss"),),
                 ),
+                Graph(
+                    "Weights",
+                    "Memory of the vision half's weights on the device.",
+                    "bytes",
+                    (Query(total("lookonce_encoder_weight_bytes"), "{{instance}}"),),
+                ),
             ),
         ),
         calls_section(),

@@ -90,6 +90,11 @@ class Engine:
         """Name of the attention implementation, chosen when the model was loaded."""
         return self._runner.backend.name
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the language model's weights take on the device."""
+        return self._runner.weight_bytes
+
     def submit(
         self,
         request_id: RequestId,

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from decoder_svc.runner.paged_step import PagedStep
-from decoder_svc.runner.pool_memory import pool_zeros
 from decoder_svc.scheduling.prompt import Span
 
 PAGED_ATTENTION = "lookonce_paged"
@@ -158,10 +157,14 @@ class SdpaBackend:
 
         def pool(layer: int) -> Tensor:
             blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
-            return pool_zeros((blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
+            return self._pool_zeros((blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
 
         self._pools = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]
         return self._pools
+
+    def _pool_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns the memory of one pool."""
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def forward(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata, options: LayerOptions

@@ -1,7 +1,8 @@
 """ModelRunnerBase: the part of running a step that does not depend on the device.
 
-A device overrides `_cache_device_properties`, `load_model`, `profile_run` and `capture_model`; everything else is
-shared. The design follows the ModelRunnerBase proposal for vLLM, but the class is thin: input batch, attention backend,
+A device overrides `_cache_device_properties`, `load_model`, `profile_run` and `capture_model`, and `_padded_num_tokens`
+if its steps must have certain numbers of tokens; everything else is shared. docs/adding-a-device.md has an example. The
+design follows the ModelRunnerBase proposal for vLLM, but the class is thin: input batch, attention backend,
 row cache, graph table and sampler are separate parts with one job each.
 """
 
@@ -29,6 +30,7 @@ from decoder_svc.runner.attention import (
 from decoder_svc.runner.graph_table import DecodeInputs, GraphTable, PoolShape, Record, StepShape
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
+from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import SampleRow, sample
@@ -37,6 +39,7 @@ from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
 from lookonce.families.base import Mask
+from lookonce.model.weight_bytes import weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +110,9 @@ class ModelRunnerBase(ABC):
             self.transfer = HostTransfer(self.device)
         register_paged_attention()
         self.load_model()
+        # Bytes that the weights take on the device.
+        self.weight_bytes = weight_bytes(self.model)
+        logger.info("the language model's weights take %.1f MiB on %s", self.weight_bytes / 2**20, self.device)
         # Graphs that `capture_model` recorded over the current KV cache.
         self.graphs: GraphTable | None = None
         has_sliding_group = self.get_kv_cache_spec().window is not None
@@ -130,6 +136,15 @@ class ModelRunnerBase(ABC):
     @abstractmethod
     def capture_model(self) -> None:
         """Calls `_capture_graphs` on devices that have graphs. Called after `initialize_kv_cache`."""
+
+    # Overridden by devices whose steps must have certain numbers of tokens.
+
+    def _padded_num_tokens(self, num_tokens: int) -> int:
+        """Returns the number of tokens, at least `num_tokens`, that a step of `num_tokens` is padded to.
+
+        The default pads nothing. Only tokens are padded: the numbers of sequences and of sampled tokens still vary.
+        """
+        return num_tokens
 
     # Shared by all devices.
 
@@ -250,8 +265,15 @@ class ModelRunnerBase(ABC):
             row.set_drafts(chunk.draft_ids)
 
     def _prepare_inputs(self, chunks: tuple[ScheduledChunk, ...]) -> PreparedInputs:
-        """Flattens all chunks, prompts and single new tokens alike, into one batch on the device."""
+        """Flattens all chunks, prompts and single new tokens alike, into one batch on the device, and pads it."""
         flat = self.batch.flatten(chunks)
+        flat = padded_inputs(
+            flat,
+            self._padded_num_tokens(len(flat.token_ids)),
+            block_size=self.config.block_size,
+            # The extra blocks of `initialize_kv_cache`.
+            unread_blocks=(self.batch.num_blocks, self.batch.num_sliding_blocks),
+        )
         return PreparedInputs(
             flat=flat,
             positions=self.transfer.move(torch.from_numpy(flat.positions)),

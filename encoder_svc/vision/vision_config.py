@@ -13,7 +13,8 @@ class VisionConfig:
 
     # Model folder of Hugging Face.
     model: pathlib.Path
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # A value of `--device`.
+    device: str = "auto"
     # Element type of weights and forward pass; auto: the type of the checkpoint.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # Rows as the model gives them, or rounded to int8.

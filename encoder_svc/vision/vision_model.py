@@ -10,20 +10,21 @@ import PIL.Image
 import torch
 
 from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
-from encoder_svc.vision.cpu_tower import make_fast
 from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.content_key import ProcessorOptions
+from lookonce.devices.base import DevicePlatform
+from lookonce.devices.registry import chosen_platform, imported_part
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ModelFolderError
 from lookonce.logs import get_logger
-from lookonce.model.device import chosen_device
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.kernels.openmp import run_in_short_lived_thread
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.vision_fingerprint import dtype_name, raw_bytes, vision_fingerprint
+from lookonce.model.weight_bytes import weight_bytes
 from lookonce.store.int8_rows import quantise
 
-_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROW_DTYPES = {"native": None, "int8": RowDtype.INT8_SCALED}
 _WARM_UP_SIZES = ((64, 64), (96, 64))
 
@@ -34,9 +35,16 @@ class VisionModel:
     """Vision tower and projector of one model, which turn images into embedding rows."""
 
     def __init__(
-        self, folder: ModelFolder, model: Any, adapter: VisionAdapter, row_dtype: RowDtype | None = None
+        self,
+        folder: ModelFolder,
+        model: Any,
+        adapter: VisionAdapter,
+        platform: DevicePlatform,
+        row_dtype: RowDtype | None = None,
     ) -> None:
         """`model` is the vision half, in evaluation mode. `row_dtype` None: rows are stored in the model's type."""
+        # The kind of device that the passes run on.
+        self.platform = platform
         self.model_type = folder.model_type
         self.adapter = adapter
         # Element type of the forward pass and of its output.
@@ -56,22 +64,23 @@ class VisionModel:
 
         Raises ModelFolderError for a folder that cannot be served, ConfigurationError for a missing device.
         """
-        device = chosen_device(config.device)
+        platform = chosen_platform(config.device)
         folder = ModelFolder.open(config.model)
         adapter = VisionAdapter.load(folder)
-        model = load_vision_half(folder.path, _DTYPES[config.dtype])
-        loaded = cls(folder, model, adapter, _ROW_DTYPES[config.row_format])
+        model = load_vision_half(folder.path, _DTYPES[platform.dtype_for(config.dtype)])
+        loaded = cls(folder, model, adapter, platform, _ROW_DTYPES[config.row_format])
         # After the fingerprint, which is computed from the weights as they were read.
-        if device.type == "cpu":
-            make_fast(model)
+        if platform.prepare_vision is None:
+            model.to(platform.torch_device())
         else:
-            model.to(device)
+            imported_part(platform, platform.prepare_vision)(model)
         _log.info(
             "vision model loaded",
             model_type=loaded.model_type,
             device=str(loaded.device),
             dtype=loaded.dtype.value,
             row_dtype=loaded.row_dtype.value,
+            weight_bytes=loaded.weight_bytes,
             encoder_fingerprint=loaded.fingerprint,
         )
         return loaded
@@ -95,6 +104,11 @@ class VisionModel:
         """The device of forward passes."""
         device: torch.device = self._model.device
         return device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take on the device."""
+        return weight_bytes(self._model)
 
     def warm_up(self) -> None:
         """Encodes two grey images of different shapes, and a pair of frames if the model takes videos.

@@ -52,8 +52,10 @@ def _of_services(settings: CliSettings, missing: Sequence[str]) -> list[Finding]
     others = [name for name in missing if name not in _SERVE_PACKAGES]
     if others:
         findings.append(Finding("other packages", False, f"not installed: {', '.join(others)}; {INSTALL_HINT}"))
+    tensor_work = _torch()
+    devices = _devices() if tensor_work.is_fine else []
     features = ", ".join(_cpu_features()) or "none of those that affect speed"
-    return [*findings, _heic(), _torch(), Finding("CPU features", True, features), _redis(settings)]
+    return [*findings, _heic(), tensor_work, *devices, Finding("CPU features", True, features), _redis(settings)]
 
 
 def _package(name: str) -> Finding:
@@ -76,9 +78,32 @@ def _torch() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("tensor work", False, f"torch cannot be imported: {error}; {INSTALL_HINT}")
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return Finding("tensor work", True, f"{torch.get_num_threads()} CPU threads, {capability}, {device}")
+    return Finding("tensor work", True, f"{torch.get_num_threads()} CPU threads")
+
+
+def _devices() -> list[Finding]:
+    """Returns one finding per registered device, and one per plug-in that could not be registered.
+
+    A device that is not here is no fault; a plug-in that cannot be used is one.
+    """
+    try:
+        from lookonce.devices.registry import installed_devices
+
+        devices = installed_devices()
+        states = devices.states()
+    except (ImportError, OSError) as error:
+        return [Finding("devices", False, f"devices cannot be examined: {error}; {INSTALL_HINT}")]
+    found = [
+        Finding(
+            f"device {state.name}",
+            not state.is_broken,
+            state.availability.detail
+            if state.availability.is_available or state.is_broken
+            else f"not here: {state.availability.detail}",
+        )
+        for state in states
+    ]
+    return [*found, *(Finding("device plug-in", False, refusal) for refusal in devices.refusals)]
 
 
 def _cpu_features() -> list[str]:

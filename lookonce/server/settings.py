@@ -54,8 +54,11 @@ class ServiceSettings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Element type of weights and activations. auto: the type of the checkpoint."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model runs. auto: on a CUDA device if PyTorch finds one, else on the CPUs."
+    device: str = Field(
+        "auto",
+        min_length=1,
+        description="Device that the model runs on: auto, cpu, cuda, or the name of a device from a plug-in. auto: the "
+        "best device that this machine has, for example a CUDA device before the CPUs.",
     )
     num_threads: int | None = Field(
         None, ge=1, description="Threads for tensor work. Default: one per CPU of this process."

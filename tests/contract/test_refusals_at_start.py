@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import shutil
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from lookonce.local.serve_extra import SERVE_MODULES
 from tests.conftest import DEMO_MODEL
+from tests.device_plugins import plant_plugin
 
 
 def refusal(module: str, *arguments: str) -> str:
@@ -112,3 +114,31 @@ def test_a_taken_port_is_refused_before_the_model_is_loaded(module: str) -> None
         process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 2, process.stderr
     assert process.stderr.splitlines()[-1] == f"error: --listen: cannot listen on {address}: Address already in use"
+
+
+_UNUSABLE_DEVICES = {
+    "unknown": ("npu", "no device npu is registered; use one of auto, cpu, cuda, broken"),
+    "broken": (
+        "broken",
+        "the plug-in broken-card of the device broken cannot be imported (ModuleNotFoundError: No module named "
+        "'a_driver_that_nobody_has'); repair or uninstall it",
+    ),
+    "disputed": ("card", "the device name card is claimed by one-card and other-card; uninstall all but one"),
+}
+
+
+@pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
+@pytest.mark.parametrize("fault", _UNUSABLE_DEVICES)
+def test_an_unusable_device_is_refused_before_the_model_is_loaded(
+    module: str, fault: str, tmp_path: pathlib.Path
+) -> None:
+    name, reason = _UNUSABLE_DEVICES[fault]
+    source = "import a_driver_that_nobody_has"
+    plant_plugin(tmp_path, "broken-card", {"broken": "broken_card:PLATFORM"}, broken_card=source)
+    for distribution in ("one-card", "other-card"):
+        plant_plugin(tmp_path, distribution, {"card": "no_module:PLATFORM"})
+    command = [sys.executable, "-c", _WITH_AN_EMPTY_TORCH.format(module), "--model", str(DEMO_MODEL), "--device", name]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.splitlines() == [f"error: --device: {reason}"]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from dataclasses import replace
 
-from decoder_svc import assembly
 from decoder_svc.__main__ import serve
-from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
-from decoder_svc.settings import DecoderSettings
+from lookonce.devices import cpu, registry
 from lookonce.server import serving
 from tests.fault_file import FaultFile
 
@@ -24,10 +23,6 @@ class FaultyRunner(CPUModelRunner):
         return super().execute_model(output)
 
 
-def _runner_class(settings: DecoderSettings) -> type[ModelRunnerBase]:
-    return FaultyRunner
-
-
 if __name__ == "__main__":
-    assembly._runner_class = _runner_class
+    registry._BUILT_IN = (replace(cpu.PLATFORM, runner=f"{__name__}:FaultyRunner"),)
     serving.run(serve(sys.argv[2:]))

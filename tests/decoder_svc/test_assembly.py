@@ -1,4 +1,4 @@
-"""The device decides about the runner, and the metrics name its attention backend."""
+"""The device decides about settings that nobody gave, and the metrics name its attention backend."""
 
 from __future__ import annotations
 
@@ -10,22 +10,73 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from decoder_svc import assembly
+from decoder_svc.assembly import DeviceChoice, choose_device
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
+from lookonce.devices import registry
+from lookonce.devices.base import Availability, DevicePlatform
 from lookonce.errors import ConfigurationError, ModelFolderError
 from lookonce.server.settings import parse_settings
 from tests import tiny_models
 from tests.decoder_svc.decoders import running_decoder
 
+PLATFORM = DevicePlatform(
+    name="card",
+    runner="decoder_svc.runner.cpu.runner:CPUModelRunner",
+    availability=lambda: Availability(True, "a card"),
+    torch_device=lambda: torch.device("cpu"),
+    dtype="bfloat16",
+    block_size=32,
+    block_size_multiple=32,
+    kv_cache_memory_share=0.75,
+)
 
-def test_the_device_decides_about_the_runner(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    settings = parse_settings(DecoderSettings, ["--model", str(tmp_path), "--device", "cpu"], "decoder_svc")
-    assert assembly._runner_class(settings) is CPUModelRunner
-    monkeypatch.setattr(assembly, "chosen_device", lambda _name: torch.device("cuda", 0))
-    assert assembly._runner_class(settings) is GPUModelRunner
+
+def parsed(*arguments: str) -> DecoderSettings:
+    """Settings for the device `card`, parsed from command-line flags."""
+    return parse_settings(DecoderSettings, ["--model", "somewhere", "--device", "card", *arguments], "decoder_svc")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the device `card` in every registry that is made."""
+    monkeypatch.setattr(registry, "_BUILT_IN", (*registry._BUILT_IN, PLATFORM))
+
+
+@pytest.mark.usefixtures("card")
+def test_settings_that_nobody_gave_are_the_devices() -> None:
+    assert choose_device(parsed()) == DeviceChoice(PLATFORM, "bfloat16", 32, 0.75)
+    given = parsed("--dtype", "float32", "--block-size", "64", "--kv-cache-memory-share", "0.25")
+    assert choose_device(given) == DeviceChoice(PLATFORM, "float32", 64, 0.25)
+    on_cpus = choose_device(parsed("--device", "cpu"))
+    assert (on_cpus.dtype, on_cpus.block_size, on_cpus.kv_cache_memory_share) == (None, 16, 0.5)
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--block-size", "48"), "--block-size: is 48; the device card needs a multiple of 32"),
+        (("--deterministic", "--max-num-batched-tokens", "16"), "max_num_batched_tokens=16 .* block_size=32"),
+        (("--device", "npu"), "--device: no device npu is registered; use one of auto, cpu, cuda, card"),
+    ],
+)
+def test_settings_that_do_not_fit_the_device_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        choose_device(parsed(*arguments))
+
+
+@pytest.mark.usefixtures("card")
+def test_the_engine_is_built_with_the_devices_settings(tmp_path: pathlib.Path) -> None:
+    folder = tiny_models.build_llava_clip(tmp_path / "llava")
+    settings = parsed("--model", str(folder), "--num-kv-blocks", "8", "--num-threads", "1")
+    family = load_text(settings).family
+    device = choose_device(settings)
+    engine = assembly.build_engine(settings, device, family, None, None, FetchMetrics(CollectorRegistry()))
+    assert engine.limits.block_size == 32
+    assert engine._runner.config.dtype is engine._runner.model.dtype is torch.bfloat16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -56,7 +107,7 @@ def test_loading_leaves_no_threads_but_the_engine_s(monkeypatch: pytest.MonkeyPa
     folder = tiny_models.build_llava_clip(tmp_path / "llava")
     settings = parse_settings(DecoderSettings, ["--model", str(folder), "--num-kv-blocks", "8"], "decoder_svc")
     family = load_text(settings).family
-    assembly.build_engine(settings, family, None, None, FetchMetrics(CollectorRegistry()))
+    assembly.build_engine(settings, choose_device(settings), family, None, None, FetchMetrics(CollectorRegistry()))
     (loader,) = loaders
     assert loader is not threading.current_thread()
     assert not loader.is_alive()
@@ -69,5 +120,7 @@ async def test_a_metric_names_the_attention_backend(tmp_path: pathlib.Path) -> N
             metric for metric in decoder.registry.collect() if metric.name == "lookonce_decoder_attention_backend_info"
         ]
         backend = decoder.service.engine.attention_backend
+        weights = decoder.registry.get_sample_value("lookonce_decoder_weight_bytes")
     assert [(sample.labels, sample.value) for sample in metric.samples] == [({"backend": backend}, 1.0)]
     assert backend in {"native", "sdpa", "triton", "flash-attn"}
+    assert weights == decoder.service.engine.weight_bytes > 10_000

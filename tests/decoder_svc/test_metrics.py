@@ -51,7 +51,7 @@ def test_the_engine_is_asked_at_every_scrape() -> None:
     registry = CollectorRegistry()
     loads = [EngineLoad(2, 1, 1, 0.25, 32)]
     counters = EngineCounters(3, 40, 30, 20, 10, 1, 4)
-    DecoderMetrics(registry).watch(lambda: loads[-1], lambda: counters, "native")
+    DecoderMetrics(registry).watch(lambda: loads[-1], lambda: counters, "native", 5000)
     expected = {
         "lookonce_decoder_running_requests": 2,
         "lookonce_decoder_waiting_requests": 1,
@@ -65,6 +65,7 @@ def test_the_engine_is_asked_at_every_scrape() -> None:
         "lookonce_decoder_accepted_draft_tokens_total": 10,
         "lookonce_decoder_stalls_total": 1,
         "lookonce_decoder_memory_errors_total": 4,
+        "lookonce_decoder_weight_bytes": 5000,
     }
     for name, value in expected.items():
         assert registry.get_sample_value(name) == value, name

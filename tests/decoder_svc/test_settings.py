@@ -27,7 +27,6 @@ def test_the_defaults_fit_together() -> None:
         (["--speculative-ngram-min", "5"], "speculative_ngram_min=5 is more than speculative_ngram_max=4"),
         (["--speculative-ngram-max", "1"], "speculative_ngram_min=2 is more than speculative_ngram_max=1"),
         (["--deterministic", "--speculative-tokens", "2"], "deterministic and speculative_tokens exclude each other"),
-        (["--deterministic", "--max-num-batched-tokens", "8"], "max_num_batched_tokens=8 .* block_size=16"),
         (["--max-video-frames-per-prompt", "1"], "max_video_frames_per_prompt=1 admits no video"),
         (
             ["--default-timeout-s", "31", "--max-connection-age-grace-s", "30"],

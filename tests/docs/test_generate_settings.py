@@ -28,5 +28,5 @@ def test_the_page_tells_editors_that_it_is_generated() -> None:
 def test_sizes_have_units_and_choices_are_listed() -> None:
     rows = {line.split("|")[1].strip(" `"): line for line in settings_page().splitlines() if line.startswith("| `")}
     assert "| 32 MiB | ≥ 1 MiB |" in rows["max_message_bytes"]
-    assert "| `auto` | `auto`, `cpu`, `cuda` |" in rows["device"]
+    assert "| `native` | `native`, `int8` |" in rows["row_format"]
     assert "| required |" in rows["model"]

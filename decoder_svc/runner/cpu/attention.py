@@ -15,7 +15,7 @@ from torch import Tensor
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
 from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
-from decoder_svc.runner.pool_memory import pool_zeros
+from decoder_svc.runner.cpu.pool_memory import pool_zeros
 from lookonce.model.kernels.native_library import NativeLibrary, NativeLibraryError, load_library
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def cpu_attention(dtype: torch.dtype, head_dim: int, block_size: int, num_thread
         except NativeLibraryError as error:
             reason = str(error)
     logger.warning("attention backend sdpa, slower than the native kernel: %s", reason)
-    return SdpaBackend()
+    return HostSdpaBackend()
 
 
 def unsupported_reason(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -50,6 +50,13 @@ def unsupported_reason(dtype: torch.dtype, head_dim: int, block_size: int) -> st
     if block_size % 2:
         return f"the native kernel needs an even block size, not {block_size}"
     return None
+
+
+class HostSdpaBackend(SdpaBackend):
+    """PyTorch's SDPA over pools that take memory only as they are written."""
+
+    def _pool_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return pool_zeros(shape, dtype)
 
 
 class NativeBackend:
@@ -88,7 +95,7 @@ class NativeBackend:
 
         def pool(layer: int) -> Tensor:
             blocks = num_sliding_blocks if layer in spec.sliding_layers else num_blocks
-            return pool_zeros((blocks, spec.num_kv_heads, slots, spec.head_dim), spec.dtype, device)
+            return pool_zeros((blocks, spec.num_kv_heads, slots, spec.head_dim), spec.dtype)
 
         self._tensors = []
         self._tensors = [(pool(layer), pool(layer)) for layer in range(spec.num_layers)]

@@ -1,7 +1,7 @@
 """Every device's runner gives the tokens of Hugging Face `generate`, for steps of any shape.
 
-A device is one entry of RUNNERS. The third one represents a new device: it overrides only the four methods that a
-device must, has graphs, and must pass the same tests.
+A device is one entry of RUNNERS. Two of them represent new devices, which override only what a device must: `third` has
+graphs, and `fixed`, the example of docs/adding-a-device.md, refuses steps that are not padded to its numbers of tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from lookonce.embedding_meta import RowDtype
 from lookonce.families.base import Mask
 from tests import tiny_models
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
+from tests.example_device.fixed_steps.runner import FixedStepsRunner
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 
-RUNNERS: dict[str, type[ModelRunnerBase]] = {"cpu": CPUModelRunner, "cuda": GPUModelRunner, "third": RecordingRunner}
+RUNNERS: dict[str, type[ModelRunnerBase]] = {
+    "cpu": CPUModelRunner,
+    "cuda": GPUModelRunner,
+    "third": RecordingRunner,
+    "fixed": FixedStepsRunner,
+}
 # The methods that a device must override.
 HOOKS = {"_cache_device_properties", "load_model", "profile_run", "capture_model"}
+# The method that a device with fixed numbers of tokens overrides as well.
+PADDING_HOOK = "_padded_num_tokens"
 # Families with plain positions; with three position axes; with feature levels; with a window and mutual spans; and with
 # prompts that see themselves beyond the window and soft-capped scores.
 FAMILY_NAMES = ("llava_clip", "qwen2_vl", "qwen3_vl", "gemma3", "paligemma2")
@@ -195,8 +203,15 @@ def test_an_empty_step_is_fine(llava: Subject) -> None:
 @pytest.mark.parametrize("kind", RUNNERS.values(), ids=RUNNERS)
 def test_a_device_overrides_four_methods_and_nothing_else(kind: type[ModelRunnerBase]) -> None:
     shared = {name for name, value in vars(ModelRunnerBase).items() if callable(value)}
-    assert {name for name in vars(kind) if name in shared} == HOOKS
+    assert {name for name in vars(kind) if name in shared} == HOOKS | ({PADDING_HOOK} & set(vars(kind)))
     assert ModelRunnerBase.__abstractmethods__ == HOOKS
+
+
+def test_the_example_device_consists_of_the_four_methods_and_the_padding_hook() -> None:
+    named = {name for name in vars(FixedStepsRunner) if not name.startswith("__")}
+    assert named - {"_abc_impl"} == HOOKS | {PADDING_HOOK}
+    assert FixedStepsRunner.__init__ is ModelRunnerBase.__init__
+    assert FixedStepsRunner.__bases__ == (ModelRunnerBase,)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from encoder_svc.images.image_inputs import PixelInputs, VisionAdapter
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce.content_key import ProcessorOptions
+from lookonce.devices import cpu
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import InvalidParameterError, ModelFolderError
 from lookonce.model.half_model import load_vision_half
@@ -206,7 +207,7 @@ def test_rows_that_must_not_be_stored_are_refused(
     outputs: list[torch.Tensor], message: str, tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ModelFolder.open(tiny_folder("llava_clip"))
-    model = VisionModel(folder, load_vision_half(folder.path, None), VisionAdapter.load(folder))
+    model = VisionModel(folder, load_vision_half(folder.path, None), VisionAdapter.load(folder), cpu.PLATFORM)
     monkeypatch.setattr(model.adapter, "image_rows", lambda *_: outputs)
     with pytest.raises(ValueError, match=message):
         model.forward([PixelInputs({"pixel_values": torch.zeros(1, 3, 56, 56)}, 4)])

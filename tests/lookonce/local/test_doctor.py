@@ -8,6 +8,7 @@ import pathlib
 import sys
 
 import pytest
+import torch
 
 from lookonce.local import doctor
 from lookonce.local.cli_settings import CliSettings, StackRecord
@@ -15,6 +16,7 @@ from lookonce.local.doctor import examine
 from lookonce.local.finding import Finding
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.serve_extra import SERVE_MODULES
+from tests.device_plugins import plant_plugin
 
 
 @pytest.fixture
@@ -139,3 +141,23 @@ def test_a_folder_that_is_no_model_is_the_models_fault(settings: CliSettings, tm
     finding = _examined(settings, str(tmp_path))["model"]
     assert not finding.is_fine
     assert "config.json" in finding.detail
+
+
+def test_devices_are_listed_and_only_a_broken_plug_in_is_a_fault(
+    settings: CliSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = tmp_path / "path"
+    plant_plugin(folder, "broken-card", {"card": "broken_card:PLATFORM"}, broken_card="import a_driver_that_nobody_has")
+    plant_plugin(folder, "impostor", {"cpu": "impostor:PLATFORM"})
+    before = _examined(settings)
+    assert before["device cpu"].is_fine
+    assert before["device cuda"] == Finding("device cuda", True, "not here: PyTorch sees no CUDA device here")
+    assert "device card" not in before
+    monkeypatch.syspath_prepend(folder)
+    after = _examined(settings)
+    assert [finding.subject for finding in after.values() if not finding.is_fine] == ["device card", "device plug-in"]
+    assert "broken-card of the device card cannot be imported (ModuleNotFoundError" in after["device card"].detail
+    assert after["device plug-in"].detail == (
+        "the device name cpu of the plug-in impostor is taken; uninstall the plug-in"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import mmap
 import pathlib
 import shutil
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
-from decoder_svc.runner.cpu.attention import SOURCES, NativeBackend, cpu_attention
+from decoder_svc.runner.cpu.attention import SOURCES, HostSdpaBackend, NativeBackend, cpu_attention
 from decoder_svc.scheduling.prompt import Span
 from lookonce.model.kernels.native_library import library_of_level, load_library
 from tests.decoder_svc.runner.attention_reference import Chunk
@@ -197,6 +198,14 @@ def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64, block_size: i
     return cpu_attention(dtype, head_dim, block_size, NUM_THREADS)
 
 
+def test_pools_are_mapped_memory_that_starts_on_a_page() -> None:
+    backends: tuple[AttentionBackend, ...] = (HostSdpaBackend(), NativeBackend(load_library(SOURCES), NUM_THREADS))
+    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=16, dtype=torch.float32, block_size=4)
+    for backend in backends:
+        pools = [pool for pair in backend.allocate(spec, 5, 5, torch.device("cpu")) for pool in pair]
+        assert [pool.data_ptr() % mmap.PAGESIZE for pool in pools] == [0] * 6
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "block_size", "reason"),
     [
@@ -209,7 +218,7 @@ def chosen(dtype: torch.dtype = torch.float32, head_dim: int = 64, block_size: i
 def test_unsupported_models_use_pytorch(
     caplog: pytest.LogCaptureFixture, dtype: torch.dtype, head_dim: int, block_size: int, reason: str
 ) -> None:
-    assert type(chosen(dtype, head_dim, block_size)) is SdpaBackend
+    assert type(chosen(dtype, head_dim, block_size)) is HostSdpaBackend
     assert reason in caplog.text
 
 
@@ -217,7 +226,7 @@ def test_pytorch_is_used_without_a_compiler(monkeypatch: pytest.MonkeyPatch, cap
     library_of_level.cache_clear()
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     try:
-        assert type(chosen()) is SdpaBackend
+        assert type(chosen()) is HostSdpaBackend
         assert "there is no C++ compiler" in caplog.text
     finally:
         library_of_level.cache_clear()
@@ -228,6 +237,6 @@ def test_pytorch_is_used_without_a_writable_cache(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     library_of_level.cache_clear()
     try:
-        assert type(chosen()) is SdpaBackend
+        assert type(chosen()) is HostSdpaBackend
     finally:
         library_of_level.cache_clear()

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from lookonce.model.kernels import packed_linear
 from lookonce.model.kernels.packed_linear import Activation, PackedLinear, pack_linears, packed, unpackable_reason
+from lookonce.model.weight_bytes import weight_bytes
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
@@ -152,3 +153,10 @@ def test_only_layers_that_gain_are_packed() -> None:
     assert "float16" in str(unpackable_reason(torch.float16, CPU))
     assert "meta" in str(unpackable_reason(torch.float32, torch.device("meta")))
     assert pack_linears(torch.nn.Sequential(torch.nn.Tanh())) == 0
+
+
+def test_packed_layers_are_counted_like_plain_ones(dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(linear(dtype), torch.nn.Linear(40, 32, bias=False, dtype=dtype))
+    plain = weight_bytes(model)
+    assert pack_linears(model) == 2
+    assert weight_bytes(model) == plain == (48 * 40 + 40 + 40 * 32) * dtype.itemsize

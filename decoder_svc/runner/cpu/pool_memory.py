@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 
-def pool_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros of that shape; on the host they start at a page boundary.
+def pool_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns zeros of that shape that start at a page boundary.
 
-    Raises OSError on the host, or PyTorch's error on another device, if the system refuses to reserve the memory.
+    Raises OSError if the system refuses to reserve the memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    if num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype)
     # The tensor keeps the mapping alive.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

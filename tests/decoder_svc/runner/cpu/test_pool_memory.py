@@ -8,15 +8,14 @@ import psutil
 import pytest
 import torch
 
-from decoder_svc.runner.pool_memory import pool_zeros
+from decoder_svc.runner.cpu.pool_memory import pool_zeros
 
-CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_pool_is_zeros_that_begin_on_a_page_and_can_be_written(dtype: torch.dtype) -> None:
-    pool = pool_zeros((3, 5, 2, 4), dtype, CPU)
+    pool = pool_zeros((3, 5, 2, 4), dtype)
     assert (pool.shape, pool.dtype) == ((3, 5, 2, 4), dtype)
     assert not pool.any()
     assert pool.data_ptr() % mmap.PAGESIZE == 0
@@ -27,26 +26,22 @@ def test_a_pool_is_zeros_that_begin_on_a_page_and_can_be_written(dtype: torch.dt
 def test_a_large_pool_takes_no_memory_before_it_is_written() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    pool = pool_zeros((256, MIB // 4), torch.float32, CPU)
+    pool = pool_zeros((256, MIB // 4), torch.float32)
     assert process.memory_info().rss - before < 64 * MIB
     pool[:128] = 1
     assert process.memory_info().rss - before > 96 * MIB
 
 
 def test_pools_do_not_share_memory() -> None:
-    one, other = (pool_zeros((2, 4), torch.float32, CPU) for _ in range(2))
+    one, other = (pool_zeros((2, 4), torch.float32) for _ in range(2))
     one.fill_(1)
     assert not other.any()
 
 
 def test_an_empty_pool_is_allowed() -> None:
-    assert pool_zeros((0, 4), torch.float32, CPU).numel() == 0
-
-
-def test_another_device_allocates_by_itself() -> None:
-    assert pool_zeros((2, 4), torch.float32, torch.device("meta")).is_meta
+    assert pool_zeros((0, 4), torch.float32).numel() == 0
 
 
 def test_a_pool_larger_than_the_address_space_is_an_error() -> None:
     with pytest.raises((OSError, OverflowError)):
-        pool_zeros((1 << 60,), torch.float32, CPU)
+        pool_zeros((1 << 60,), torch.float32)

@@ -1,0 +1,27 @@
+"""Finds the runner class that a device's platform names."""
+
+from __future__ import annotations
+
+import inspect
+
+from decoder_svc.runner.base import ModelRunnerBase
+from lookonce.devices.base import DevicePlatform
+from lookonce.devices.registry import imported_part
+from lookonce.errors import ConfigurationError
+
+
+def runner_class(platform: DevicePlatform) -> type[ModelRunnerBase]:
+    """Imports and returns the runner class of a platform.
+
+    Raises ConfigurationError if there is no such class, or if it lacks one of the functions that a device must have.
+    """
+    kind = imported_part(platform, platform.runner)
+    if not (inspect.isclass(kind) and issubclass(kind, ModelRunnerBase)):
+        raise ConfigurationError(
+            f"--device: {platform.runner} of the device {platform.name} is no subclass of ModelRunnerBase"
+        )
+    if missing := sorted(kind.__abstractmethods__):
+        raise ConfigurationError(
+            f"--device: {platform.runner} of the device {platform.name} lacks {', '.join(missing)}"
+        )
+    return kind

@@ -1,0 +1,35 @@
+"""The first CUDA device that PyTorch sees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lookonce.devices.base import MIB, Availability, DevicePlatform
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _availability() -> Availability:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Availability(False, "PyTorch sees no CUDA device here")
+    return Availability(True, torch.cuda.get_device_name(torch.cuda.current_device()))
+
+
+def _torch_device() -> torch.device:
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+PLATFORM = DevicePlatform(
+    name="cuda",
+    runner="decoder_svc.runner.cuda.runner:GPUModelRunner",
+    availability=_availability,
+    torch_device=_torch_device,
+    auto_rank=10,
+    # Eight images, as many as a pass takes by default, of any usual size.
+    max_forward_bytes=256 * MIB,
+)
