@@ -31,7 +31,7 @@ from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.runner.row_cache import RowCache
-from decoder_svc.runner.sampler import SampleRow, sample
+from decoder_svc.runner.sampler import Sampler, SampleRow
 from decoder_svc.runner.step_metadata import decode_metadata, step_metadata
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId
@@ -112,6 +112,7 @@ class ModelRunnerBase(ABC):
         has_sliding_group = self.get_kv_cache_spec().window is not None
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
+        self.sampler = Sampler(self.transfer.move)
 
     # Overridden by each device.
 
@@ -341,12 +342,16 @@ class ModelRunnerBase(ABC):
     def _prepare_sampling(self, request_ids: tuple[RequestId, ...]) -> list[SampleRow]:
         """Returns the sampling parameters and preceding tokens for each row of logits."""
         rows = [self.batch[request_id] for request_id in request_ids]
-        return [SampleRow(row.params, ids, row.num_prompt_tokens) for row in rows for ids in row.contexts()]
+        return [
+            SampleRow(row.params, ids, row.num_prompt_tokens, row.sampling, num_drafts)
+            for row in rows
+            for num_drafts, ids in enumerate(row.contexts())
+        ]
 
     def _sample(self, request_ids: tuple[RequestId, ...], logits: Tensor) -> list[SampledToken]:
         if not request_ids:
             return []
-        token_ids, logprobs = sample(logits, self._prepare_sampling(request_ids))
+        token_ids, logprobs = self.sampler.sample(logits, self._prepare_sampling(request_ids))
         tokens: list[SampledToken] = []
         first = 0
         for request_id in request_ids:
