@@ -328,13 +328,12 @@ class ModelRunnerBase(ABC):
 
     def _forward_with_levels(self, arguments: dict[str, Any], embedded: Embedded, sampled: Tensor) -> Tensor:
         """Runs a model that adds features of earlier tower layers to its first layers' hidden states (deepstack)."""
-        has_row = torch.zeros(1, len(embedded.tokens), dtype=torch.bool, device=self.device)
-        rows = sorted(embedded.row_indexes)
-        has_row[0, rows] = True
+        rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
+        has_row = torch.zeros(1, len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(1, rows, True)
         output = self.model.model.language_model(
             **arguments,
             visual_pos_masks=has_row,
-            deepstack_visual_embeds=[level[rows] for level in embedded.levels],
+            deepstack_visual_embeds=[level.index_select(0, rows) for level in embedded.levels],
         )
         logits: Tensor = self.model.lm_head(output.last_hidden_state[0, sampled])
         return logits

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from decoder_svc.runner.host_transfer import HostTransfer, PinnedTransfer
-from tests.decoder_svc.runner.cuda import fake_cuda
-from tests.decoder_svc.runner.cuda.fake_cuda import FakeStream
+from tests.decoder_svc.runner.cuda.fake_cuda import FakeStream, installed
+from tests.decoder_svc.runner.cuda.simulated_device import CUDA
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cuda() -> Iterator[None]:
+    with installed():
+        yield
 
 
 def test_the_plain_transfer_copies_nothing_where_the_device_reads_host_memory() -> None:
@@ -21,9 +29,9 @@ def test_the_plain_transfer_copies_nothing_where_the_device_reads_host_memory() 
     assert moved.data_ptr() == host.data_ptr()
 
 
-def test_rows_are_moved_on_their_own_stream_for_which_steps_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda.install(monkeypatch)
-    transfer = PinnedTransfer(CPU)
+@pytest.mark.usefixtures("cuda")
+def test_rows_are_moved_on_their_own_stream_for_which_steps_wait() -> None:
+    transfer = PinnedTransfer(CUDA)
     with transfer.overlapping_steps():
         assert FakeStream.current is not FakeStream.steps
         moved = transfer.move(torch.arange(3))
@@ -34,9 +42,9 @@ def test_rows_are_moved_on_their_own_stream_for_which_steps_wait(monkeypatch: py
     assert FakeStream.steps.num_waits == 1
 
 
-def test_memory_of_rows_is_kept_until_the_steps_stream_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda.install(monkeypatch)
-    transfer = PinnedTransfer(CPU)
+@pytest.mark.usefixtures("cuda")
+def test_memory_of_rows_is_kept_until_the_steps_stream_has_read_it() -> None:
+    transfer = PinnedTransfer(CUDA)
     with transfer.overlapping_steps():
         moved = transfer.move(torch.arange(3))
     transfer.mark_used_by_steps(moved)

@@ -21,11 +21,8 @@ if find_spec("triton") is None:
     assert TRITON_FOLDER.is_dir(), f"Triton is not in {TRITON_FOLDER}; `make venv` installs it"
     sys.path.append(str(TRITON_FOLDER))
 
-from decoder_svc.runner.cuda.triton_attention import (  # noqa: E402  # Triton must be found first
-    TritonBackend,
-    num_key_splits,
-    tile_sizes,
-)
+from decoder_svc.runner.cuda import triton_attention  # noqa: E402  # Triton must be found first
+from decoder_svc.runner.cuda.triton_attention import TritonBackend, num_key_splits, tile_sizes  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, and so many that they are.
 FEW, MANY = 1, 132
@@ -36,4 +33,13 @@ def interpreted(num_processors: int = FEW) -> TritonBackend:
     return TritonBackend(num_processors)
 
 
-__all__ = ["FEW", "MANY", "TRITON_FOLDER", "interpreted", "num_key_splits", "tile_sizes"]
+__all__ = [
+    "FEW",
+    "MANY",
+    "TRITON_FOLDER",
+    "TritonBackend",
+    "interpreted",
+    "num_key_splits",
+    "tile_sizes",
+    "triton_attention",
+]
