@@ -56,16 +56,22 @@ class Sampler:
     move: Callable[[Tensor], Tensor]
     _batch: SamplingBatch | None = field(default=None, init=False)
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def sample(
+        self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
 
+        `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already.
         Log probabilities are those of the raw logits. Everything is computed on the logits' device. The host waits for
         the ids of all rows, and once more if log probabilities are requested or a draw has to be repeated.
         """
         batch = self._staged(rows, logits.shape[1])
+        if likeliest is not None and not batch.groups and not batch.changes_logits and batch.asking is None:
+            found: list[int] = likeliest.tolist()
+            return found, [None] * len(rows)
         logits = logits.float()
         adjusted = self._adjusted(logits, rows, batch)
-        chosen = self._chosen(adjusted, rows, batch)
+        chosen = self._chosen(adjusted, rows, batch, None if batch.changes_logits else likeliest)
         token_ids: list[int] = chosen.tolist()
         self._repeat(token_ids, adjusted, rows)
         return token_ids, self._logprobs(logits, token_ids, batch)
@@ -107,11 +113,13 @@ class Sampler:
             scores = scores.clamp_(min=_LIMITS.min, max=_LIMITS.max)
         flat.index_copy_(0, places, scores - subtracted)
 
-    def _chosen(self, logits: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> Tensor:
+    def _chosen(
+        self, logits: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch, likeliest: Tensor | None = None
+    ) -> Tensor:
         """Returns one id per row, left on the device; `_BEYOND` where the draw has to be repeated."""
         if len(batch.groups) == 1 and batch.groups[0].places is None:
             return self._draw(logits, rows, batch.groups[0])
-        chosen = logits.argmax(dim=-1)
+        chosen = logits.argmax(dim=-1) if likeliest is None else likeliest.clone()
         for group in batch.groups:
             assert group.places is not None, "rows of different kinds are selected by their places"
             drawn = self._draw(logits.index_select(0, group.places), rows, group)

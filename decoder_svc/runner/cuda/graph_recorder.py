@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+
+from decoder_svc.runner.graph_table import Decoded
 
 # Warm-up runs on a side stream before a function is recorded: libraries initialise themselves in their first call, and
 # that must not be recorded (CUDA semantics, "CUDA Graphs").
@@ -21,7 +22,7 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self.has_failed = False
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def record(self, function: Callable[[], Decoded]) -> Callable[[], Decoded]:
         """Returns a function that replays `function`.
 
         Raises RuntimeError if `function` cannot be recorded, or if an earlier one could not.
@@ -35,7 +36,7 @@ class GraphRecorder:
             self.has_failed = True
             raise
 
-    def _warm_up(self, function: Callable[[], Tensor]) -> None:
+    def _warm_up(self, function: Callable[[], Decoded]) -> None:
         """Runs `function` on a side stream. Raises RuntimeError if it makes the host wait for the device.
 
         Most failures are found here, before a recording has begun that could leave the allocator in a bad state.
@@ -48,7 +49,7 @@ class GraphRecorder:
                     function()
         current.wait_stream(beside)
 
-    def _captured(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _captured(self, function: Callable[[], Decoded]) -> Callable[[], Decoded]:
         graph = torch.cuda.CUDAGraph()
         # If a recording fails, `torch.cuda.graph` leaves its own stream as the current one; this block restores ours.
         with torch.cuda.stream(torch.cuda.current_stream(self._device)):
@@ -59,7 +60,7 @@ class GraphRecorder:
                 self._abandon_pool()
                 raise
 
-        def replay() -> Tensor:
+        def replay() -> Decoded:
             graph.replay()
             return output
 

@@ -9,7 +9,7 @@ import torch
 
 from decoder_svc.runner.host_transfer import HostTransfer, PinnedTransfer
 from tests.decoder_svc.runner.cuda.fake_cuda import FakeStream, installed
-from tests.decoder_svc.runner.cuda.simulated_device import CUDA
+from tests.decoder_svc.runner.cuda.simulated_device import CUDA, PINNED, DeviceTensor
 
 CPU = torch.device("cpu")
 
@@ -49,3 +49,32 @@ def test_memory_of_rows_is_kept_until_the_steps_stream_has_read_it() -> None:
         moved = transfer.move(torch.arange(3))
     transfer.mark_used_by_steps(moved)
     assert FakeStream.steps.recorded == {moved.data_ptr()}
+
+
+def test_gathered_tensors_reach_the_device_in_one_copy() -> None:
+    hosts = [
+        torch.arange(5),
+        torch.zeros(0, dtype=torch.int32),
+        torch.tensor([[1.5, 2.5]]),
+        torch.tensor(7).expand(2, 3),
+    ]
+    with installed() as cuda:
+        transfer = PinnedTransfer(CUDA)
+        with cuda.device.noting() as events, transfer.gathered() as move:
+            moved = [move(host) for host in hosts]
+        assert [event.kind for event in events] == [PINNED]
+        for host, tensor in zip(hosts, moved, strict=True):
+            assert isinstance(tensor, DeviceTensor)
+            assert tensor.dtype == host.dtype
+            assert tensor.tolist() == host.tolist()
+
+
+def test_a_step_too_large_for_the_buffer_makes_the_next_one_larger() -> None:
+    large, small = torch.arange(20_000), torch.arange(3)
+    with installed() as cuda:
+        transfer = PinnedTransfer(CUDA)
+        for num_copies in (2, 1):
+            with cuda.device.noting() as events, transfer.gathered() as move:
+                moved = [move(small), move(large)]
+            assert [event.kind for event in events] == [PINNED] * num_copies
+            assert [each.tolist() for each in moved] == [small.tolist(), large.tolist()]

@@ -157,7 +157,10 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[misc]  # torch is unty
         if packet not in _COPIES and any(on_device):
             self._check(packet, func, args, tensors)
         with contextlib.nullcontext() if self._tape is None else self._tape:
+            is_pinned = kwargs.pop("pin_memory", False)
             result = func(*tree_map(_content, args), **tree_map(_content, kwargs))
+            if is_pinned:
+                self._pinned[result.untyped_storage().data_ptr()] = result
             # Host and device share no memory, although contents are on the same device.
             result = result.clone() if is_moved and packet is not _aten.copy_ else result
         if target != CUDA:

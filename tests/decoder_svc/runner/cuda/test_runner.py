@@ -11,6 +11,7 @@ import torch
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.runner.worst_case import WorstCase
+from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from lookonce.embedding_meta import RowDtype
@@ -160,10 +161,20 @@ def test_a_step_waits_for_the_device_only_for_its_tokens(
     steps = events_of_steps(model, cuda, params)
     assert (model.runner.graphs is not None) == use_graphs
     assert any(item.num_rows for step, _ in steps for request in step.admitted for item in request.images)
+    num_steady = 0 if params is None else 4
+    before: list[RequestId] = []
     for step, events in steps:
+        kinds = [event.kind for event in events]
         assert [event for event in events if event.kind not in (PINNED, RESULT)] == []
-        num_results = len([event for event in events if event.kind == RESULT])
-        assert num_results == (0 if not any(chunk.samples for chunk in step.chunks) else 1 if params is None else 2)
+        is_sampled = any(chunk.samples for chunk in step.chunks)
+        assert kinds.count(RESULT) == (0 if not is_sampled else 1 if params is None else 2)
+        names = [chunk.request_id for chunk in step.chunks]
+        is_decode = {chunk.num_tokens for chunk in step.chunks} == {1}
+        if is_decode and names == before and params is None:
+            assert kinds.count(PINNED) == 1, "all numbers of a step in one copy"
+            num_steady += 1
+        before = names if is_decode else []
+    assert num_steady > 3
 
 
 def test_rows_are_copied_without_waiting(model: offline.OfflineModel, cuda: FakeCuda) -> None:
