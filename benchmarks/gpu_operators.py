@@ -113,10 +113,10 @@ def simulated_cuda() -> Iterator[Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     # The folder into which `make venv` installs Triton.
     sys.path.append(str(pathlib.Path(sys.prefix) / "triton"))
-    from decoder_svc.runner.cuda import triton_attention
+    from decoder_svc.runner.cuda import triton_attention, triton_layers
     from tests.decoder_svc.runner.cuda.fake_cuda import installed
 
-    with installed(triton_attention) as cuda:
+    with installed(triton_attention, triton_layers) as cuda:
         yield cuda
 
 

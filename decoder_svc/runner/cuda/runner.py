@@ -9,7 +9,9 @@ import torch
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
+from decoder_svc.runner.cuda.fused_stack_check import install_fused_stack
 from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
+from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.graph_table import graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
 from decoder_svc.runner.worst_case import WorstCase
@@ -48,6 +50,9 @@ class GPUModelRunner(ModelRunnerBase):
             num_processors=self.properties.multi_processor_count,
         )
         self.backend = cuda_attention(needs)
+        if isinstance(self.backend, PagedBackend):
+            spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
+            install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
 
     def profile_run(self, worst: WorstCase) -> int:
         """See ModelRunnerBase. PyTorch's allocator gives the step's peak, the driver gives the memory of graphs."""

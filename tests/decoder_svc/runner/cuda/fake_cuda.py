@@ -90,6 +90,8 @@ def installed(*kernel_modules: types.ModuleType) -> Iterator[FakeCuda]:
         if not kernel_modules:
             without_triton = types.SimpleNamespace(TritonBackend=FakeTriton)
             monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.triton_attention", without_triton)
+            # None makes the import fail, as without Triton.
+            monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.fused_stack", None)
         with device:
             yield FakeCuda(device, pools)
 

@@ -21,7 +21,7 @@ if find_spec("triton") is None:
     assert TRITON_FOLDER.is_dir(), f"Triton is not in {TRITON_FOLDER}; `make venv` installs it"
     sys.path.append(str(TRITON_FOLDER))
 
-from decoder_svc.runner.cuda import triton_attention  # noqa: E402  # Triton must be found first
+from decoder_svc.runner.cuda import fused_stack, triton_attention, triton_layers  # noqa: E402  # Triton must be found first
 from decoder_svc.runner.cuda.triton_attention import TritonBackend, num_key_splits, tile_sizes  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, and so many that they are.
@@ -38,8 +38,10 @@ __all__ = [
     "MANY",
     "TRITON_FOLDER",
     "TritonBackend",
+    "fused_stack",
     "interpreted",
     "num_key_splits",
     "tile_sizes",
     "triton_attention",
+    "triton_layers",
 ]
