@@ -181,7 +181,7 @@ class ModelRunnerBase(ABC):
         rows = worst_case_rows(worst)
         for fetched in rows:
             self.put_rows(fetched)
-        step = worst_case_step(worst, self.config.block_size, self.get_kv_cache_spec().window)
+        step = worst_case_step(worst, self.config.block_size, self.get_kv_cache_spec().window, self.family.mask)
         self.execute_model(step)
         released = tuple(admitted.request_id for admitted in step.admitted)
         evicted = tuple((fetched.key, fetched.rows) for fetched in rows)

@@ -178,7 +178,7 @@ def draw(logits: Tensor, uniform: Tensor, group: DrawGroup) -> Tensor:
     mass = weights.cumsum(1)
     total = mass[:, -1:]
     if group.has_open_rows:
-        all_weights = ((logits - largest) / group.temperature_float32).exp_()
+        all_weights = (logits - largest).div_(group.temperature_float32).exp_()
         total = torch.where(group.is_open, all_weights.sum(1, keepdim=True, dtype=torch.float64), total)
     kept = weights
     if group.top_p is not None:

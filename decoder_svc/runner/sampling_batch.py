@@ -14,6 +14,8 @@ from decoder_svc.scheduling.sampling_params import SamplingParams
 # Likeliest tokens that are sorted. With temperature 1 and no other limit, they hold more than 95 % of the probability
 # of most models' tokens.
 SORTED_TOKENS = 256
+# Rows that sort the whole vocabulary at once: their sums in float64 take 8 bytes for each token, several times.
+_WIDE_ROWS = 4
 # float32 cannot hold the smallest temperatures of float64, and 0 would give NaN.
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 _Move = Callable[[Tensor], Tensor]
@@ -93,7 +95,8 @@ def stage_batch(
     sampled = [index for index, row in enumerate(params) if not row.is_greedy]
     wide = [index for index in sampled if is_whole or SORTED_TOKENS < (params[index].top_k or 0) < vocab]
     narrow = sorted({*sampled} - {*wide})
-    groups = [(narrow, min(SORTED_TOKENS, vocab)), (wide, vocab)]
+    groups = [(narrow, min(SORTED_TOKENS, vocab))]
+    groups += [(wide[first : first + _WIDE_ROWS], vocab) for first in range(0, len(wide), _WIDE_ROWS)]
     bias = [(index * vocab + each, addend) for index, row in enumerate(params) for each, addend in row.logit_bias]
     stops = [
         index * vocab + each

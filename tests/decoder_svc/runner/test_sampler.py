@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from decoder_svc.runner import sampling_batch
+from decoder_svc.runner import sampler, sampling_batch
 from decoder_svc.runner.sampler import Sampler, SampleRow
 from decoder_svc.runner.sampling_state import SamplingState, TokenCounts, UniformDraws
 from decoder_svc.scheduling.request_output import TokenLogprobs
@@ -206,6 +206,26 @@ def test_a_draw_beyond_the_sorted_tokens_is_repeated_over_all(monkeypatch: pytes
     assert set(draw(SamplingParams(temperature=1.0, min_p=0.2))) == {0, 1, 2}
 
 
+def test_few_rows_sort_the_whole_vocabulary_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a batch of flat distributions would take gigabytes, and start-up would keep them free."""
+    monkeypatch.setattr(sampling_batch, "SORTED_TOKENS", 2)
+    shapes: list[tuple[int, ...]] = []
+    right = sampler.draw
+
+    def noted(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        shapes.append(tuple(logits.shape))
+        return right(logits, *arguments)
+
+    monkeypatch.setattr(sampler, "draw", noted)
+    flat = torch.zeros(11, 50)
+    for top_k in (None, 20):
+        shapes.clear()
+        sample(flat, [row(SamplingParams(temperature=1.0, top_k=top_k, seed=seed)) for seed in range(11)])
+        whole = shapes[1:] if top_k is None else shapes
+        assert max(whole) == (4, 50)
+        assert sum(length for length, _ in whole) >= 8
+
+
 def test_parameters_are_copied_again_only_if_the_batch_changes() -> None:
     copied: list[torch.Tensor] = []
 
@@ -213,20 +233,20 @@ def test_parameters_are_copied_again_only_if_the_batch_changes() -> None:
         copied.append(host)
         return host
 
-    sampler = Sampler(move)
+    made = Sampler(move)
     rows = [row(SamplingParams(temperature=1.0, top_p=0.9, min_tokens=1, stop_token_ids=frozenset({1}), seed=1))] * 2
-    sampler.sample(LOGITS.expand(2, -1), rows)
+    made.sample(LOGITS.expand(2, -1), rows)
     num_staged = len(copied)
     copied.clear()
-    sampler.sample(LOGITS.expand(2, -1), rows)
+    made.sample(LOGITS.expand(2, -1), rows)
     assert len(copied) == 1, "the random numbers alone"
     for changed in ([rows[0]], [rows[0], replace(rows[1], params=replace(rows[1].params, top_p=0.2))]):
         copied.clear()
-        sampler.sample(LOGITS.expand(len(changed), -1), changed)
+        made.sample(LOGITS.expand(len(changed), -1), changed)
         assert len(copied) == num_staged
     copied.clear()
     longer = [replace(each, token_ids=np.array([0, 2])) for each in changed]
-    sampler.sample(LOGITS.expand(2, -1), longer)
+    made.sample(LOGITS.expand(2, -1), longer)
     assert len(copied) == num_staged - 1, "stop ids are allowed now"
 
 
