@@ -13,6 +13,7 @@ from decoder_svc.runner.cuda.runner import GPUModelRunner
 from tests import tiny_models
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
 from tests.decoder_svc.runner.cuda.interpreted_triton import TritonBackend, fused_stack, triton_attention, triton_layers
+from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT
 from tests.parity import families, offline
 from tests.tiny_families import FAMILIES
 
@@ -47,7 +48,7 @@ def test_other_families_have_a_fused_stack_and_the_references_answers(name: str,
     num_threads = torch.get_num_threads()
     family = families.build(FAMILIES[name], tmp_path / name).offline
     config = replace(family.runner.config, max_num_seqs=2, use_graphs=False)
-    with installed(triton_attention, triton_layers):
+    with installed(triton_attention, triton_layers) as cuda:
         model = replace(family, runner=GPUModelRunner(config, family.runner.family))
         assert type(model.runner.get_model().model.language_model).__name__ == "FusedStack"
         session = offline.Session(model, num_blocks=200)
@@ -55,9 +56,11 @@ def test_other_families_have_a_fused_stack_and_the_references_answers(name: str,
             (question for question in model.questions if question.prompt.images),
             key=lambda question: len(question.prompt.token_ids),
         )
-        answers = session.ask([question.prompt])
+        with cuda.device.noting() as events:
+            answers = session.ask([question.prompt])
     torch.set_num_threads(num_threads)
     assert answers.token_ids == [question.expected]
+    assert {event.kind for event in events} == {PINNED, RESULT}, "no step waits for the device early"
 
 
 def test_a_stack_with_other_results_is_not_used(
