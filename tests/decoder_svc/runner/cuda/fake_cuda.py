@@ -96,8 +96,47 @@ def installed(*kernel_modules: types.ModuleType) -> Iterator[FakeCuda]:
             yield FakeCuda(device, pools)
 
 
+class FakeAllocator:
+    """The allocator's part in recordings: it is redirected to a graph's pool until the recording ends."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        # Pools of all recordings, of those that did not end, and of those that failed.
+        self.pools: list[object] = []
+        self._redirected: list[object] = []
+        self._spoilt: list[object] = []
+
+    @contextlib.contextmanager
+    def graph(self, recorded: FakeGraph, pool: object) -> Iterator[None]:
+        """Leaves its stream and the redirection behind if the recording fails, like PyTorch 2.11."""
+        assert pool not in self._spoilt, "the pool of a failed recording is used again"
+        self.pools.append(pool)
+        recorded.tape = OperatorTape()
+        self._redirected.append(pool)
+        outer, FakeStream.current = FakeStream.current, FakeStream()
+        try:
+            with self._device.recording(recorded.tape):
+                yield
+        except BaseException:
+            self._spoilt.append(pool)
+            raise
+        FakeGraph.alive.add(recorded)
+        FakeStream.current = outer
+        self._redirected.remove(pool)
+
+    def end_redirection(self, _device: int, pool: object) -> None:
+        """Ends what a failed recording left. Raises RuntimeError if there is nothing to end."""
+        if pool not in self._redirected:
+            raise RuntimeError("not currently recording to this pool")
+        self._redirected.remove(pool)
+
+    def empty_cache(self) -> None:
+        """Fails while the allocator is redirected."""
+        assert not self._redirected, "the allocator is still redirected to a pool"
+
+
 def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[object]:
-    pools: list[object] = []
+    allocator = FakeAllocator(device)
     FakeStream.current = FakeStream.steps = FakeStream()
 
     @contextlib.contextmanager
@@ -108,36 +147,6 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
         finally:
             FakeStream.current = outer
 
-    # Pools to which the allocator is redirected, and pools of failed recordings.
-    redirected: list[object] = []
-    spoilt: list[object] = []
-
-    @contextlib.contextmanager
-    def graph(recorded: FakeGraph, pool: object) -> Iterator[None]:
-        """Leaves its stream and the redirection behind if the recording fails, like PyTorch 2.11."""
-        assert pool not in spoilt, "the pool of a failed recording is used again"
-        pools.append(pool)
-        recorded.tape = OperatorTape()
-        redirected.append(pool)
-        outer, FakeStream.current = FakeStream.current, FakeStream()
-        try:
-            with device.recording(recorded.tape):
-                yield
-        except BaseException:
-            spoilt.append(pool)
-            raise
-        FakeGraph.alive.add(recorded)
-        FakeStream.current = outer
-        redirected.remove(pool)
-
-    def end_redirection(_device: int, pool: object) -> None:
-        if pool not in redirected:
-            raise RuntimeError("not currently recording to this pool")
-        redirected.remove(pool)
-
-    def empty_cache() -> None:
-        assert not redirected, "the allocator is still redirected to a pool"
-
     def free() -> tuple[int, int]:
         """Returns less free memory while graphs exist."""
         return (FREE_BYTES - (GRAPH_BYTES if FakeGraph.alive else 0), 2 * FREE_BYTES)
@@ -147,10 +156,10 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
         "CUDAGraph": FakeGraph,
         "Stream": FakeStream,
         "current_stream": lambda _device=None: FakeStream.current,
-        "empty_cache": empty_cache,
+        "empty_cache": allocator.empty_cache,
         "get_sync_debug_mode": lambda: 2 if device.refuses_waiting else 0,
         "get_device_properties": lambda _device: properties,
-        "graph": graph,
+        "graph": allocator.graph,
         "graph_pool_handle": object,
         "max_memory_allocated": lambda _device: PEAK_BYTES,
         "mem_get_info": lambda _device: free(),
@@ -160,8 +169,8 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
         "stream": inside,
         "synchronize": lambda _device: None,
     }
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_redirection, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end_redirection, raising=False)
     for name, replacement in replaced.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: stream.recorded.add(self.data_ptr()))
-    return pools
+    return allocator.pools
