@@ -11,6 +11,7 @@ JOBS ?= 3
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TRITON := .venv/triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints/cpu.txt
 PROTOS := $(wildcard protos/lookonce/*/*/*.proto)
 
@@ -93,7 +94,8 @@ clean: ## remove all installed and generated files
 	rm -rf lookonce/common lookonce/encoder lookonce/decoder
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch is installed first and alone, so that no package with a version range fetches another build of it.
+# torch is installed first and alone, so that no package with a version range fetches another build of it. Triton is
+# installed where only the tests of kernels look (the extra `gpu-test` says why).
 $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is no Python >= 3.11; say make PYTHON=…" >&2; exit 1; }
@@ -102,4 +104,6 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PIP) "$$(grep '^torch==' constraints/cpu.txt)"
 	@echo "Installing Lookonce and its tools …"
 	@$(PIP) --editable ".[serve,heic,dev]"
+	@test "$$(uname -s)" != Linux || { rm -rf $(TRITON) \
+		&& $(PIP) --no-deps --target $(TRITON) "$$(grep '^triton==' constraints/cpu.txt)"; }
 	@touch $@

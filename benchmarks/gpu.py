@@ -104,9 +104,10 @@ def main() -> None:
         raise SystemExit("not everything is right; see above")
 
 
-def _runner(
+def runner_of(
     folder: pathlib.Path, kind: type[ModelRunnerBase], dtype: torch.dtype, block_size: int = 16, max_num_seqs: int = 64
 ) -> ModelRunnerBase:
+    """Returns a runner of this kind with the folder's model."""
     family = load_family(ModelFolder.open(folder), load_pretrained(folder))
     return kind(RunnerConfig(folder, dtype, block_size, None, max_num_seqs=max_num_seqs), family)
 
@@ -117,7 +118,7 @@ def parity(folder: pathlib.Path, kind: type[ModelRunnerBase], prompt_tokens: int
     max_tokens = prompt_tokens + num_steps + 1
 
     def answers(kind: type[ModelRunnerBase], dtype: torch.dtype, block_size: int) -> Run:
-        driver = StepDriver(_runner(folder, kind, dtype, block_size, batch), batch, max_tokens)
+        driver = StepDriver(runner_of(folder, kind, dtype, block_size, batch), batch, max_tokens)
         return driver.run(batch, prompt_tokens, num_steps, with_logprobs=True)
 
     reference = answers(CPUModelRunner, torch.float32, 16).answers
@@ -198,7 +199,7 @@ class DecodeBench:
         self, folder: pathlib.Path, kind: type[ModelRunnerBase], max_batch: int, max_tokens: int = _MAX_TOKENS
     ) -> None:
         self._folder = folder
-        runner = _runner(folder, kind, torch.bfloat16, max_num_seqs=max_batch)
+        runner = runner_of(folder, kind, torch.bfloat16, max_num_seqs=max_batch)
         self.driver = StepDriver(runner, max_batch, max_tokens)
         parameters = [
             parameter

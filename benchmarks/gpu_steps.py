@@ -37,14 +37,14 @@ class Run:
 class StepDriver:
     """Runs batches of text prompts in one step each and then token by token."""
 
-    def __init__(self, runner: ModelRunnerBase, max_batch: int, max_tokens: int) -> None:
+    def __init__(self, runner: ModelRunnerBase, max_batch: int, max_tokens: int, *, use_graphs: bool = True) -> None:
         """`max_tokens` bounds the length of a sequence, prompt and answer together."""
         self.runner = runner
         self._block_size = runner.config.block_size
         self._blocks_each = -(-max_tokens // self._block_size)
         self._num_blocks = max_batch * self._blocks_each
         self._num_runs = 0
-        self.use_graphs(True)
+        self.use_graphs(use_graphs)
 
     def use_graphs(self, wanted: bool) -> None:
         """Allocates a new KV cache and records graphs over it if asked."""

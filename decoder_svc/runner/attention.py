@@ -54,6 +54,17 @@ class KVCacheSpec:
         return 2 * (self.block_slots or self.block_size) * self.num_kv_heads * self.head_dim * int(self.dtype.itemsize)
 
 
+def layers_with_window(text: Any) -> frozenset[int]:
+    """Returns the layers of the sliding group: those with a window, in a model that also has layers without one.
+
+    The set is empty when all layers have a window or none has: then all are in the full group, which keeps every token
+    and applies the window as a mask.
+    """
+    types = getattr(text, "layer_types", None) or []
+    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
+    return sliding if len(sliding) < text.num_hidden_layers and getattr(text, "sliding_window", None) else frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class BlockMetadata:
     """Positions of a step's tokens in the pools of one group."""

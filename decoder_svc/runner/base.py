@@ -22,19 +22,18 @@ from decoder_svc.prompt.family import DecoderFamily
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.attention import (
     AttentionBackend,
-    AttentionMetadata,
     KVCacheSpec,
     forward_context,
+    layers_with_window,
     register_paged_attention,
 )
-from decoder_svc.runner.graph_table import DecodeInputs, GraphTable, PoolShape, Record, StepShape
+from decoder_svc.runner.graph_table import Decoded, DecodeInputs, GraphTable, PoolShape, Record, StepShape
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.padding import padded_inputs
-from decoder_svc.runner.paged_step import PagedStep
 from decoder_svc.runner.row_cache import RowCache
-from decoder_svc.runner.sampler import SampleRow, sample
-from decoder_svc.runner.step_metadata import decode_metadata, step_metadata
+from decoder_svc.runner.sampler import Sampler, SampleRow
+from decoder_svc.runner.step_metadata import PreparedInputs, decode_metadata, step_metadata
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
@@ -63,18 +62,6 @@ class RunnerConfig:
     max_num_seqs: int = 64
     # False: no graphs are recorded.
     use_graphs: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedInputs:
-    """The inputs of a step, on the device where it runs."""
-
-    flat: FlatInputs
-    # Rotary positions, [num_axes, num_tokens].
-    positions: Tensor
-    metadata: AttentionMetadata
-    # Indexes of the tokens whose logits are computed, [num_sampled].
-    sampled_indexes: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +105,7 @@ class ModelRunnerBase(ABC):
         has_sliding_group = self.get_kv_cache_spec().window is not None
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
+        self.sampler = Sampler(self.transfer.move)
 
     # Overridden by each device.
 
@@ -161,7 +149,7 @@ class ModelRunnerBase(ABC):
     def get_kv_cache_spec(self) -> KVCacheSpec:
         """Returns the shape of the KV cache that this model needs."""
         text = self.model.config.get_text_config()
-        sliding_layers = _sliding_layers(text)
+        sliding_layers = layers_with_window(text)
         return KVCacheSpec(
             num_layers=text.num_hidden_layers,
             num_kv_heads=text.num_key_value_heads,
@@ -193,7 +181,7 @@ class ModelRunnerBase(ABC):
         rows = worst_case_rows(worst)
         for fetched in rows:
             self.put_rows(fetched)
-        step = worst_case_step(worst, self.config.block_size, self.get_kv_cache_spec().window)
+        step = worst_case_step(worst, self.config.block_size, self.get_kv_cache_spec().window, self.family.mask)
         self.execute_model(step)
         released = tuple(admitted.request_id for admitted in step.admitted)
         evicted = tuple((fetched.key, fetched.rows) for fetched in rows)
@@ -208,7 +196,7 @@ class ModelRunnerBase(ABC):
             return
         try:
             with torch.inference_mode():
-                graphs = GraphTable(self.tokenwise_graph_batch_sizes, self._step_shape(), self.device)
+                graphs = GraphTable(self.tokenwise_graph_batch_sizes, self._step_shape(), self.transfer)
                 graphs.capture(self._decode, record)
         except RuntimeError as error:
             # Some models read tensor values on the host during a pass, for example mixtures of experts.
@@ -223,8 +211,6 @@ class ModelRunnerBase(ABC):
         num_blocks, num_sliding_blocks = self.batch.num_blocks, self.batch.num_sliding_blocks
         max_blocks = min(num_blocks, -(-text.max_position_embeddings // spec.block_size))
         return StepShape(
-            hidden_size=text.hidden_size,
-            dtype=self.model.dtype,
             num_position_axes=self.family.num_position_axes,
             block_size=spec.block_size,
             full=PoolShape(max_blocks, num_blocks),
@@ -247,9 +233,13 @@ class ModelRunnerBase(ABC):
 
     def _execute_chunks(self, chunks: tuple[ScheduledChunk, ...]) -> list[SampledToken]:
         with torch.inference_mode():
-            inputs = self._prepare_inputs(chunks)
-            logits = self._forward(inputs, self._embed(inputs.flat, chunks))
-            return self._sample(inputs.flat.sampled_ids, logits)
+            flat = self._flattened(chunks)
+            decoded = self._replayed(flat, chunks)
+            if decoded is not None:
+                return self._sample(flat.sampled_ids, decoded.logits, decoded.likeliest)
+            inputs = self._prepare_inputs(flat)
+            logits = self._forward(inputs, self._embed(inputs, chunks))
+            return self._sample(flat.sampled_ids, logits)
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Removes released requests and evicted rows, adds admitted requests, updates block tables and drafts."""
@@ -264,38 +254,63 @@ class ModelRunnerBase(ABC):
             row.set_blocks(chunk)
             row.set_drafts(chunk.draft_ids)
 
-    def _prepare_inputs(self, chunks: tuple[ScheduledChunk, ...]) -> PreparedInputs:
-        """Flattens all chunks, prompts and single new tokens alike, into one batch on the device, and pads it."""
+    def _flattened(self, chunks: tuple[ScheduledChunk, ...]) -> FlatInputs:
+        """Flattens all chunks, prompts and single new tokens alike, into one batch, and pads it."""
         flat = self.batch.flatten(chunks)
-        flat = padded_inputs(
-            flat,
-            self._padded_num_tokens(len(flat.token_ids)),
-            block_size=self.config.block_size,
-            # The extra blocks of `initialize_kv_cache`.
-            unread_blocks=(self.batch.num_blocks, self.batch.num_sliding_blocks),
-        )
-        return PreparedInputs(
-            flat=flat,
-            positions=self.transfer.move(torch.from_numpy(flat.positions)),
-            metadata=step_metadata(
-                flat,
-                self.transfer.move,
-                reads_tensors=self.backend.reads_tensors,
-                is_mutual_beyond_window=self.family.mask is Mask.PROMPT,
-            ),
-            sampled_indexes=self.transfer.move(torch.from_numpy(flat.sampled_indexes)),
-        )
+        # The extra blocks of `initialize_kv_cache`.
+        unread = (self.batch.num_blocks, self.batch.num_sliding_blocks)
+        num_tokens = self._padded_num_tokens(len(flat.token_ids))
+        return padded_inputs(flat, num_tokens, block_size=self.config.block_size, unread_blocks=unread)
+
+    def _prepare_inputs(self, flat: FlatInputs) -> PreparedInputs:
+        """Copies a step's inputs to the device."""
+        with self.transfer.gathered() as move:
+            return PreparedInputs(
+                flat=flat,
+                positions=move(torch.from_numpy(flat.positions)),
+                metadata=step_metadata(
+                    flat,
+                    move,
+                    reads_tensors=self.backend.reads_tensors,
+                    is_mutual_beyond_window=self.family.mask is Mask.PROMPT,
+                ),
+                token_ids=move(torch.from_numpy(flat.token_ids)),
+                sampled_indexes=move(torch.from_numpy(flat.sampled_indexes)),
+            )
+
+    def _replayed(self, flat: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Decoded | None:
+        """Returns the results of the sampled tokens if a graph computes this step, otherwise None."""
+        # Graphs know one token per sequence, and look all tokens up in the embedding table.
+        if (
+            self.graphs is None
+            or max(flat.query_lens) > 1
+            or any(flat.mutual_spans)
+            or self.batch.has_image_tokens(chunks)
+        ):
+            return None
+        size = self.graphs.size_for(len(flat.token_ids))
+        if size is None:
+            return None
+        decoded = self.graphs.replay(flat, size)
+        if len(flat.sampled_indexes) == len(flat.token_ids):
+            return decoded
+        sampled = self.transfer.move(torch.from_numpy(flat.sampled_indexes))
+        return Decoded(decoded.logits.index_select(0, sampled), decoded.likeliest.index_select(0, sampled))
 
     def _calc_mrope_positions(self, positions: Tensor) -> Tensor:
         """Reshapes `[num_axes, num_tokens]` for the model: `[1, T]` for plain positions, `[axes, 1, T]` for M-RoPE."""
         return positions if self.family.num_position_axes == 1 else positions[:, None]
 
-    def _embed(self, inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Embedded:
-        """Looks tokens up in the embedding table and replaces placeholders with the rows of images."""
+    def _look_up(self, token_ids: Tensor) -> Tensor:
+        """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
         table = self.model.get_input_embeddings()
-        ids = self.transfer.move(torch.from_numpy(inputs.token_ids))
         # Placeholder ids may lie outside the table; their embeddings are overwritten anyway.
-        looked_up: Tensor = table(ids.clamp_(max=table.num_embeddings - 1))
+        embeddings: Tensor = table(token_ids.clamp(max=table.num_embeddings - 1))
+        return embeddings
+
+    def _embed(self, inputs: PreparedInputs, chunks: tuple[ScheduledChunk, ...]) -> Embedded:
+        """Looks tokens up in the embedding table and replaces placeholders with the rows of images."""
+        looked_up = self._look_up(inputs.token_ids)
         hidden_size = looked_up.shape[1]
         # Zeros for the further levels: text tokens have none, and they are never read.
         embeddings = F.pad(looked_up, (0, self.family.num_levels * hidden_size))
@@ -318,12 +333,6 @@ class ModelRunnerBase(ABC):
     def _forward(self, inputs: PreparedInputs, embedded: Embedded) -> Tensor:
         """Returns the logits of the sampled positions, `[num_sampled, vocab]`."""
         has_levels = bool(embedded.levels and embedded.row_indexes)
-        step = inputs.metadata.paged
-        if self.graphs is not None and step is not None and not has_levels and _is_decode(step):
-            size = self.graphs.size_for(len(embedded.tokens))
-            if size is not None:
-                decoded = self.graphs.replay(DecodeInputs(embedded.tokens, inputs.positions, step), size)
-                return decoded[inputs.sampled_indexes]
         arguments = self._model_arguments(embedded.tokens, inputs.positions)
         with forward_context(self.backend, inputs.metadata):
             if has_levels:
@@ -332,12 +341,15 @@ class ModelRunnerBase(ABC):
             logits: Tensor = self.model(**arguments, logits_to_keep=inputs.sampled_indexes).logits[0]
         return logits
 
-    def _decode(self, inputs: DecodeInputs) -> Tensor:
-        """Returns the logits of one new token per request, `[num_tokens, vocab]`. This pass is recorded as a graph."""
-        metadata = decode_metadata(inputs.step, len(inputs.embeddings))
+    def _decode(self, inputs: DecodeInputs) -> Decoded:
+        """Computes one new token per request. This pass is recorded as a graph."""
+        for change in inputs.changes:
+            change.entries.index_copy_(0, change.places, change.blocks)
+        metadata = decode_metadata(inputs.step, len(inputs.token_ids))
         with forward_context(self.backend, metadata):
-            logits: Tensor = self.model(**self._model_arguments(inputs.embeddings, inputs.positions)).logits[0]
-        return logits
+            arguments = self._model_arguments(self._look_up(inputs.token_ids), inputs.positions)
+            logits: Tensor = self.model(**arguments).logits[0]
+        return Decoded(logits, logits.argmax(dim=-1))
 
     def _model_arguments(self, embeddings: Tensor, positions: Tensor) -> dict[str, Any]:
         return {
@@ -349,13 +361,12 @@ class ModelRunnerBase(ABC):
 
     def _forward_with_levels(self, arguments: dict[str, Any], embedded: Embedded, sampled: Tensor) -> Tensor:
         """Runs a model that adds features of earlier tower layers to its first layers' hidden states (deepstack)."""
-        has_row = torch.zeros(1, len(embedded.tokens), dtype=torch.bool, device=self.device)
-        rows = sorted(embedded.row_indexes)
-        has_row[0, rows] = True
+        rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
+        has_row = torch.zeros(1, len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(1, rows, True)
         output = self.model.model.language_model(
             **arguments,
             visual_pos_masks=has_row,
-            deepstack_visual_embeds=[level[rows] for level in embedded.levels],
+            deepstack_visual_embeds=[level.index_select(0, rows) for level in embedded.levels],
         )
         logits: Tensor = self.model.lm_head(output.last_hidden_state[0, sampled])
         return logits
@@ -363,12 +374,18 @@ class ModelRunnerBase(ABC):
     def _prepare_sampling(self, request_ids: tuple[RequestId, ...]) -> list[SampleRow]:
         """Returns the sampling parameters and preceding tokens for each row of logits."""
         rows = [self.batch[request_id] for request_id in request_ids]
-        return [SampleRow(row.params, ids, row.num_prompt_tokens) for row in rows for ids in row.contexts()]
+        return [
+            SampleRow(row.params, ids, row.num_prompt_tokens, row.sampling, num_drafts)
+            for row in rows
+            for num_drafts, ids in enumerate(row.contexts())
+        ]
 
-    def _sample(self, request_ids: tuple[RequestId, ...], logits: Tensor) -> list[SampledToken]:
+    def _sample(
+        self, request_ids: tuple[RequestId, ...], logits: Tensor, likeliest: Tensor | None = None
+    ) -> list[SampledToken]:
         if not request_ids:
             return []
-        token_ids, logprobs = sample(logits, self._prepare_sampling(request_ids))
+        token_ids, logprobs = self.sampler.sample(logits, self._prepare_sampling(request_ids), likeliest)
         tokens: list[SampledToken] = []
         first = 0
         for request_id in request_ids:
@@ -379,19 +396,3 @@ class ModelRunnerBase(ABC):
             tokens += [SampledToken(request_id, token_ids[index], logprobs[index]) for index in taken]
             first = stop
         return tokens
-
-
-def _is_decode(step: PagedStep) -> bool:
-    """Whether every sequence has exactly one new token and no token sees a later one."""
-    return step.max_query_len == 1 and step.mutual is None
-
-
-def _sliding_layers(text: Any) -> frozenset[int]:
-    """Returns the layers of the sliding group: those with a window, in a model that also has layers without one.
-
-    The set is empty when all layers have a window or none has: then all are in the full group, which keeps every token
-    and applies the window as a mask.
-    """
-    types = getattr(text, "layer_types", None) or []
-    sliding = frozenset(layer for layer, kind in enumerate(types) if kind == "sliding_attention")
-    return sliding if len(sliding) < text.num_hidden_layers and getattr(text, "sliding_window", None) else frozenset()

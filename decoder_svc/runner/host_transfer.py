@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+# Holds a step of 64 sequences with 100 blocks each.
+_GATHERED_BYTES = 1 << 16
+# Largest size of an element, to which tensors in a buffer are aligned.
+_ALIGNMENT = 16
 
 
 class HostTransfer:
@@ -18,6 +23,19 @@ class HostTransfer:
     def move(self, host: Tensor) -> Tensor:
         """Returns the same numbers on the device. Work submitted to the device afterwards sees them."""
         return host.to(self.device)
+
+    @contextmanager
+    def gathered(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Yields a function like `move`. Its results have their numbers only after the block."""
+        yield self.move
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """Returns uninitialised host memory, uint8, from which `copy` copies fastest."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, staged: Tensor, target: Tensor) -> None:
+        """Copies `staging` memory to the device. The memory must not be written again."""
+        target.copy_(staged)
 
     @contextmanager
     def overlapping_steps(self) -> Iterator[None]:
@@ -47,10 +65,29 @@ class PinnedTransfer(HostTransfer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._rows_stream = torch.cuda.Stream(device)
+        # Size of the buffer of `gathered`; doubled when a step needs more.
+        self._gathered_bytes = _GATHERED_BYTES
 
     def move(self, host: Tensor) -> Tensor:
         """See HostTransfer. Returns before the copy is done."""
         return host.pin_memory().to(self.device, non_blocking=True)
+
+    @contextmanager
+    def gathered(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """See HostTransfer. All tensors go through one page-locked buffer and one copy."""
+        gather = _Gather(self, self._gathered_bytes)
+        yield gather.move
+        gather.finish()
+        while self._gathered_bytes < gather.num_bytes:
+            self._gathered_bytes *= 2
+
+    def staging(self, num_bytes: int) -> Tensor:
+        """See HostTransfer. PyTorch reuses the memory when copies out of it are done."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, staged: Tensor, target: Tensor) -> None:
+        """See HostTransfer. Returns before the copy is done."""
+        target.copy_(staged, non_blocking=True)
 
     @contextmanager
     def overlapping_steps(self) -> Iterator[None]:
@@ -65,3 +102,31 @@ class PinnedTransfer(HostTransfer):
     def wait_for_overlapping(self) -> None:
         """See HostTransfer. The device waits for the rows, the host does not."""
         torch.cuda.current_stream(self.device).wait_stream(self._rows_stream)
+
+
+class _Gather:
+    """One buffer on both sides, in which tensors follow each other until they are copied at once."""
+
+    def __init__(self, transfer: HostTransfer, capacity: int) -> None:
+        self._transfer = transfer
+        self._staged = transfer.staging(capacity)
+        self._target = torch.empty(capacity, dtype=torch.uint8, device=transfer.device)
+        self._used = 0
+        # Bytes that all tensors together would have needed.
+        self.num_bytes = 0
+
+    def move(self, host: Tensor) -> Tensor:
+        """Returns the tensor's place on the device; a tensor that does not fit is copied alone."""
+        num_bytes = -(-host.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes += num_bytes
+        if self._used + num_bytes > len(self._staged):
+            return self._transfer.move(host)
+        place = slice(self._used, self._used + host.nbytes)
+        self._staged[place].view(host.dtype).view(host.shape).copy_(host)
+        self._used += num_bytes
+        return self._target[place].view(host.dtype).view(host.shape)
+
+    def finish(self) -> None:
+        """Copies all gathered tensors to the device."""
+        if self._used:
+            self._transfer.copy(self._staged[: self._used], self._target[: self._used])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from decoder_svc.runner.sampling_state import SamplingState
 from decoder_svc.scheduling.prompt import ImageItem, Span
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
@@ -54,6 +55,7 @@ class RequestRow:
         num_tokens = len(admitted.token_ids)
         capacity = admitted.num_prompt_tokens + admitted.params.max_tokens
         self.params: SamplingParams = admitted.params
+        self.sampling = SamplingState(admitted.params.seed, admitted.num_prompt_tokens)
         self.images: tuple[ImageItem, ...] = admitted.images
         self.mutual_spans: tuple[Span, ...] = admitted.mutual_spans
         self.num_prompt_tokens = admitted.num_prompt_tokens
@@ -192,6 +194,14 @@ class InputBatch:
         """Adds an admitted request to the batch."""
         row = RequestRow(admitted, self._block_size, has_sliding_group=self._has_sliding_group)
         self._rows[admitted.request_id] = row
+
+    def has_image_tokens(self, chunks: Iterable[ScheduledChunk]) -> bool:
+        """Whether any token of the chunks lies inside an image."""
+        return any(
+            item.span.offset < chunk.start + chunk.num_tokens and item.span.stop > chunk.start
+            for chunk in chunks
+            for item in self._rows[chunk.request_id].images
+        )
 
     def flatten(self, chunks: Iterable[ScheduledChunk]) -> FlatInputs:
         """Returns the arrays of one step. Block tables must be up to date."""

@@ -76,7 +76,9 @@ class RowCache:
         for rows, values in self._parts[item.key].items():
             begin, end = max(rows.start, row_start), min(rows.stop, row_stop)
             if begin < end:
-                embeddings[tokens[begin - row_start : end - row_start]] = values[begin - rows.start : end - rows.start]
+                # Indexing with a list would make the host wait for the device.
+                places = self._transfer.move(torch.tensor(tokens[begin - row_start : end - row_start]))
+                embeddings.index_copy_(0, places, values[begin - rows.start : end - rows.start])
                 num_placed += end - begin
         if num_placed != row_stop - row_start:
             raise KeyError(f"{row_stop - row_start - num_placed} embedding rows are not on the device")

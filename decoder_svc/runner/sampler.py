@@ -1,23 +1,32 @@
-"""Samples next tokens from logits, each row by its own request's parameters.
+"""Samples next tokens from logits, all rows of a step at once, each by its own request's parameters.
 
-Greedy rows cost one argmax. A sampled row uses one uniform number that depends only on the request's seed and the
-token's index: the same request gives the same tokens in any batch, and again after a preemption.
+A greedy row takes part in one argmax. A sampled row uses one uniform number that depends only on the request's seed and
+the token's index: the same request gives the same tokens in any batch, and again after a preemption.
+
+Sorting a whole vocabulary takes longer than everything else. Almost every draw falls on one of the likeliest tokens, so
+only those are sorted. A draw that does not is found out on the device and repeated over the whole vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from decoder_svc.runner.sampling_batch import DrawGroup, SamplingBatch, stage_batch
+from decoder_svc.runner.sampling_state import IntArray, SamplingState, TokenCounts
 from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
 
 _LIMITS = torch.finfo(torch.float32)
+# The token of a row whose draw lies beyond the sorted tokens.
+_BEYOND = -1
+# Bounds a uniform number, so that its product with a sum is below the sum after rounding.
+_LARGEST_UNIFORM = 1 - 2**-40
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +34,13 @@ class SampleRow:
     """Sampling parameters and preceding tokens of one row of logits."""
 
     params: SamplingParams
-    # Prompt and generated ids, [num_tokens].
-    token_ids: npt.NDArray[np.int64]
+    # Prompt, generated and draft ids, [num_tokens].
+    token_ids: IntArray
     num_prompt_tokens: int
+    # The request's own, the same object in each step.
+    state: SamplingState
+    # Draft tokens at the end of `token_ids`, which may be dropped after this step.
+    num_drafts: int = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -35,108 +48,171 @@ class SampleRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
+@dataclass(slots=True)
+class Sampler:
+    """Samples the rows of each step; keeps the parameters of the last batch on the device."""
 
-    Log probabilities are those of the raw logits. Everything is computed on the logits' device; the host waits once,
-    for the ids of all rows.
-    """
-    logits = logits.float()
-    adjusted = _adjusted(logits, rows)
-    chosen = adjusted.argmax(dim=-1)
-    for index, row in enumerate(rows):
-        if not row.params.is_greedy:
-            chosen[index] = _draw(adjusted[index], row)
-    logprobs = _logprobs(logits, chosen, rows)
-    token_ids: list[int] = chosen.tolist()
-    return token_ids, logprobs
+    # Copies a tensor from host memory to the device.
+    move: Callable[[Tensor], Tensor]
+    _batch: SamplingBatch | None = field(default=None, init=False)
 
+    def sample(
+        self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
 
-def _adjusted(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Applies penalties, biases and `min_tokens`. Copies the logits only if a row changes them."""
-    changed = [index for index, row in enumerate(rows) if _changes_logits(row)]
-    if not changed:
+        `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already.
+        Log probabilities are those of the raw logits. Everything is computed on the logits' device. The host waits for
+        the ids of all rows, and once more if log probabilities are requested or a draw has to be repeated.
+        """
+        batch = self._staged(rows, logits.shape[1])
+        if likeliest is not None and not batch.groups and not batch.changes_logits and batch.asking is None:
+            found: list[int] = likeliest.tolist()
+            return found, [None] * len(rows)
+        logits = logits.float()
+        adjusted = self._adjusted(logits, rows, batch)
+        chosen = self._chosen(adjusted, rows, batch, None if batch.changes_logits else likeliest)
+        token_ids: list[int] = chosen.tolist()
+        self._repeat(token_ids, adjusted, rows)
+        return token_ids, self._logprobs(logits, token_ids, batch)
+
+    def _staged(self, rows: Sequence[SampleRow], vocab: int) -> SamplingBatch:
+        """Returns the parameters of these rows on the device; copies them only if they differ from the last step's."""
+        params = tuple(row.params for row in rows)
+        below_min = tuple(row.num_output_tokens < row.params.min_tokens for row in rows)
+        if self._batch is None or not self._batch.holds(params, below_min, vocab):
+            self._batch = stage_batch(params, below_min, vocab, self.move)
+        return self._batch
+
+    def _adjusted(self, logits: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> Tensor:
+        """Applies penalties, biases and `min_tokens`, in this order. Copies the logits only if a row changes them."""
+        if not batch.changes_logits:
+            return logits
+        logits = logits.clone()
+        flat = logits.view(-1)
+        if batch.penalised:
+            self._penalise(flat, rows, batch)
+        if batch.bias_places is not None:
+            flat.index_add_(0, batch.bias_places, batch.biases)
+        if batch.stop_places is not None:
+            flat.index_fill_(0, batch.stop_places, -torch.inf)
         return logits
-    logits = logits.clone()
-    for index in changed:
-        _adjust(logits[index], rows[index])
-    return logits
+
+    def _penalise(self, flat: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch) -> None:
+        """Changes the logits of all rows, `[num_rows · vocab]`, in place.
+
+        The repetition penalty is that of CTRL (arXiv:1909.05858), over prompt and output.
+        """
+        parts = [_penalties(rows[index], index, batch.vocab) for index in batch.penalised]
+        places = self.move(torch.from_numpy(np.concatenate([places for places, _ in parts])))
+        numbers = self.move(torch.from_numpy(np.concatenate([numbers for _, numbers in parts], axis=1)))
+        repetition, subtracted = numbers
+        scores = flat.index_select(0, places)
+        if batch.has_repetition:
+            scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+            scores = scores.clamp_(min=_LIMITS.min, max=_LIMITS.max)
+        flat.index_copy_(0, places, scores - subtracted)
+
+    def _chosen(
+        self, logits: Tensor, rows: Sequence[SampleRow], batch: SamplingBatch, likeliest: Tensor | None = None
+    ) -> Tensor:
+        """Returns one id per row, left on the device; `_BEYOND` where the draw has to be repeated."""
+        if len(batch.groups) == 1 and batch.groups[0].places is None:
+            return self._draw(logits, rows, batch.groups[0])
+        chosen = logits.argmax(dim=-1) if likeliest is None else likeliest.clone()
+        for group in batch.groups:
+            assert group.places is not None, "rows of different kinds are selected by their places"
+            drawn = self._draw(logits.index_select(0, group.places), rows, group)
+            chosen.index_copy_(0, group.places, drawn)
+        return chosen
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow], group: DrawGroup) -> Tensor:
+        numbers = [rows[index].state.draws[rows[index].num_output_tokens] for index in group.rows]
+        uniform = np.minimum(np.array(numbers), _LARGEST_UNIFORM)
+        return draw(logits, self.move(torch.from_numpy(uniform))[:, None], group)
+
+    def _repeat(self, token_ids: list[int], logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """Draws again, over the whole vocabulary, the tokens that lie beyond the sorted ones."""
+        beyond = [index for index, token_id in enumerate(token_ids) if token_id == _BEYOND]
+        if not beyond:
+            return
+        again = [rows[index] for index in beyond]
+        batch = stage_batch(
+            tuple(row.params for row in again), (False,) * len(again), logits.shape[1], self.move, is_whole=True
+        )
+        places = self.move(torch.tensor(beyond))
+        drawn = self._chosen(logits.index_select(0, places), again, batch)
+        for index, token_id in zip(beyond, drawn.tolist(), strict=True):
+            token_ids[index] = token_id
+
+    def _logprobs(self, logits: Tensor, token_ids: list[int], batch: SamplingBatch) -> list[TokenLogprobs | None]:
+        """Returns per row the chosen token and the requested number of most likely ones; None if not requested."""
+        found: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if batch.asking is None:
+            return found
+        logprobs = logits.index_select(0, batch.asking).log_softmax(dim=-1)
+        ids = self.move(torch.tensor([token_ids[index] for index, _ in batch.wanted]))[:, None]
+        most = max(number for _, number in batch.wanted)
+        likeliest = logprobs.topk(min(most, batch.vocab))
+        # One copy to the host: float64 holds every id and every float32 exactly.
+        values = torch.cat([logprobs.gather(1, ids), likeliest.values], dim=1).double()
+        numbers = torch.stack([torch.cat([ids, likeliest.indices], dim=1).double(), values], dim=-1).tolist()
+        for (index, number), of_row in zip(batch.wanted, numbers, strict=True):
+            found[index] = TokenLogprobs(tuple((int(each), value) for each, value in of_row[: 1 + number]))
+        return found
 
 
-def _changes_logits(row: SampleRow) -> bool:
-    params = row.params
-    penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalised or bool(params.logit_bias) or row.num_output_tokens < params.min_tokens
-
-
-def _adjust(logits: Tensor, row: SampleRow) -> None:
-    """Changes one row `[vocab]` in place.
-
-    The repetition penalty is that of CTRL (arXiv:1909.05858), over prompt and output.
-    """
-    params = row.params
-    if params.repetition_penalty != 1:
-        seen = np.unique(row.token_ids)
-        # Image placeholders may have ids beyond the vocabulary of the logits.
-        seen = torch.from_numpy(seen[seen < len(logits)]).to(logits.device)
-        scores = logits[seen]
-        scores = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
-        logits[seen] = scores.clamp(min=_LIMITS.min, max=_LIMITS.max)
-    if params.presence_penalty != 0 or params.frequency_penalty != 0:
-        ids, counts = np.unique(row.token_ids[row.num_prompt_tokens :], return_counts=True)
-        penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(logits)
-        logits[torch.from_numpy(ids).to(logits.device)] -= penalty
-    for token_id, bias in params.logit_bias:
-        logits[token_id] += bias
-    if row.num_output_tokens < params.min_tokens:
-        logits[list(params.stop_token_ids)] = -torch.inf
-
-
-def _draw(logits: Tensor, row: SampleRow) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, group: DrawGroup) -> Tensor:
     """Applies temperature, top-k, top-p and min-p, in this order, and draws by the inverse distribution function.
 
-    Returns a single id, left on the device.
+    `logits` and `uniform` (`[num_rows, 1]`, float64) are those of the group's rows. Returns one id per row, left on the
+    device: `_BEYOND` if it is not among the `group.width` likeliest.
+    """
+    values, ids = logits.topk(group.width)
+    largest = values[:, :1]
+    # Subtract the maximum before dividing: it becomes 0, so the smallest temperature cannot overflow the exponentials.
+    # Weights are relative to that of the likeliest token. They are in float64, since their sums are compared.
+    weights = ((values.double() - largest) / group.temperature).exp_()
+    if group.is_beyond_top_k is not None:
+        weights.masked_fill_(group.is_beyond_top_k, 0)
+    mass = weights.cumsum(1)
+    total = mass[:, -1:]
+    if group.has_open_rows:
+        all_weights = (logits - largest).div_(group.temperature_float32).exp_()
+        total = torch.where(group.is_open, all_weights.sum(1, keepdim=True, dtype=torch.float64), total)
+    kept = weights
+    if group.top_p is not None:
+        # A token is kept while the probability mass before it is below top_p.
+        kept = kept.masked_fill(mass - weights >= group.top_p * total, 0)
+    if group.min_p is not None:
+        kept = kept.masked_fill(weights < group.min_p, 0)
+    if kept is not weights:
+        mass = kept.cumsum(1)
+        total = torch.where(group.is_cut, mass[:, -1:], total)
+    # The first token whose mass, with all before it, is above the drawn one. Comparisons with NaN are false: a row of
+    # overflown numbers gets the first id instead of failing the step.
+    index = (mass <= uniform * total).sum(1, keepdim=True)
+    chosen = ids.gather(1, index.clamp(max=group.width - 1))
+    if group.has_open_rows:
+        # A cut row is complete if its last weight here is already cut off.
+        is_beyond = torch.where(group.is_cut, kept[:, -1:] > 0, index >= group.width)
+        chosen = chosen.masked_fill(is_beyond & group.is_open, _BEYOND)
+    return chosen[:, 0]
+
+
+def _penalties(row: SampleRow, index: int, vocab: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    """Returns the places in the flattened logits that a row's penalties change, and `[2, num_places]` numbers.
+
+    The numbers are the repetition penalty and what is subtracted after it.
     """
     params = row.params
-    values, ids = logits.sort(descending=True)
-    # Subtract the maximum before dividing: it becomes 0, so the smallest temperature cannot overflow the exponentials.
-    values = (values.double() - values[0]) / params.temperature
-    if params.top_k is not None:
-        values, ids = values[: params.top_k], ids[: params.top_k]
-    probabilities = values.softmax(dim=-1)
-    # All false if the model's numbers overflowed: such a row gets the first id instead of failing the step.
-    keep = ~probabilities.isnan()
-    if params.top_p < 1:
-        # A token is kept while the probability mass before it is below top_p.
-        keep &= probabilities.cumsum(dim=-1) - probabilities < params.top_p
-    if params.min_p > 0:
-        keep &= probabilities >= params.min_p * probabilities[0]
-    keep[0] = True
-    mass = torch.where(keep, probabilities, 0.0).cumsum(dim=-1)
-    point = _uniform(params.seed or 0, row.num_output_tokens) * mass[-1]
-    index = torch.minimum(torch.searchsorted(mass, point, right=True), keep.sum() - 1)
-    # `gather`: indexing with a zero-dimensional tensor would copy it to the host.
-    return ids.gather(0, index[None])[0]
-
-
-def _uniform(seed: int, index: int) -> float:
-    """Returns a number in [0, 1) from a counter-based generator (Philox), which keeps no state across a preemption."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=index)).random())
-
-
-def _logprobs(logits: Tensor, chosen: Tensor, rows: Sequence[SampleRow]) -> list[TokenLogprobs | None]:
-    """Returns per row the chosen token and the requested number of most likely ones; None if not requested."""
-    wanted = {index: row.params.logprobs for index, row in enumerate(rows) if row.params.logprobs is not None}
-    if not wanted:
-        return [None] * len(rows)
-    asking = torch.tensor(list(wanted), device=logits.device)
-    logprobs = logits[asking].log_softmax(dim=-1)
-    ids = chosen[asking][:, None]
-    likeliest = logprobs.topk(min(max(wanted.values()), logprobs.shape[1]))
-    values = torch.cat([logprobs.gather(1, ids), likeliest.values], dim=1).tolist()
-    ids = torch.cat([ids, likeliest.indices], dim=1).tolist()
-    found = {
-        index: TokenLogprobs(tuple(zip(of_row[: 1 + number], values_of_row[: 1 + number], strict=True)))
-        for (index, number), of_row, values_of_row in zip(wanted.items(), ids, values, strict=True)
-    }
-    return [found.get(index) for index in range(len(rows))]
+    # Drafts may be dropped, so they are not counted in the request's own counts.
+    counts = TokenCounts(row.num_prompt_tokens) if row.num_drafts else row.state.counts
+    ids, occurrences = counts.update(row.token_ids)
+    # Image placeholders may have ids beyond the vocabulary of the logits.
+    is_known = ids < vocab
+    ids, occurrences = ids[is_known], occurrences[is_known].astype(np.float32)
+    numbers = np.full((2, len(ids)), params.repetition_penalty, dtype=np.float32)
+    numbers[1] = np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * occurrences
+    numbers[1][occurrences == 0] = 0
+    return index * vocab + ids, numbers

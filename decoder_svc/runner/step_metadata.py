@@ -1,26 +1,46 @@
-"""Builds the attention metadata of a step, from flattened inputs or from the tensors of a graph."""
+"""The inputs of a step on its device, and its attention metadata, from flattened inputs or the tensors of a graph."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from decoder_svc.runner.attention import AttentionMetadata, BlockMetadata
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
-from decoder_svc.runner.paged_step import Move, PagedStep, paged_step
+from decoder_svc.runner.paged_step import Move, PagedBlocks, PagedStep, paged_step
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedInputs:
+    """The inputs of a step, on the device where it runs."""
+
+    flat: FlatInputs
+    # Rotary positions, [num_axes, num_tokens].
+    positions: Tensor
+    metadata: AttentionMetadata
+    # Ids, [num_tokens].
+    token_ids: Tensor
+    # Indexes of the tokens whose logits are computed, [num_sampled].
+    sampled_indexes: Tensor
 
 
 def step_metadata(
     flat: FlatInputs, move: Move, *, reads_tensors: bool, is_mutual_beyond_window: bool
 ) -> AttentionMetadata:
     """Returns the metadata of any step. `reads_tensors` is the backend's."""
+    paged = paged_step(flat, move, is_mutual_beyond_window=is_mutual_beyond_window) if reads_tensors else None
     return AttentionMetadata(
-        full=_block_metadata(flat.full, move, reads_tensors=reads_tensors),
-        sliding=None if flat.sliding is None else _block_metadata(flat.sliding, move, reads_tensors=reads_tensors),
+        full=_block_metadata(flat.full, move, None if paged is None else paged.full),
+        sliding=None
+        if flat.sliding is None
+        else _block_metadata(flat.sliding, move, None if paged is None else paged.sliding),
         query_lens=flat.query_lens,
         kv_lens=flat.kv_lens,
         mutual_spans=flat.mutual_spans,
         is_mutual_beyond_window=is_mutual_beyond_window,
-        paged=paged_step(flat, move, is_mutual_beyond_window=is_mutual_beyond_window) if reads_tensors else None,
+        paged=paged,
     )
 
 
@@ -42,9 +62,12 @@ def decode_metadata(step: PagedStep, num_tokens: int) -> AttentionMetadata:
     )
 
 
-def _block_metadata(inputs: BlockInputs, move: Move, *, reads_tensors: bool) -> BlockMetadata:
+def _block_metadata(inputs: BlockInputs, move: Move, paged: PagedBlocks | None) -> BlockMetadata:
+    """`paged` has the same slots on the device already; a backend that reads it needs no block tables here."""
+    if paged is not None:
+        return BlockMetadata(paged.slot_mapping, (), inputs.first_tokens)
     return BlockMetadata(
         slot_mapping=move(torch.from_numpy(inputs.slot_mapping)),
-        block_tables=() if reads_tensors else tuple(move(torch.from_numpy(table)) for table in inputs.block_tables),
+        block_tables=tuple(move(torch.from_numpy(table)) for table in inputs.block_tables),
         first_keys=inputs.first_tokens,
     )

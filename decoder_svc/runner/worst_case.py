@@ -12,6 +12,7 @@ from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput, SlidingTable
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.embedding_meta import RowDtype
+from lookonce.families.base import Mask
 
 # Blocks that all tokens share: the step runs before the KV pool is sized.
 NUM_BLOCKS = 1
@@ -47,16 +48,21 @@ def worst_case_rows(worst: WorstCase) -> list[FetchedRows]:
     return [FetchedRows(image.key, rows, bytearray(b"\0") * num_bytes, worst.row_dtype) for image in _images(worst, 0)]
 
 
-def worst_case_step(worst: WorstCase, block_size: int, window: int | None = None) -> SchedulerOutput:
+def worst_case_step(
+    worst: WorstCase, block_size: int, window: int | None = None, mask: Mask = Mask.CAUSAL
+) -> SchedulerOutput:
     """Returns a step in which one request computes the end of the longest context, with images, and the others decode.
 
-    `window` is the window of the model's sliding group, None without one.
+    `window` is the window of the model's sliding group, None without one. `mask` is the family's: tokens that see later
+    ones take memory for their masks, and kernels of their own, which are compiled here and not while serving.
     """
     num_others = min(worst.num_requests, worst.num_tokens) - 1
     num_drafts = min(worst.num_draft_tokens, (worst.num_tokens - 1) // num_others - 1) if num_others else 0
     num_tokens = min(worst.num_tokens - num_others * (1 + num_drafts), worst.context_tokens)
     start = worst.context_tokens - num_tokens
-    longest = _admitted("longest", worst.context_tokens, _images(worst, start), 0)
+    images = _images(worst, start)
+    spans = _mutual_spans(mask, images, worst.context_tokens)
+    longest = _admitted("longest", worst.context_tokens, images, 0, spans)
     others = [_admitted(f"other-{index}", 1, (), num_drafts) for index in range(num_others)]
     parts = [(longest, start, num_tokens, 0), *((other, 0, 1 + num_drafts, num_drafts) for other in others)]
     chunks = tuple(_chunk(*part, block_size, window) for part in parts)
@@ -75,9 +81,21 @@ def _images(worst: WorstCase, start: int) -> tuple[ImageItem, ...]:
     return tuple(items)
 
 
-def _admitted(name: str, num_tokens: int, images: tuple[ImageItem, ...], num_drafts: int) -> AdmittedRequest:
+def _mutual_spans(mask: Mask, images: tuple[ImageItem, ...], context_tokens: int) -> tuple[Span, ...]:
+    """Returns the spans of tokens that all see each other, inside the context."""
+    if mask is Mask.PROMPT:
+        return (Span(0, context_tokens),)
+    if mask is Mask.CAUSAL:
+        return ()
+    inside = (item.span for item in images if item.span.offset < context_tokens)
+    return tuple(Span(span.offset, min(span.length, context_tokens - span.offset)) for span in inside)
+
+
+def _admitted(
+    name: str, num_tokens: int, images: tuple[ImageItem, ...], num_drafts: int, spans: tuple[Span, ...] = ()
+) -> AdmittedRequest:
     params = replace(_SAMPLING, max_tokens=1 + num_drafts)
-    return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, (), params)
+    return AdmittedRequest(RequestId(name), (0,) * num_tokens, num_tokens, images, None, spans, params)
 
 
 def _chunk(

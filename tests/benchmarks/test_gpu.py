@@ -84,7 +84,7 @@ def test_a_cell_and_its_row(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_answers_every_prompt_step_by_step(folder: pathlib.Path) -> None:
-    runner = gpu._runner(folder, RecordingRunner, torch.float32, max_num_seqs=4)
+    runner = gpu.runner_of(folder, RecordingRunner, torch.float32, max_num_seqs=4)
     driver = StepDriver(runner, 3, 40)
     run = driver.run(3, 12, 5, with_logprobs=True)
     assert [len(answer.token_ids) for answer in run.answers] == [6] * 3

@@ -21,7 +21,7 @@ class PagedBackend(SdpaBackend):
         """Implements AttentionBackend.forward: writes to the pools, then calls `attend_paged`."""
         step = metadata.paged
         assert step is not None, "the metadata was built without `paged`, which this backend reads"
-        group = self._paged_blocks(layer, step, options)
+        group = self.blocks_of(layer, step, options)
         for pool, new in zip(self._pools[layer], (key, value), strict=True):
             pool.flatten(0, 1).index_copy_(0, group.slot_mapping, new)
         return self.attend_paged(layer, query, group, step, options)
@@ -36,7 +36,13 @@ class PagedBackend(SdpaBackend):
     ) -> Tensor:
         """Attends after keys and values have been written to the pools; `group` is the layer's group."""
 
-    def _paged_blocks(self, layer: int, step: PagedStep, options: LayerOptions) -> PagedBlocks:
+    @property
+    def pools(self) -> list[tuple[Tensor, Tensor]]:
+        """The pools of keys and values, one pair per layer, `[blocks, block_size, kv_heads, head_dim]` each."""
+        return self._pools
+
+    def blocks_of(self, layer: int, step: PagedStep, options: LayerOptions) -> PagedBlocks:
+        """Returns the blocks of the group that the layer belongs to."""
         if layer not in self._sliding_layers:
             return step.full
         assert step.sliding is not None, "the step has no blocks of the sliding group"

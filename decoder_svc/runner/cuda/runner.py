@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
+from decoder_svc.runner.cuda.fused_stack_check import install_fused_stack
+from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
+from decoder_svc.runner.cuda.paged_backend import PagedBackend
 from decoder_svc.runner.graph_table import graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
 from decoder_svc.runner.worst_case import WorstCase
@@ -18,10 +19,6 @@ from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half
 
 logger = logging.getLogger(__name__)
-
-# Warm-up runs on a side stream before a function is recorded: libraries initialise themselves in their first call, and
-# that must not be recorded (CUDA semantics, "CUDA Graphs").
-_NUM_WARM_UPS = 2
 
 
 class GPUModelRunner(ModelRunnerBase):
@@ -31,6 +28,7 @@ class GPUModelRunner(ModelRunnerBase):
         self.device = torch.device("cuda", 0)
         self.properties = torch.cuda.get_device_properties(self.device)
         self.transfer = PinnedTransfer(self.device)
+        self._cannot_record = False
         self.tokenwise_graph_batch_sizes = graph_batch_sizes(self.config.max_num_seqs)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
@@ -52,6 +50,9 @@ class GPUModelRunner(ModelRunnerBase):
             num_processors=self.properties.multi_processor_count,
         )
         self.backend = cuda_attention(needs)
+        if isinstance(self.backend, PagedBackend):
+            spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
+            install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
 
     def profile_run(self, worst: WorstCase) -> int:
         """See ModelRunnerBase. PyTorch's allocator gives the step's peak, the driver gives the memory of graphs."""
@@ -75,27 +76,12 @@ class GPUModelRunner(ModelRunnerBase):
         return max(0, int(free) - int(peak) - graphs)
 
     def capture_model(self) -> None:
-        """Records CUDA graphs that share one memory pool."""
-        pool = torch.cuda.graph_pool_handle()
-
-        def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-            current, beside = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
-            beside.wait_stream(current)
-            with torch.cuda.stream(beside):
-                for _ in range(_NUM_WARM_UPS):
-                    function()
-            current.wait_stream(beside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                output = function()
-
-            def replay() -> Tensor:
-                graph.replay()
-                return output
-
-            return replay
-
-        self._capture_graphs(record)
+        """Records CUDA graphs that share one memory pool, unless an earlier recording failed."""
+        if self._cannot_record:
+            return
+        recorder = GraphRecorder(self.device)
+        self._capture_graphs(recorder.record)
+        self._cannot_record = recorder.has_failed
 
     def _graph_bytes(self) -> int:
         """Returns the bytes of the largest graph, recorded once; smaller graphs reuse its memory."""

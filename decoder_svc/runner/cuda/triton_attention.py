@@ -98,7 +98,8 @@ def _walk(
     return sums, total, largest
 
 
-@triton.jit
+# The width of block tables differs between steps. A variant for each divisor of it would be compiled while serving.
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend(
     query, keys, values, output, partial_sums, partial_stats,
     block_table, first_keys, query_starts, kv_lens, mutual_starts, mutual_stops,

@@ -39,6 +39,10 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped
         self._steps.append((func, args, kwargs or {}, output))
         return output
 
+    def note(self, kernel: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Records a kernel that is not one of PyTorch's operators and returns nothing."""
+        self._steps.append((kernel, args, kwargs, None))
+
     def play(self) -> None:
         """Runs all recorded operators again; results go to the same memory."""
         for func, args, kwargs, output in self._steps:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
+from decoder_svc.runner.graph_table import Decoded
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half
 from tests.decoder_svc.runner.operator_tape import OperatorTape
@@ -40,13 +40,13 @@ class RecordingRunner(ModelRunnerBase):
     def capture_model(self) -> None:
         self._capture_graphs(self._record)
 
-    def _record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _record(self, function: Callable[[], Decoded]) -> Callable[[], Decoded]:
         with OperatorTape() as tape:
             output = function()
-        self.recorded.append(len(output))
+        self.recorded.append(len(output.logits))
 
-        def replay() -> Tensor:
-            self.replayed.append(len(output))
+        def replay() -> Decoded:
+            self.replayed.append(len(output.logits))
             tape.play()
             return output
 

@@ -4,45 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from decoder_svc.runner.graph_table import DecodeInputs, GraphTable, PoolShape, StepShape, graph_batch_sizes
-from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
+from decoder_svc.runner.graph_table import Decoded, DecodeInputs, GraphTable, PoolShape, StepShape, graph_batch_sizes
+from decoder_svc.runner.host_transfer import HostTransfer
+from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
+from decoder_svc.scheduling.request import RequestId
 
-FULL, SLIDING = PoolShape(max_blocks=5, unread_block=30), PoolShape(max_blocks=3, unread_block=12)
+FULL, SLIDING = PoolShape(max_blocks=50, unread_block=300), PoolShape(max_blocks=30, unread_block=120)
 CPU = torch.device("cpu")
 SIZES = (1, 2, 4, 8)
 
 
-def shape(*, has_sliding_group: bool) -> StepShape:
-    return StepShape(6, torch.float32, 3, 4, FULL, SLIDING if has_sliding_group else None)
+def table_of(sizes: tuple[int, ...] = SIZES, *, has_sliding_group: bool = True) -> GraphTable:
+    shape = StepShape(3, 4, FULL, SLIDING if has_sliding_group else None)
+    return GraphTable(sizes, shape, HostTransfer(CPU))
 
 
-def step(num_tokens: int, width: int, seed: int, *, has_sliding_group: bool) -> DecodeInputs:
-    """Returns a step whose numbers differ from all padding."""
-    generator = torch.Generator().manual_seed(seed)
+def step(num_tokens: int, width: int, seed: int, *, has_sliding_group: bool) -> FlatInputs:
+    """Returns a step whose numbers differ from all padding. Few seeds share many entries of their block tables."""
+    draw = np.random.default_rng(seed)
 
-    def numbers(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.randint(2, 10, size, dtype=dtype, generator=generator)
+    def numbers(*size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        return draw.integers(2, 10, size)
 
-    def blocks() -> PagedBlocks:
-        return PagedBlocks(numbers(num_tokens, dtype=torch.int64), numbers(num_tokens, width), numbers(num_tokens))
+    def blocks() -> BlockInputs:
+        tables = [numbers(width if row == 0 else int(draw.integers(1, width + 1))) for row in range(num_tokens)]
+        return BlockInputs(numbers(num_tokens), tuple(tables), tuple(numbers(num_tokens).tolist()))
 
-    sliding = blocks() if has_sliding_group else None
-    starts = torch.arange(num_tokens + 1, dtype=torch.int32)
-    return DecodeInputs(
-        torch.randn(num_tokens, 6, generator=generator),
-        numbers(3, num_tokens, dtype=torch.int64),
-        PagedStep(blocks(), sliding, starts, numbers(num_tokens), None, 1, 9),
+    return FlatInputs(
+        token_ids=numbers(num_tokens),
+        positions=numbers(3, num_tokens),
+        full=blocks(),
+        sliding=blocks() if has_sliding_group else None,
+        query_lens=(1,) * num_tokens,
+        kv_lens=tuple(numbers(num_tokens).tolist()),
+        mutual_spans=((),) * num_tokens,
+        sampled_ids=tuple(RequestId(str(index)) for index in range(num_tokens)),
+        sampled_indexes=np.arange(num_tokens),
     )
 
 
-def at_once(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def at_once(function: Callable[[], Decoded]) -> Callable[[], Decoded]:
     return function
+
+
+def doubled(inputs: DecodeInputs) -> Decoded:
+    """Stands for a model's pass."""
+    for change in inputs.changes:
+        change.entries.index_copy_(0, change.places, change.blocks)
+    return Decoded(inputs.token_ids[:, None] * 2, inputs.token_ids * 3)
 
 
 def test_sizes_hold_every_batch_and_pad_by_less_than_eight() -> None:
@@ -57,65 +72,89 @@ def test_sizes_hold_every_batch_and_pad_by_less_than_eight() -> None:
 
 
 def test_the_largest_is_recorded_first() -> None:
-    table = GraphTable((4, 1, 8, 2), shape(has_sliding_group=False), CPU)
+    table = table_of((4, 1, 8, 2), has_sliding_group=False)
     seen: list[int] = []
 
-    def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        seen.append(len(function()))
+    def record(function: Callable[[], Decoded]) -> Callable[[], Decoded]:
+        seen.append(len(function().logits))
         return function
 
-    table.capture(lambda inputs: inputs.embeddings, record)
+    table.capture(doubled, record)
     assert seen == [8, 4, 2, 1]
     assert [table.size_for(number) for number in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, None]
 
 
 @given(
-    batches=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 3), st.integers(0, 99)), min_size=1, max_size=4),
+    batches=st.lists(
+        st.tuples(st.integers(1, 8), st.sampled_from((1, 3, 30)), st.integers(0, 3)), min_size=1, max_size=5
+    ),
     has_sliding_group=st.booleans(),
 )
 def test_a_graph_reads_the_step_and_padding_after_it_regardless_of_earlier_contents(
     batches: list[tuple[int, int, int]], has_sliding_group: bool
 ) -> None:
-    table = GraphTable(SIZES, shape(has_sliding_group=has_sliding_group), CPU)
+    table = table_of(has_sliding_group=has_sliding_group)
     for num_tokens, width, seed in batches:
         inputs = step(num_tokens, width, seed, has_sliding_group=has_sliding_group)
         size = next(size for size in SIZES if size >= num_tokens)
         filled = table.fill(inputs, size)
-        assert torch.equal(filled.embeddings[:num_tokens], inputs.embeddings)
-        assert torch.equal(filled.positions[:, :num_tokens], inputs.positions)
-        assert torch.equal(filled.step.kv_lens[:num_tokens], inputs.step.kv_lens)
-        assert filled.step.kv_lens[num_tokens:].tolist() == [1] * (size - num_tokens)
+        doubled(filled)
+        num_padding = size - num_tokens
+        assert filled.token_ids.tolist() == [*inputs.token_ids.tolist(), *[0] * num_padding]
+        assert filled.positions.tolist() == [[*axis, *[0] * num_padding] for axis in inputs.positions.tolist()]
+        assert filled.step.kv_lens.tolist() == [*inputs.kv_lens, *[1] * num_padding]
         assert filled.step.query_starts.tolist() == list(range(size + 1))
         for group, of_step, pool in (
-            (filled.step.full, inputs.step.full, FULL),
-            (filled.step.sliding, inputs.step.sliding, SLIDING),
+            (filled.step.full, inputs.full, FULL),
+            (filled.step.sliding, inputs.sliding, SLIDING),
         ):
             assert (group is None) == (of_step is None)
             if group is None or of_step is None:
                 continue
-            assert torch.equal(group.slot_mapping[:num_tokens], of_step.slot_mapping)
-            assert torch.equal(group.block_table[:num_tokens, :width], of_step.block_table)
-            assert torch.equal(group.first_keys[:num_tokens], of_step.first_keys)
             # Padding reads and writes only the block that nobody else reads.
-            assert set(group.slot_mapping[num_tokens:].tolist()) <= {pool.unread_block * 4}
-            assert set(group.block_table[num_tokens:].flatten().tolist()) <= {pool.unread_block}
-            assert set(group.first_keys[num_tokens:].tolist()) <= {0}
+            assert group.slot_mapping.tolist() == [
+                *of_step.slot_mapping.tolist(),
+                *[pool.unread_block * 4] * num_padding,
+            ]
+            assert group.first_keys.tolist() == [*of_step.first_tokens, *[0] * num_padding]
+            assert group.block_table.shape == (size, pool.max_blocks)
+            for row, blocks in zip(group.block_table.tolist(), of_step.block_tables, strict=False):
+                assert row[: len(blocks)] == blocks.tolist()
+            assert set(group.block_table[num_tokens:, 0].tolist()) <= {pool.unread_block}
+
+
+def test_a_step_brings_only_the_entries_of_block_tables_that_changed() -> None:
+    table = table_of(has_sliding_group=False)
+    inputs = step(3, 4, 0, has_sliding_group=False)
+    doubled(table.fill(inputs, 4))
+    (changes,) = table.fill(inputs, 4).changes
+    unread = len(changes.entries) - 1
+    assert set(changes.places.tolist()) == {unread}
+    inputs.full.block_tables[2][0] = 77
+    (changes,) = table.fill(inputs, 4).changes
+    assert [
+        (place, block)
+        for place, block in zip(changes.places.tolist(), changes.blocks.tolist(), strict=True)
+        if place != unread
+    ] == [(2 * FULL.max_blocks, 77)]
 
 
 def test_a_replay_gives_the_rows_of_the_step_alone() -> None:
-    table = GraphTable(SIZES, shape(has_sliding_group=True), CPU)
-    table.capture(lambda inputs: inputs.embeddings * 2, at_once)
+    table = table_of()
+    table.capture(doubled, at_once)
     inputs = step(3, 2, 0, has_sliding_group=True)
-    assert torch.equal(table.replay(inputs, 4), inputs.embeddings * 2)
+    decoded = table.replay(inputs, 4)
+    assert decoded.logits[:, 0].tolist() == [2 * each for each in inputs.token_ids]
+    assert decoded.likeliest.tolist() == [3 * each for each in inputs.token_ids]
 
 
 def test_memory_stays_where_it_was_recorded() -> None:
-    table = GraphTable(SIZES, shape(has_sliding_group=True), CPU)
-    addresses = {table.fill(step(3, 2, seed, has_sliding_group=True), 4).embeddings.data_ptr() for seed in range(3)}
-    assert len(addresses) == 1
+    table = table_of()
+    filled = [table.fill(step(3, 30, seed, has_sliding_group=True), 4) for seed in range(3)]
+    assert len({each.token_ids.data_ptr() for each in filled}) == 1
+    assert len({each.step.full.block_table.data_ptr() for each in filled}) == 1
 
 
 def test_a_step_wider_than_the_tables_is_refused() -> None:
-    table = GraphTable(SIZES, shape(has_sliding_group=False), CPU)
-    with pytest.raises(RuntimeError):
-        table.fill(step(2, 6, 0, has_sliding_group=False), 2)
+    with pytest.raises(ValueError, match="51 blocks"):
+        table_of(has_sliding_group=False).fill(step(2, 51, 0, has_sliding_group=False), 2)

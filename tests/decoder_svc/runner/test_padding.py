@@ -15,6 +15,7 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch, IntArray
 from decoder_svc.runner.padding import padded_inputs
+from decoder_svc.runner.step_metadata import PreparedInputs
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SlidingTable
@@ -135,7 +136,7 @@ def test_padding_writes_no_slot_of_a_block_that_a_request_may_have(
     monkeypatch.setattr(runner.batch, "flatten", noting)
     embed = runner._embed
 
-    def noting_tokens(inputs: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> object:
+    def noting_tokens(inputs: PreparedInputs, chunks: tuple[ScheduledChunk, ...]) -> object:
         num_run.append(len(inputs.token_ids))
         return embed(inputs, chunks)
 

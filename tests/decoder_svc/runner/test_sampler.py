@@ -2,30 +2,40 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from decoder_svc.runner.sampler import SampleRow, sample
+from decoder_svc.runner import sampler, sampling_batch
+from decoder_svc.runner.sampler import Sampler, SampleRow
+from decoder_svc.runner.sampling_state import SamplingState, TokenCounts, UniformDraws
+from decoder_svc.scheduling.request_output import TokenLogprobs
 from decoder_svc.scheduling.sampling_params import SamplingParams
+from tests.decoder_svc.runner import sampling_reference
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0])
 
 
 def row(params: SamplingParams, prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = ()) -> SampleRow:
-    return SampleRow(params, np.array(prompt + output, dtype=np.int64), len(prompt))
+    state = SamplingState(params.seed, len(prompt))
+    return SampleRow(params, np.array(prompt + output, dtype=np.int64), len(prompt), state)
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Samples one step with a new sampler."""
+    return Sampler(lambda host: host).sample(logits, rows)
 
 
 def draw(params: SamplingParams, num_draws: int = 3000, logits: torch.Tensor = LOGITS) -> dict[int, float]:
     """Returns the relative frequencies of sampled tokens over seeds."""
-    counts: collections.Counter[int] = collections.Counter()
-    for seed in range(num_draws):
-        seeded = SamplingParams(
-            temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p, seed=seed
-        )
-        counts[sample(logits[None], [row(seeded)])[0][0]] += 1
+    rows = [row(replace(params, seed=seed)) for seed in range(num_draws)]
+    counts = collections.Counter(sample(logits.expand(num_draws, -1), rows)[0])
     return {token: count / num_draws for token, count in counts.items()}
 
 
@@ -146,3 +156,123 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert [token for token, _ in logprobs[0].top[1:]] == [0, 1]
     assert all(math.isfinite(value) for _, value in logprobs[0].top)
     assert sample(LOGITS[None], [row(SamplingParams())])[1] == [None]
+
+
+VOCAB = 1000
+# Narrower than the vocabulary, so that draws fall beyond the sorted tokens.
+SORTED = 16
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.0, 0.3, 1.0, 3.0)),
+    top_p=st.sampled_from((1.0, 0.999, 0.9, 0.3)),
+    top_k=st.sampled_from((None, 1, 5, SORTED, 40, VOCAB)),
+    min_p=st.sampled_from((0.0, 0.001, 0.2)),
+    repetition_penalty=st.sampled_from((1.0, 1.3, 0.8)),
+    presence_penalty=st.sampled_from((0.0, 0.7)),
+    frequency_penalty=st.sampled_from((0.0, -0.4)),
+    logit_bias=st.sampled_from(((), ((3, 4.0), (7, -math.inf)))),
+    min_tokens=st.sampled_from((0, 2)),
+    stop_token_ids=st.sampled_from((frozenset[int](), frozenset({1, 2, 3}))),
+    seed=st.integers(0, 2**64 - 1),
+    logprobs=st.sampled_from((None, 0, 4)),
+)
+TOKENS = st.lists(st.integers(0, VOCAB + 20), min_size=1, max_size=12).map(tuple)
+
+
+@settings(deadline=None)
+@given(batch=st.lists(st.tuples(PARAMS, TOKENS, TOKENS), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
+@example([(SamplingParams(temperature=3.0, seed=seed), (0,), (1,)) for seed in range(6)], 0)
+@example([(SamplingParams(temperature=3.0, top_k=40, seed=seed), (0,), (1,)) for seed in range(6)], 0)
+def test_every_row_gets_the_references_token_in_any_batch(
+    batch: list[tuple[SamplingParams, tuple[int, ...], tuple[int, ...]]], seed: int
+) -> None:
+    logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+    rows = [row(*each) for each in batch]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling_batch, "SORTED_TOKENS", SORTED)
+        token_ids, logprobs = sample(logits, rows)
+        alone = [sample(logits[[index]], [each]) for index, each in enumerate(rows)]
+    assert alone == [([token_id], [logprob]) for token_id, logprob in zip(token_ids, logprobs, strict=True)]
+    for (params, prompt, output), row_logits, token_id in zip(batch, logits.double().numpy(), token_ids, strict=True):
+        adjusted = sampling_reference.adjusted(row_logits, params, list(prompt), list(output))
+        point = sampling_reference.uniform(params.seed or 0, len(output))
+        assert token_id in sampling_reference.possible_tokens(adjusted, params, point, 1e-5)
+
+
+def test_a_draw_beyond_the_sorted_tokens_is_repeated_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_batch, "SORTED_TOKENS", 2)
+    assert set(draw(SamplingParams(temperature=9.0))) == set(range(5))
+    assert set(draw(SamplingParams(temperature=9.0, top_k=4))) == {0, 1, 2, 3}
+    assert set(draw(SamplingParams(temperature=1.0, min_p=0.2))) == {0, 1, 2}
+
+
+def test_few_rows_sort_the_whole_vocabulary_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a batch of flat distributions would take gigabytes, and start-up would keep them free."""
+    monkeypatch.setattr(sampling_batch, "SORTED_TOKENS", 2)
+    shapes: list[tuple[int, ...]] = []
+    right = sampler.draw
+
+    def noted(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        shapes.append(tuple(logits.shape))
+        return right(logits, *arguments)
+
+    monkeypatch.setattr(sampler, "draw", noted)
+    flat = torch.zeros(11, 50)
+    for top_k in (None, 20):
+        shapes.clear()
+        sample(flat, [row(SamplingParams(temperature=1.0, top_k=top_k, seed=seed)) for seed in range(11)])
+        whole = shapes[1:] if top_k is None else shapes
+        assert max(whole) == (4, 50)
+        assert sum(length for length, _ in whole) >= 8
+
+
+def test_parameters_are_copied_again_only_if_the_batch_changes() -> None:
+    copied: list[torch.Tensor] = []
+
+    def move(host: torch.Tensor) -> torch.Tensor:
+        copied.append(host)
+        return host
+
+    made = Sampler(move)
+    rows = [row(SamplingParams(temperature=1.0, top_p=0.9, min_tokens=1, stop_token_ids=frozenset({1}), seed=1))] * 2
+    made.sample(LOGITS.expand(2, -1), rows)
+    num_staged = len(copied)
+    copied.clear()
+    made.sample(LOGITS.expand(2, -1), rows)
+    assert len(copied) == 1, "the random numbers alone"
+    for changed in ([rows[0]], [rows[0], replace(rows[1], params=replace(rows[1].params, top_p=0.2))]):
+        copied.clear()
+        made.sample(LOGITS.expand(len(changed), -1), changed)
+        assert len(copied) == num_staged
+    copied.clear()
+    longer = [replace(each, token_ids=np.array([0, 2])) for each in changed]
+    made.sample(LOGITS.expand(2, -1), longer)
+    assert len(copied) == num_staged - 1, "stop ids are allowed now"
+
+
+def test_the_numbers_of_a_seed_do_not_depend_on_the_order_in_which_they_are_asked_for() -> None:
+    for seed in (0, 2**64 - 1):
+        draws = UniformDraws(seed)
+        for index in (0, 1, 2, 40, 39, 5, 200, 64, 63):
+            assert draws[index] == sampling_reference.uniform(seed, index)
+
+
+@given(prompt=TOKENS, output=st.lists(st.integers(0, 5), max_size=9), cuts=st.sets(st.integers(0, 9)))
+def test_counts_grow_with_the_sequence(prompt: tuple[int, ...], output: list[int], cuts: set[int]) -> None:
+    counts = TokenCounts(len(prompt))
+    for stop in sorted({*(min(cut, len(output)) for cut in cuts), len(output)}):
+        ids, occurrences = counts.update(np.array([*prompt, *output[:stop]]))
+        expected = collections.Counter(output[:stop])
+        assert sorted(ids.tolist()) == sorted({*prompt, *output[:stop]})
+        assert dict(zip(ids.tolist(), occurrences.tolist(), strict=True)) == {
+            each: expected[each] for each in ids.tolist()
+        }
+
+
+def test_dropped_drafts_are_not_counted() -> None:
+    params = SamplingParams(frequency_penalty=0.6)
+    known = row(params, output=(0,))
+    draft = replace(known, token_ids=np.array([0, 0, 0]), num_drafts=1)
+    logits = torch.tensor([[2.0, 1.0, 0.4]])
+    assert sample(logits.expand(2, -1), [known, draft])[0] == [0, 1]
+    assert sample(logits, [known])[0] == [0]

@@ -17,9 +17,11 @@ from decoder_svc.prompt.family import load_family
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
+from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from lookonce.embedding_meta import RowDtype
 from lookonce.errors import ConfigurationError
+from lookonce.families.base import Mask
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
 from tests.decoder_svc.decoders import running_decoder
@@ -219,3 +221,22 @@ async def test_a_pool_without_room_refuses_to_start(folder: pathlib.Path) -> Non
     with pytest.raises(ConfigurationError, match="no room for 2 blocks"):
         async with running_decoder(folder, **sizes):
             pass
+
+
+def test_tokens_that_see_later_ones_are_part_of_the_step() -> None:
+    """Their kernels are compiled at start-up, and the memory of their masks is measured."""
+    worst = replace(worst_case(num_tokens=64, num_requests=2, context_tokens=100, num_images=3), rows_per_image=30)
+    assert worst_case_step(worst, BLOCK_SIZE).admitted[0].mutual_spans == ()
+    (prompt,) = worst_case_step(worst, BLOCK_SIZE, mask=Mask.PROMPT).admitted[0].mutual_spans
+    assert prompt == Span(0, 100)
+    # The third image begins inside the context and ends after it.
+    of_images = worst_case_step(worst, BLOCK_SIZE, mask=Mask.IMAGE).admitted[0].mutual_spans
+    assert of_images == (Span(37, 30), Span(67, 30), Span(97, 3))
+
+
+def test_the_heaviest_step_of_a_runner_has_the_mask_of_its_family(tmp_path: pathlib.Path) -> None:
+    gemma3.build(tmp_path / "gemma3")
+    runner = load(tmp_path / "gemma3")
+    runner.profile_run(worst_case(num_tokens=64, num_requests=2, context_tokens=100, num_images=1))
+    (longest, _) = next(step for step in WatchedRunner.steps if step.admitted).admitted
+    assert longest.mutual_spans

@@ -1,4 +1,4 @@
-"""Compiles our Triton kernel for a GPU that need not be present, in all variants that models and steps lead to.
+"""Compiles our Triton kernels for a GPU that need not be present, in all variants that models and steps lead to.
 
 `python -m tests.decoder_svc.runner.cuda.compiled_triton CAPABILITY…` prints the largest amount of shared memory that a
 variant takes, in bytes.
@@ -7,13 +7,14 @@ variant takes, in bytes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decoder_svc.runner.cuda import triton_attention
+from decoder_svc.runner.cuda import triton_attention, triton_layers
 from decoder_svc.runner.cuda.triton_attention import tile_sizes
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
@@ -31,8 +32,10 @@ def main() -> None:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        compiled = triton.compile(_join_source(), target=GPUTarget("cuda", capability, 32))
-        assert "cubin" in compiled.asm
+        for source in (_join_source(), *_layer_sources()):
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            assert "cubin" in compiled.asm
+            most = max(most, compiled.metadata.shared)
         print(most)
 
 
@@ -69,6 +72,23 @@ def _join_source() -> Any:
     types |= dict.fromkeys(("output_token_stride", "output_head_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
     return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+
+
+def _layer_sources() -> Iterator[Any]:
+    """Yields the kernels between matrix products, for a Qwen3 with 4096 elements."""
+    norm = {"SIZE": 4096, "PADDED_SIZE": 4096}
+    for has_delta in (False, True):
+        yield _source(triton_layers._add_norm, norm | {"HAS_DELTA": has_delta})
+    heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 40, "PADDED_HALF": 64}
+    for has_norms in (False, True):
+        yield _source(triton_layers._rotate_write, heads | {"HAS_NORMS": has_norms}, slots="*i64")
+    yield _source(triton_layers._gated, {"SIZE": 12_288, "NUM_COLUMNS": 1024})
+
+
+def _source(kernel: Any, constants: dict[str, int], **types: str) -> Any:
+    signature = dict.fromkeys(kernel.arg_names, "*bf16") | {"epsilon": "fp32"} | types
+    signature |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(fn=kernel, signature={name: signature[name] for name in kernel.arg_names}, constexprs=constants)
 
 
 if __name__ == "__main__":

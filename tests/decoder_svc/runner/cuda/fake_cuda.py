@@ -1,4 +1,7 @@
-"""A fake of the parts of `torch.cuda` that our runner calls: streams that do nothing, graphs that repeat operators."""
+"""A fake of the parts of `torch.cuda` that our runner calls: streams that do nothing, graphs that repeat operators.
+
+Tensors are those of the simulated device, which computes on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 
-from decoder_svc.runner.cuda.runner import GPUModelRunner
-from decoder_svc.runner.host_transfer import PinnedTransfer
+from tests.decoder_svc.runner.cuda import simulated_device
+from tests.decoder_svc.runner.cuda.simulated_device import SimulatedDevice, SimulatedKernel
 from tests.decoder_svc.runner.operator_tape import OperatorTape
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
 
@@ -50,15 +54,6 @@ class FakeStream:
         self.num_waits += 1
 
 
-class FakeGPURunner(GPUModelRunner):
-    """The CUDA runner with its tensors on the CPU."""
-
-    def _cache_device_properties(self) -> None:
-        super()._cache_device_properties()
-        self.device = torch.device("cpu")
-        self.transfer = PinnedTransfer(self.device)
-
-
 class FakeTriton(TensorBackend):
     """Replaces the kernel where Triton does not run."""
 
@@ -69,24 +64,88 @@ class FakeTriton(TensorBackend):
         self.num_processors = num_processors
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Installs the fake for one test; returns a list that collects the memory pools of recorded graphs."""
-    pools: list[object] = []
+@dataclass(frozen=True, slots=True)
+class FakeCuda:
+    """The fake of one test."""
+
+    device: SimulatedDevice
+    # Memory pools of recorded graphs, in order.
+    pools: list[object]
+
+
+@contextlib.contextmanager
+def installed(*kernel_modules: types.ModuleType) -> Iterator[FakeCuda]:
+    """Replaces CUDA inside the block.
+
+    `kernel_modules` have Triton kernels, which then run in Triton's interpreter. Without them, attention is computed by
+    operators of PyTorch.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        device = simulated_device.activate(monkeypatch)
+        pools = _install(monkeypatch, device)
+        for module in kernel_modules:
+            for name, function in list(vars(module).items()):
+                if type(function).__name__ == "InterpretedFunction":
+                    monkeypatch.setattr(module, name, SimulatedKernel(function, device))
+        if not kernel_modules:
+            without_triton = types.SimpleNamespace(TritonBackend=FakeTriton)
+            monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.triton_attention", without_triton)
+            # None makes the import fail, as without Triton.
+            monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.fused_stack", None)
+        with device:
+            yield FakeCuda(device, pools)
+
+
+class FakeAllocator:
+    """The allocator's part in recordings: it is redirected to a graph's pool until the recording ends."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        # Pools of all recordings, of those that did not end, and of those that failed.
+        self.pools: list[object] = []
+        self._redirected: list[object] = []
+        self._spoilt: list[object] = []
+
+    @contextlib.contextmanager
+    def graph(self, recorded: FakeGraph, pool: object) -> Iterator[None]:
+        """Leaves its stream and the redirection behind if the recording fails, like PyTorch 2.11."""
+        assert pool not in self._spoilt, "the pool of a failed recording is used again"
+        self.pools.append(pool)
+        recorded.tape = OperatorTape()
+        self._redirected.append(pool)
+        outer, FakeStream.current = FakeStream.current, FakeStream()
+        try:
+            with self._device.recording(recorded.tape):
+                yield
+        except BaseException:
+            self._spoilt.append(pool)
+            raise
+        FakeGraph.alive.add(recorded)
+        FakeStream.current = outer
+        self._redirected.remove(pool)
+
+    def end_redirection(self, _device: int, pool: object) -> None:
+        """Ends what a failed recording left. Raises RuntimeError if there is nothing to end."""
+        if pool not in self._redirected:
+            raise RuntimeError("not currently recording to this pool")
+        self._redirected.remove(pool)
+
+    def empty_cache(self) -> None:
+        """Fails while the allocator is redirected."""
+        assert not self._redirected, "the allocator is still redirected to a pool"
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[object]:
+    allocator = FakeAllocator(device)
     FakeStream.current = FakeStream.steps = FakeStream()
 
     @contextlib.contextmanager
     def inside(stream: FakeStream) -> Iterator[None]:
         outer, FakeStream.current = FakeStream.current, stream
-        yield
-        FakeStream.current = outer
-
-    @contextlib.contextmanager
-    def graph(recorded: FakeGraph, pool: object) -> Iterator[None]:
-        pools.append(pool)
-        recorded.tape = OperatorTape()
-        FakeGraph.alive.add(recorded)
-        with recorded.tape:
+        try:
             yield
+        finally:
+            FakeStream.current = outer
 
     def free() -> tuple[int, int]:
         """Returns less free memory while graphs exist."""
@@ -97,21 +156,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         "CUDAGraph": FakeGraph,
         "Stream": FakeStream,
         "current_stream": lambda _device=None: FakeStream.current,
-        "empty_cache": lambda: None,
+        "empty_cache": allocator.empty_cache,
+        "get_sync_debug_mode": lambda: 2 if device.refuses_waiting else 0,
         "get_device_properties": lambda _device: properties,
-        "graph": graph,
+        "graph": allocator.graph,
         "graph_pool_handle": object,
         "max_memory_allocated": lambda _device: PEAK_BYTES,
         "mem_get_info": lambda _device: free(),
         "memory_allocated": lambda _device: ALLOCATED_BYTES,
         "reset_peak_memory_stats": lambda _device: None,
+        "set_sync_debug_mode": device.set_sync_debug_mode,
         "stream": inside,
         "synchronize": lambda _device: None,
     }
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end_redirection, raising=False)
     for name, replacement in replaced.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: stream.recorded.add(self.data_ptr()))
-    module = types.SimpleNamespace(TritonBackend=FakeTriton)
-    monkeypatch.setitem(sys.modules, "decoder_svc.runner.cuda.triton_attention", module)
-    return pools
+    return allocator.pools

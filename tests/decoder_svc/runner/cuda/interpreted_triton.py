@@ -1,16 +1,28 @@
-"""Our Triton kernel in Triton's interpreter, which runs it on the CPU, one program after the other."""
+"""Our Triton kernels in Triton's interpreter, which runs them on the CPU, one program after the other."""
 
 from __future__ import annotations
 
 import os
+import pathlib
+import sys
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed; it comes with PyTorch for CUDA")
+# The folder into which `make venv` installs Triton, apart from the packages that services import.
+TRITON_FOLDER = pathlib.Path(sys.prefix) / "triton"
+
+if sys.platform != "linux":
+    pytest.skip("there is no Triton for this system", allow_module_level=True)
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU, so kernels are compiled for it: `make bench-gpu` tests them", allow_module_level=True)
+if find_spec("triton") is None:
+    # A missing package fails: a skipped test would go unnoticed.
+    assert TRITON_FOLDER.is_dir(), f"Triton is not in {TRITON_FOLDER}; `make venv` installs it"
+    sys.path.append(str(TRITON_FOLDER))
 
-from decoder_svc.runner.cuda.triton_attention import TritonBackend, num_key_splits, tile_sizes
+from decoder_svc.runner.cuda import fused_stack, triton_attention, triton_layers  # noqa: E402  # Triton must be found first
+from decoder_svc.runner.cuda.triton_attention import TritonBackend, num_key_splits, tile_sizes  # noqa: E402
 
 # Numbers of multiprocessors: so few that keys are not divided, and so many that they are.
 FEW, MANY = 1, 132
@@ -21,4 +33,15 @@ def interpreted(num_processors: int = FEW) -> TritonBackend:
     return TritonBackend(num_processors)
 
 
-__all__ = ["FEW", "MANY", "interpreted", "num_key_splits", "tile_sizes"]
+__all__ = [
+    "FEW",
+    "MANY",
+    "TRITON_FOLDER",
+    "TritonBackend",
+    "fused_stack",
+    "interpreted",
+    "num_key_splits",
+    "tile_sizes",
+    "triton_attention",
+    "triton_layers",
+]

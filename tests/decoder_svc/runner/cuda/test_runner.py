@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
+from decoder_svc.rows.fetched_rows import FetchedRows
+from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.runner.worst_case import WorstCase
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from lookonce.embedding_meta import RowDtype
 from tests import tiny_models
 from tests.decoder_svc.runner.cuda.fake_cuda import (
@@ -17,11 +22,12 @@ from tests.decoder_svc.runner.cuda.fake_cuda import (
     GRAPH_BYTES,
     NUM_PROCESSORS,
     PEAK_BYTES,
-    FakeGPURunner,
+    FakeCuda,
     FakeStream,
     FakeTriton,
-    install,
+    installed,
 )
+from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, Event
 from tests.parity import offline
 
 WORST = WorstCase(64, 4, 300, 2, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32)
@@ -34,15 +40,21 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
 
 
 @pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    return install(monkeypatch)
+def cuda() -> Iterator[FakeCuda]:
+    with installed() as cuda:
+        yield cuda
 
 
 @pytest.fixture
-def model(reference: offline.OfflineModel, pools: list[object]) -> Iterator[offline.OfflineModel]:
+def pools(cuda: FakeCuda) -> list[object]:
+    return cuda.pools
+
+
+@pytest.fixture
+def model(reference: offline.OfflineModel, cuda: FakeCuda) -> Iterator[offline.OfflineModel]:
     num_threads = torch.get_num_threads()
     runner = reference.runner
-    made = FakeGPURunner(replace(runner.config, max_num_seqs=5), runner.family)
+    made = GPUModelRunner(replace(runner.config, max_num_seqs=5), runner.family)
     yield replace(reference, runner=made)
     torch.set_num_threads(num_threads)
 
@@ -114,3 +126,119 @@ def test_memory_of_rows_is_not_reused_before_steps_have_read_them(model: offline
     kept = [values for parts in model.runner.row_cache._parts.values() for values in parts.values()]
     assert kept
     assert {values.data_ptr() for values in kept} <= FakeStream.steps.recorded
+
+
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, frequency_penalty=0.2, seed=3, max_tokens=6, logprobs=2)
+
+
+def events_of_steps(
+    model: offline.OfflineModel, cuda: FakeCuda, params: SamplingParams | None
+) -> list[tuple[SchedulerOutput, list[Event]]]:
+    """Answers all questions; returns each step with its copies and the operators that the host waited for."""
+    session = offline.Session(model, max_num_batched_tokens=23)
+    model.runner.capture_model()
+    execute, found = model.runner.execute_model, []
+
+    def noted(step: SchedulerOutput) -> list[SampledToken]:
+        with cuda.device.noting() as events:
+            tokens = execute(step)
+        found.append((step, events))
+        return tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.runner, "execute_model", noted)
+        session.ask([question.prompt for question in model.questions], params=params)
+    return found
+
+
+@pytest.mark.parametrize("params", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("use_graphs", [True, False])
+def test_a_step_waits_for_the_device_only_for_its_tokens(
+    model: offline.OfflineModel, cuda: FakeCuda, params: SamplingParams | None, use_graphs: bool
+) -> None:
+    """Prompts with images included: no copy from pageable memory, no index on the host, no value read early."""
+    model.runner.config = replace(model.runner.config, use_graphs=use_graphs)
+    steps = events_of_steps(model, cuda, params)
+    assert (model.runner.graphs is not None) == use_graphs
+    assert any(item.num_rows for step, _ in steps for request in step.admitted for item in request.images)
+    num_steady = 0 if params is None else 4
+    before: list[RequestId] = []
+    for step, events in steps:
+        kinds = [event.kind for event in events]
+        assert [event for event in events if event.kind not in (PINNED, RESULT)] == []
+        is_sampled = any(chunk.samples for chunk in step.chunks)
+        assert kinds.count(RESULT) == (0 if not is_sampled else 1 if params is None else 2)
+        names = [chunk.request_id for chunk in step.chunks]
+        is_decode = {chunk.num_tokens for chunk in step.chunks} == {1}
+        if is_decode and names == before and params is None:
+            assert kinds.count(PINNED) == 1, "all numbers of a step in one copy"
+            num_steady += 1
+        before = names if is_decode else []
+    assert num_steady > 3
+
+
+def test_rows_are_copied_without_waiting(model: offline.OfflineModel, cuda: FakeCuda) -> None:
+    put = model.runner.put_rows
+    kinds: set[str] = set()
+
+    def noted(fetched: FetchedRows) -> None:
+        with cuda.device.noting() as events:
+            put(fetched)
+        kinds.update(event.kind for event in events)
+
+    session = offline.Session(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.runner, "put_rows", noted)
+        session.ask([question.prompt for question in model.questions])
+    assert kinds == {PINNED}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda logits: logits * torch.ones(1, 1, 1).to(logits.device, non_blocking=True),
+        lambda logits: logits * (logits.sum().item() < 1e9),
+        lambda logits: logits[logits > -1e9].view(logits.shape),
+        lambda logits: logits[:, list(range(logits.shape[1]))],
+        lambda logits: logits.cpu().pin_memory().to(logits.device, non_blocking=True),
+        lambda logits: logits[:, logits.sum((0, 2)).nonzero()[:, 0]],
+    ],
+    ids=["pageable copy", "item", "boolean index", "list index", "copy to the host", "nonzero"],
+)
+def test_a_model_that_waits_for_the_device_is_found_in_steps_and_not_recorded(
+    model: offline.OfflineModel,
+    cuda: FakeCuda,
+    wrong: Callable[[torch.Tensor], torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = model.runner.get_model().lm_head
+    right = head.forward
+    monkeypatch.setattr(head, "forward", lambda hidden: wrong(right(hidden)))
+    steps = events_of_steps(model, cuda, None)
+    assert model.runner.graphs is None
+    assert cuda.pools == [], "found before a recording began"
+    sampling = [events for step, events in steps if any(chunk.samples for chunk in step.chunks)]
+    assert sampling
+    for events in sampling:
+        kinds = [event.kind for event in events]
+        assert {*kinds} - {PINNED, RESULT} or kinds.count(RESULT) > 1
+
+
+def test_after_a_failed_recording_nothing_uses_its_pool(
+    model: offline.OfflineModel, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy from page-locked memory makes nobody wait, so only the recording refuses it."""
+    head = model.runner.get_model().lm_head
+    right, one = head.forward, torch.ones(1).pin_memory()
+    monkeypatch.setattr(head, "forward", lambda hidden: right(hidden) * one.to(hidden.device, non_blocking=True))
+    free = model.runner.profile_run(WORST)
+    assert free == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES), "no memory is kept for graphs"
+    assert len(cuda.pools) == 1
+    assert FakeStream.current is FakeStream.steps
+    session = offline.Session(model)
+    model.runner.capture_model()
+    assert model.runner.graphs is None
+    assert len(cuda.pools) == 1, "no further recording begins"
+    question = model.questions[0]
+    assert session.ask([question.prompt]).token_ids == [question.expected]
+    torch.cuda.empty_cache()

@@ -1,0 +1,174 @@
+"""Triton kernels of a Llama-like layer between its matrix products: norm, rotation with writing of keys, activation.
+
+Each rounds to the element type where transformers' modules do, so that results agree to the last few bits.
+
+Importing this module needs Triton. It runs on CUDA, and anywhere in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+# Arguments of kernels have no Python types.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a program of the activation.
+_ACTIVATED = 1024
+
+
+@triton.jit
+def _add_norm(
+    hidden, delta, weight, summed, normed, epsilon,
+    SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, HAS_DELTA: tl.constexpr,
+):  # fmt: skip
+    """Adds two rows and computes the RMS norm of the sum. Grid: tokens."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    columns = tl.arange(0, PADDED_SIZE)
+    is_column = columns < SIZE
+    dtype = normed.dtype.element_ty
+    values = tl.load(hidden + row + columns, mask=is_column, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        values += tl.load(delta + row + columns, mask=is_column, other=0.0).to(tl.float32)
+        rounded = values.to(dtype)
+        tl.store(summed + row + columns, rounded, mask=is_column)
+        values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + epsilon)
+    scaled = (values * scale).to(dtype).to(tl.float32)
+    result = scaled * tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(normed + row + columns, result.to(dtype), mask=is_column)
+
+
+@triton.jit
+def _head_norm(first, second, weight, columns, is_column, epsilon, HALF: tl.constexpr):
+    """Returns the RMS norm of one head, given in halves."""
+    dtype = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + epsilon)
+    first_weight = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    second_weight = tl.load(weight + HALF + columns, mask=is_column, other=0.0).to(tl.float32)
+    first = (first * scale).to(dtype).to(tl.float32) * first_weight
+    second = (second * scale).to(dtype).to(tl.float32) * second_weight
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def _turned(one, other, cosine, sine, SIGN: tl.constexpr):
+    """Returns one · cosine + SIGN · other · sine."""
+    dtype = one.dtype
+    along = (one.to(tl.float32) * cosine.to(tl.float32)).to(dtype).to(tl.float32)
+    across = (SIGN * other.to(tl.float32) * sine.to(tl.float32)).to(dtype).to(tl.float32)
+    return (along + across).to(dtype)
+
+
+@triton.jit
+def _rotate_write(
+    merged, cosines, sines, slots, query_norm, key_norm, query, keys, values, epsilon,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED_HALF: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """Rotates queries and keys; writes keys and values to the pools. Grid: tokens, heads of all three."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    head_dim: tl.constexpr = 2 * HALF
+    columns = tl.arange(0, PADDED_HALF)
+    is_column = columns < HALF
+    source = merged + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * head_dim + columns
+    first = tl.load(source, mask=is_column, other=0.0)
+    second = tl.load(source + HALF, mask=is_column, other=0.0)
+    slot = tl.load(slots + token) * NUM_KV_HEADS
+    if head >= NUM_HEADS + NUM_KV_HEADS:
+        target = values + (slot + head - NUM_HEADS - NUM_KV_HEADS) * head_dim + columns
+    else:
+        if head >= NUM_HEADS:
+            target = keys + (slot + head - NUM_HEADS) * head_dim + columns
+            if HAS_NORMS:
+                first, second = _head_norm(first, second, key_norm, columns, is_column, epsilon, HALF)
+        else:
+            target = query + (token * NUM_HEADS + head) * head_dim + columns
+            if HAS_NORMS:
+                first, second = _head_norm(first, second, query_norm, columns, is_column, epsilon, HALF)
+        angles = token * head_dim + columns
+        turned = _turned(
+            first, second, tl.load(cosines + angles, mask=is_column, other=0.0),
+            tl.load(sines + angles, mask=is_column, other=0.0), -1,
+        )  # fmt: skip
+        second = _turned(
+            second, first, tl.load(cosines + HALF + angles, mask=is_column, other=0.0),
+            tl.load(sines + HALF + angles, mask=is_column, other=0.0), 1,
+        )  # fmt: skip
+        first = turned
+    tl.store(target, first, mask=is_column)
+    tl.store(target + HALF, second, mask=is_column)
+
+
+@triton.jit
+def _gated(merged, output, SIZE: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    """Computes SiLU(gate) · up of one row, [gate, up]. Grid: tokens, parts of a row."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
+    is_column = columns < SIZE
+    dtype = output.dtype.element_ty
+    gate = tl.load(merged + token * 2 * SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(merged + token * 2 * SIZE + SIZE + columns, mask=is_column, other=0.0).to(tl.float32)
+    # exp(-|x|) cannot overflow: SiLU(x) = x / (1 + exp(-x)) = x · exp(x) / (1 + exp(x)).
+    power = tl.exp(-tl.abs(gate))
+    active = gate * tl.where(gate < 0, power, 1.0) / (1 + power)
+    tl.store(output + token * SIZE + columns, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=is_column)
+
+
+def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Returns the sum of two contiguous tensors `[num_tokens, size]`, and its RMS norm."""
+    num_tokens, size = hidden.shape
+    normed = torch.empty_like(hidden)
+    summed = hidden if delta is None else torch.empty_like(hidden)
+    if num_tokens:
+        _add_norm[(num_tokens,)](
+            hidden, hidden if delta is None else delta, weight, summed, normed, epsilon,
+            SIZE=size, PADDED_SIZE=triton.next_power_of_2(size), HAS_DELTA=delta is not None,
+        )  # fmt: skip
+    return summed, normed
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of the heads of queries and keys."""
+
+    # [head_dim] each.
+    query: Tensor
+    key: Tensor
+    epsilon: float
+
+
+def rotate_write(
+    merged: Tensor, angles: tuple[Tensor, Tensor], slots: Tensor, pools: tuple[Tensor, Tensor], norms: HeadNorms | None
+) -> Tensor:
+    """Writes rotated keys, and values, to their slots in the pools; returns rotated queries `[num_tokens, heads, dim]`.
+
+    `merged` are queries, keys and values of all heads, `[num_tokens, (heads + 2 · key heads) · dim]`. `angles` are
+    cosines and sines, `[num_tokens, dim]` each. All tensors are contiguous.
+    """
+    keys, values = pools
+    num_kv_heads, head_dim = keys.shape[2:]
+    num_tokens = len(merged)
+    num_heads = merged.shape[1] // head_dim - 2 * num_kv_heads
+    query = torch.empty(num_tokens, num_heads, head_dim, dtype=merged.dtype, device=merged.device)
+    _rotate_write[(num_tokens, num_heads + 2 * num_kv_heads)](
+        merged, *angles, slots, merged if norms is None else norms.query, merged if norms is None else norms.key,
+        query, keys, values, 0.0 if norms is None else norms.epsilon,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+        PADDED_HALF=triton.next_power_of_2(head_dim // 2), HAS_NORMS=norms is not None,
+    )  # fmt: skip
+    return query
+
+
+def gated(merged: Tensor) -> Tensor:
+    """Returns SiLU(gate) · up of a contiguous tensor `[num_tokens, 2 · size]`, gates first."""
+    num_tokens, size = len(merged), merged.shape[1] // 2
+    output = torch.empty(num_tokens, size, dtype=merged.dtype, device=merged.device)
+    _gated[(num_tokens, triton.cdiv(size, _ACTIVATED))](merged, output, SIZE=size, NUM_COLUMNS=_ACTIVATED)
+    return output

@@ -1,0 +1,36 @@
+"""The CUDA runner on the simulated device, with every kind of family: nothing mixes host and device."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoder_svc.runner.cuda.runner import GPUModelRunner
+from tests.decoder_svc.runner.cuda.fake_cuda import installed
+from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT
+from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
+
+
+# Three position axes; feature levels; a window and mutual spans; prompts that see themselves and soft-capped scores.
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "gemma3", "paligemma2"])
+def test_answers_are_the_references_and_steps_do_not_wait(name: str, tmp_path: pathlib.Path) -> None:
+    num_threads = torch.get_num_threads()
+    family = families.build(FAMILIES[name], tmp_path / name).offline
+    questions = family.questions[:3]
+    spans = [span.length for question in questions for span in question.prompt.mutual_spans]
+    with installed() as cuda:
+        runner = GPUModelRunner(replace(family.runner.config, max_num_seqs=4), family.runner.family)
+        session = offline.Session(replace(family, runner=runner), max_num_batched_tokens=max([23, *spans]))
+        runner.capture_model()
+        assert runner.graphs is not None
+        with cuda.device.noting() as events:
+            answers = session.ask([question.prompt for question in questions])
+    torch.set_num_threads(num_threads)
+    assert answers.token_ids == [question.expected for question in questions]
+    waiting = {event.operator for event in events if event.kind not in (PINNED, RESULT)}
+    # transformers' modules select tokens of images by a mask. A fused stack does not.
+    assert waiting == ({"aten.index.Tensor", "aten.index_put_.default"} if name == "qwen3_vl" else set())

@@ -1,0 +1,82 @@
+"""The kernels between matrix products, run by Triton's interpreter, against transformers' modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from tests.decoder_svc.runner.cuda.interpreted_triton import triton_layers
+
+DTYPES = [torch.float32, torch.float16]
+# One unit in the last place of float16; a few of float32, which sums in another order.
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 1e-3}
+
+
+def noise(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    tolerance = TOLERANCES[wanted.dtype]
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def norm_of(size: int, dtype: torch.dtype) -> Qwen3RMSNorm:
+    norm = Qwen3RMSNorm(size, eps=1e-5).to(dtype)
+    norm.weight.data = 1 + noise(size, dtype=dtype, seed=9) / 4
+    return norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 576])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_a_norm_of_a_sum(dtype: torch.dtype, size: int, has_delta: bool) -> None:
+    hidden = noise(3, size, dtype=dtype)
+    delta = noise(3, size, dtype=dtype, seed=1) if has_delta else None
+    norm = norm_of(size, dtype)
+    before = hidden.clone()
+    summed, normed = triton_layers.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+    expected = hidden if delta is None else hidden + delta
+    assert torch.equal(summed, expected)
+    assert torch.equal(hidden, before)
+    close(normed, norm(expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 80), (7, 1, 6)])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotated_heads_and_what_is_written(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, has_norms: bool
+) -> None:
+    num_tokens, block_size = 5, 4
+    merged = noise(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = noise(num_tokens, head_dim, dtype=torch.float32, seed=2)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    pools = tuple(torch.full((3, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(2))
+    slots = torch.tensor([7, 0, 11, 3, 4])
+    query_norm, key_norm = norm_of(head_dim, dtype), norm_of(head_dim, dtype)
+    key_norm.weight.data = key_norm.weight.data.flip(0)
+    norms = triton_layers.HeadNorms(query_norm.weight, key_norm.weight, 1e-5) if has_norms else None
+    found = triton_layers.rotate_write(merged, (cosines, sines), slots, (pools[0], pools[1]), norms)
+
+    heads = merged.view(num_tokens, -1, head_dim)
+    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if has_norms:
+        query, key = query_norm(query), key_norm(key)
+    query, key = apply_rotary_pos_emb(query[None], key[None], cosines[None], sines[None], unsqueeze_dim=2)
+    close(found, query[0])
+    close(pools[0].flatten(0, 1)[slots], key[0])
+    assert torch.equal(pools[1].flatten(0, 1)[slots], value)
+    others = [slot for slot in range(3 * block_size) if slot not in slots.tolist()]
+    assert all(pool.flatten(0, 1)[others].isnan().all() for pool in pools)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [8, 1500])
+def test_a_gated_activation(dtype: torch.dtype, size: int) -> None:
+    merged = noise(3, 2 * size, dtype=dtype) * 4
+    merged[0, 0], merged[1, 1] = 200.0, -200.0
+    gate, up = merged.split(size, dim=1)
+    close(triton_layers.gated(merged), torch.nn.functional.silu(gate) * up)
