@@ -53,7 +53,7 @@ def _of_services(settings: CliSettings, missing: Sequence[str]) -> list[Finding]
     if others:
         findings.append(Finding("other packages", False, f"not installed: {', '.join(others)}; {INSTALL_HINT}"))
     tensor_work = _torch()
-    devices = _devices() if tensor_work.is_fine else []
+    devices = [_kernels(), *_devices()] if tensor_work.is_fine else []
     features = ", ".join(_cpu_features()) or "none of those that affect speed"
     return [*findings, _heic(), tensor_work, *devices, Finding("CPU features", True, features), _redis(settings)]
 
@@ -104,6 +104,15 @@ def _devices() -> list[Finding]:
         for state in states
     ]
     return [*found, *(Finding("device plug-in", False, refusal) for refusal in devices.refusals)]
+
+
+def _kernels() -> Finding:
+    from lookonce.model.kernels.native_level import native_level
+
+    try:
+        return Finding("CPU kernels", True, f"those of the level {native_level().name}")
+    except LookonceError as error:
+        return Finding("CPU kernels", False, str(error))
 
 
 def _cpu_features() -> list[str]:

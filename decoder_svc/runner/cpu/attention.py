@@ -16,6 +16,7 @@ from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KV
 from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
 from decoder_svc.runner.cpu.pool_memory import pool_zeros
+from lookonce.model.kernels.native_level import native_level
 from lookonce.model.kernels.native_library import NativeLibrary, NativeLibraryError, load_library
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ def cpu_attention(dtype: torch.dtype, head_dim: int, block_size: int, num_thread
     reason = unsupported_reason(dtype, head_dim, block_size)
     if reason is None:
         try:
-            return NativeBackend(load_library(SOURCES), num_threads)
+            backend = NativeBackend(load_library(SOURCES), num_threads)
+            logger.info("attention backend native, with kernels of the level %s", native_level().name)
+            return backend
         except NativeLibraryError as error:
             reason = str(error)
     logger.warning("attention backend sdpa, slower than the native kernel: %s", reason)

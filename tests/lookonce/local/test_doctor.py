@@ -16,6 +16,7 @@ from lookonce.local.doctor import examine
 from lookonce.local.finding import Finding
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.serve_extra import SERVE_MODULES
+from lookonce.model.kernels.native_level import processor_levels
 from tests.device_plugins import plant_plugin
 
 
@@ -49,6 +50,17 @@ def test_a_record_that_others_may_write_is_a_fault(settings: CliSettings) -> Non
     finding = _examined(settings)["running stack"]
     assert not finding.is_fine
     assert "only this user" in finding.detail
+
+
+def test_the_level_of_the_kernels_is_reported_and_an_unknown_one_is_a_fault(
+    settings: CliSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels = [level.name for level in processor_levels()]
+    assert _examined(settings)["CPU kernels"] == Finding("CPU kernels", True, f"those of the level {levels[-1]}")
+    monkeypatch.setenv("LOOKONCE_NATIVE_LEVEL", "avx3")
+    finding = _examined(settings)["CPU kernels"]
+    assert not finding.is_fine
+    assert finding.detail == f"LOOKONCE_NATIVE_LEVEL is 'avx3'; this processor has {', '.join(levels)}"
 
 
 def test_a_configured_redis_is_asked(settings: CliSettings, monkeypatch: pytest.MonkeyPatch) -> None:
