@@ -71,7 +71,7 @@ def test_over_the_limit_nothing_is_free(tmp_path: pathlib.Path, own: pathlib.Pat
 
 
 def test_the_peak_includes_memory_released_before_the_end() -> None:
-    # What earlier tests left must not be released in the meantime.
+    # Memory of earlier tests must not be released in the meantime.
     gc.collect()
     with measured_peak() as peak:
         taken = bytearray(b"\1") * (200 * MIB)
