@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -31,6 +30,12 @@ async def started(turns: CallTurns, caller: str, *, is_working: bool = True) -> 
     has_waited = await turns.may_start(caller)
     async with turns.in_progress(caller, has_waited=has_waited, is_working=is_working):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _long_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer than the interval for the first calls of a burst."""
+    monkeypatch.setattr(call_turns, "_INTERVAL_S", 60.0)
 
 
 class Starts:
@@ -115,11 +120,7 @@ async def test_a_call_that_comes_later_overtakes_a_burst() -> None:
 @pytest.mark.parametrize(
     ("other", "leaves_time"), [("a call that works", True), ("a call that watches", False), ("no call", False)]
 )
-async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(
-    other: str, leaves_time: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A busy machine may take longer for the first calls.
-    monkeypatch.setattr(call_turns, "_INTERVAL_S", 60.0)
+async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(other: str, leaves_time: bool) -> None:
     turns = CallTurns()
     num_passes, passes_at_starts = 0, []
 
@@ -149,8 +150,9 @@ async def test_a_burst_leaves_time_to_calls_of_other_connections_that_work(
     await asyncio.gather(*(call_of_a_burst() for _ in range(100)))
     counting.cancel()
     between = [later - earlier for earlier, later in itertools.pairwise(passes_at_starts[FREE:])]
-    # The event loop makes thousands of empty passes in the time of a call; on a busy machine it gets few of the pauses.
-    assert (statistics.mean(between) > 10) == leaves_time
+    # The event loop makes thousands of empty passes in the time of a call. A busy machine gets some of the pauses only,
+    # and the beginning of a burst is one pause in any case.
+    assert (sum(num > 10 for num in between) > 8) == leaves_time
 
 
 async def test_after_dropped_calls_a_connection_waits_for_its_turn_until_it_drops_no_more(
