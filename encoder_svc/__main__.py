@@ -8,6 +8,7 @@ from lookonce import tracing
 from lookonce.errors import ConfigurationError
 from lookonce.local.serve_extra import require_serve_packages
 from lookonce.model.kernels.openmp import set_openmp_spin_count
+from lookonce.model.lean_transformers import import_lean_transformers
 from lookonce.model.model_folder import ModelFolder
 from lookonce.server.settings import TracingVariables, exit_with, parse_settings
 from lookonce.tenants import load_tenants
@@ -44,6 +45,7 @@ async def serve(arguments: list[str]) -> None:
     set_openmp_spin_count()
     # Imported here, because these take seconds.
     with long_lived_objects():
+        import_lean_transformers()
         import torch
         import transformers
 

@@ -175,6 +175,9 @@ def _model(name: str) -> list[Finding]:
     size_mb = sum(path.stat().st_size for path in folder.weight_files) / 1e6
     found = Finding("model", True, f"{folder.architecture}, {size_mb:.0f} MB of weights in {folder.path}")
     try:
+        from lookonce.model.lean_transformers import import_lean_transformers
+
+        import_lean_transformers()
         from lookonce.local.doctor_model import examine_folder
     except (ImportError, OSError) as error:
         return [found, Finding("loading", False, f"the model cannot be checked: {error}; {INSTALL_HINT}")]

@@ -13,6 +13,9 @@ import sys
 def main(arguments: list[str]) -> None:
     """Prints the fingerprints of the folder that `arguments` name."""
     # Imported here, after the garbage collector has been switched off: torch and transformers make a million objects.
+    from lookonce.model.lean_transformers import import_lean_transformers
+
+    import_lean_transformers()
     from lookonce.embedding_meta import RowDtype
     from lookonce.model.family_model import FamilyModel
     from lookonce.model.folder_fingerprint import folder_fingerprint

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from lookonce.errors import ModelFolderError
+from lookonce.model.empty_weights import without_meta_device
 from lookonce.model.rust_panics import RustPanicError, call_rust
 
 _PROBLEMS = ("missing", "unexpected", "mismatched")
@@ -70,7 +71,14 @@ def half_class(base: Any, half: Half) -> Any:
         prefixes = {("model." if parent is self.model else "") + name for parent, name in dropped}
         self._keys_to_ignore_on_load_unexpected = ignored | {rf"^{re.escape(prefix)}\." for prefix in prefixes}
 
-    attributes: dict[str, Any] = {"__init__": __init__, "__module__": base.__module__}
+    def get_init_context(_: Any, *arguments: Any, **keywords: Any) -> list[Any]:
+        return without_meta_device(base.get_init_context(*arguments, **keywords))
+
+    attributes: dict[str, Any] = {
+        "__init__": __init__,
+        "__module__": base.__module__,
+        "get_init_context": classmethod(get_init_context),
+    }
     if half is Half.VISION:
         attributes["_tied_weights_keys"] = None
     return type(base.__name__, (base,), attributes)

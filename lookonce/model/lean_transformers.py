@@ -1,0 +1,70 @@
+"""Imports transformers without PyTorch's compiler and its distributed tensors.
+
+Importing transformers' model code also imports `torch._dynamo`, for one class and a few decorators, and
+`torch.distributed.tensor`, for models spread over several devices. The services use neither: nothing here is compiled
+by `torch.compile`, and a model runs on one device. ADR 21 has the reasons and the measurements.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+_COMPILER = "torch._dynamo"
+
+
+def import_lean_transformers() -> None:
+    """Imports transformers' model code. Call it once, before anything else imports transformers.
+
+    The compiler itself is not changed: whatever asks for it later imports it. A process that has already imported
+    transformers is left as it is.
+    """
+    if "transformers" in sys.modules:
+        return
+    import torch
+
+    stand_in = sys.modules.setdefault(_COMPILER, _CompilerStandIn())
+    try:
+        # transformers supports a torch without distributed tensors. It asks once, and remembers the answer.
+        with mock.patch.object(torch.distributed, "is_available", return_value=False):
+            import transformers.generation.utils
+            import transformers.modeling_utils
+            import transformers.utils
+
+            transformers.utils.is_torch_distributed_available()
+    finally:
+        if isinstance(stand_in, _CompilerStandIn):
+            del sys.modules[_COMPILER]
+            vars(torch).pop(_COMPILER.rpartition(".")[2], None)
+
+
+class _CompilerStandIn(types.ModuleType):
+    """Stands for `torch._dynamo` while modules are imported that use its decorators, or one of its submodules."""
+
+    def __init__(self) -> None:
+        super().__init__(_COMPILER)
+        spec = importlib.util.find_spec(_COMPILER)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ImportError(f"{_COMPILER} is not installed")
+        self.__spec__ = spec
+        self.__path__ = list(spec.submodule_search_locations)
+
+    # These decorators only tell the compiler how to treat a function.
+    @staticmethod
+    def allow_in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function unchanged, since nothing compiles it."""
+        return function
+
+    @staticmethod
+    def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function unchanged, since nothing compiles it."""
+        return function
+
+    @staticmethod
+    def disable(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+        """Returns the function, or, called with options only, a decorator that returns its function."""
+        return function if function is not None else _CompilerStandIn.disable

@@ -1,0 +1,64 @@
+"""Services import transformers without PyTorch's compiler; whoever needs the compiler still gets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from lookonce.client import Client
+from lookonce.images import ImageRef
+from lookonce.local.local_stack import LocalStack
+from tests.e2e.pictures import fresh
+
+# Packages of the compiler and of distributed tensors, with the library that they use for symbolic sizes.
+HEAVY = ("torch._dynamo.variables", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+
+
+def output_of(program: str) -> str:
+    """Runs a program in a process that has not imported torch, and returns its output. Fails if it does."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_running_service_has_not_imported_the_compiler(stack: LocalStack) -> None:
+    with Client.connect(stack.decoder_targets[0]) as client:
+        client.generate("What is it?", images=[ImageRef.from_bytes(fresh(1)[0].data)])
+    for process in (stack.encoders[0], stack.decoders[0]):
+        imported = {line.rpartition("|")[2].strip() for line in process.log_path.read_text().splitlines()}
+        assert "transformers.modeling_utils" in imported
+        assert imported.isdisjoint(HEAVY), process.name
+
+
+def test_the_compiler_works_when_somebody_uses_it() -> None:
+    found = output_of(
+        """
+        from lookonce.model.lean_transformers import import_lean_transformers
+        import_lean_transformers()
+        import torch
+        print(torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.zeros(2)).tolist())
+        print(torch._dynamo.utils.counters["stats"]["calls_captured"])
+        print(torch.distributed.is_available())
+        """
+    )
+    assert found.split("\n")[:3] == ["[1.0, 1.0]", "1", "True"]
+
+
+def test_masks_that_need_the_compiler_s_class_are_those_of_a_plain_import() -> None:
+    program = """
+        {lean}
+        import torch
+        from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask
+        rows = torch.tensor([[0, 0, 1, 1, 2]])
+        same = lambda batch, head, query, key: rows[batch, query] == rows[batch, key]
+        mask = sdpa_mask(
+            batch_size=1, q_length=5, kv_length=5, mask_function=and_masks(causal_mask_function, same), use_vmap=True,
+            allow_is_causal_skip=False,
+        )
+        print(mask.int().tolist())
+    """
+    lean = "from lookonce.model.lean_transformers import import_lean_transformers; import_lean_transformers()"
+    assert output_of(program.format(lean=lean)) == output_of(program.format(lean="")) != ""
