@@ -74,9 +74,10 @@ def record(name: str, started_s: float, ended_s: float, **attributes: Value) -> 
     """Records a child of the current span that has already ended. Both times are readings of the monotonic clock."""
     if not _is_in_trace():
         return
-    started_ns, ended_ns = _clock_ns(started_s), _clock_ns(ended_s)
+    # The clocks are compared once: a pause between two comparisons would change the span's length.
+    started_ns = _clock_ns(started_s)
     made = _tracer().start_span(name, attributes=_prefixed(attributes), start_time=started_ns)
-    made.end(max(started_ns, ended_ns))
+    made.end(started_ns + max(0, int((ended_s - started_s) * 1e9)))
 
 
 def serving(

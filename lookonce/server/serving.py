@@ -212,13 +212,13 @@ class GrpcService:
         await self._health.enter_graceful_shutdown()
         await asyncio.sleep(delay_s)
         self._turns.end()
-        await self._calls.refuse_new()
+        left_s = await self._calls.refuse_new(timeout_s)
         _log.info("refusing new calls", calls=self._calls.num_delaying)
         # Sends GOAWAY to connected clients, before the refused ones may try again. Calls in flight continue.
-        closing = asyncio.create_task(server.stop(timeout_s + _FLUSH_S))
+        closing = asyncio.create_task(server.stop(left_s + _FLUSH_S))
         await asyncio.sleep(0)
         self._calls.answer_refused()
-        await self._calls.finished(timeout_s)
+        await self._calls.finished(left_s)
         num_expelled = self._calls.expel_all()
         await closing
         for side_server in self._side_servers:

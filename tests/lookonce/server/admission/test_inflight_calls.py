@@ -76,7 +76,7 @@ async def test_new_calls_are_refused_while_admitted_ones_continue() -> None:
     calls = InflightCalls()
     admitted = Handler(calls)
     await started(admitted)
-    await calls.refuse_new()
+    await calls.refuse_new(0.0)
     calls.answer_refused()
     late = Handler(calls)
     with pytest.raises(UnavailableError, match="shutting down"):
@@ -88,7 +88,7 @@ async def test_new_calls_are_refused_while_admitted_ones_continue() -> None:
 
 async def test_refusals_are_held_back_until_all_calls_have_been_handed_over() -> None:
     calls = InflightCalls()
-    settling = asyncio.create_task(calls.refuse_new())
+    settling = asyncio.create_task(calls.refuse_new(0.0))
     late = []
     for _ in range(4):
         await asyncio.sleep(0.02)
@@ -108,7 +108,7 @@ def keep_event_loop_busy() -> None:
 async def test_calls_that_are_handed_over_in_slow_passes_of_the_event_loop_are_awaited() -> None:
     """One long pass was taken for a silence, and gRPC then cancelled up to 955 of a burst of 1000 calls."""
     calls = InflightCalls()
-    settling = asyncio.create_task(calls.refuse_new())
+    settling = asyncio.create_task(calls.refuse_new(0.0))
     late = []
     for _ in range(4):
         for _ in range(5):
@@ -129,7 +129,7 @@ async def test_clients_that_get_no_processor_for_a_while_are_awaited(sign: str) 
     if sign == "a call in progress":
         Handler(calls)
         await asyncio.sleep(0)
-    settling = asyncio.create_task(calls.refuse_new())
+    settling = asyncio.create_task(calls.refuse_new(0.0))
     await asyncio.sleep(0)
     late = [Handler(calls)] if sign == "a refused call" else []
     for _ in range(2):
@@ -145,13 +145,31 @@ async def test_clients_that_get_no_processor_for_a_while_are_awaited(sign: str) 
 
 
 async def test_callers_who_never_pause_do_not_keep_a_drain_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight_calls, "_MAX_SETTLE_S", 0.2)
+    monkeypatch.setattr(inflight_calls, "_SETTLE_S", 0.2)
     calls = InflightCalls()
-    settling = asyncio.create_task(calls.refuse_new())
+    settling = asyncio.create_task(calls.refuse_new(0.0))
     late = []
     while not settling.done():
         late.append(Handler(calls))
         await asyncio.sleep(0.001)
+    calls.answer_refused()
+    results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
+    assert {type(result) for result in results} == {UnavailableError}
+
+
+async def test_a_long_hand_over_takes_its_time_from_that_of_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflight_calls, "_SETTLE_S", 0.1)
+    calls = InflightCalls()
+    begun_s = time.monotonic()
+    settling = asyncio.create_task(calls.refuse_new(1.2))
+    late = []
+    while not settling.done():
+        late.append(Handler(calls))
+        await asyncio.sleep(0.001)
+    took_s = time.monotonic() - begun_s
+    # A third of the time limit.
+    assert took_s >= 0.4
+    assert 1.2 - (took_s - 0.1) <= await settling <= 1.2 - 0.3
     calls.answer_refused()
     results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
     assert {type(result) for result in results} == {UnavailableError}
