@@ -20,9 +20,9 @@ from benchmarks.gpu_peers import continuous_batching_s, matrix_peak, memory_band
 from benchmarks.gpu_steps import Run, StepDriver, largest_difference
 from decoder_svc.prompt.family import load_family
 from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
+from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.base import ModelRunnerBase, RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.runner.cuda.attention_trial import AttentionTrial
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from encoder_svc.settings import EncoderSettings

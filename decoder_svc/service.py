@@ -39,6 +39,7 @@ from lookonce.logs import get_logger
 from lookonce.media.image_header import ImageLimits
 from lookonce.model.folder_fingerprint import folder_fingerprint
 from lookonce.model.generation_defaults import GenerationDefaults, load_defaults
+from lookonce.model.kernels.kernel_report import report_kernels
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.admission.authentication import parse_token
@@ -207,6 +208,7 @@ async def open_service(
         stack.push_async_callback(engine.stop)
         _listen_for_forgotten(settings, engine, stack)
         metrics = DecoderMetrics(registry)
+        report_kernels(registry)
         metrics.watch(engine.load, engine.counters, engine.attention_backend, engine.weight_bytes)
         threads = _open_threads(stack, _NUM_PROMPT_THREADS, "prompt")
         image_threads = _open_threads(stack, _NUM_IMAGE_THREADS, "image")

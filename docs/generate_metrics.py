@@ -18,6 +18,7 @@ from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from docs.marked_page import replace_between
 from encoder_svc.metrics import EncoderMetrics
+from lookonce.model.kernels.kernel_report import KernelCollector
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.interceptors import CallMetrics
 from lookonce.server.metrics import ServingMetrics
@@ -81,6 +82,7 @@ def service_metrics(service: Service) -> list[MetricRow]:
     store = EmbeddingStore("unix:///nowhere", budget_s=0.1, ttl_s=1, max_entry_bytes=4096)
     try:
         registry.register(StoreCollector(store, service))
+        registry.register(KernelCollector())
         return [row for collector in registry.collectors for row in _rows(collector)]
     finally:
         store.close()

@@ -34,6 +34,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderServiceServicer_to_server,
 )
 from lookonce.media.image_header import ImageLimits
+from lookonce.model.kernels.kernel_report import report_kernels
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.encoder_health import health_name
 from lookonce.server.serving import ServiceEntry
@@ -59,6 +60,7 @@ async def open_pipeline(
     """
     metrics = EncoderMetrics(registry)
     metrics.weight_bytes.set(model.weight_bytes)
+    report_kernels(registry)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
     async with AsyncExitStack() as stack:
         local = LocalCache(settings.local_cache_bytes)

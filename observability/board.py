@@ -81,6 +81,20 @@ def mean(name: str) -> str:
     return ratio(rate(f"{name}_sum"), rate(f"{name}_count"))
 
 
+# Both services have it.
+KERNELS = Graph(
+    "CPU kernels",
+    "Speed of the implementation in use over PyTorch's, in the trial at start-up; no data on other devices.",
+    "none",
+    (
+        Query(
+            total("lookonce_kernel_speed_ratio", "instance, operation, implementation"),
+            "{{instance}} {{operation}}, {{implementation}}",
+        ),
+    ),
+)
+
+
 def calls_section() -> tuple[str, tuple[Graph, ...]]:
     """Returns the section on calls and processes, which both services have."""
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from observability.board import Board, Graph, Query, calls_section, quantiles, rate, ratio, total
+from observability.board import KERNELS, Board, Graph, Query, calls_section, quantiles, rate, ratio, total
 
 DECODER = Board(
     "lookonce-decoder",
@@ -107,6 +107,7 @@ DECODER = Board(
                     "bytes",
                     (Query(total("lookonce_decoder_weight_bytes"), "{{instance}}"),),
                 ),
+                KERNELS,
             ),
         ),
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from observability.board import Board, Graph, Query, calls_section, mean, quantiles, rate, total
+from observability.board import KERNELS, Board, Graph, Query, calls_section, mean, quantiles, rate, total
 
 ENCODER = Board(
     "lookonce-encoder",
@@ -88,6 +88,7 @@ ENCODER = Board(
                     "bytes",
                     (Query(total("lookonce_encoder_weight_bytes"), "{{instance}}"),),
                 ),
+                KERNELS,
             ),
         ),
         calls_section(),

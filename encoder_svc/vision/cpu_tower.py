@@ -1,8 +1,8 @@
 """Makes a loaded vision half faster on CPUs; its output stays the same up to rounding. Knows modules by structure.
 
-Linear layers are packed (lookonce/model/kernels/packed_linear.py), an activation between two of them is fused into the
-first, attention is native (dense_attention.py), and layers after the last used feature layer are skipped. Compute the
-fingerprint before: it covers the weights as read.
+Linear layers are those of the kernel that is fastest here (lookonce/model/kernels/linear_trial.py), an activation
+between two of them is fused into the first, attention is native (dense_attention.py), and layers after the last used
+feature layer are skipped. Compute the fingerprint before: it covers the weights as read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from encoder_svc.vision.dense_attention import use_dense_attention
 from lookonce.logs import get_logger
 from lookonce.model.half_model import detach_from_file
-from lookonce.model.kernels.packed_linear import Activation, pack_linears, packed, unpackable_reason
+from lookonce.model.kernels.activation import Activation
+from lookonce.model.kernels.linear_layers import LayerMaker, replace_linears
+from lookonce.model.kernels.linear_trial import choose_image_linear, layer_maker
 
 # Activations are recognised by their values at these points, blocks are compared on this many random rows.
 _PROBE_END = 8.0
@@ -30,11 +32,18 @@ _log = get_logger(__name__)
 def make_fast(model: Any) -> None:
     """Changes the vision half in place, and logs each change or the reason against it."""
     num_skipped = skip_unused_layers(model)
-    num_fused = 0
-    if unpackable_reason(model.dtype, model.device) is None:
-        num_fused = sum(fuse_activation(block) for block in list(model.modules()))
-    _log.info("vision half is made fast", num_fused_activations=num_fused, num_skipped_layers=num_skipped)
-    if pack_linears(model):
+    make = layer_maker(choose_image_linear(model.dtype))
+    num_fused, num_replaced = 0, 0
+    if make is not None:
+        num_fused = sum(fuse_activation(block, make) for block in list(model.modules()))
+        num_replaced = replace_linears(model, make)
+    _log.info(
+        "vision half is made fast",
+        num_fused_activations=num_fused,
+        num_replaced_linears=num_replaced,
+        num_skipped_layers=num_skipped,
+    )
+    if num_fused or num_replaced:
         detach_from_file(model)
     use_dense_attention(model)
 
@@ -64,8 +73,8 @@ def skip_unused_layers(model: Any) -> int:
     return len(unused)
 
 
-def fuse_activation(block: torch.nn.Module) -> bool:
-    """Fuses the activation of a block linear → activation → linear into a packed first layer.
+def fuse_activation(block: torch.nn.Module, make: LayerMaker) -> bool:
+    """Fuses the activation of a block linear → activation → linear into a first layer made by `make`.
 
     Returns whether the block had this form and its output stayed the same.
     """
@@ -79,7 +88,7 @@ def fuse_activation(block: torch.nn.Module) -> bool:
         return False
     for name in linears:
         first = children[name]
-        if (layer := packed(first, activation)) is None:
+        if (layer := make(first, activation)) is None:
             continue
         rows = torch.randn(_NUM_ROWS, first.in_features, generator=torch.Generator().manual_seed(0))
         rows = rows.to(first.weight.dtype)

@@ -8,6 +8,7 @@ groups of query heads) goes to SDPA. Time of SDPA ÷ native for 576 tokens, 12 h
 from __future__ import annotations
 
 import ctypes
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookonce.logs import get_logger
+from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
 from lookonce.model.kernels.native_library import NativeLibraryError, load_library
 
 NAME = "lookonce_dense"
@@ -30,6 +32,8 @@ _UNKNOWN_ARGUMENTS = ("position_bias", "cache", "softcap", "sliding_window", "s_
 # difference, relative to the norm of the output.
 _CHECKED_SHAPES = ((2, 3, 45, 64), (1, 2, 33, 72), (1, 1, 1, 80))
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+# The shape for which both are timed.
+_TIMED_SHAPE = (1, 12, 576, 64)
 
 _log = get_logger(__name__)
 
@@ -112,6 +116,8 @@ def _register(dtype: torch.dtype) -> str | None:
         return str(error)
     if not native.agrees_with_sdpa(dtype):
         return "the native library gives other values than PyTorch"
+    if _choice(native, dtype).implementation != NATIVE:
+        return "PyTorch's is faster here"
 
     def forward(
         module: torch.nn.Module,
@@ -135,6 +141,20 @@ def _register(dtype: torch.dtype) -> str | None:
     transformers.AttentionInterface.register(NAME, forward)
     transformers.AttentionMaskInterface.register(NAME, sdpa_mask)
     return None
+
+
+def _choice(native: DenseAttention, dtype: torch.dtype) -> KernelChoice:
+    """Returns the faster of both for an image of usual size."""
+    size = (*_TIMED_SHAPE[:1], *_TIMED_SHAPE[2:0:-1], 3, _TIMED_SHAPE[3])
+    parts = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype).unbind(3)
+    queries, keys, values = (part.transpose(1, 2) for part in parts)
+    candidates: dict[str, Callable[[], Candidate]] = {
+        NATIVE: lambda: functools.partial(native.attend, queries, keys, values, scale=0.1),
+        PYTORCH: lambda: functools.partial(
+            torch.nn.functional.scaled_dot_product_attention, queries, keys, values, scale=0.1
+        ),
+    }
+    return choose_kernel(f"attention of images {str(dtype).removeprefix('torch.')}", SOURCES, candidates)
 
 
 def _is_plain(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:

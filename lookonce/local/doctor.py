@@ -53,7 +53,7 @@ def _of_services(settings: CliSettings, missing: Sequence[str]) -> list[Finding]
     if others:
         findings.append(Finding("other packages", False, f"not installed: {', '.join(others)}; {INSTALL_HINT}"))
     tensor_work = _torch()
-    devices = [_kernels(), *_devices()] if tensor_work.is_fine else []
+    devices = [*_kernels(), *_devices()] if tensor_work.is_fine else []
     features = ", ".join(_cpu_features()) or "none of those that affect speed"
     return [*findings, _heic(), tensor_work, *devices, Finding("CPU features", True, features), _redis(settings)]
 
@@ -106,13 +106,26 @@ def _devices() -> list[Finding]:
     return [*found, *(Finding("device plug-in", False, refusal) for refusal in devices.refusals)]
 
 
-def _kernels() -> Finding:
+def _kernels() -> list[Finding]:
+    """Returns the level of the kernels, and what services use for linear layers. Times them if no service has."""
+    import torch
+
+    from lookonce.model.kernels.linear_trial import choose_image_linear, choose_step_linear
     from lookonce.model.kernels.native_level import native_level
 
     try:
-        return Finding("CPU kernels", True, f"those of the level {native_level().name}")
+        level = Finding("CPU kernels", True, f"those of the level {native_level().name}")
     except LookonceError as error:
-        return Finding("CPU kernels", False, str(error))
+        return [Finding("CPU kernels", False, str(error))]
+    choosers = (choose_step_linear, choose_image_linear)
+    choices = [choose(dtype) for choose in choosers for dtype in (torch.float32, torch.bfloat16)]
+    return [
+        level,
+        *(
+            Finding(choice.operation, True, f"{choice.implementation}, {choice.speed_ratio:.2f} × PyTorch's speed")
+            for choice in choices
+        ),
+    ]
 
 
 def _cpu_features() -> list[str]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import ctypes
 import logging
 import pathlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from decoder_svc.runner.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, LayerOptions, SdpaBackend
+from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
 from decoder_svc.runner.cpu.pool_memory import pool_zeros
+from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
 from lookonce.model.kernels.native_level import native_level
 from lookonce.model.kernels.native_library import NativeLibrary, NativeLibraryError, load_library
 
@@ -34,12 +37,26 @@ def cpu_attention(dtype: torch.dtype, head_dim: int, block_size: int, num_thread
     if reason is None:
         try:
             backend = NativeBackend(load_library(SOURCES), num_threads)
-            logger.info("attention backend native, with kernels of the level %s", native_level().name)
-            return backend
+            if _choice(dtype).implementation == NATIVE:
+                logger.info("attention backend native, with kernels of the level %s", native_level().name)
+                return backend
+            reason = "PyTorch's is faster here"
         except NativeLibraryError as error:
             reason = str(error)
-    logger.warning("attention backend sdpa, slower than the native kernel: %s", reason)
+    logger.warning("attention backend sdpa instead of the native kernel: %s", reason)
     return HostSdpaBackend()
+
+
+def _choice(dtype: torch.dtype) -> KernelChoice:
+    """Returns the faster of both for a batch that decodes and a prompt, with heads of a usual shape."""
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=4, head_dim=64, dtype=dtype, block_size=16)
+    chunks = [(512, 1)] * 8 + [(0, 256)]
+    trial = AttentionTrial(spec, 8, chunks, torch.device("cpu"))
+    candidates: dict[str, Callable[[], Candidate]] = {
+        NATIVE: lambda: trial.prepared(NativeBackend(load_library(SOURCES), 1), has_contents=False),
+        PYTORCH: lambda: trial.prepared(HostSdpaBackend(), has_contents=False),
+    }
+    return choose_kernel(f"attention {DTYPE_NAMES[dtype]}", SOURCES, candidates)
 
 
 def unsupported_reason(dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

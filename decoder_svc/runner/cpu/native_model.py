@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -18,7 +19,8 @@ from decoder_svc.runner.cpu.stack_check import (
     relative_difference,
 )
 from lookonce.model.half_model import detach_from_file, text_child
-from lookonce.model.kernels.native_linear import NativeLinear, packable, packed, replace_linears
+from lookonce.model.kernels.linear_layers import replace_linears
+from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packable, packed
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ def install_kernels(model: Any, backend: NativeBackend, spec: KVCacheSpec, num_p
     if stack is not None:
         setattr(model.model, name, stack)
     else:
-        num_replaced = replace_linears(getattr(model.model, name), backend.num_threads)
+        make = functools.partial(native_linear, num_threads=backend.num_threads)
+        num_replaced = replace_linears(getattr(model.model, name), make)
         logger.info("language model: transformers' modules, %d linear layers replaced by our kernel", num_replaced)
     head = model.lm_head
     if type(head) is torch.nn.Linear and packable(head.weight):

@@ -17,6 +17,8 @@ from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
+from lookonce.model.kernels.kernel_trial import NATIVE
+from lookonce.model.kernels.linear_trial import choose_step_linear
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ class CPUModelRunner(ModelRunnerBase):
         self.model = load_text_half(self.config.folder, self.config.dtype, PAGED_ATTENTION)
         num_threads = torch.get_num_threads()
         self.backend = cpu_attention(self.model.dtype, self.head_dim, self.config.block_size, num_threads)
-        if isinstance(self.backend, NativeBackend):
+        linear = choose_step_linear(self.model.dtype)
+        if isinstance(self.backend, NativeBackend) and linear.implementation == NATIVE:
             spec, num_axes = self.get_kv_cache_spec(), self.family.num_position_axes
             self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from decoder_svc.runner.attention import AttentionBackend, KVCacheSpec, SdpaBackend
+from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.cuda import flash_attention
-from decoder_svc.runner.cuda.attention_trial import AttentionTrial
 from decoder_svc.runner.cuda.flash_attention import FlashBackend, load_flash_functions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
 

@@ -63,13 +63,10 @@ def library_of_level(sources: pathlib.Path, level: NativeLevel) -> NativeLibrary
         raise NativeLibraryError("there is no C++ compiler (g++, c++ or the one that CXX names)")
     flags = (*_FLAGS, *level.flags)
     try:
-        path = cache_folder() / f"lookonce-{_fingerprint(compiler, flags, sources)}.so"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(path.parent)
+        path = trusted_cache_folder() / f"lookonce-{_fingerprint(compiler, flags, sources)}.so"
         if not path.exists() or not _can_be_loaded(path):
             _compile(compiler, flags, sources, path)
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        # RuntimeError: a user without a home folder.
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeLibraryError(f"the native library could not be compiled: {error}") from error
     try:
         return NativeLibrary(ctypes.CDLL(str(path)))
@@ -92,11 +89,31 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(base) / "lookonce" if base else pathlib.Path.home() / ".cache/lookonce"
 
 
+def trusted_cache_folder() -> pathlib.Path:
+    """Returns the folder of compiled libraries, and makes it. Raises OSError, or NativeLibraryError if it is not safe.
+
+    It is safe if only this user can write to it.
+    """
+    try:
+        folder = cache_folder()
+    except RuntimeError as error:
+        raise NativeLibraryError(f"the user has no home folder: {error}") from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    return folder
+
+
+def sources_hash(sources: pathlib.Path) -> str:
+    """Returns a hash of the C++ files of a folder and of the headers that all kernels share."""
+    files = [path.read_bytes() for path in [*sorted(_HEADERS.iterdir()), *sorted(sources.iterdir())]]
+    return hashlib.sha256(b"".join(hashlib.sha256(file).digest() for file in files)).hexdigest()
+
+
 def _fingerprint(compiler: str, flags: tuple[str, ...], sources: pathlib.Path) -> str:
     """Returns a hash of everything that determines the compiled library."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=10).stdout
     parts = [compiler.encode(), version, " ".join(flags).encode(), platform.machine().encode()]
-    parts += [path.read_bytes() for path in [*sorted(_HEADERS.iterdir()), *sorted(sources.iterdir())]]
+    parts.append(sources_hash(sources).encode())
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 

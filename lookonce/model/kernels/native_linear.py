@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import pathlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lookonce.model.kernels.activation import Activation
+from lookonce.model.kernels.linear_layers import agrees_with_plain
 from lookonce.model.kernels.native_library import load_library
 
 SOURCES = pathlib.Path(__file__).with_name("native")
@@ -68,14 +69,21 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeights:
 
 
 class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Computes `inputs @ weight.T + bias` for inputs `[..., inputs]` of the weights' type."""
+    """Computes `activation(inputs @ weight.T + bias)` for inputs `[..., inputs]` of the weights' type."""
 
-    def __init__(self, weights: PackedWeights, num_threads: int, output_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        weights: PackedWeights,
+        num_threads: int,
+        output_dtype: torch.dtype | None = None,
+        activation: Activation = Activation.NONE,
+    ) -> None:
         """`output_dtype` is the weights' type (None) or float32. Raises NativeLibraryError."""
         super().__init__()
         self.in_features, self.out_features = weights.num_inputs, weights.num_outputs
         self._weights, self._struct, self._num_threads = weights, weights.struct(), num_threads
         self._output_dtype = output_dtype or weights.dtype
+        self.activation = activation
         types = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((weights.dtype, self._output_dtype))]
         self._function = load_library(SOURCES).function("lookonce_linear_" + "_".join(types))
 
@@ -89,6 +97,7 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
             ctypes.c_void_p(inputs.data_ptr()),
             ctypes.c_int64(inputs.numel() // self.in_features),
             ctypes.c_void_p(output.data_ptr()),
+            ctypes.c_int64(self.activation.value),
             ctypes.c_int64(self._num_threads),
         )
         return output
@@ -99,15 +108,15 @@ class NativeLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped h
         return int(self._weights.panels.nbytes)
 
 
-def replace_linears(model: Any, num_threads: int) -> int:
-    """Replaces every `torch.nn.Linear` that the kernel supports; returns the number of replaced layers.
+def native_linear(
+    linear: torch.nn.Linear, activation: Activation = Activation.NONE, *, num_threads: int
+) -> NativeLinear | None:
+    """Returns a layer by our kernel with fused `activation`, or None if the kernel cannot compute it.
 
     Raises NativeLibraryError.
     """
-    num_replaced = 0
-    for module in model.modules():
-        for name, child in module.named_children():
-            if type(child) is torch.nn.Linear and packable(child.weight):
-                setattr(module, name, NativeLinear(packed(child.weight, child.bias), num_threads))
-                num_replaced += 1
-    return num_replaced
+    if not packable(linear.weight):
+        return None
+    with torch.inference_mode():
+        layer = NativeLinear(packed(linear.weight, linear.bias), num_threads, activation=activation)
+        return layer if agrees_with_plain(layer, linear, activation) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pathlib
 from collections.abc import Callable
@@ -10,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from structlog.testing import capture_logs
 
 from encoder_svc.images.image_inputs import VisionAdapter
+from encoder_svc.vision import cpu_tower
 from encoder_svc.vision.cpu_tower import fuse_activation, make_fast, skip_unused_layers
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.model.half_model import load_vision_half
-from lookonce.model.kernels import packed_linear
-from lookonce.model.kernels.packed_linear import Activation, PackedLinear, unpackable_reason
+from lookonce.model.kernels.activation import Activation
+from lookonce.model.kernels.linear_layers import LayerMaker
+from lookonce.model.kernels.native_linear import NativeLinear, native_linear
+from lookonce.model.kernels.packed_linear import PackedLinear, packed, unpackable_reason
 from lookonce.model.model_folder import ModelFolder
 from tests import image_files
 from tests.encoder_svc.conftest import encoder_settings
@@ -27,9 +30,19 @@ from tests.tiny_families import FAMILIES
 Folders = Callable[[str], pathlib.Path]
 SIZES = ((80, 60), (200, 50))
 
-packs = pytest.mark.skipif(
-    unpackable_reason(torch.float32, torch.device("cpu")) is not None, reason="this machine packs no float32 weights"
-)
+FAST_TYPES = (PackedLinear, NativeLinear)
+
+
+@pytest.fixture(params=["onednn", "native"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LayerMaker:
+    """Makes layers of each implementation in turn; the other ones are not chosen meanwhile."""
+    if request.param == "onednn" and (reason := unpackable_reason(torch.float32, torch.device("cpu"))) is not None:
+        pytest.skip(f"not packed here: {reason}")
+    if request.param == "native":
+        request.getfixturevalue("library")
+    chosen: LayerMaker = packed if request.param == "onednn" else functools.partial(native_linear, num_threads=2)
+    monkeypatch.setattr(cpu_tower, "layer_maker", lambda _: chosen)
+    return chosen
 
 
 def rows_of(folder: pathlib.Path, model: Any) -> list[torch.Tensor]:
@@ -41,23 +54,23 @@ def rows_of(folder: pathlib.Path, model: Any) -> list[torch.Tensor]:
         return [adapter.image_rows(model, [one])[0] for one in inputs]
 
 
-def num_packed(model: Any) -> int:
-    return sum(isinstance(module, PackedLinear) for module in model.modules())
+def num_replaced(model: Any) -> int:
+    return sum(isinstance(module, FAST_TYPES) for module in model.modules())
 
 
-@packs
+@pytest.mark.usefixtures("make")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_stay_the_same_in_every_family(name: str, tiny_folder: Folders) -> None:
     folder = tiny_folder(name)
     plain, fast = load_vision_half(folder, None), load_vision_half(folder, None)
     make_fast(fast)
-    assert num_packed(fast) > 0
+    assert num_replaced(fast) > 0
     assert not [module for module in fast.modules() if type(module) is torch.nn.Linear]
     for found, expected in zip(rows_of(folder, fast), rows_of(folder, plain), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@packs
+@pytest.mark.usefixtures("make")
 def test_rows_in_bfloat16_are_no_further_from_float32_than_before(tiny_folder: Folders) -> None:
     folder = tiny_folder("llava_siglip")
     if (reason := unpackable_reason(torch.bfloat16, torch.device("cpu"))) is not None:
@@ -66,7 +79,7 @@ def test_rows_in_bfloat16_are_no_further_from_float32_than_before(tiny_folder: F
     model = load_vision_half(folder, torch.bfloat16)
     before = torch.cat(rows_of(folder, model)).float()
     make_fast(model)
-    assert num_packed(model) > 0
+    assert num_replaced(model) > 0
     after = torch.cat(rows_of(folder, model)).float()
     assert (after - exact).norm() <= 1.1 * (before - exact).norm()
 
@@ -75,7 +88,7 @@ def mapped_files() -> str:
     return pathlib.Path("/proc/self/maps").read_text()
 
 
-@packs
+@pytest.mark.usefixtures("make")
 def test_the_file_of_weights_is_mapped_no_longer(tiny_folder: Folders) -> None:
     if not pathlib.Path("/proc/self/maps").exists():
         pytest.skip("this system does not tell what a process has mapped")
@@ -164,7 +177,6 @@ def wants_more(block: Block, rows: torch.Tensor) -> torch.Tensor:
     raise TypeError("missing 1 required positional argument")
 
 
-@packs
 @pytest.mark.parametrize("forward", [in_order, with_residual, gated])
 @pytest.mark.parametrize(
     ("activation", "expected"),
@@ -178,58 +190,73 @@ def wants_more(block: Block, rows: torch.Tensor) -> torch.Tensor:
     ids=str,
 )
 def test_an_activation_joins_the_layer_before_it(
-    activation: torch.nn.Module, expected: Activation, forward: Callable[[Block, torch.Tensor], torch.Tensor]
+    activation: torch.nn.Module,
+    expected: Activation,
+    forward: Callable[[Block, torch.Tensor], torch.Tensor],
+    make: LayerMaker,
 ) -> None:
     block = Block(activation, forward)
     rows = torch.randn(9, 32)
     before = block(rows)
-    assert fuse_activation(block)
-    assert isinstance(block.first, PackedLinear)
+    assert fuse_activation(block, make)
+    assert isinstance(block.first, FAST_TYPES)
     assert block.first.activation is expected
     assert type(block.second) is torch.nn.Linear
     torch.testing.assert_close(block(rows), before, rtol=1e-5, atol=1e-6)
 
 
-@packs
 @pytest.mark.parametrize("forward", [before_activation_too, wants_more])
-def test_a_block_of_another_form_is_left_as_it_was(forward: Callable[[Block, torch.Tensor], torch.Tensor]) -> None:
+def test_a_block_of_another_form_is_left_as_it_was(
+    forward: Callable[[Block, torch.Tensor], torch.Tensor], make: LayerMaker
+) -> None:
     block = Block(torch.nn.GELU(), forward)
     parts = (block.first, block.act, block.second)
-    assert not fuse_activation(block)
+    assert not fuse_activation(block, make)
     assert (block.first, block.act, block.second) == parts
 
 
 @pytest.mark.parametrize(
     "activation",
-    [transformers.activations.ACT2FN["quick_gelu"], torch.nn.Tanh(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)],
+    [transformers.activations.ACT2FN["laplace"], torch.nn.Tanh(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 32)],
     ids=str,
 )
-def test_an_activation_that_no_packed_layer_has_stays(activation: torch.nn.Module) -> None:
+def test_an_activation_that_no_fast_layer_has_stays(activation: torch.nn.Module, make: LayerMaker) -> None:
     block = Block(activation, in_order)
-    assert not fuse_activation(block)
+    assert not fuse_activation(block, make)
     assert block.act is activation
 
 
-@packs
-def test_an_activation_behind_the_second_layer_joins_that_one() -> None:
-    block = Block(torch.nn.GELU(), activation_last)
+def test_an_activation_that_one_implementation_lacks_stays() -> None:
+    block = Block(transformers.activations.ACT2FN["quick_gelu"], in_order)
+    assert not fuse_activation(block, packed)
+
+
+@pytest.mark.usefixtures("library")
+def test_clips_activation_joins_a_native_layer() -> None:
+    block = Block(transformers.activations.ACT2FN["quick_gelu"], in_order)
     rows = torch.randn(9, 32)
     before = block(rows)
-    assert fuse_activation(block)
-    assert isinstance(block.second, PackedLinear)
+    assert fuse_activation(block, functools.partial(native_linear, num_threads=2))
     torch.testing.assert_close(block(rows), before, rtol=1e-5, atol=1e-6)
 
 
-@packs
+def test_an_activation_behind_the_second_layer_joins_that_one(make: LayerMaker) -> None:
+    block = Block(torch.nn.GELU(), activation_last)
+    rows = torch.randn(9, 32)
+    before = block(rows)
+    assert fuse_activation(block, make)
+    assert isinstance(block.second, FAST_TYPES)
+    torch.testing.assert_close(block(rows), before, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("make")
 def test_a_loaded_model_is_fast_and_its_fingerprint_is_that_of_the_weights_as_read(
     tiny_folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = encoder_settings(tiny_folder("llava_clip"), device="cpu")
     fast = VisionModel.load(settings.vision)
-    assert num_packed(fast._model) > 0
-    monkeypatch.setattr(packed_linear, "_OPERATORS", ("_no_such_operator",))
-    with capture_logs() as logs:
-        plain = VisionModel.load(settings.vision)
-    assert num_packed(plain._model) == 0
+    assert num_replaced(fast._model) > 0
+    monkeypatch.setattr(cpu_tower, "layer_maker", lambda _: None)
+    plain = VisionModel.load(settings.vision)
+    assert num_replaced(plain._model) == 0
     assert fast.fingerprint == plain.fingerprint
-    assert [line["reason"] for line in logs if line["event"] == "linear layers are not packed"]

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 
+#include "activation.h"
 #include "attention.h"
 #include "linear.h"
 
@@ -161,11 +162,8 @@ class StackRun {
     normalise<LeftOf<Type>>(layer.attended_norm, normed_.get());
     clock.ends(kNorms);
     linear<Type>(layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
-      const Floats gate = load_floats(sums);
-      // Uses the smaller of e^x and e^-x, which cannot overflow.
-      const Floats e = exp2_of_negative<Type::kIsRough>(select(gate < 0.0f, gate, 0.0f - gate) * kLog2OfE);
-      const Floats sigmoid = select(gate < 0.0f, e, 1.0f) / (e + 1.0f);
-      Type::store_left(gated_.get() + row * stack_.mlp_size + column / 2, gate * sigmoid * load_floats(sums + kLanes));
+      const Floats gate = load_floats(sums), gated = gated_by_sigmoid<Type::kIsRough>(gate, gate);
+      Type::store_left(gated_.get() + row * stack_.mlp_size + column / 2, gated * load_floats(sums + kLanes));
     });
     clock.ends(kGateUp);
     linear<Type>(layer.down, gated_.get(), tokens, add_to_hidden);

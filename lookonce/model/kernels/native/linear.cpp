@@ -1,5 +1,6 @@
 // One linear layer as a single call, for layers outside of a stack: output heads, and models without a stack.
 
+#include "activation.h"
 #include "linear.h"
 
 #include <cstdint>
@@ -22,7 +23,7 @@ void store_row(typename Out::Element* to, const float* sums, int64_t count) {
 
 template <typename Type, typename Out>
 void run(const Linear& layer, const typename Type::Element* input, int64_t num_rows, typename Out::Element* output,
-         int64_t num_threads) {
+         Activation activation, int64_t num_threads) {
   // For a small layer, waking other threads would take longer than the work.
   const bool is_large = num_rows * layer.num_inputs * layer.num_outputs > (1 << 16);
   using Left = typename Type::Left;
@@ -41,7 +42,8 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
     } else {
       left = input;
     }
-    linear<Type>(layer, left, num_rows, [&](int64_t row, int64_t column, const float* sums) {
+    linear<Type>(layer, left, num_rows, [&](int64_t row, int64_t column, float* sums) {
+      activate<Out::kIsRough>(activation, sums, kTileColumns);
       store_row<Out>(output + row * layer.num_outputs + column, sums, layer.num_outputs - column);
     });
   }
@@ -54,20 +56,20 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
 extern "C" {
 
 // `input` is [num_rows, inputs] and `output` [num_rows, outputs], both contiguous. Function names end with the type of
-// input and weights and, if it differs, the type of the output.
+// input and weights and, if it differs, the type of the output. The activation is applied before rounding.
 void lookonce_linear_float32(const lookonce::Linear* layer, const float* input, int64_t num_rows, float* output,
-                             int64_t num_threads) {
-  lookonce::run<lookonce::Float32, lookonce::Float32>(*layer, input, num_rows, output, num_threads);
+                             lookonce::Activation activation, int64_t num_threads) {
+  lookonce::run<lookonce::Float32, lookonce::Float32>(*layer, input, num_rows, output, activation, num_threads);
 }
 
 void lookonce_linear_bfloat16(const lookonce::Linear* layer, const uint16_t* input, int64_t num_rows, uint16_t* output,
-                              int64_t num_threads) {
-  lookonce::run<lookonce::BFloat16, lookonce::BFloat16>(*layer, input, num_rows, output, num_threads);
+                              lookonce::Activation activation, int64_t num_threads) {
+  lookonce::run<lookonce::BFloat16, lookonce::BFloat16>(*layer, input, num_rows, output, activation, num_threads);
 }
 
 void lookonce_linear_bfloat16_float32(const lookonce::Linear* layer, const uint16_t* input, int64_t num_rows,
-                                      float* output, int64_t num_threads) {
-  lookonce::run<lookonce::BFloat16, lookonce::Float32>(*layer, input, num_rows, output, num_threads);
+                                      float* output, lookonce::Activation activation, int64_t num_threads) {
+  lookonce::run<lookonce::BFloat16, lookonce::Float32>(*layer, input, num_rows, output, activation, num_threads);
 }
 }
 #pragma GCC visibility pop

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from decoder_svc.runner.attention import KVCacheSpec, SdpaBackend
-from decoder_svc.runner.cuda.attention_trial import AttentionTrial
+from decoder_svc.runner.attention_trial import AttentionTrial
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
 
 SPEC = KVCacheSpec(1, 2, 8, torch.float32, 4)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lookonce.model.kernels.native_linear import NativeLinear, packable, packed, replace_linears
+from lookonce.model.kernels.activation import Activation
+from lookonce.model.kernels.linear_layers import replace_linears
+from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packable, packed
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -42,6 +46,23 @@ def test_a_layer_computes_the_product(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", Activation)
+def test_a_fused_activation_is_as_exact_as_pytorchs(activation: Activation, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    plain = torch.nn.Linear(48, 40, dtype=dtype).requires_grad_(False)
+    # From where all activations are 0 to where they are the identity.
+    plain.bias.copy_(torch.linspace(-12, 12, 40))
+    layer = native_linear(plain, activation, num_threads=2)
+    assert layer is not None
+    rows = torch.randn(300, 48, generator=generator).to(dtype)
+    exact = activation.function(torch.nn.functional.linear(rows.double(), plain.weight.double(), plain.bias.double()))
+    found, in_pytorch = layer(rows), activation.function(plain(rows))
+    error = (found.double() - exact).norm()
+    assert error <= 1.1 * (in_pytorch.double() - exact).norm() + 1e-7 * exact.norm()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_is_bit_equal_alone_and_in_a_batch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     layer = linear(torch.randn(96, 576, generator=generator).to(dtype), None)
@@ -66,6 +87,6 @@ def test_layers_that_cannot_be_packed_are_left_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(OwnLinear(4, 4), torch.nn.Linear(4, 2)))
     inputs = torch.randn(3, 4)
     wanted = model(inputs)
-    assert replace_linears(model, num_threads=1) == 2
+    assert replace_linears(model, functools.partial(native_linear, num_threads=1)) == 2
     assert type(model[1][0]) is OwnLinear
     torch.testing.assert_close(model(inputs), wanted)

@@ -97,15 +97,51 @@ void check_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t
     }
   }
   std::vector<Element> found(rows * outputs), alone(outputs);
-  run<Type, Type>(layer, input.data(), rows, found.data(), 2);
+  run<Type, Type>(layer, input.data(), rows, found.data(), Activation::kNone, 2);
   const std::string what = "linear " + type + " " + std::to_string(rows) + " x " + std::to_string(inputs) + " x " +
                            std::to_string(outputs);
   check(difference<Type>(found, wanted) < tolerance<Type>(), what);
   for (int64_t r = 0; r < rows; ++r) {
-    run<Type, Type>(layer, input.data() + r * inputs, 1, alone.data(), 1);
+    run<Type, Type>(layer, input.data() + r * inputs, 1, alone.data(), Activation::kNone, 1);
     const size_t bytes = outputs * sizeof(Element);
     check(std::memcmp(alone.data(), found.data() + r * outputs, bytes) == 0, what + ": row has other bits alone");
   }
+}
+
+template <bool kIsRough>
+void check_activation(Activation activation, double (*exact)(double), const std::string& what) {
+  alignas(64) float values[kLanes];
+  double worst = 0;
+  for (int step = -1600; step < 1600; ++step) {
+    for (int64_t i = 0; i < kLanes; ++i) values[i] = 0.01f * step + 0.0005f * i;
+    double wanted[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) wanted[i] = exact(values[i]);
+    activate<kIsRough>(activation, values, kLanes);
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const double one = std::abs(values[i] - wanted[i]) / (1 + std::abs(wanted[i]));
+      if (!(one <= worst)) worst = one;
+    }
+  }
+  check(worst < (kIsRough ? 1e-5 : 5e-7), what + (kIsRough ? ", rough" : ""));
+  for (int64_t i = 0; i < kLanes; ++i) values[i] = std::numeric_limits<float>::quiet_NaN();
+  activate<kIsRough>(activation, values, kLanes);
+  check(std::isnan(values[0]), what + " of NaN");
+}
+
+template <bool kIsRough>
+void check_activations() {
+  const auto relu = [](double x) { return x < 0 ? 0.0 : x; };
+  const auto silu = [](double x) { return x / (1 + std::exp(-x)); };
+  const auto gelu = [](double x) { return 0.5 * x * std::erfc(-x / std::sqrt(2.0)); };
+  const auto gelu_tanh = [](double x) {
+    return 0.5 * x * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
+  };
+  const auto gelu_quick = [](double x) { return x / (1 + std::exp(-1.702 * x)); };
+  check_activation<kIsRough>(Activation::kRelu, relu, "relu");
+  check_activation<kIsRough>(Activation::kSilu, silu, "silu");
+  check_activation<kIsRough>(Activation::kGelu, gelu, "gelu");
+  check_activation<kIsRough>(Activation::kGeluTanh, gelu_tanh, "gelu, tanh");
+  check_activation<kIsRough>(Activation::kGeluQuick, gelu_quick, "gelu, quick");
 }
 
 // Attention of one row over keys and values [keys, dim], in double.
@@ -252,6 +288,8 @@ int main() {
 #endif
   check_exponentials();
   check_rounding();
+  check_activations<false>();
+  check_activations<true>();
   check_type<Float32>("float32");
   check_type<BFloat16>("bfloat16");
   std::printf("%d checks failed, registers of %d bytes\n", num_failed, kRegisterBytes);

@@ -48,11 +48,16 @@ class AttentionTrial:
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator).to(self._device, self._spec.dtype)
 
-    def prepared(self, backend: AttentionBackend) -> Callable[[], Tensor]:
-        """Allocates the backend's pools; returns a function that computes the step, `[num_tokens, heads, head_dim]`."""
+    def prepared(self, backend: AttentionBackend, *, has_contents: bool = True) -> Callable[[], Tensor]:
+        """Allocates the backend's pools; returns a function that computes the step, `[num_tokens, heads, head_dim]`.
+
+        Pools are filled if `has_contents`; their shape must then be `[blocks, block_size, kv_heads, head_dim]`. Empty
+        ones take the same time.
+        """
         pools = backend.allocate(self._spec, self._num_blocks + 1, 1, self._device)[0]
-        for pool, content in zip(pools, self._contents, strict=True):
-            pool.copy_(content)
+        if has_contents:
+            for pool, content in zip(pools, self._contents, strict=True):
+                pool.copy_(content)
         metadata = step_metadata(
             self._flat,
             lambda host: host.to(self._device),

@@ -1,0 +1,149 @@
+"""Times a kernel against PyTorch's once per machine, so that ours is never used where it is slower.
+
+A trial runs in one thread and counts its processor time, which other processes hardly change. The times are kept in the
+cache folder of the compiled libraries. A new processor, version of PyTorch, level or kernel source makes a new trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lookonce.logs import get_logger
+from lookonce.model.kernels.native_level import native_level
+from lookonce.model.kernels.native_library import NativeLibraryError, sources_hash, trusted_cache_folder
+
+NATIVE = "native"
+PYTORCH = "pytorch"
+# Another implementation must be faster by this factor. Below it the difference may be noise, and ours has its other
+# properties: a row has the same bits in every batch.
+_MARGIN = 1.1
+# The fastest of so many rounds counts.
+_NUM_ROUNDS = 5
+
+_log = get_logger(__name__)
+
+# One implementation of an operation, ready to run on fixed inputs in one thread.
+Candidate = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """The implementation of one operation that this process uses."""
+
+    # For instance "linear bfloat16".
+    operation: str
+    implementation: str
+    # Processor time of one trial, for each implementation that can run here.
+    seconds: Mapping[str, float]
+
+    @property
+    def speed_ratio(self) -> float:
+        """PyTorch's time divided by the time of the implementation in use."""
+        return self.seconds[PYTORCH] / self.seconds[self.implementation]
+
+
+# The choices of this process by operation.
+_choices: dict[str, KernelChoice] = {}
+
+
+def kernel_choices() -> tuple[KernelChoice, ...]:
+    """Returns the choices that this process has made, ordered by operation."""
+    return tuple(_choices[operation] for operation in sorted(_choices))
+
+
+def choose_kernel(
+    operation: str, sources: pathlib.Path, candidates: Mapping[str, Callable[[], Candidate]]
+) -> KernelChoice:
+    """Returns the fastest of `candidates`, in which PyTorch's is named "pytorch".
+
+    The first one that can run is preferred: another must be faster by 10 %. Each value prepares its implementation,
+    and may raise NativeLibraryError if it cannot run here. `sources` is the folder of the kernel's source. Takes up to
+    a second the first time on a machine. Not thread-safe.
+    """
+    if operation in _choices:
+        return _choices[operation]
+    key = _key(operation, sources, list(candidates))
+    seconds = _remembered(key)
+    if seconds is None:
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            seconds = _timed(candidates)
+        finally:
+            torch.set_num_threads(num_threads)
+        _remember(key, seconds)
+    preferred = next(name for name in candidates if name in seconds)
+    fastest = min(seconds, key=lambda name: seconds[name])
+    implementation = fastest if seconds[fastest] * _MARGIN < seconds[preferred] else preferred
+    choice = KernelChoice(operation, implementation, seconds)
+    _choices[operation] = choice
+    return choice
+
+
+def _timed(candidates: Mapping[str, Callable[[], Candidate]]) -> dict[str, float]:
+    """Returns the shortest time of each candidate that can run."""
+    runs: dict[str, Candidate] = {}
+    for name, prepare in candidates.items():
+        try:
+            runs[name] = prepare()
+        except NativeLibraryError:
+            continue
+    seconds = dict.fromkeys(runs, float("inf"))
+    with torch.inference_mode():
+        for run in runs.values():
+            run()
+        for _ in range(_NUM_ROUNDS):
+            for name, run in runs.items():
+                start_s = time.thread_time()
+                run()
+                seconds[name] = min(seconds[name], time.thread_time() - start_s)
+    return seconds
+
+
+def _key(operation: str, sources: pathlib.Path, names: list[str]) -> str:
+    pytorch = (torch.__version__, torch.backends.cpu.get_cpu_capability())
+    parts = [operation, *names, _processor(), *pytorch, native_level().name]
+    return hashlib.sha256("\n".join([*parts, sources_hash(sources)]).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Returns the processor's name: that of the first core on Linux, else what Python knows."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line for line in lines if line.startswith(("model name", "CPU part"))]
+    return names[0] if names else f"{platform.machine()} {platform.processor()}"
+
+
+def _remembered(key: str) -> dict[str, float] | None:
+    """Returns the times of an earlier trial, or None without a usable file."""
+    try:
+        found = json.loads((trusted_cache_folder() / f"trial-{key}.json").read_text())
+    except (OSError, ValueError, NativeLibraryError):
+        return None
+    if not isinstance(found, dict) or PYTORCH not in found:
+        return None
+    if not all(isinstance(value, float) and value > 0 for value in found.values()):
+        return None
+    return {str(name): float(value) for name, value in found.items()}
+
+
+def _remember(key: str, seconds: Mapping[str, float]) -> None:
+    """Writes the times for the next process. Without a writable folder, each process makes its own trial."""
+    try:
+        folder = trusted_cache_folder()
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="trial-", delete=False) as file:
+            json.dump(dict(seconds), file)
+        pathlib.Path(file.name).replace(folder / f"trial-{key}.json")
+    except (OSError, NativeLibraryError) as error:
+        _log.info("times of kernels are not remembered", reason=str(error))
