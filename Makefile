@@ -13,6 +13,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRITON := .venv/triton
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints/cpu.txt
+WHEEL := $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist
+ARM_CXX := aarch64-linux-gnu-g++
 PROTOS := $(wildcard protos/lookonce/*/*/*.proto)
 
 # No test, benchmark or demo may download a model.
@@ -20,7 +22,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer docs families clean
+.PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer wheels docs families clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -80,6 +82,12 @@ bench-peer: $(INSTALLED) ## run the benchmarks against vLLM (LOOKONCE_PEER_PYTHO
 
 bench-gpu: $(INSTALLED) ## check correctness and measure speed on a GPU
 	@$(BIN)/python -m benchmarks.gpu
+
+wheels: $(INSTALLED) ## build wheels with compiled CPU kernels into dist/; for Arm, too, with a cross compiler
+	@LOOKONCE_NATIVE_WHEEL=$(shell uname -m) $(WHEEL) .
+	@if command -v $(ARM_CXX) >/dev/null; then \
+		CXX=$(ARM_CXX) LOOKONCE_NATIVE_WHEEL=aarch64 $(WHEEL) .; fi
+	@ls dist
 
 docs: $(INSTALLED) ## rewrite the generated parts of documentation and dashboards
 	@$(BIN)/python docs/generate_settings.py

@@ -145,7 +145,8 @@ def library() -> None:
     """Skips where the decoder's compiled library cannot be had."""
     # They import torch, which reads the settings above.
     from decoder_svc.runner.cpu.attention import SOURCES
-    from lookonce.model.kernels.native_library import NativeLibraryError, load_library
+    from lookonce.model.kernels.native_compiler import NativeLibraryError
+    from lookonce.model.kernels.native_library import load_library
 
     try:
         load_library(SOURCES)

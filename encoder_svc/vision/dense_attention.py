@@ -20,7 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 from lookonce.logs import get_logger
 from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
-from lookonce.model.kernels.native_library import NativeLibraryError, load_library
+from lookonce.model.kernels.native_compiler import NativeLibraryError
+from lookonce.model.kernels.native_library import load_library
 
 NAME = "lookonce_dense"
 SOURCES = pathlib.Path(__file__).with_name("native")

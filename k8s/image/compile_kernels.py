@@ -11,7 +11,7 @@ import sys
 from decoder_svc.runner.cpu import attention
 from encoder_svc.vision import dense_attention
 from lookonce.model.kernels import native_library, native_linear
-from lookonce.model.kernels.native_level import machine_levels
+from lookonce.model.kernels.native_compiler import machine_levels
 
 _SOURCES = (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES)
 

@@ -23,9 +23,10 @@ _DECODER = frozenset({
 })  # fmt: skip
 # Read by the `lookonce` command.
 _CLIENT = frozenset({"admin_target", "target", "token", "tls_ca"})
-# Read by compose.yaml, by the tests of images, by benchmarks and by native_level.py.
+# Read by compose.yaml, by the tests of images, by benchmarks, by native_level.py and by hatch_build.py.
 _TOOLS = frozenset({
-    "compute", "image_base", "image_options", "model_folder", "native_level", "peer_preload", "peer_python",
+    "compute", "image_base", "image_options", "model_folder", "native_level", "native_wheel", "peer_preload",
+    "peer_python",
 })  # fmt: skip
 # Names of variables that are no settings of both services.
 OTHER_NAMES = _ENCODER | _DECODER | _CLIENT | _TOOLS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -11,10 +12,11 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
+from lookonce.model.kernels.native_compiler import NativeLibraryError, find_compiler, machine_levels
 from tests.conftest import REPOSITORY
 
 # Installing takes seconds, but minutes on a machine that is busy with other tests.
@@ -27,6 +29,7 @@ _SDIST_ROOT = {*_PACKAGES, "protos", "hatch_build.py", "pyproject.toml", "README
 _SDIST_ROOT |= {"PKG-INFO", ".gitignore"}
 _SUFFIXES = {".py", ".pyi", ".typed", ".cpp", ".h", ".proto"}
 _MAX_FILE_BYTES = 1 << 20
+_NOTHING: Mapping[str, str] = {}
 _STUB_TYPES = ("types-grpcio", "types-protobuf")
 # Leftovers of work in a checkout, which no package may hold.
 _LEFTOVERS = (
@@ -43,14 +46,16 @@ _LEFTOVERS = (
 )
 
 
-def _run(*command: object, cwd: pathlib.Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder of its own, without the repository on the import path."""
+def _run(
+    *command: object, cwd: pathlib.Path, check: bool = True, variables: Mapping[str, str] = _NOTHING
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a folder of its own, without the repository on the import path, with more `variables`."""
     kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "MYPYPATH"}}
     kept = {name: value for name, value in kept.items() if not name.startswith("LOOKONCE_")}
     finished = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=kept | {"XDG_RUNTIME_DIR": str(cwd), "COLUMNS": "200"},
+        env=kept | {"XDG_RUNTIME_DIR": str(cwd), "COLUMNS": "200", **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -94,9 +99,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return target
 
 
-def _built(builder: pathlib.Path, kind: str, tree: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+def _built(
+    builder: pathlib.Path, kind: str, tree: pathlib.Path, target: pathlib.Path, variables: Mapping[str, str] = _NOTHING
+) -> pathlib.Path:
     """Builds a `wheel` or an `sdist` of a tree into a folder, and returns the file."""
-    _run(builder, "-m", "hatchling", "build", "--target", kind, "--directory", target, cwd=tree)
+    _run(builder, "-m", "hatchling", "build", "--target", kind, "--directory", target, cwd=tree, variables=variables)
     (file,) = target.iterdir()
     return file
 
@@ -144,6 +151,62 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: pathlib.Path
     assert {pathlib.PurePath(name).suffix for name in names if not name.startswith(info)} == _SUFFIXES - {".proto"}
     assert names >= {f"{package}/py.typed" for package in _PACKAGES}
     assert names.isdisjoint(_LEFTOVERS)
+
+
+def test_both_hold_all_sources_of_kernels(wheel: pathlib.Path, sdist: pathlib.Path, tree: pathlib.Path) -> None:
+    sources = {
+        str(path.relative_to(tree))
+        for package in _PACKAGES
+        for suffix in ("cpp", "h")
+        for path in (tree / package).rglob(f"*.{suffix}")
+    }
+    assert len(sources) > 10
+    with zipfile.ZipFile(wheel) as file:
+        assert sources <= set(file.namelist())
+    assert all((sdist / name).is_file() for name in sources)
+
+
+_LOADS_KERNELS = """\
+import pathlib
+
+import lookonce
+from decoder_svc.runner.cpu import attention
+from encoder_svc.vision import dense_attention
+from lookonce.model.kernels import native_linear
+from lookonce.model.kernels.native_level import processor_levels
+from lookonce.model.kernels.native_library import cache_folder, library_of_level
+
+for level in processor_levels():
+    for sources in (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES):
+        library_of_level(sources, level)
+print(pathlib.Path(lookonce.__file__).parents[1], cache_folder().exists())
+"""
+
+
+def test_a_wheel_with_compiled_kernels_needs_no_compiler(
+    builder: pathlib.Path, tree: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    try:
+        find_compiler()
+    except NativeLibraryError:
+        pytest.skip("there is no C++ compiler here")
+    machine = platform.machine()
+    file = _built(builder, "wheel", tree, tmp_path / "native", {"LOOKONCE_NATIVE_WHEEL": machine})
+    assert file.name.endswith(f"-py3-none-manylinux_2_28_{machine}.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(site)
+    libraries = sorted((site / "lookonce/model/kernels/compiled").iterdir())
+    levels = [level.name for level in machine_levels()]
+    assert sorted(path.name.rpartition("-")[0] for path in libraries) == sorted(levels * 3)
+    nowhere = {"PATH": "", "CXX": "none", "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(site)}
+    ran = _run(sys.executable, "-c", _LOADS_KERNELS, cwd=tmp_path, variables=nowhere)
+    assert ran.stdout.split() == [str(site), "False"]
+    # The platform tag promises this (https://peps.python.org/pep-0600/, policy of manylinux_2_28).
+    for name, newest in (("GLIBC", (2, 28)), ("GLIBCXX", (3, 4, 25)), ("CXXABI", (1, 3, 11))):
+        for path in libraries:
+            needed = re.findall(rf"\b{name}_([\d.]+)\b".encode(), path.read_bytes())
+            assert max((tuple(map(int, one.split(b"."))) for one in needed), default=(0,)) <= newest, path.name
 
 
 def test_the_wheel_of_the_source_distribution_equals_that_of_the_tree(

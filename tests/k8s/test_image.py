@@ -17,7 +17,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import lookonce
-from lookonce.model.kernels.native_level import machine_levels
+from lookonce.model.kernels.native_compiler import machine_levels
 from tests.k8s.manifests import CASES, ServiceCase
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -19,8 +19,9 @@ from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_ste
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
 from decoder_svc.runner.cpu.pool_memory import pool_zeros
 from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
+from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_level import native_level
-from lookonce.model.kernels.native_library import NativeLibrary, NativeLibraryError, load_library
+from lookonce.model.kernels.native_library import NativeLibrary, load_library
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 
 from lookonce.logs import get_logger
+from lookonce.model.kernels.native_compiler import NativeLibraryError, sources_hash
 from lookonce.model.kernels.native_level import native_level
-from lookonce.model.kernels.native_library import NativeLibraryError, sources_hash, trusted_cache_folder
+from lookonce.model.kernels.native_library import trusted_cache_folder
 
 NATIVE = "native"
 PYTORCH = "pytorch"

@@ -10,7 +10,7 @@ import torch
 from lookonce.model.kernels.activation import Activation
 from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
 from lookonce.model.kernels.linear_layers import LayerMaker
-from lookonce.model.kernels.native_library import NativeLibraryError
+from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_linear import SOURCES, native_linear
 from lookonce.model.kernels.packed_linear import packed
 

@@ -17,7 +17,7 @@ from encoder_svc.vision import dense_attention
 from encoder_svc.vision.dense_attention import NAME, DenseAttention, use_dense_attention
 from lookonce.content_key import ProcessorOptions
 from lookonce.model.half_model import load_vision_half
-from lookonce.model.kernels.native_library import NativeLibraryError
+from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.model_folder import ModelFolder
 from tests import image_files
 from tests.tiny_families import FAMILIES

@@ -15,7 +15,8 @@ from decoder_svc.runner.cpu import attention
 from encoder_svc.vision import dense_attention
 from lookonce.errors import ConfigurationError
 from lookonce.model.kernels import native_library
-from lookonce.model.kernels.native_level import LEVELS, NativeLevel, native_level, processor_levels
+from lookonce.model.kernels.native_compiler import LEVELS, NativeLevel
+from lookonce.model.kernels.native_level import native_level, processor_levels
 
 NATIVE = pathlib.Path(__file__).with_name("native")
 INCLUDED = (pathlib.Path(native_library.__file__).with_name("native"), attention.SOURCES, dense_attention.SOURCES)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lookonce.model.kernels.native_library import NativeLibraryError, library_of_level, load_library
+from lookonce.model.kernels.native_compiler import NativeLibraryError
+from lookonce.model.kernels.native_library import library_of_level, load_library
 
 SOURCE = """
 #include "lanes.h"
