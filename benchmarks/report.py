@@ -11,6 +11,8 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from lookonce.model.kernels.native_level import native_level
+
 _FOLDER = pathlib.Path(__file__).parent
 RESULTS = _FOLDER / "RESULTS.md"
 JSON_FOLDER = _FOLDER / "results"
@@ -24,17 +26,20 @@ class Machine:
     cpu: str
     # CPUs that this process may use.
     num_cpus: int
+    # The level of the CPU kernels, which can be forced below the processor's.
+    native_level: str
     system: str
     python: str
 
     def __str__(self) -> str:
-        return f"{self.num_cpus} × {self.cpu}, {self.system}, Python {self.python}"
+        return f"{self.num_cpus} × {self.cpu}, kernels {self.native_level}, {self.system}, Python {self.python}"
 
 
 def this_machine() -> Machine:
     """The machine that this runs on."""
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(_cpu_name(), num_cpus, f"{platform.system()} {platform.machine()}", platform.python_version())
+    level = native_level().name
+    return Machine(_cpu_name(), num_cpus, level, f"{platform.system()} {platform.machine()}", platform.python_version())
 
 
 def add_quick(parser: argparse.ArgumentParser) -> None:

@@ -149,3 +149,9 @@ def test_pixel_parity(quick: Any) -> None:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision, with which this compares, is no dependency and not here")
     assert all(one["largest"] < 10 for one in quick("pixel_parity")["differences"])
+
+
+def test_busy_step(quick: Any, library: None) -> None:
+    cells = quick("busy_step")["cells"]
+    assert [(cell["dtype"], cell["batch"]) for cell in cells] == [("bfloat16", 1), ("float32", 1)]
+    assert all(seconds > 0 for cell in cells for seconds in (*cell["quiet_s"], *cell["busy_s"]))
