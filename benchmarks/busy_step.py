@@ -66,7 +66,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measure(bench: RunnerSteps, dtype: str, batch: int, num_rounds: int, num_steps: int) -> BusyCell:
-    """Measures both in turns."""
+    """Measures steps on the quiet machine and beside busy processes in turns."""
     cell = BusyCell(dtype, batch, [], [])
     bench.decode(bench.ours, batch, _CONTEXT, 2)
     for _ in range(num_rounds):

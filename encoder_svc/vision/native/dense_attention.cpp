@@ -4,11 +4,10 @@
 // keys, so their scores stay in the L1 cache and each row's maximum is known before its weights are computed. Scores,
 // sums and softmax are float32; weights have the elements' type. A row's numbers depend only on its own image.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "phases.h"
 #include "tile.h"
 
 namespace lookonce {
@@ -57,16 +56,15 @@ class DenseAttention {
   static int64_t packed_words(const Shape& shape) { return shape.num_heads * words_per_head(shape); }
 
   // Call from all threads of a parallel region.
-  void run() const {
+  void run(Worker& worker) const {
     const int64_t num_tiles = (shape_.num_tokens + kTileRows - 1) / kTileRows;
     for (int64_t image = 0; image < shape_.num_images; ++image) {
-#pragma omp for schedule(static)
-      for (int64_t head = 0; head < shape_.num_heads; ++head) pack(image, head);
-#pragma omp for schedule(static)
-      for (int64_t item = 0; item < shape_.num_heads * num_tiles; ++item) {
+      worker.run(shape_.num_heads, 1, [&](int64_t head) { pack(image, head); });
+      const int64_t num_items = shape_.num_heads * num_tiles;
+      worker.run(num_items, Worker::grain_of(num_items), [&](int64_t item) {
         const int64_t first = item % num_tiles * kTileRows;
         attend(image, item / num_tiles, first, std::min<int64_t>(kTileRows, shape_.num_tokens - first));
-      }
+      });
     }
   }
 
@@ -190,8 +188,13 @@ void attend(const Shape& shape, int64_t num_threads, const void* queries, const 
   const DenseAttention<Type> attention(shape, static_cast<const Element*>(queries), static_cast<const Element*>(keys),
                                        static_cast<const Element*>(values), static_cast<Element*>(output),
                                        packed.data());
+  // Two for each image.
+  Phases phases(2 * shape.num_images);
 #pragma omp parallel num_threads(num_threads)
-  attention.run();
+  {
+    Worker worker(phases);
+    attention.run(worker);
+  }
 }
 
 }  // namespace

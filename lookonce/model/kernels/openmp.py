@@ -1,10 +1,11 @@
 """Controls how OpenMP threads wait for each other, and how many of them a process has.
 
-A step has about two hundred barriers, and a thread that arrives early spins for a while before it sleeps. libgomp's
-defaults are two extremes. Normally it spins for milliseconds: if encoder, decoder and clients share processors, it then
-takes the processor from the thread that it waits for. But once a process has more OpenMP threads than the machine has
-processors, threads sleep at once, and waking them takes longer than most waits. This module therefore sets the spin
-count, and lets a process keep only the thread team of the thread that runs the model.
+The threads of PyTorch's operators meet in a barrier at the end of each operator, those of our kernels at the end of
+each call (native/phases.h). A thread that arrives early spins for a while before it sleeps. libgomp's defaults are two
+extremes. Normally it spins for milliseconds: if encoder, decoder and clients share processors, it then takes the
+processor from the thread that it waits for. But once a process has more OpenMP threads than the machine has processors,
+threads sleep at once, and waking them takes longer than most waits. This module therefore sets the spin count, and lets
+a process keep only the thread team of the thread that runs the model.
 
 On 2 × AMD EPYC, 2026-11-22, small-llava in bfloat16. Steps at batch 1 / 8 / 32 in a single engine: 13.3 / 17.5 / 37 ms
 with left-over threads of a loader, 11.3 / 13.9 / 33 ms without. Sixteen new images through encoder and decoder with two

@@ -6,15 +6,14 @@ namespace lookonce {
 namespace {
 
 template <typename Type>
-void write(const Step& step, const Heads& heads, const Pools& pools, const int64_t* slots, const char* is_last,
-           const typename Type::Element* keys, const typename Type::Element* values) {
-#pragma omp for schedule(static)
-  for (int64_t token = 0; token < step.num_tokens; ++token) {
+void write(Worker& worker, const Step& step, const Heads& heads, const Pools& pools, const int64_t* slots,
+           const char* is_last, const typename Type::Element* keys, const typename Type::Element* values) {
+  worker.run(step.num_tokens, Worker::grain_of(step.num_tokens), [&](int64_t token) {
     for (int64_t head = 0; head < heads.num_kv_heads; ++head) {
       const int64_t at = (token * heads.num_kv_heads + head) * heads.head_dim;
       write_token<Type>(heads, pools, slots[token], head, keys + at, values + at, is_last[token]);
     }
-  }
+  });
 }
 
 template <typename Type>
@@ -27,12 +26,14 @@ void attend(const Step& step, const Heads& heads, const Pools& pools, const Laye
   const Attention<Type, Type> attention(step, heads, plan, pools, options, static_cast<const Element*>(queries),
                                   static_cast<Element*>(output), partials.data());
   const std::vector<char> is_last = last_tokens(step);
+  Phases phases(1 + Attention<Type, Type>::kNumPhases);
   // For a short sequence, waking other threads would take longer than the work.
 #pragma omp parallel num_threads(step.num_threads) if (plan.items.size() > static_cast<size_t>(heads.num_kv_heads))
   {
-    write<Type>(step, heads, pools, step.groups[options.group].slots, is_last.data(),
+    Worker worker(phases);
+    write<Type>(worker, step, heads, pools, step.groups[options.group].slots, is_last.data(),
                 static_cast<const Element*>(keys), static_cast<const Element*>(values));
-    attention.run();
+    attention.run(worker);
   }
 }
 

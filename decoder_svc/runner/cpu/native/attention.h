@@ -7,11 +7,10 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "phases.h"
 #include "pools.h"
 #include "tile.h"
 
@@ -154,15 +153,13 @@ class Attention {
     return plan.num_partials * heads.num_heads / heads.num_kv_heads * (heads.head_dim + 2);
   }
 
-  // Call from all threads of a parallel region; ends with a barrier.
-  void run() const {
-    const int64_t num_items = static_cast<int64_t>(plan_.items.size());
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_items; ++i) attend(plan_.items[i]);
-    if (plan_.sums.empty()) return;
-    const int64_t num_sums = static_cast<int64_t>(plan_.sums.size());
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < num_sums; ++i) put_together(plan_.sums[i]);
+  // Phases of `run`.
+  static constexpr int64_t kNumPhases = 2;
+
+  // Call from all threads of a parallel region.
+  void run(Worker& worker) const {
+    worker.run(plan_.items.size(), 1, [&](int64_t i) { attend(plan_.items[i]); });
+    worker.run(plan_.sums.size(), Worker::grain_of(plan_.sums.size()), [&](int64_t i) { put_together(plan_.sums[i]); });
   }
 
  private:

@@ -51,7 +51,7 @@ namespace {
 // PHASES in native_structures.py has the same order.
 enum Phase { kNorms, kQueryKeyValue, kRotation, kAttention, kAttended, kGateUp, kDown, kNumPhases };
 
-// The clock of one thread. It is read after the barrier that ends a phase, so a phase includes waiting for the slowest
+// The clock of one thread. It is read when all items of a phase are done, so a phase includes waiting for the slowest
 // thread.
 class PhaseClock {
  public:
@@ -106,12 +106,14 @@ class StackRun {
   }
 
   void run() {
+    Phases phases((io_.stop_layer - io_.first_layer) * kPhasesPerLayer + 1);
 #pragma omp parallel num_threads(step_.num_threads)
     {
+      Worker worker(phases);
       PhaseClock clock(omp_get_thread_num() == 0 ? io_.phase_ns : nullptr);
-      for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(stack_.layers[l], clock);
+      for (int64_t l = io_.first_layer; l < io_.stop_layer; ++l) layer(stack_.layers[l], worker, clock);
       if (io_.output != nullptr) {
-        normalise<Type>(stack_.last_norm, static_cast<Element*>(io_.output));
+        normalise<Type>(worker, stack_.last_norm, static_cast<Element*>(io_.output));
         clock.ends(kNorms);
       }
     }
@@ -133,8 +135,11 @@ class StackRun {
     return plans_[i];
   }
 
+  // Four linear layers, two norms, rotation and attention.
+  static constexpr int64_t kPhasesPerLayer = 7 + TypeAttention::kNumPhases;
+
   // Called by all threads, like all functions below.
-  void layer(const StackLayer& layer, PhaseClock& clock) const {
+  void layer(const StackLayer& layer, Worker& worker, PhaseClock& clock) const {
     const int64_t size = stack_.hidden_size, tokens = step_.num_tokens;
     float* hidden = io_.hidden;
     const auto add_to_hidden = [hidden, size](int64_t row, int64_t column, const float* sums) {
@@ -142,54 +147,52 @@ class StackRun {
       const int64_t count = std::min(kTileColumns, size - column);
       for (int64_t c = 0; c < count; ++c) to[c] += sums[c];
     };
-    normalise<LeftOf<Type>>(layer.input_norm, normed_.get());
+    normalise<LeftOf<Type>>(worker, layer.input_norm, normed_.get());
     clock.ends(kNorms);
     const int64_t projected_size = layer.query_key_value.num_outputs;
-    linear<Type>(layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
+    linear<Type>(worker, layer.query_key_value, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const int64_t count = std::min(kTileColumns, projected_size - column);
       std::copy(sums, sums + count, projected_.get() + row * projected_size + column);
     });
     clock.ends(kQueryKeyValue);
-    rotate_and_write(layer);
+    rotate_and_write(worker, layer);
     clock.ends(kRotation);
     const AttentionPlan& plan = known_plan(layer.options);
     TypeAttention(step_, stack_.heads, plan, layer.pools, layer.options, queries_.get(), attended_.get(),
                     partials_.get())
-        .run();
+        .run(worker);
     clock.ends(kAttention);
-    linear<Type>(layer.attended, attended_.get(), tokens, add_to_hidden);
+    linear<Type>(worker, layer.attended, attended_.get(), tokens, add_to_hidden);
     clock.ends(kAttended);
-    normalise<LeftOf<Type>>(layer.attended_norm, normed_.get());
+    normalise<LeftOf<Type>>(worker, layer.attended_norm, normed_.get());
     clock.ends(kNorms);
-    linear<Type>(layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
+    linear<Type>(worker, layer.gate_up, normed_.get(), tokens, [&](int64_t row, int64_t column, const float* sums) {
       const Floats gate = load_floats(sums), gated = gated_by_sigmoid<Type::kIsRough>(gate, gate);
       Type::store_left(gated_.get() + row * stack_.mlp_size + column / 2, gated * load_floats(sums + kLanes));
     });
     clock.ends(kGateUp);
-    linear<Type>(layer.down, gated_.get(), tokens, add_to_hidden);
+    linear<Type>(worker, layer.down, gated_.get(), tokens, add_to_hidden);
     clock.ends(kDown);
   }
 
   template <typename Out>
-  void normalise(const float* weights, typename Out::Element* to) const {
+  void normalise(Worker& worker, const float* weights, typename Out::Element* to) const {
     const int64_t size = stack_.hidden_size;
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < step_.num_tokens; ++token) {
+    worker.run(step_.num_tokens, Worker::grain_of(step_.num_tokens), [&](int64_t token) {
       const float* from = io_.hidden + token * size;
       const float factor = 1.0f / std::sqrt(squares(from, size) / size + stack_.norm_epsilon);
       for (int64_t i = 0; i < size; i += kLanes) {
         Out::store(to + token * size + i, load_floats(from + i) * factor * load_floats(weights + i));
       }
-    }
+    });
   }
 
   // Rotates and stores queries in their buffer, and keys and values in the pools.
-  void rotate_and_write(const StackLayer& layer) const {
+  void rotate_and_write(Worker& worker, const StackLayer& layer) const {
     const Heads& heads = stack_.heads;
     const int64_t dim = heads.head_dim, width = layer.query_key_value.num_outputs;
     const int64_t* slots = step_.groups[layer.options.group].slots;
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < step_.num_tokens; ++token) {
+    worker.run(step_.num_tokens, Worker::grain_of(step_.num_tokens), [&](int64_t token) {
       const float* from = projected_.get() + token * width;
       for (int64_t head = 0; head < heads.num_heads; ++head, from += dim) {
         rotate<LeftOf<Type>>(from, layer.query_norm, token, queries_.get() + (token * heads.num_heads + head) * dim);
@@ -201,7 +204,7 @@ class StackRun {
         for (int64_t d = 0; d < dim; d += kLanes) Type::store(value + d, load_floats(values + d));
         write_token<Type>(heads, layer.pools, slots[token], head, key, value, is_last_[token]);
       }
-    }
+    });
   }
 
   // Rotates the first `rotary_dim` elements of a head as two halves (arXiv:2104.09864, in the order of Llama).

@@ -29,20 +29,21 @@ void run(const Linear& layer, const typename Type::Element* input, int64_t num_r
   using Left = typename Type::Left;
   constexpr bool kIsCopied = !std::is_same_v<Left, typename Type::Element>;
   std::unique_ptr<Left[]> copy(kIsCopied ? new Left[num_rows * layer.num_inputs] : nullptr);
+  Phases phases(2);
 #pragma omp parallel num_threads(num_threads) if (is_large)
   {
+    Worker worker(phases);
     const Left* left;
     if constexpr (kIsCopied) {
       left = copy.get();
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < num_rows; ++row) {
+      worker.run(num_rows, Worker::grain_of(num_rows), [&](int64_t row) {
         const int64_t at = row * layer.num_inputs;
         copy_to_left<Type>(copy.get() + at, input + at, layer.num_inputs);
-      }
+      });
     } else {
       left = input;
     }
-    linear<Type>(layer, left, num_rows, [&](int64_t row, int64_t column, float* sums) {
+    linear<Type>(worker, layer, left, num_rows, [&](int64_t row, int64_t column, float* sums) {
       activate<Out::kIsRough>(activation, sums, kTileColumns);
       store_row<Out>(output + row * layer.num_outputs + column, sums, layer.num_outputs - column);
     });

@@ -2,15 +2,14 @@
 //
 // Weights are stored in panels of 32 outputs, [ceil(outputs / 32), inputs in words, 32] (native_linear.py), so that a
 // token reads each panel sequentially: at small batches memory bandwidth limits the speed. All threads of a parallel
-// region must call `linear`; it ends with a barrier.
+// region must call `linear`; it is one phase.
 
 #pragma once
-
-#include <omp.h>
 
 #include <algorithm>
 
 #include "amx.h"
+#include "phases.h"
 #include "tile.h"
 
 namespace lookonce {
@@ -39,7 +38,7 @@ constexpr int64_t kChunkBytes = 1 << 18;
 
 // Calls finish(row, first column, sums [32]) for each row of each panel, bias added. `input` is [num_rows, num_inputs].
 template <typename Type, typename Finish>
-void linear(const Linear& layer, const typename Type::Left* input, int64_t num_rows, Finish finish) {
+void linear(Worker& worker, const Linear& layer, const typename Type::Left* input, int64_t num_rows, Finish finish) {
   const int64_t num_panels = (layer.num_outputs + kTileColumns - 1) / kTileColumns;
   const int64_t num_words = layer.num_inputs / Type::kPerWord;
   const int64_t row_bytes = layer.num_inputs * sizeof(*input);
@@ -47,8 +46,7 @@ void linear(const Linear& layer, const typename Type::Left* input, int64_t num_r
   const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
   // A thread takes several neighbouring panels at a time if there are enough for all threads to end together.
   const int64_t side_by_side = std::max<int64_t>(1, num_chunks * num_panels / (16 * omp_get_num_threads()));
-#pragma omp for schedule(dynamic, side_by_side)
-  for (int64_t item = 0; item < num_chunks * num_panels; ++item) {
+  worker.run(num_chunks * num_panels, side_by_side, [&](int64_t item) {
     const int64_t chunk = item / num_panels * chunk_rows, panel = item % num_panels;
     const uint32_t* right = layer.panels + panel * num_words * kTileColumns;
     alignas(64) float sums[kLinearRows<Type> * kTileColumns];
@@ -73,7 +71,7 @@ void linear(const Linear& layer, const typename Type::Left* input, int64_t num_r
       }
     };
     for_row_tiles<kLinearRows<Type>>(std::min(chunk_rows, num_rows - chunk), multiply_tile);
-  }
+  });
 }
 
 }  // namespace lookonce
