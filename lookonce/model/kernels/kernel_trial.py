@@ -12,7 +12,7 @@ import pathlib
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,7 @@ def choose_kernel(
         return _choices[operation]
     key = _key(operation, sources, list(candidates))
     seconds = _remembered(key)
-    if seconds is None:
+    if seconds is None or not _can_run(candidates, _winner(candidates, seconds)):
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -82,12 +82,25 @@ def choose_kernel(
         finally:
             torch.set_num_threads(num_threads)
         _remember(key, seconds)
-    preferred = next(name for name in candidates if name in seconds)
-    fastest = min(seconds, key=lambda name: seconds[name])
-    implementation = fastest if seconds[fastest] * _MARGIN < seconds[preferred] else preferred
-    choice = KernelChoice(operation, implementation, seconds)
+    choice = KernelChoice(operation, _winner(candidates, seconds), seconds)
     _choices[operation] = choice
     return choice
+
+
+def _winner(candidates: Iterable[str], seconds: Mapping[str, float]) -> str:
+    """Returns the first of `candidates` that was timed, or the fastest if that is clearly faster."""
+    preferred = next(name for name in candidates if name in seconds)
+    fastest = min(seconds, key=lambda name: seconds[name])
+    return fastest if seconds[fastest] * _MARGIN < seconds[preferred] else preferred
+
+
+def _can_run(candidates: Mapping[str, Callable[[], Candidate]], name: str) -> bool:
+    """Whether an implementation that could run in an earlier process can in this one. Its compiler may be gone."""
+    try:
+        candidates[name]()
+    except NativeLibraryError:
+        return False
+    return True
 
 
 def _timed(candidates: Mapping[str, Callable[[], Candidate]]) -> dict[str, float]:

@@ -80,7 +80,17 @@ def test_a_machine_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen({NATIVE: native, PYTORCH: pytorch}) is first
     forget_choices(monkeypatch)
     assert chosen({NATIVE: native, PYTORCH: pytorch}) == first
-    assert (native.num_prepared, pytorch.num_prepared) == (1, 1)
+    # The winner is prepared once more, to see that it still can run.
+    assert (native.num_prepared, pytorch.num_prepared) == (2, 1)
+
+
+def test_a_winner_that_can_no_longer_run_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def impossible() -> Candidate:
+        raise NativeLibraryError("the compiler is gone")
+
+    chosen({NATIVE: Timed(1), PYTORCH: Timed(4)})
+    forget_choices(monkeypatch)
+    assert chosen({NATIVE: impossible, PYTORCH: Timed(4)}).implementation == PYTORCH
 
 
 def test_another_pytorch_or_level_is_timed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
