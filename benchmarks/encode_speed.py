@@ -28,6 +28,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from benchmarks import models, peer, report
+from benchmarks.forced_level import peer_variables
 from encoder_svc.cache.encode_job import CachePolicy, ImageInput
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.service import open_pipeline
@@ -234,7 +235,8 @@ class PeerEncoder:
         pixels = pathlib.Path(self._folder.name) / "pixels.npy"
         np.save(pixels, torch.cat([one.pixel_values for one in inputs]).numpy())
         cpus = sorted(os.sched_getaffinity(0))
-        environment = os.environ | _ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus))}
+        environment = os.environ | _ENVIRONMENT | peer_variables()
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
         if install.preload:
             environment["LD_PRELOAD"] = install.preload
         with self._log.open("wb") as log:

@@ -24,6 +24,8 @@ from typing import Any, Self
 
 import psutil
 
+from benchmarks.forced_level import peer_variables
+
 _WORKER = pathlib.Path(__file__).with_name("peer_worker.py")
 _PYTHON_VARIABLE = "LOOKONCE_PEER_PYTHON"
 _PRELOAD_VARIABLE = "LOOKONCE_PEER_PRELOAD"
@@ -182,7 +184,7 @@ class Peer:
     def start(self) -> None:
         """Starts the process without waiting, so that several can start at once; call `wait_until_ready` next."""
         self._started_s = time.monotonic()
-        environment = os.environ | _ENVIRONMENT
+        environment = os.environ | _ENVIRONMENT | peer_variables()
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self._cpus))
         if self._install.preload:
             environment["LD_PRELOAD"] = self._install.preload

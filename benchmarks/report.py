@@ -11,7 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from lookonce.model.kernels.native_level import native_level
+from lookonce.model.kernels.native_level import native_level, processor_levels
 
 _FOLDER = pathlib.Path(__file__).parent
 RESULTS = _FOLDER / "RESULTS.md"
@@ -56,9 +56,16 @@ def publish(script: str, figures: Mapping[str, object], section: str, *, is_quic
     if is_quick:
         print(f"{section}\n\n{json.dumps(figures)}", flush=True)
         return
-    path = write_json(script, figures)
-    write_section(script, section, machine)
+    name = _result_name(script)
+    path = write_json(name, figures)
+    write_section(name, section.replace(f"## {script}", f"## {name}", 1), machine)
     print(f"wrote {path} and {RESULTS}", flush=True)
+
+
+def _result_name(script: str) -> str:
+    """Returns the name of a script's results. Those at a forced level stand beside the machine's own."""
+    level = native_level()
+    return script if level == processor_levels()[-1] else f"{script}_{level.name}"
 
 
 def write_json(script: str, figures: Mapping[str, object]) -> pathlib.Path:
