@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -37,8 +38,8 @@ class Delivery:
         # Streams released from `_held` that wait for their turn in `_wake_some`.
         self._to_wake: deque[OutputStream] = deque()
         self._timer: asyncio.TimerHandle | None = None
-        # Time of the last release, monotonic clock.
-        self._released_s = 0.0
+        # Time of the last release, monotonic clock, which may have started with this machine.
+        self._released_s = -math.inf
 
     def __len__(self) -> int:
         """Returns the number of requests without a terminal answer."""
