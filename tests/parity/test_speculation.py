@@ -38,9 +38,15 @@ SAMPLINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], families.Conformance]:
+    base = tmp_path_factory.mktemp("families")
+    return functools.cache(lambda name: families.build(FAMILIES[name], base / name, num_prompts=15))
+
+
 @pytest.fixture(scope="module", params=NAMES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> families.Conformance:
-    return families.build(FAMILIES[request.param], tmp_path_factory.mktemp("families") / request.param)
+def family(request: pytest.FixtureRequest, built: Callable[[str], families.Conformance]) -> families.Conformance:
+    return built(request.param)
 
 
 @pytest.fixture
@@ -103,7 +109,7 @@ def test_sampled_answers_are_the_same(
 
 def test_a_repeating_answer_takes_fewer_steps(model: offline.OfflineModel, prompts: list[Prompt]) -> None:
     plain, session = offline.Session(model), offline.Session(model, speculation=LIMITS)
-    params = replace(SAMPLINGS["greedy"], max_tokens=150)
+    params = replace(SAMPLINGS["greedy"], max_tokens=60)
     expected = plain.ask(prompts[:1], params=params)
     answers = session.ask(prompts[:1], params=params)
     assert answers.token_ids == expected.token_ids
@@ -242,8 +248,8 @@ def guesses_are_other_tokens_than_those_computed(patch: Patch) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
-    return families.build(FAMILIES["llava_clip"], tmp_path_factory.mktemp("families") / "small").offline
+def small_model(built: Callable[[str], families.Conformance]) -> offline.OfflineModel:
+    return built("llava_clip").offline
 
 
 def answers_of(model: offline.OfflineModel, speculation: SpeculationLimits) -> list[list[int]]:
