@@ -40,6 +40,7 @@ from lookonce.content_key import (
     content_key,
     image_digest,
 )
+from lookonce.families.base import Mask
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.model_folder import ModelFolder
 from tests import tiny_models
@@ -86,6 +87,16 @@ class Conformance:
                 ResolvedImage(item.key, *size, item.options, None) for item, size in zip(items, sizes, strict=True)
             ]
             yield TokenPrompt(question.prompt.token_ids, sources), images
+
+
+def few_blocks(prompts: Sequence[Prompt]) -> int:
+    """Number of KV blocks with which some of these prompts are preempted when all are asked at once.
+
+    It suffices for about half of the prompts, and each answer needs one more block than its prompt. Prompts that are
+    never split begin only if there is room for all their tokens, so it suffices for the longest of them alone.
+    """
+    sizes = [-(-len(prompt.token_ids) // BLOCK_SIZE) for prompt in prompts]
+    return max(max(sizes) + 1, 0 if prompts[0].mask is Mask.PROMPT else sum(sizes) // 2)
 
 
 def build(family: ModuleType, folder: pathlib.Path, num_prompts: int = _NUM_PROMPTS) -> Conformance:
