@@ -96,12 +96,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     report.add_quick(parser)
     arguments = parser.parse_args(argv)
+    prompt_tokens = _PROMPT_TOKENS
     if arguments.quick:
-        arguments.batches = [2]
+        arguments.batches, prompt_tokens = [2], 3
     steps, samples = [], []
     with simulated_cuda() as cuda:
         for batch in arguments.batches:
-            steps.append(count_step(cuda, models.demo_model(), batch))
+            steps.append(count_step(cuda, models.demo_model(), batch, prompt_tokens))
             samples += [count_samples(cuda, batch, kind) for kind in KINDS]
     figures = {"steps": [asdict(each) for each in steps], "samples": [asdict(each) for each in samples]}
     report.publish(_NAME, figures, section(steps, samples), is_quick=arguments.quick)
@@ -120,13 +121,13 @@ def simulated_cuda() -> Iterator[Any]:
         yield cuda
 
 
-def count_step(cuda: Any, folder: pathlib.Path, batch: int) -> StepCount:
+def count_step(cuda: Any, folder: pathlib.Path, batch: int, prompt_tokens: int = _PROMPT_TOKENS) -> StepCount:
     """Counts the operators of one greedy decode step without graphs; a graph repeats the same ones."""
     from benchmarks.gpu import runner_of
     from decoder_svc.runner.cuda.runner import GPUModelRunner
 
     runner = runner_of(folder, GPUModelRunner, torch.float16, max_num_seqs=batch)
-    driver = StepDriver(runner, batch, _PROMPT_TOKENS + 4, use_graphs=False)
+    driver = StepDriver(runner, batch, prompt_tokens + 4, use_graphs=False)
     of_layers: list[int] = []
     with OperatorCount() as counter:
 
@@ -151,7 +152,7 @@ def count_step(cuda: Any, folder: pathlib.Path, batch: int) -> StepCount:
 
         per_layer: list[float] = []
         vars(runner)["execute_model"] = counted
-        driver.run(batch, _PROMPT_TOKENS, 2)
+        driver.run(batch, prompt_tokens, 2)
     num_operators, events = steps[-1]
     copies = sum(event.kind == "pinned" for event in events)
     return StepCount(batch, per_layer[-1], num_operators - copies, copies, len(events) - copies)

@@ -329,16 +329,18 @@ async def test_a_call_without_a_deadline_that_waits_for_its_turn_ends_at_the_def
 
 
 async def test_a_call_s_own_deadline_counts_instead_of_the_default(folder: pathlib.Path) -> None:
-    async with running_decoder(folder, default_timeout_s=0.05) as decoder:
-        assert len(await streamed(decoder, endless().params)) > 2
-        response = await generate(decoder, endless().params)
-        assert response.usage.completion_tokens == 1500
+    long = params("tell", max_tokens=200, ignore_eos=True)
+    async with running_decoder(folder, default_timeout_s=0.01) as decoder:
+        assert len(await streamed(decoder, long)) > 2
+        response = await generate(decoder, long)
+        assert response.usage.completion_tokens == 200
 
 
 async def test_without_a_default_a_call_without_a_deadline_is_answered(folder: pathlib.Path) -> None:
     async with running_decoder(folder, default_timeout_s=0) as decoder:
-        response = await decoder.stub.Generate(pb.GenerateRequest(params=endless().params))
-        assert response.usage.completion_tokens == 1500
+        long = params("tell", max_tokens=200, ignore_eos=True)
+        response = await decoder.stub.Generate(pb.GenerateRequest(params=long))
+        assert response.usage.completion_tokens == 200
         assert decoder.service.default_timeouts_s == {}
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny_models
 from tests.parity import offline
 
-NUM_PROMPTS = 60
+NUM_PROMPTS = 21
 
 
 @pytest.fixture(scope="module", params=sorted(tiny_models.BUILDERS))

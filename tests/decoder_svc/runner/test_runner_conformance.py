@@ -150,8 +150,7 @@ def test_rows_arrive_late_and_in_ranges(subject: Subject) -> None:
 
 
 def test_preempted(subject: Subject) -> None:
-    sizes = [-(-len(prompt.token_ids) // families.BLOCK_SIZE) for prompt in subject.prompts]
-    session = subject.session(num_blocks=max(max(sizes) + 1, sum(sizes) // 2))
+    session = subject.session(num_blocks=families.few_blocks(subject.prompts))
     assert session.ask(subject.prompts).token_ids == subject.expected
     assert sum(len(step.admitted) for step in session.steps) > len(subject.prompts), "somebody came back"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 from hypothesis import given, settings
@@ -19,22 +20,30 @@ from tests.decoder_svc.scheduling.traffic import Traffic
 
 LIMITS = SpeculationLimits(4, ngram_min=1, ngram_max=3)
 WINDOWS = [None, 1, 5, 6]
+NUM_SEEDS = 14
+
+
+@functools.cache
+def traffic_of(seed: int, mask: Mask, window: int | None) -> Traffic:
+    """Runs traffic with drafts once; it checks itself meanwhile."""
+    traffic = Traffic(seed, mask=mask, window=window, speculation=LIMITS)
+    traffic.run(120)
+    return traffic
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("mask", list(Mask))
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_answers_are_the_models_under_any_traffic(seed: int, mask: Mask, window: int | None) -> None:
-    Traffic(seed, mask=mask, window=window, speculation=LIMITS).run(120)
+    traffic_of(seed, mask, window)
 
 
 @pytest.mark.parametrize("mask", list(Mask))
 def test_traffic_is_worth_testing_with(mask: Mask) -> None:
     """Drafts that are right, wrong, and both in one chunk; answers that end inside; preemptions and hits."""
     right = wrong = hits = preemptions = ended_inside = 0
-    for seed in range(40):
-        traffic = Traffic(seed, mask=mask, window=5, speculation=LIMITS)
-        traffic.run(120)
+    for seed in range(NUM_SEEDS):
+        traffic = traffic_of(seed, mask, 5)
         speculation = traffic.target.speculation
         right += speculation.num_accepted
         wrong += speculation.num_drafted - speculation.num_accepted
@@ -43,7 +52,7 @@ def test_traffic_is_worth_testing_with(mask: Mask) -> None:
         ended_inside += sum(
             one.finish_reason is FinishReason.STOP and one.usage.accepted_draft_tokens > 0 for one in traffic.requests
         )
-    assert min(right, wrong, hits, preemptions, ended_inside) >= 10, (right, wrong, hits, preemptions, ended_inside)
+    assert min(right, wrong, hits, preemptions, ended_inside) >= 4, (right, wrong, hits, preemptions, ended_inside)
 
 
 def without_drafts(target: Scheduler) -> Scheduler:

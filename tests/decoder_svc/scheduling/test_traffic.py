@@ -2,53 +2,64 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.traffic import MODES, Traffic
 
+# The tests of `worth` look at the traffic of the seeds that the other tests have run.
+NUM_SEEDS = 24
+
+
+@functools.cache
+def traffic_of(seed: int, mask: Mask, window: int | None = None, *, deterministic: bool = False) -> Traffic:
+    """Runs traffic once; it checks itself meanwhile."""
+    traffic = Traffic(seed, mask=mask, window=window, deterministic=deterministic)
+    traffic.run(120)
+    return traffic
+
 
 @pytest.mark.parametrize(("mask", "deterministic"), MODES)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_no_token_is_computed_from_another_context(seed: int, mask: Mask, deterministic: bool) -> None:
-    Traffic(seed, mask=mask, deterministic=deterministic).run(120)
+    traffic_of(seed, mask, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("window", [1, 4, 5, 6])
 @pytest.mark.parametrize("mask", list(Mask))
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
 def test_no_layer_with_a_window_reads_freed_blocks(seed: int, mask: Mask, window: int) -> None:
-    Traffic(seed, window=window, mask=mask).run(120)
+    traffic_of(seed, mask, window)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(NUM_SEEDS // 2))
 def test_nor_in_deterministic_mode(seed: int) -> None:
-    Traffic(seed, window=5, deterministic=True).run(120)
+    traffic_of(seed, Mask.CAUSAL, 5, deterministic=True)
 
 
 @pytest.mark.parametrize("mask", list(Mask))
 def test_traffic_is_worth_testing_with(mask: Mask) -> None:
     """Without hits, preemptions and adoptions the test above would show nothing."""
     hits = preemptions = shared = 0
-    for seed in range(40):
-        traffic = Traffic(seed, mask=mask)
-        traffic.run(120)
+    for seed in range(NUM_SEEDS):
+        traffic = traffic_of(seed, mask)
         hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)
         preemptions += sum(one.num_preemptions > 0 for one in traffic.requests)
         shared += sum(chunk.write_start > chunk.start for output in traffic.trace for chunk in output.chunks)
-    assert min(hits, preemptions, shared) >= 15, (hits, preemptions, shared)
+    assert min(hits, preemptions, shared) >= 8, (hits, preemptions, shared)
 
 
 @pytest.mark.parametrize("mask", list(Mask))
 def test_traffic_with_a_window_is_worth_testing_with(mask: Mask) -> None:
     hits = waits_for_sliding = let_go = 0
-    for seed in range(40):
-        traffic = Traffic(seed, window=5, mask=mask)
-        traffic.run(120)
+    for seed in range(NUM_SEEDS // 2):
+        traffic = traffic_of(seed, mask, 5)
         hits += sum(one.usage.cached_prompt_tokens > 0 for one in traffic.requests)
         let_go += sum(chunk.sliding.first > 0 for output in traffic.trace for chunk in output.chunks if chunk.sliding)
         waits_for_sliding += traffic.num_short_of_sliding_blocks
-    assert min(hits, let_go, waits_for_sliding) >= 10, (hits, let_go, waits_for_sliding)
+    assert min(hits, let_go, waits_for_sliding) >= 3, (hits, let_go, waits_for_sliding)
 
 
 def test_equal_traffic_gets_equal_decisions() -> None:
@@ -61,10 +72,9 @@ def test_equal_traffic_gets_equal_decisions() -> None:
 def test_hits_end_inside_images_whose_tokens_see_each_other() -> None:
     """The rest of such an image is computed in one chunk."""
     inside = 0
-    for seed in range(40):
-        traffic = Traffic(seed, mask=Mask.IMAGE)
-        traffic.run(120)
+    for seed in range(NUM_SEEDS):
+        traffic = traffic_of(seed, Mask.IMAGE)
         chunks = [chunk for output in traffic.trace for chunk in output.chunks]
         spans = {one.request_id: one.prompt.mutual_spans for one in traffic.requests}
         inside += sum(span.offset < chunk.start < span.stop for chunk in chunks for span in spans[chunk.request_id])
-    assert inside >= 15, inside
+    assert inside >= 8, inside

@@ -24,15 +24,16 @@ _VARIANTS = (("bf16", 64, False), ("bf16", 64, True), ("fp32", 256, True))
 
 
 def main() -> None:
-    """Compiles every variant for every capability given."""
-    for capability in map(int, sys.argv[1:]):
+    """Compiles every variant for the last capability given, and those with matrix products for the others, too."""
+    capabilities = [int(argument) for argument in sys.argv[1:]]
+    for capability in capabilities:
         most = 0
         for dtype, head_dim, is_chunk in _VARIANTS:
             source = _attend_source(dtype, head_dim, is_chunk, has_window=head_dim == 64, has_softcap=head_dim == 256)
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        for source in (_join_source(), *_layer_sources()):
+        for source in (_join_source(), *_layer_sources()) if capability == capabilities[-1] else ():
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)

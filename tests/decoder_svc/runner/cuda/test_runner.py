@@ -36,7 +36,7 @@ WORST = WorstCase(64, 4, 300, 2, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32)
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
     folder = tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
-    return offline.build(folder, num_prompts=5, images_per_prompt=(0, 1, 2))
+    return offline.build(folder, num_prompts=3, images_per_prompt=(0, 1, 2))
 
 
 @pytest.fixture
