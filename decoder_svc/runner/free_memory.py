@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import pathlib
 import resource
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
+
+from lookonce.process.heap import return_freed_memory
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +68,15 @@ class PeakMemory:
 def measured_peak() -> Iterator[PeakMemory]:
     """Measures the additional memory that the block takes at its peak.
 
+    Garbage is collected and freed memory returned to the system first. Otherwise the block would take it again, for
+    instance what trying the kernels has left, and it would count as taken before the block. Ask for the free memory
+    inside the block.
+
     If the system does not allow resetting the peak, an earlier and higher peak may be counted: the result is then too
     high, never too low.
     """
+    gc.collect()
+    return_freed_memory()
     resident = psutil.Process().memory_info().rss
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)

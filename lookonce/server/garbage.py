@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-from lookonce.server.heap import return_freed_memory
+from lookonce.process.heap import return_freed_memory
 
 
 @contextlib.contextmanager

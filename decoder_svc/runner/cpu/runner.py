@@ -47,10 +47,10 @@ class CPUModelRunner(ModelRunnerBase):
         if isinstance(self.backend, NativeBackend):
             # The kernel reads keys in place: a longer context costs time but no memory, so measure a short one.
             worst = replace(worst, context_tokens=min(worst.context_tokens, worst.num_tokens))
-        free = free_bytes()
         text_model = getattr(self.model.model, text_child(self.model))
         abridged = text_model.last_layer_only() if isinstance(text_model, NativeStack) else nullcontext()
         with measured_peak() as peak, abridged:
+            free = free_bytes()
             self._dummy_run(worst)
         logger.info("the heaviest step takes %d MiB of %d MiB that were free", peak.extra_bytes >> 20, free >> 20)
         return max(0, free - peak.extra_bytes)

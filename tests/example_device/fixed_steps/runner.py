@@ -42,8 +42,8 @@ class FixedStepsRunner(ModelRunnerBase):
 
     def profile_run(self, worst: WorstCase) -> int:
         """Measures resident memory during the heaviest step."""
-        free = free_bytes()
         with measured_peak() as peak:
+            free = free_bytes()
             self._dummy_run(worst)
         return max(0, free - peak.extra_bytes)
 

@@ -10,7 +10,7 @@ import pytest
 
 _RETURNS = """
 import asyncio
-from lookonce.server.heap import FreedMemory, resident_bytes
+from lookonce.process.heap import FreedMemory, resident_bytes
 
 now_s = 0.0
 freed = FreedMemory(lambda: now_s)
@@ -37,7 +37,7 @@ assert kept - resident_bytes() > 200 << 20
 
 _REUSES = """
 import resource
-from lookonce.server.heap import set_up_heap
+from lookonce.process.heap import set_up_heap
 
 def num_page_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -54,7 +54,7 @@ assert again < new / 10, (new, again)
 
 _SHARES = """
 import threading
-from lookonce.server.heap import resident_bytes, return_freed_memory, set_up_heap
+from lookonce.process.heap import resident_bytes, return_freed_memory, set_up_heap
 
 set_up_heap()
 before = resident_bytes()

@@ -1,0 +1,1 @@
+"""The process itself: its memory. Knows nothing of models, requests or caches."""
