@@ -109,10 +109,10 @@ def _start_stack(model: pathlib.Path, ask: Ask, load: Sequence[Ask], *, num_enco
         if load:
             run_burst(stack, load, 1)
         assert stack.redis is not None
-        pids = {"Redis": stack.redis.pid, **{one.name: one.pid for one in [*stack.encoders, *stack.decoders]}}
-        memory = {name: memory_bytes([pid]) for name, pid in pids.items()}
-        print(", ".join(f"{name} {num_bytes / 1e6:.0f} MB" for name, num_bytes in memory.items()), flush=True)
-        return Start(ready_s, first_token_s), sum(memory.values())
+        parts = {"Redis": [stack.redis], "encoder": stack.encoders, "decoder": stack.decoders}
+        pids = {name: [process.pid for process in processes] for name, processes in parts.items()}
+        print(", ".join(f"{name} {memory_bytes(found) / 1e6:.0f} MB" for name, found in pids.items()), flush=True)
+        return Start(ready_s, first_token_s), memory_bytes([pid for found in pids.values() for pid in found])
 
 
 def _start_peer(install: PeerInstall, model: pathlib.Path, ask: Ask, load: Sequence[Ask]) -> tuple[Start, int]:
