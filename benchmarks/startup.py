@@ -109,8 +109,10 @@ def _start_stack(model: pathlib.Path, ask: Ask, load: Sequence[Ask], *, num_enco
         if load:
             run_burst(stack, load, 1)
         assert stack.redis is not None
-        pids = [one.pid for one in [*stack.encoders, *stack.decoders]]
-        return Start(ready_s, first_token_s), memory_bytes([stack.redis.pid, *pids])
+        parts = {"Redis": [stack.redis], "encoder": stack.encoders, "decoder": stack.decoders}
+        pids = {name: [process.pid for process in processes] for name, processes in parts.items()}
+        print(", ".join(f"{name} {memory_bytes(found) / 1e6:.0f} MB" for name, found in pids.items()), flush=True)
+        return Start(ready_s, first_token_s), memory_bytes([pid for found in pids.values() for pid in found])
 
 
 def _start_peer(install: PeerInstall, model: pathlib.Path, ask: Ask, load: Sequence[Ask]) -> tuple[Start, int]:

@@ -1,31 +1,24 @@
-"""Decodes images in a separate process with bounded memory and time. `python -m` runs the worker side.
+"""Decodes images in a separate process with bounded memory and time.
 
-An image file is hostile input to a large C library; a crash there must not end the encoder. The worker has only Pillow,
-one image at a time, and a socket with this protocol:
-
-    start   = one byte: ready
-    request = file length (8 bytes) | file
-    answer  = header length (8 bytes) | header as JSON, or an error's name and text | pixels, [height, width, 3] bytes
+An image file is hostile input to a large C library; a crash there must not end the encoder. The process is
+decode_process.py, which says what the two send each other.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import PIL.Image
 
 from encoder_svc.images.decode_clock import DecodeClock, DecodeTimeLimits
-from encoder_svc.images.image_decoder import decode_image
+from encoder_svc.images.decode_process import LENGTH, READY, receive
 from lookonce.errors import (
     ImageDecodeLimitError,
     ImagePoisonousError,
@@ -38,8 +31,6 @@ from lookonce.errors import (
 )
 from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits
 
-_LENGTH = struct.Struct("<Q")
-_READY = b"r"
 _START_TIMEOUT_S = 30.0
 _NOT_STARTED = "a decoding process did not start"
 # Maximum time between the worker's closing of its socket and its exit.
@@ -160,7 +151,7 @@ class DecodeWorker:
             )
             arguments = [str(number) for number in numbers]
             # Isolated (-I) and with an empty environment, so that the worker sees no secret of the service.
-            command = [sys.executable, "-I", "-m", "encoder_svc.images.decode_worker", *arguments]
+            command = [sys.executable, "-I", "-m", "encoder_svc.images.decode_process", *arguments]
             try:
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={})
             except OSError as error:
@@ -175,7 +166,7 @@ class DecodeWorker:
         """
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         try:
-            _receive(connection, len(_READY), lambda: _left_until(deadline_s))
+            receive(connection, len(READY), lambda: _left_until(deadline_s))
         except TimeoutError:
             self.close()
             raise UnavailableError(
@@ -192,16 +183,16 @@ def memory_limit(limits: ImageLimits) -> int:
 
 
 def _exchange(connection: socket.socket, data: bytes, clock: DecodeClock) -> tuple[PIL.Image.Image, ImageHeader]:
-    for part in (_LENGTH.pack(len(data)), data):
+    for part in (LENGTH.pack(len(data)), data):
         _send(connection, part, clock.wait_s)
-    length = _LENGTH.unpack(_receive(connection, _LENGTH.size, clock.wait_s))[0]
+    length = LENGTH.unpack(receive(connection, LENGTH.size, clock.wait_s))[0]
     if length > _MAX_HEADER_BYTES:
         raise EOFError
-    header = json.loads(_receive(connection, length, clock.wait_s))
+    header = json.loads(receive(connection, length, clock.wait_s))
     if "error" in header:
         raise _ERRORS[header["error"]](header["text"])
     size = header["size"]
-    pixels = _receive(connection, 3 * size[0] * size[1], clock.wait_s)
+    pixels = receive(connection, 3 * size[0] * size[1], clock.wait_s)
     image = PIL.Image.frombuffer("RGB", size, pixels, "raw", "RGB", 0, 1)
     return image, ImageHeader(ImageFormat(header["format"]), size[0], size[1], header["orientation"])
 
@@ -215,74 +206,9 @@ def _send(connection: socket.socket, data: bytes, wait_s: Callable[[], float]) -
             view = view[connection.send(view) :]
 
 
-def _receive(connection: socket.socket, num_bytes: int, wait_s: Callable[[], float | None] = lambda: None) -> bytearray:
-    """Receives exactly `num_bytes`. `wait_s` is asked each time how long to wait; None: without a limit.
-
-    Raises EOFError when the other side closes, and the TimeoutError of `wait_s`.
-    """
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        connection.settimeout(wait_s())
-        with suppress(TimeoutError):
-            received = connection.recv_into(view)
-            if not received:
-                raise EOFError
-            view = view[received:]
-    return data
-
-
 def _left_until(deadline_s: float) -> float:
     """Returns the time that is left, seconds. Raises TimeoutError when none is."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
     return left_s
-
-
-def serve(connection: socket.socket, limits: ImageLimits) -> None:
-    """Runs the worker side: answers requests until the other side closes."""
-    while True:
-        try:
-            length = _LENGTH.unpack(_receive(connection, _LENGTH.size))[0]
-            data = bytes(_receive(connection, length))
-        except EOFError:
-            return
-        header, pixels = _answer(data, limits)
-        encoded = json.dumps(header).encode()
-        for part in (_LENGTH.pack(len(encoded)), encoded, pixels):
-            connection.sendall(part)
-
-
-def _answer(data: bytes, limits: ImageLimits) -> tuple[dict[str, Any], bytes]:
-    try:
-        image, header = decode_image(data, limits)
-        found = {"size": image.size, "format": header.format.value, "orientation": header.orientation}
-        return found, image.tobytes()
-    except MemoryError:
-        return _error(
-            ImageDecodeLimitError("decoding the image needs more memory than is available; send a smaller image")
-        )
-    except LookonceError as error:
-        return _error(error)
-
-
-def _error(error: LookonceError) -> tuple[dict[str, Any], bytes]:
-    return {"error": type(error).__name__, "text": error.message}, b""
-
-
-def main() -> None:
-    """Runs the worker process. Arguments: FD MEMORY_BYTES MAX_BYTES MAX_PIXELS MAX_ASPECT."""
-    fd, memory_bytes, max_bytes, max_pixels, max_aspect = sys.argv[1:]
-    limits = ImageLimits(int(max_bytes), int(max_pixels), float(max_aspect))
-    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Ctrl-C in a terminal reaches all processes of the group, but only the owner may end this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=int(fd)) as connection:
-        connection.sendall(_READY)
-        serve(connection, limits)
-
-
-if __name__ == "__main__":
-    main()

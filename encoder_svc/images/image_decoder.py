@@ -1,4 +1,4 @@
-"""Decodes an image file to upright RGB pixels. Runs in a worker process (decode_worker.py); needs only Pillow."""
+"""Decodes an image file to upright RGB pixels. Runs in a worker process (decode_process.py); needs only Pillow."""
 
 from __future__ import annotations
 

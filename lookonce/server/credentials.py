@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.watched_files import WatchedFiles
@@ -45,6 +43,10 @@ def _configuration(
     Raises ValueError for malformed ones, and for a key that does not belong to the certificate, as in the middle of a
     rotation.
     """
+    # Imported here, because a service without TLS need not hold the library.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
     own = x509.load_pem_x509_certificates(certificates)[0]
     if authorities is not None:
         x509.load_pem_x509_certificates(authorities)

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import xxhash
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from lookonce.errors import ConfigurationError
 
@@ -23,7 +21,6 @@ KEY_BYTES = 32
 _MAX_KEYS = 8
 _RECORD_DOMAIN = b"lookonce/seal/record/1"
 _ENTRY_DOMAIN = b"lookonce/seal/entry/1"
-_GCM_NONCE_BYTES = 12
 
 
 class BlockCipher(Protocol):
@@ -105,6 +102,10 @@ class AesGcm:
     def __init__(self, keys: Sequence[bytes]) -> None:
         if not 1 <= len(keys) <= _MAX_KEYS or any(len(key) != KEY_BYTES for key in keys):
             raise ConfigurationError(f"seal keys: 1 to {_MAX_KEYS} keys of {KEY_BYTES} bytes are needed")
+        # Imported here, because a service without keys need not hold the library.
+        from lookonce.store.gcm_blocks import GcmBlocks
+
+        self._blocks = GcmBlocks
         self._keys = tuple(keys)
         self._record_keys = tuple(_derived(key, _RECORD_DOMAIN) for key in keys)
 
@@ -121,25 +122,7 @@ class AesGcm:
 
     def blocks(self, key_index: int, identity: bytes) -> BlockCipher:
         """Returns the cipher under a key of this entry alone, so that a block's index may be its nonce."""
-        return _AesGcmBlocks(_derived(self._keys[key_index], _ENTRY_DOMAIN + identity), identity)
-
-
-class _AesGcmBlocks:
-    def __init__(self, key: bytes, identity: bytes) -> None:
-        self._cipher = AESGCM(key)
-        self._identity = identity
-
-    def seal(self, index: int, block: memoryview) -> tuple[memoryview, bytes]:
-        sealed = memoryview(self._cipher.encrypt(_gcm_nonce(index), block, self._identity))
-        return sealed[: block.nbytes], bytes(sealed[block.nbytes :])
-
-    def open(self, index: int, stored: memoryview, seal: bytes, out: memoryview) -> bool:
-        try:
-            opened = self._cipher.decrypt(_gcm_nonce(index), b"".join((stored, seal)), self._identity)
-        except InvalidTag:
-            return False
-        out[:] = opened
-        return True
+        return self._blocks(_derived(self._keys[key_index], _ENTRY_DOMAIN + identity), identity)
 
 
 def load_sealer(key_file: pathlib.Path | None) -> Sealer:
@@ -162,10 +145,6 @@ def load_sealer(key_file: pathlib.Path | None) -> Sealer:
 def _derived(key: bytes, purpose: bytes) -> bytes:
     """Derives a key for one purpose by HMAC-SHA-256 as the pseudo-random function (NIST SP 800-108, one block)."""
     return hmac.digest(key, purpose, "sha256")
-
-
-def _gcm_nonce(index: int) -> bytes:
-    return index.to_bytes(_GCM_NONCE_BYTES, "big")
 
 
 def _xxh3(data: memoryview) -> bytes:

@@ -44,11 +44,3 @@ def test_all_loggers_come_from_the_one_place_that_sets_the_tracebacks() -> None:
     assert found == {"lookonce/logs.py"}
     configuring = {path.relative_to(ROOT).as_posix() for path in sources if "structlog.configure(" in path.read_text()}
     assert configuring == {"lookonce/logs.py", "lookonce/server/telemetry.py"}
-
-
-def test_the_worker_that_decodes_images_has_neither_logs_nor_pretty_tracebacks() -> None:
-    program = "import sys, encoder_svc.images.decode_worker; print(*{'structlog', 'rich'} & sys.modules.keys())"
-    finished = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert finished.stdout.split() == []

@@ -21,6 +21,7 @@ from decoder_svc.runner.cpu.stack_check import (
 from lookonce.model.half_model import detach_from_file, text_child
 from lookonce.model.kernels.linear_layers import replace_linears
 from lookonce.model.kernels.native_linear import NativeLinear, native_linear, packable, packed
+from lookonce.model.kernels.packed_embedding import replace_tied_embedding
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def install_kernels(model: Any, backend: NativeBackend, spec: KVCacheSpec, num_p
     if type(head) is torch.nn.Linear and packable(head.weight):
         # Logits stay in float32: rounding them could change which token is the largest.
         weights = packed(head.weight, head.bias)
+        replace_tied_embedding(model, weights)
         model.lm_head = NativeLinear(weights, backend.num_threads, torch.float32)
     table = model.get_input_embeddings().weight
     # Matrices that were not copied, such as experts, stay in the mapped file: processes share its pages.

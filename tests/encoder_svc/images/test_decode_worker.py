@@ -19,7 +19,7 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from encoder_svc.images import decode_worker
+from encoder_svc.images import decode_process, decode_worker
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
@@ -211,7 +211,7 @@ def test_a_process_that_cannot_start_is_not_the_image_s_fault(monkeypatch: pytes
 def test_an_answer_that_was_not_read_to_its_end_is_never_taken_for_the_next_one(
     worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive = decode_worker._receive
+    receive = decode_process.receive
 
     def receive_without_memory(connection: socket.socket, num_bytes: int, *others: Any) -> bytearray:
         if num_bytes == 3 * 90 * 40:
@@ -219,7 +219,7 @@ def test_an_answer_that_was_not_read_to_its_end_is_never_taken_for_the_next_one(
         return receive(connection, num_bytes, *others)
 
     with monkeypatch.context() as poor:
-        poor.setattr(decode_worker, "_receive", receive_without_memory)
+        poor.setattr(decode_worker, "receive", receive_without_memory)
         with pytest.raises(MemoryError):
             worker.decode(GOOD)
     check(worker, image_files.encoded(image_files.noise(3, 50, 60)))

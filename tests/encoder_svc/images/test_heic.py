@@ -17,7 +17,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from encoder_svc.images import decode_worker
+from encoder_svc.images import decode_process, decode_worker
 from encoder_svc.images.decode_clock import DecodeClock, DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
@@ -198,7 +198,7 @@ def test_an_encoder_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch
     """Both sides of the decoding process run here, so that the package can be taken away."""
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     ours, theirs = socket.socketpair()
-    side = threading.Thread(target=decode_worker.serve, args=(theirs, LIMITS))
+    side = threading.Thread(target=decode_process.serve, args=(theirs, LIMITS))
     side.start()
     clock = DecodeClock(os.getpid(), DecodeTimeLimits(60.0, 120.0))
     try:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import pathlib
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from decoder_svc.runner.attention import PAGED_ATTENTION, register_paged_attention
 from decoder_svc.runner.cpu import native_model
 from decoder_svc.runner.cpu.native_stack import NativeStack
 from lookonce.model.half_model import load_text_half
 from lookonce.model.kernels.native_linear import NativeLinear
+from lookonce.model.kernels.packed_embedding import PackedEmbedding
 from tests import tiny_models
 from tests.decoder_svc.runner.cpu.loaded_runner import load, text_model
 from tests.tiny_families import FAMILIES
@@ -66,6 +69,33 @@ def test_the_weight_file_is_unmapped_unless_it_holds_experts(
     assert is_mapped == (was_mapped and name in HAVE_EXPERTS)
     assert runner.model is not None
     assert was_mapped or dtype is torch.bfloat16, "else there is nothing to see here"
+
+
+# With a stack and with our linear layers. Gemma's table scales what it looks up.
+@pytest.mark.parametrize(("name", "is_plain"), [("llava_clip", True), ("aya_vision", True), ("gemma3", False)])
+def test_a_tied_model_has_its_table_once(name: str, is_plain: bool, tmp_path: pathlib.Path) -> None:
+    """The head's kernel had a copy of the table, so both were in memory."""
+    FAMILIES[name].build(tmp_path)
+    untied = load(tmp_path, torch.bfloat16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part in (config, config["text_config"]):
+        part["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (weights,) = tmp_path.glob("*.safetensors")
+    tensors = {key: tensor for key, tensor in load_file(weights).items() if "lm_head" not in key}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    tied = load(tmp_path, torch.bfloat16)
+    table, head = tied.model.get_input_embeddings(), tied.model.lm_head
+    assert isinstance(table, PackedEmbedding) == is_plain
+    if not is_plain:
+        return
+    assert untied.weight_bytes - tied.weight_bytes == untied.model.get_input_embeddings().weight.nbytes
+    assert tied.model.dtype is torch.bfloat16
+    ids = torch.arange(table.num_embeddings)
+    assert torch.equal(table(ids), untied.model.get_input_embeddings()(ids))
+    # The head is the table: the identity's logits are its columns.
+    identity = torch.eye(table.embedding_dim, dtype=torch.bfloat16)
+    assert torch.equal(head(identity).T, table(ids).float())
 
 
 def test_a_stack_with_wrong_results_is_not_used(
