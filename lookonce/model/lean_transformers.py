@@ -51,7 +51,7 @@ def import_lean_transformers() -> None:
 def _import_models() -> None:
     """Imports `transformers.models` with the names that importing `transformers` has already read from its files.
 
-    Reading them takes 0.4 s of CPU. transformers keeps them under the folder's path, and asks for those of a file in it.
+    Reading them takes 0.4 s of CPU. transformers keeps them under the folder's path, and asks by a file in that folder.
     """
     from transformers.utils import import_utils
 
