@@ -28,6 +28,7 @@ from lookonce.server.admission.quotas import Quotas
 from lookonce.server.serving import GrpcService
 from lookonce.server.settings import parse_settings
 from lookonce.server.telemetry import Telemetry
+from lookonce.store.health import watched_cache
 from lookonce.tenants import Tenants
 
 _START_TIMEOUT_S = 120.0
@@ -151,6 +152,7 @@ async def start_encoder(arguments: Sequence[str], exits: AsyncExitStack) -> Runn
     model = VisionModel.load_warm(settings.vision)
     pipeline = await exits.enter_async_context(open_pipeline(settings, model, telemetry.registry))
     control = await exits.enter_async_context(open_control(settings, pipeline))
+    parts = await exits.enter_async_context(watched_cache(pipeline.tiers.store))
     tenants = Tenants(None)
     service = GrpcService(
         settings,
@@ -158,6 +160,7 @@ async def start_encoder(arguments: Sequence[str], exits: AsyncExitStack) -> Runn
         [service_entry(pipeline, tenants, Quotas(None, telemetry.registry), settings)],
         admin_services=[admin_entry(pipeline, tenants, control)],
         is_ready=lambda: pipeline.is_healthy,
+        parts=parts,
     )
     exits.push_async_callback(service.stop)
     target = await service.start()
@@ -171,7 +174,8 @@ async def start_decoder(arguments: Sequence[str], exits: AsyncExitStack) -> Runn
     decoder = await exits.enter_async_context(
         open_service(settings, telemetry.registry, Quotas(None, telemetry.registry))
     )
-    service = GrpcService(settings, telemetry, [decoder.entry()], is_ready=decoder.is_ready)
+    parts = await exits.enter_async_context(watched_cache(decoder.store))
+    service = GrpcService(settings, telemetry, [decoder.entry()], is_ready=decoder.is_ready, parts=parts)
     exits.push_async_callback(service.stop)
     return RunningService(await service.start(), telemetry.registry, decoder.is_ready)
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import sys
 
-from decoder_svc.runner.cpu import attention
-from encoder_svc.vision import dense_attention
-from lookonce.model.kernels import native_library, native_linear
 from lookonce.model.kernels.native_compiler import machine_levels
-
-_SOURCES = (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES)
+from lookonce.model.lean_transformers import import_lean_transformers
 
 
 def main() -> None:
     """Compiles all libraries. Raises NativeLibraryError if one cannot be compiled, so that the image build fails."""
+    import_lean_transformers()
+    # Imported here, because they import transformers, too.
+    from decoder_svc.runner.cpu import attention
+    from encoder_svc.vision import dense_attention
+    from lookonce.model.kernels import native_library, native_linear
+
     for level in machine_levels():
-        for sources in _SOURCES:
+        for sources in (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES):
             native_library.library_of_level(sources, level)
     for path in sorted(native_library.cache_folder().iterdir()):
         print(path, file=sys.stderr)

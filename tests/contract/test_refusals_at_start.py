@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -16,25 +18,84 @@ from lookonce.local.serve_extra import SERVE_MODULES
 from tests.conftest import DEMO_MODEL
 from tests.device_plugins import plant_plugin
 
+# Importing what a service needs before it loads its model takes half a second. Thus one process of each service imports
+# it, and each start is a copy of that process. torch is empty: nothing can be loaded with it, so a refusal has come
+# before that.
+_STARTER = """
+import importlib, importlib.machinery, json, os, sys, traceback, types
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].__spec__ = importlib.machinery.ModuleSpec("torch", None)
+service = sys.argv[1]
+main = importlib.import_module(service + ".__main__").main
+for name in (service + ".settings", "lookonce.devices.registry", "lookonce.server.serving",
+             "lookonce.server.telemetry", "lookonce.store.early_checks", "lookonce.store.health"):
+    importlib.import_module(name)
+for line in sys.stdin:
+    folder, log, arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1), os.dup2(file, 2)
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        sys.argv[1:] = arguments
+        status = 0
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+Refusal = Callable[..., str]
 
-def refusal(module: str, *arguments: str) -> str:
-    """stderr of a service that refuses to start."""
-    process = subprocess.run(
-        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert process.returncode == 2, process.stderr
-    assert "Traceback" not in process.stderr
-    return process.stderr
+
+@pytest.fixture(scope="module")
+def starters() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """A process of each service that starts it, by the service's module."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as exits:
+        yield {
+            module: exits.enter_context(subprocess.Popen([sys.executable, "-c", _STARTER, module], **pipes))
+            for module in ("encoder_svc", "decoder_svc")
+        }
+
+
+@pytest.fixture
+def refusal(starters: dict[str, subprocess.Popen[str]], tmp_path: pathlib.Path) -> Refusal:
+    """`refusal(module, *arguments)` returns what a service writes that refuses to start in the test's folder."""
+
+    def refused(module: str, *arguments: str) -> str:
+        process, log = starters[module], tmp_path / "log"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps([str(tmp_path), str(log), arguments]), file=process.stdin, flush=True)
+        status, said = process.stdout.readline().strip(), log.read_text()
+        assert status == "2", said
+        assert "Traceback" not in said
+        return said
+
+    return refused
 
 
 @pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
 def test_plaintext_on_a_reachable_address_is_refused(module: str) -> None:
-    assert "insecure" in refusal(module, "--model", str(DEMO_MODEL), "--listen", "0.0.0.0:0")
+    command = [sys.executable, "-m", module, "--model", str(DEMO_MODEL), "--listen", "0.0.0.0:0"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 2, process.stderr
+    assert "Traceback" not in process.stderr
+    assert "insecure" in process.stderr
 
 
 @pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
 @pytest.mark.parametrize("fault", ["pickled weights", "own code", "other architecture", "no folder"])
-def test_a_model_folder_that_cannot_be_served_is_refused(module: str, fault: str, tmp_path: pathlib.Path) -> None:
+def test_a_model_folder_that_cannot_be_served_is_refused(
+    module: str, fault: str, tmp_path: pathlib.Path, refusal: Refusal
+) -> None:
     folder = tmp_path / "model"
     if fault != "no folder":
         shutil.copytree(DEMO_MODEL, folder)
@@ -58,14 +119,6 @@ def test_a_model_folder_that_cannot_be_served_is_refused(module: str, fault: str
     assert expected in refusal(module, "--model", str(folder))
 
 
-# Nothing can be loaded with it, and without a fault in the settings this would be the error.
-_WITH_AN_EMPTY_TORCH = """
-import importlib.machinery, sys, types
-sys.modules["torch"] = types.ModuleType("torch")
-sys.modules["torch"].__spec__ = importlib.machinery.ModuleSpec("torch", None)
-from {}.__main__ import main
-main()
-"""
 _UNUSABLE = {
     "Redis URL": ("--redis-url", "http://:SECRET@somewhere", "redis_url: cannot be used"),
     "Sentinel URL": ("--redis-url", "redis+sentinel://:SECRET@somewhere", "redis_url: cannot be used"),
@@ -78,17 +131,13 @@ _UNUSABLE = {
 @pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
 @pytest.mark.parametrize("fault", _UNUSABLE)
 def test_an_unusable_setting_of_the_cache_is_refused_before_the_model_is_loaded(
-    module: str, fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    module: str, fault: str, tmp_path: pathlib.Path, refusal: Refusal
 ) -> None:
     flag, value, expected = _UNUSABLE[fault]
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("SECRET")
-    command = [sys.executable, "-c", _WITH_AN_EMPTY_TORCH.format(module), "--model", str(DEMO_MODEL), flag, value]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert process.returncode == 2, process.stderr
-    assert expected in process.stderr
-    assert "SECRET" not in process.stderr
-    assert "Traceback" not in process.stderr
+    said = refusal(module, "--model", str(DEMO_MODEL), flag, value)
+    assert expected in said
+    assert "SECRET" not in said
 
 
 @pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
@@ -106,14 +155,11 @@ def test_without_the_extra_the_service_says_what_to_install(module: str, missing
 
 
 @pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
-def test_a_taken_port_is_refused_before_the_model_is_loaded(module: str) -> None:
+def test_a_taken_port_is_refused_before_the_model_is_loaded(module: str, refusal: Refusal) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        program = _WITH_AN_EMPTY_TORCH.format(module)
-        command = [sys.executable, "-c", program, "--model", str(DEMO_MODEL), "--listen", address]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert process.returncode == 2, process.stderr
-    assert process.stderr.splitlines()[-1] == f"error: --listen: cannot listen on {address}: Address already in use"
+        said = refusal(module, "--model", str(DEMO_MODEL), "--listen", address)
+    assert said.splitlines()[-1] == f"error: --listen: cannot listen on {address}: Address already in use"
 
 
 _UNUSABLE_DEVICES = {
@@ -130,15 +176,12 @@ _UNUSABLE_DEVICES = {
 @pytest.mark.parametrize("module", ["encoder_svc", "decoder_svc"])
 @pytest.mark.parametrize("fault", _UNUSABLE_DEVICES)
 def test_an_unusable_device_is_refused_before_the_model_is_loaded(
-    module: str, fault: str, tmp_path: pathlib.Path
+    module: str, fault: str, tmp_path: pathlib.Path, refusal: Refusal
 ) -> None:
     name, reason = _UNUSABLE_DEVICES[fault]
     source = "import a_driver_that_nobody_has"
     plant_plugin(tmp_path, "broken-card", {"broken": "broken_card:PLATFORM"}, broken_card=source)
     for distribution in ("one-card", "other-card"):
         plant_plugin(tmp_path, distribution, {"card": "no_module:PLATFORM"})
-    command = [sys.executable, "-c", _WITH_AN_EMPTY_TORCH.format(module), "--model", str(DEMO_MODEL), "--device", name]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert process.returncode == 2, process.stderr
-    assert process.stderr.splitlines() == [f"error: --device: {reason}"]
+    said = refusal(module, "--model", str(DEMO_MODEL), "--device", name)
+    assert said.splitlines() == [f"error: --device: {reason}"]

@@ -1,4 +1,4 @@
-"""Operators remove an image from every cache of every process, pin it, warm it up and look at it."""
+"""Operators remove an image from every cache of every service, pin it, warm it up and look at it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderAdminServiceStub, EncoderServiceStub
 from lookonce.errors import EmbeddingNotCachedError
 from lookonce.images import ImageRef
-from lookonce.local.local_stack import LocalStack
 from lookonce.store.health import PART_NAME
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import QUESTION, Picture, fresh
+from tests.in_process_stack import InProcessStack
 from tests.lookonce.store.faults import kill_child
 
 # Far more than anything takes on a busy machine.
@@ -32,18 +32,18 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[LocalStack]:
+def fleet() -> Iterator[InProcessStack]:
     """Two encoders and two decoders on one cache."""
-    with LocalStack(
+    with InProcessStack(
         DEMO_MODEL, num_encoders=2, num_decoders=2, encoder_arguments=ONE_THREAD, decoder_arguments=ONE_THREAD
     ) as fleet:
         yield fleet
 
 
 @pytest.fixture
-def admins(fleet: LocalStack) -> Iterator[list[EncoderAdminServiceStub]]:
+def admins(fleet: InProcessStack) -> Iterator[list[EncoderAdminServiceStub]]:
     """The operators' service of each encoder."""
-    channels = [grpc.insecure_channel(process.ready.admin_target or "") for process in fleet.encoders]
+    channels = [grpc.insecure_channel(target) for target in fleet.admin_targets]
     yield [EncoderAdminServiceStub(channel) for channel in channels]
     for channel in channels:
         channel.close()
@@ -57,7 +57,9 @@ def selected(*pictures: Picture) -> pb.EmbeddingSelection:
     return pb.EmbeddingSelection(keys=[key(picture) for picture in pictures])
 
 
-async def ask(fleet: LocalStack, decoder: int, picture: Picture, *, by_digest: bool = False) -> tuple[str, int, int]:
+async def ask(
+    fleet: InProcessStack, decoder: int, picture: Picture, *, by_digest: bool = False
+) -> tuple[str, int, int]:
     """(answer, encoded rows, cached prompt tokens)."""
     image = ImageRef(image_digest(picture.data)) if by_digest else picture.data
     async with AsyncClient.connect(fleet.decoder_targets[decoder]) as client:
@@ -75,7 +77,7 @@ def health_becomes(target: str, name: str, status: Any) -> None:
             time.sleep(0.05)
 
 
-async def refused_everywhere(fleet: LocalStack, picture: Picture) -> None:
+async def refused_everywhere(fleet: InProcessStack, picture: Picture) -> None:
     """Waits until a digest alone does not bring the picture back: neither Redis nor an encoder has it."""
     async with asyncio.timeout(TIMEOUT_S):
         for decoder in range(len(fleet.decoder_targets)):
@@ -87,15 +89,15 @@ async def refused_everywhere(fleet: LocalStack, picture: Picture) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def prefix_is_gone(fleet: LocalStack, decoder: int, picture: Picture) -> None:
+async def prefix_is_gone(fleet: InProcessStack, decoder: int, picture: Picture) -> None:
     """Waits until the decoder has heard of it: until then its own prefix of the picture is a hit."""
     async with asyncio.timeout(TIMEOUT_S):
         while (await ask(fleet, decoder, picture))[2] != 0:
             await asyncio.sleep(0.2)
 
 
-async def test_an_evicted_image_is_gone_from_every_cache_of_every_process(
-    fleet: LocalStack, admins: list[EncoderAdminServiceStub]
+async def test_an_evicted_image_is_gone_from_every_cache_of_every_service(
+    fleet: InProcessStack, admins: list[EncoderAdminServiceStub]
 ) -> None:
     picture, other = fresh(2)
     for decoder in (0, 1):
@@ -122,7 +124,7 @@ async def test_an_evicted_image_is_gone_from_every_cache_of_every_process(
 
 
 async def test_everything_of_the_tenant_goes_and_nothing_of_another(
-    fleet: LocalStack, admins: list[EncoderAdminServiceStub]
+    fleet: InProcessStack, admins: list[EncoderAdminServiceStub]
 ) -> None:
     pictures = fresh(3)
     for picture in pictures:
@@ -139,7 +141,7 @@ async def test_everything_of_the_tenant_goes_and_nothing_of_another(
 
 
 async def test_a_pinned_image_does_not_expire_until_it_is_unpinned(
-    fleet: LocalStack, admins: list[EncoderAdminServiceStub]
+    fleet: InProcessStack, admins: list[EncoderAdminServiceStub]
 ) -> None:
     pinned, other = fresh(2)
     await ask(fleet, 0, pinned)
@@ -161,7 +163,7 @@ async def test_a_pinned_image_does_not_expire_until_it_is_unpinned(
 
 
 async def test_a_warmed_up_image_is_in_every_encoder_that_was_told_to(
-    fleet: LocalStack, admins: list[EncoderAdminServiceStub]
+    fleet: InProcessStack, admins: list[EncoderAdminServiceStub]
 ) -> None:
     picture, unknown = fresh(2)
     await ask(fleet, 0, picture)
@@ -176,7 +178,7 @@ async def test_a_warmed_up_image_is_in_every_encoder_that_was_told_to(
 
 
 async def test_a_decoder_that_could_not_hear_it_forgets_when_it_comes_back(
-    fleet: LocalStack, admins: list[EncoderAdminServiceStub]
+    fleet: InProcessStack, admins: list[EncoderAdminServiceStub]
 ) -> None:
     (picture,) = fresh(1)
     assert fleet.redis is not None
@@ -188,7 +190,7 @@ async def test_a_decoder_that_could_not_hear_it_forgets_when_it_comes_back(
 
 
 async def test_encoders_that_are_asked_for_it_meanwhile_do_not_bring_it_back(
-    fleet: LocalStack, admins: list[EncoderAdminServiceStub]
+    fleet: InProcessStack, admins: list[EncoderAdminServiceStub]
 ) -> None:
     for picture in fresh(4):
         await ask(fleet, 0, picture)
@@ -234,14 +236,14 @@ def test_an_empty_selection_is_refused(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_operators_calls_are_not_served_to_clients(fleet: LocalStack) -> None:
+def test_operators_calls_are_not_served_to_clients(fleet: InProcessStack) -> None:
     with grpc.insecure_channel(fleet.encoder_targets[0]) as channel, pytest.raises(grpc.RpcError) as caught:
         EncoderAdminServiceStub(channel).GetCacheStats(pb.GetCacheStatsRequest(), timeout=TIMEOUT_S)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_without_redis_an_operator_is_told_that_it_did_not_happen_and_health_says_degraded(
-    fleet: LocalStack, admins: list[EncoderAdminServiceStub]
+    fleet: InProcessStack, admins: list[EncoderAdminServiceStub]
 ) -> None:
     assert fleet.redis is not None
     (picture,) = fresh(1)

@@ -35,7 +35,7 @@ from tests.e2e.pictures import QUESTION, Picture, fresh
 from tests.lookonce.store.faults import kill_child
 
 # For each process that is replaced. Each step begins with them at full speed, which outlasts a drain.
-NUM_CALLS = 400
+NUM_CALLS = 250
 SLOWDOWN = 5
 # More than clients need to hear of NOT_SERVING.
 DRAIN = ("--drain-delay-s", "1", "--drain-timeout-s", "60")
@@ -43,7 +43,7 @@ FLAGS = (*ONE_THREAD, *DRAIN)
 # On a channel of their own, so that round robin gives two of them to each decoder.
 NUM_STREAMS = 4
 # Some seconds, which is more than the drain's delay.
-STREAM_TOKENS = 1900
+STREAM_TOKENS = 1200
 # The SDK's, and those of the two stubs.
 NUM_DECODER_CHANNELS = 3
 CALL_TIMEOUT_S = 60.0

@@ -9,10 +9,11 @@ import itertools
 import pathlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import redis
 from prometheus_client import CollectorRegistry
 
@@ -34,6 +35,9 @@ from tests import image_files, tiny_models
 from tests.decoder_svc.encoders import client, running_encoder
 from tests.lookonce.store import damage
 from tests.lookonce.store.redis.resp_server import After, Lie, RespServer, always, changed, instead
+
+# The tests share services, which belong to one event loop.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_ROWS = 16
 PART = RowRange(3, 9)
@@ -109,8 +113,10 @@ class World:
     # Writes rows that others are to find.
     writer: Decoder
     pictures: Iterator[bytes]
-    # Rows of all pictures so far.
+    # Rows of all pictures of this test so far.
     rows: set[bytes] = field(default_factory=set)
+    # Outcomes that the decoder's store had counted before this test, by (operation, outcome).
+    counted: dict[tuple[str, str], int] = field(default_factory=dict)
 
     async def check(self, cached: Cached, sabotage: Sabotage) -> None:
         """Checks that a new picture gives its own rows during the sabotage and after it."""
@@ -130,9 +136,14 @@ class World:
 
     @property
     def reasons(self) -> set[str]:
-        """Returns the outcomes that the decoder's store has counted."""
+        """Returns the outcomes that the decoder's store has counted in this test."""
+        counts = self.stats().items()
+        return {outcome for (operation, outcome), count in counts if count > self.counted.get((operation, outcome), 0)}
+
+    def stats(self) -> dict[tuple[str, str], int]:
+        """Returns the counts of the decoder's store, by (operation, outcome)."""
         assert self.decoder.store is not None
-        return {outcome for _, outcome in self.decoder.store.stats.snapshot()}
+        return self.decoder.store.stats.snapshot()
 
     def lie(self, lie: Lie | None) -> None:
         """Makes both servers lie, or be honest again."""
@@ -146,13 +157,6 @@ Sabotage = Callable[[World, ContentKey], None]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps all breakers closed, so that every lie reaches a client."""
-    breaker = functools.partial(CircuitBreaker, failure_threshold=1_000_000)
-    monkeypatch.setattr(embedding_store, "CircuitBreaker", breaker)
 
 
 @asynccontextmanager
@@ -176,6 +180,25 @@ async def open_world(folder: pathlib.Path) -> AsyncIterator[World]:
             await enter(open_decoder(writer, real.url)),
             (image_files.encoded(image_files.noise(seed, 70, 60)) for seed in itertools.count()),
         )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def patient_world(folder: pathlib.Path) -> AsyncIterator[World]:
+    """A world whose breakers stay closed, so that every lie reaches a client."""
+    with pytest.MonkeyPatch.context() as patch:
+        breaker = functools.partial(CircuitBreaker, failure_threshold=1_000_000)
+        patch.setattr(embedding_store, "CircuitBreaker", breaker)
+        async with AsyncExitStack() as stack:
+            world = await stack.enter_async_context(open_world(folder))
+            # The breakers exist by now, and the world of another test has ordinary ones.
+            patch.undo()
+            yield world
+
+
+@pytest.fixture
+def world(patient_world: World) -> World:
+    """The shared world with counts of this test's own. Its Redis keeps what earlier tests left there."""
+    return replace(patient_world, rows=set(), counted=patient_world.stats())
 
 
 # --- values in Redis ------------------------------------------------------------------------------------------------
@@ -227,14 +250,12 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.usefixtures("patient")
-async def test_rows_are_right_with_any_damage_in_redis(folder: pathlib.Path) -> None:
-    async with open_world(folder) as world:
-        for sabotage in DAMAGES:
-            for cached in (Cached.REDIS, Cached.BOTH):
-                await world.check(cached, sabotage)
-        assert len(world.rows) >= 85
-        assert world.reasons > {"header_seal", "block_seal", "wrong_key", "wrong_type", "length", "too_short", "absent"}
+async def test_rows_are_right_with_any_damage_in_redis(world: World) -> None:
+    for sabotage in DAMAGES:
+        for cached in (Cached.REDIS, Cached.BOTH):
+            await world.check(cached, sabotage)
+    assert len(world.rows) >= 85
+    assert world.reasons > {"header_seal", "block_seal", "wrong_key", "wrong_type", "length", "too_short", "absent"}
 
 
 # --- replies of Redis -----------------------------------------------------------------------------------------------
@@ -273,27 +294,25 @@ def lying(lie: Lie, *, to_encoder: bool, to_decoder: bool) -> Sabotage:
     return sabotage
 
 
-@pytest.mark.usefixtures("patient")
-async def test_rows_are_right_with_any_reply_of_redis(folder: pathlib.Path) -> None:
+async def test_rows_are_right_with_any_reply_of_redis(world: World) -> None:
     audiences = itertools.cycle([(True, False), (False, True), (True, True)])
     states = itertools.cycle([Cached.REDIS, Cached.NOWHERE, Cached.REDIS, Cached.BOTH])
-    async with open_world(folder) as world:
-        for about, tell in itertools.product(ABOUT, TELLING):
-            to_encoder, to_decoder = next(audiences)
-            after = After.CLOSE if tell is TELLING[-1] else After.GO_ON
-            lie = Lie(0, tell, after, linger_s=0.05, about=about)
-            await world.check(next(states), lying(lie, to_encoder=to_encoder, to_decoder=to_decoder))
-        assert len(world.rows) >= 150
-        assert world.reasons > {
-            "noperm",
-            "server_error",
-            "wrong_type",
-            "moved",
-            "loading",
-            "auth",
-            "protocol",
-            "closed",
-        }
+    for about, tell in itertools.product(ABOUT, TELLING):
+        to_encoder, to_decoder = next(audiences)
+        after = After.CLOSE if tell is TELLING[-1] else After.GO_ON
+        lie = Lie(0, tell, after, linger_s=0.05, about=about)
+        await world.check(next(states), lying(lie, to_encoder=to_encoder, to_decoder=to_decoder))
+    assert len(world.rows) >= 150
+    assert world.reasons > {
+        "noperm",
+        "server_error",
+        "wrong_type",
+        "moved",
+        "loading",
+        "auth",
+        "protocol",
+        "closed",
+    }
 
 
 def lost_writes() -> Lie:
@@ -316,7 +335,6 @@ def silence(about: bytes) -> Lie:
     return Lie(0, instead(b""), After.STALL, about=about)
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("cached", Cached)
 @pytest.mark.parametrize(
     "make_lie",
@@ -330,11 +348,10 @@ def silence(about: bytes) -> Lie:
     ],
 )
 async def test_lies_over_several_commands_change_no_row(
-    folder: pathlib.Path, cached: Cached, make_lie: Callable[[], Lie]
+    world: World, cached: Cached, make_lie: Callable[[], Lie]
 ) -> None:
-    async with open_world(folder) as world:
-        for to_decoder in (False, True):
-            await world.check(cached, lying(make_lie(), to_encoder=True, to_decoder=to_decoder))
+    for to_decoder in (False, True):
+        await world.check(cached, lying(make_lie(), to_encoder=True, to_decoder=to_decoder))
 
 
 async def test_breakers_open_on_a_liar_and_the_rows_stay_right(folder: pathlib.Path) -> None:

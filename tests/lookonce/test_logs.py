@@ -23,7 +23,7 @@ except ValueError:
 """
 
 
-@pytest.mark.parametrize("module", ["lookonce.server.interceptors", "encoder_svc.servicer"])
+@pytest.mark.parametrize("module", ["lookonce.server.interceptors", "encoder_svc.cache.done_channel"])
 def test_a_process_without_configured_logs_shows_tracebacks_without_local_variables(module: str) -> None:
     program = f"module = {module!r}\nimport {module}\n{_FAIL}"
     finished = subprocess.run(

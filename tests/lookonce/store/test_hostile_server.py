@@ -93,7 +93,7 @@ def test_no_reply_leads_to_a_wrong_row(bench: Bench) -> None:
     moments = [(name, at) for name, count in num_commands.items() for at in range(count)]
     tally: Counter[str] = Counter()
 
-    @settings(max_examples=1500, derandomize=True, database=None)
+    @settings(max_examples=600, derandomize=True, database=None)
     @given(st.sampled_from(moments), REPLIES.map(instead) | CHANGES.map(changed), st.sampled_from(ENDS))
     def check(moment: tuple[str, int], tell: Callable[[int, bytes], bytes], after: After) -> None:
         operation, at = OPERATIONS[moment[0]], moment[1]
@@ -102,7 +102,7 @@ def test_no_reply_leads_to_a_wrong_row(bench: Bench) -> None:
         bench.check_recovery()
 
     check()
-    assert min(tally["miss"], tally["right"]) > 200
+    assert min(tally["miss"], tally["right"]) > 80
 
 
 @EVERY_OPERATION

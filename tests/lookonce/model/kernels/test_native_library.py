@@ -87,8 +87,8 @@ def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> Non
         "print(load_library(pathlib.Path(sys.argv[1])).function('write_number').__name__)"
     )
     command = [sys.executable, "-c", script, str(folder)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["write_number"] * 3
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["write_number"] * 2
 
 
 def test_a_failing_compiler_is_reported_with_its_first_line(
