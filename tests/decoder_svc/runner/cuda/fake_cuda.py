@@ -31,11 +31,13 @@ class FakeGraph:
     """Replaces `torch.cuda.CUDAGraph` by an operator tape."""
 
     tape: OperatorTape
+    num_replays: ClassVar[int] = 0
     # Graphs that hold memory.
     alive: ClassVar[weakref.WeakSet[FakeGraph]] = weakref.WeakSet()
 
     def replay(self) -> None:
         """Runs the recorded operators again."""
+        FakeGraph.num_replays += 1
         self.tape.play()
 
 
