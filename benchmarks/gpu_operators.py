@@ -256,8 +256,8 @@ def section(steps: Sequence[StepCount], mixed: Sequence[MixedCount], samples: Se
     """Returns the Markdown of this section of RESULTS.md."""
     return "\n\n".join(
         [
-            f"## {_NAME}\n\nHow many device operators does a step take on CUDA? Counted on a simulated device; views and "
-            "allocations are not counted. Steps of single tokens:",
+            f"## {_NAME}\n\nHow many device operators does a step take on CUDA? Counted on a simulated device; views "
+            "and allocations are not counted. Steps of single tokens:",
             report.table(
                 ["batch", "operators per layer", "per step", "copies to the device", "synchronisations"],
                 [[each.batch, f"{each.per_layer:g}", each.step, each.copies_to_device, each.synchronisations]
