@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from decoder_svc.runner.graph_inputs import BlockTable, InputBuffer, PoolShape
 from decoder_svc.runner.host_transfer import HostTransfer
@@ -18,9 +19,14 @@ def test_parts_get_their_numbers_in_one_copy(monkeypatch: pytest.MonkeyPatch) ->
         {"flags": (torch.bool, (3,)), "ids": (torch.int64, (2, 2)), "few": (torch.int32, (1,))}, TRANSFER
     )
     addresses = {name: part.data_ptr() for name, part in buffer.parts.items()}
-    copies: list[int] = []
+    copies: list[Tensor] = []
     copy = TRANSFER.copy
-    monkeypatch.setattr(TRANSFER, "copy", lambda *tensors: (copies.append(1), copy(*tensors))[0])
+
+    def noted(staged: Tensor, target: Tensor) -> None:
+        copies.append(target)
+        copy(staged, target)
+
+    monkeypatch.setattr(TRANSFER, "copy", noted)
     with buffer.staged() as staged:
         staged["flags"][:], staged["ids"][:], staged["few"][:] = (True, False, True), ((1, 2), (3, 4)), 5
     assert len(copies) == 1
