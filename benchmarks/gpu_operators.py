@@ -180,8 +180,8 @@ def count_step(cuda: Any, folder: pathlib.Path, batch: int) -> StepCount:
 def count_mixed_step(cuda: Any, folder: pathlib.Path, batch: int, has_graphs: bool) -> MixedCount:
     """Counts the launches of a step in which one request computes a chunk and all others compute a token."""
     from benchmarks.gpu import runner_of
-    from decoder_svc.runner.chunk_graph_table import chunk_graph_sizes
     from decoder_svc.runner.cuda.runner import GPUModelRunner
+    from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
     from tests.decoder_svc.runner.cuda.fake_cuda import FakeGraph
 
     runner = runner_of(folder, GPUModelRunner, torch.float16, max_num_seqs=batch)

@@ -27,16 +27,16 @@ from decoder_svc.runner.attention import (
     layers_with_window,
     register_paged_attention,
 )
-from decoder_svc.runner.chunk_graph_table import ChunkShape
-from decoder_svc.runner.graph_inputs import PoolShape
-from decoder_svc.runner.graph_table import Decoded, Record, StepShape
+from decoder_svc.runner.graphs.chunk_table import ChunkShape
+from decoder_svc.runner.graphs.decode_table import Decoded, Record, StepShape
+from decoder_svc.runner.graphs.inputs import PoolShape
+from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import Sampler, SampleRow
-from decoder_svc.runner.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.step_metadata import PreparedInputs, step_metadata
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decoder_svc.runner.attention import AttentionBackend, forward_context
-from decoder_svc.runner.chunk_graph_table import ChunkInputs
-from decoder_svc.runner.graph_table import DecodeInputs
+from decoder_svc.runner.graphs.chunk_table import ChunkInputs
+from decoder_svc.runner.graphs.decode_table import DecodeInputs
 from decoder_svc.runner.step_metadata import recorded_metadata
 from lookonce.model.half_model import text_child
 

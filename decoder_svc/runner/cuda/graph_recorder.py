@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from decoder_svc.runner.graph_table import Decoded
+from decoder_svc.runner.graphs.decode_table import Decoded
 
 # Warm-up runs on a side stream before a function is recorded: libraries initialise themselves in their first call, and
 # that must not be recorded (CUDA semantics, "CUDA Graphs").

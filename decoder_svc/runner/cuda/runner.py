@@ -10,13 +10,13 @@ import torch
 
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.chunk_graph_table import chunk_graph_sizes
 from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
 from decoder_svc.runner.cuda.fused_stack_check import install_fused_stack
 from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
 from decoder_svc.runner.cuda.kernel_steps import kernel_steps
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
-from decoder_svc.runner.graph_table import Decoded, graph_batch_sizes
+from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
+from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
 from lookonce.families.base import Mask

@@ -8,7 +8,7 @@ import torch
 
 from decoder_svc.runner.attention import PAGED_ATTENTION
 from decoder_svc.runner.base import ModelRunnerBase
-from decoder_svc.runner.graph_table import Decoded
+from decoder_svc.runner.graphs.decode_table import Decoded
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half
 from tests.decoder_svc.runner.operator_tape import OperatorTape

@@ -11,7 +11,7 @@ import torch
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
 from decoder_svc.runner.cuda.runner import GPUModelRunner
-from decoder_svc.runner.step_graphs import GraphSizes
+from decoder_svc.runner.graphs.step_graphs import GraphSizes
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams

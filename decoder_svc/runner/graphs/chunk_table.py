@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.graph_inputs import BlockTable, InputBuffer, Spec, Staged, TableChanges
-from decoder_svc.runner.graph_table import Decoded, Record, StepShape, group_specs
+from decoder_svc.runner.graphs.decode_table import Decoded, Record, StepShape, group_specs
+from decoder_svc.runner.graphs.inputs import BlockTable, InputBuffer, Spec, Staged, TableChanges
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.runner.paged_step import MutualRanges, PagedBlocks, PagedStep, mutual_bounds

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.chunk_graph_table import ChunkInputs, ChunkShape
-from decoder_svc.runner.graph_inputs import PoolShape
-from decoder_svc.runner.graph_table import DecodeInputs, StepShape
+from decoder_svc.runner.graphs.chunk_table import ChunkInputs, ChunkShape
+from decoder_svc.runner.graphs.decode_table import DecodeInputs, StepShape
+from decoder_svc.runner.graphs.inputs import PoolShape
+from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
-from decoder_svc.runner.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.scheduling.prompt import Span
-from tests.decoder_svc.runner.test_chunk_graph_table import step
+from tests.decoder_svc.runner.graphs.test_chunk_table import step
 
 SHAPE = StepShape(3, 4, PoolShape(50, 300), None)
 SIZES = GraphSizes((1, 2, 4), (8, 16))

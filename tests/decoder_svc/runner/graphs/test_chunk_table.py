@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decoder_svc.runner.chunk_graph_table import ChunkGraphTable, ChunkInputs, ChunkShape, chunk_graph_sizes
-from decoder_svc.runner.graph_inputs import BlockTable, PoolShape
-from decoder_svc.runner.graph_table import Decoded, StepShape
+from decoder_svc.runner.graphs.chunk_table import ChunkGraphTable, ChunkInputs, ChunkShape, chunk_graph_sizes
+from decoder_svc.runner.graphs.decode_table import Decoded, StepShape
+from decoder_svc.runner.graphs.inputs import BlockTable, PoolShape
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.scheduling.prompt import Span

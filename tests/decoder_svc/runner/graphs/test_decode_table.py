@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder_svc.runner.graph_inputs import PoolShape
-from decoder_svc.runner.graph_table import Decoded, DecodeInputs, GraphTable, StepShape, graph_batch_sizes
+from decoder_svc.runner.graphs.decode_table import Decoded, DecodeInputs, GraphTable, StepShape, graph_batch_sizes
+from decoder_svc.runner.graphs.inputs import PoolShape
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.scheduling.request import RequestId

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.graph_inputs import BlockTable, InputBuffer, PoolShape
+from decoder_svc.runner.graphs.inputs import BlockTable, InputBuffer, PoolShape
 from decoder_svc.runner.host_transfer import HostTransfer
 
 TRANSFER = HostTransfer(torch.device("cpu"))

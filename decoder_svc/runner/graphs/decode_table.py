@@ -5,7 +5,7 @@ each uses the first rows of it. They are parts of one buffer, so a step's number
 are padding: they write to the block that nobody reads, see only themselves, and their results are dropped.
 
 Block tables stay on the device from step to step. A step brings only the entries that changed. Graphs of steps with
-prompt chunks (`chunk_graph_table.py`) share them, and the memory of results.
+prompt chunks (`chunk_table.py`) share them, and the memory of results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.graph_inputs import BlockTable, InputBuffer, PoolShape, Spec, TableChanges
+from decoder_svc.runner.graphs.inputs import BlockTable, InputBuffer, PoolShape, Spec, TableChanges
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
@@ -57,7 +57,7 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Results of a pass."""
+    """The results of a pass."""
 
     # [num_rows, vocab].
     logits: Tensor

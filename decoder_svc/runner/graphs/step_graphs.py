@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.chunk_graph_table import ChunkGraphTable, ChunkInputs, ChunkShape
-from decoder_svc.runner.graph_table import Decoded, DecodeInputs, GraphTable, Record, SharedOutput, StepShape
+from decoder_svc.runner.graphs.chunk_table import ChunkGraphTable, ChunkInputs, ChunkShape
+from decoder_svc.runner.graphs.decode_table import Decoded, DecodeInputs, GraphTable, Record, SharedOutput, StepShape
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs
 
