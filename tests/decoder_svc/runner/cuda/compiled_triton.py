@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_splits
 from decoder_svc.runner.cuda.triton_attention import tile_sizes
+from encoder_svc.vision import varlen_kernel
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
 _INT32_NUMBERS = "table_stride num_sequences wanted_each window".split()
@@ -33,7 +34,7 @@ def main() -> None:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        for source in (_join_source(), *_layer_sources()):
+        for source in (_join_source(), *_layer_sources(), _window_source("bf16", 80), _window_source("fp32", 128)):
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
@@ -73,6 +74,16 @@ def _join_source() -> Any:
     types = {"partial_sums": "*fp32", "partial_stats": "*fp32", "output": "*bf16"}
     types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
     types |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+
+
+def _window_source(dtype: str, head_dim: int) -> Any:
+    """Returns the attention of towers."""
+    kernel = varlen_kernel._attend
+    num_rows, num_keys = varlen_kernel.tile_sizes(128 * (4 if dtype == "fp32" else 2))
+    constants = {"NUM_HEADS": 16, "HEAD_DIM": head_dim, "PADDED_DIM": 128, "NUM_ROWS": num_rows, "NUM_KEYS": num_keys}
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"bounds": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}") | dict.fromkeys(constants, "constexpr")
     return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
 
 

@@ -281,4 +281,12 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(Tensor, "pin_memory", lambda host: device.pin(host))
+    made = torch.tensor
+
+    def tensor(data: Any, **kwargs: Any) -> Tensor:
+        """Copies numbers that are made on the host, since the constructor knows no simulated device."""
+        wanted = kwargs.pop("device", None)
+        return made(data, **kwargs) if wanted is None else made(data, **kwargs).to(wanted)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
     return device
