@@ -1,7 +1,7 @@
 """Attention of towers with windows on CUDA, an implementation for transformers.
 
 The towers of the Qwen family pass the bounds of all windows. With SDPA, transformers reads them on the host in every
-layer and calls SDPA once for each window: 2,800 calls and 96 waits for one image of 1036 × 1036. With an implementation
+layer and calls SDPA once for each window: 2,804 calls and 96 waits for one image of 1036 × 1036. With an implementation
 whose name contains "flash", it makes one call per layer.
 """
 
@@ -54,10 +54,11 @@ def agrees_with_sdpa(attend: Attend, dtype: torch.dtype, device: torch.device) -
     """Whether the output for random heads in several windows is that of PyTorch."""
     generator = torch.Generator().manual_seed(0)
     for bounds, num_heads, head_dim in _CHECKED:
-        parts = torch.randn(3, bounds[-1], num_heads, head_dim, generator=generator).to(device, dtype).unbind()
-        found = attend(*parts, torch.tensor(bounds, dtype=torch.int32).to(device), 0.1)
+        parts = torch.randn(3, bounds[-1], num_heads, head_dim, generator=generator).to(device, dtype)
+        query, keys, values = parts.unbind()
+        found = attend(query, keys, values, torch.tensor(bounds, dtype=torch.int32).to(device), 0.1)
         for start, stop in itertools.pairwise(bounds):
-            window = (part[start:stop].transpose(0, 1)[None] for part in parts)
+            window = (part[start:stop].transpose(0, 1)[None] for part in (query, keys, values))
             wanted = torch.nn.functional.scaled_dot_product_attention(*window, scale=0.1)[0].transpose(0, 1).float()
             # Written with `not` so that NaN counts as a difference.
             if not bool((found[start:stop].float() - wanted).norm() <= _TOLERANCES[dtype] * wanted.norm()):
@@ -86,8 +87,8 @@ def _register(dtype: torch.dtype, device: torch.device) -> str | None:
             found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
             return found
         # [1, heads, num_tokens, head_dim]; windows never reach over images, so the batch has one entry.
-        parts = (part[0].transpose(0, 1) for part in (query, key, value))
-        return attend(*parts, bounds, arguments["scaling"])[None], None
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+        return attend(query, key, value, bounds, arguments["scaling"])[None], None
 
     transformers.AttentionInterface.register(NAME, forward)
     transformers.AttentionMaskInterface.register(NAME, sdpa_mask)

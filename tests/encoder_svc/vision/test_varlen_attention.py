@@ -65,9 +65,12 @@ def test_rows_are_sdpas_with_one_call_per_layer(
     wanted = rows()
     calls: list[int] = []
     right = varlen_kernel.attend_in_windows
-    monkeypatch.setattr(
-        varlen_kernel, "attend_in_windows", lambda *arguments: (calls.append(len(arguments[3])), right(*arguments))[1]
-    )
+
+    def noted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+        calls.append(len(query))
+        return right(query, *others)
+
+    monkeypatch.setattr(varlen_kernel, "attend_in_windows", noted)
     with capture_logs() as logs:
         assert use_varlen_attention(model)
     assert logs[-1]["backend"] == "triton"

@@ -19,14 +19,17 @@ assert interpreted_triton.TRITON_FOLDER
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3}
 
 
-def parts_of(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+def parts_of(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Parts:
     """Returns queries, keys and values as parts of one tensor, as a merged projection gives them."""
     merged = torch.randn(num_tokens, 3, num_heads, head_dim, generator=torch.Generator().manual_seed(0))
-    parts: tuple[Tensor, ...] = merged.to(dtype).unbind(1)
-    return parts
+    query, keys, values = merged.to(dtype).unbind(1)
+    return query, keys, values
 
 
-def expected(parts: tuple[Tensor, ...], bounds: list[int], scale: float) -> Tensor:
+def expected(parts: Parts, bounds: list[int], scale: float) -> Tensor:
     windows = [
         torch.nn.functional.scaled_dot_product_attention(
             *(part[start:stop].double().transpose(0, 1)[None] for part in parts), scale=scale
@@ -57,8 +60,8 @@ def test_windows_of_any_lengths_give_sdpas_results(
 def test_heads_before_tokens_are_taken_as_well() -> None:
     bounds = [0, 20, 50]
     parts = parts_of(50, 2, 16, torch.float32)
-    turned = [part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts]
-    found = varlen_kernel.attend_in_windows(*turned, torch.tensor(bounds), 0.2)
+    query, keys, values = (part.transpose(0, 1).contiguous().transpose(0, 1) for part in parts)
+    found = varlen_kernel.attend_in_windows(query, keys, values, torch.tensor(bounds), 0.2)
     torch.testing.assert_close(found.double(), expected(parts, bounds, 0.2), rtol=2e-5, atol=2e-5)
 
 
