@@ -1,4 +1,4 @@
-"""How many device operators does a decode step take on CUDA? `--help` lists the options. Needs no GPU.
+"""How many device operators does a step take on CUDA? `--help` lists the options. Needs no GPU.
 
 A small model is launch-bound on a GPU: the number of operators decides about the time of a step without graphs, and of
 sampling with them. The CUDA runner computes on a simulated device, where operators are counted. Views and allocations
@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import models, report
 from benchmarks.gpu_steps import StepDriver
+from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
+from decoder_svc.scheduling.scheduler_output import AdmittedRequest, ScheduledChunk, SchedulerOutput
 
 _NAME = "gpu_operators"
 _PROMPT_TOKENS = 40
@@ -39,6 +41,8 @@ KINDS = {
     ),
 }
 _VOCAB = 32_000
+# Tokens of the chunk in a step that is otherwise made of single tokens: what is left of a prompt after an image hit.
+_CHUNK_TOKENS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,18 @@ class StepCount:
     per_layer: float
     # Operators of the whole step: layers, everything around them, and greedy sampling.
     step: int
+    copies_to_device: int
+    synchronisations: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixedCount:
+    """Launches and copies of one greedy step with a chunk beside single tokens."""
+
+    batch: int
+    has_graphs: bool
+    # Operators and replays of graphs.
+    launches: int
     copies_to_device: int
     synchronisations: int
 
@@ -99,13 +115,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompt_tokens = _PROMPT_TOKENS
     if arguments.quick:
         arguments.batches, prompt_tokens = [2], 3
-    steps, samples = [], []
+    steps, mixed, samples = [], [], []
     with simulated_cuda() as cuda:
         for batch in arguments.batches:
             steps.append(count_step(cuda, models.demo_model(), batch, prompt_tokens))
+            mixed += [count_mixed_step(cuda, models.demo_model(), batch, each) for each in (False, True)]
             samples += [count_samples(cuda, batch, kind) for kind in KINDS]
-    figures = {"steps": [asdict(each) for each in steps], "samples": [asdict(each) for each in samples]}
-    report.publish(_NAME, figures, section(steps, samples), is_quick=arguments.quick)
+    figures = {
+        name: [asdict(each) for each in counts]
+        for name, counts in (("steps", steps), ("mixed", mixed), ("samples", samples))
+    }
+    report.publish(_NAME, figures, section(steps, mixed, samples), is_quick=arguments.quick)
 
 
 @contextmanager
@@ -158,6 +178,58 @@ def count_step(cuda: Any, folder: pathlib.Path, batch: int, prompt_tokens: int =
     return StepCount(batch, per_layer[-1], num_operators - copies, copies, len(events) - copies)
 
 
+def count_mixed_step(cuda: Any, folder: pathlib.Path, batch: int, has_graphs: bool) -> MixedCount:
+    """Counts the launches of a step in which one request computes a chunk and all others compute a token."""
+    from benchmarks.gpu import runner_of
+    from decoder_svc.runner.cuda.runner import GPUModelRunner
+    from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
+    from tests.decoder_svc.runner.cuda.fake_cuda import FakeGraph
+
+    runner = runner_of(folder, GPUModelRunner, torch.float16, max_num_seqs=batch)
+    # Recording takes long in Triton's interpreter, so only the graphs of this step are recorded.
+    runner.tokenwise_graph_batch_sizes = runner.tokenwise_graph_batch_sizes[-1:]
+    runner.chunk_graph_sizes = chunk_graph_sizes(batch - 1 + _CHUNK_TOKENS)[-1:]
+    runner.config = replace(runner.config, use_graphs=has_graphs)
+    before, mixed = _mixed_steps(batch, runner.config.block_size)
+    runner.initialize_kv_cache(batch * _blocks_each(runner.config.block_size))
+    runner.capture_model()
+    runner.execute_model(before)
+    num_before = int(cuda.device.num_launches), FakeGraph.num_replays
+    with OperatorCount() as counter, cuda.device.noting() as events:
+        runner.execute_model(mixed)
+    num_kernels = int(cuda.device.num_launches) - num_before[0]
+    num_replays = FakeGraph.num_replays - num_before[1]
+    copies = sum(event.kind == "pinned" for event in events)
+    launches = counter.counts.total() + num_kernels + num_replays - copies
+    return MixedCount(batch, has_graphs, launches, copies, len(events) - copies)
+
+
+def _blocks_each(block_size: int) -> int:
+    return -(-(_PROMPT_TOKENS + 4) // block_size)
+
+
+def _mixed_steps(batch: int, block_size: int) -> tuple[SchedulerOutput, SchedulerOutput]:
+    """Returns the step of all prompts but the end of the last one, and the step that computes this end."""
+    names = [RequestId(str(index)) for index in range(batch)]
+    admitted = tuple(
+        AdmittedRequest(name, (5,) * _PROMPT_TOKENS, _PROMPT_TOKENS, (), None, (), SamplingParams(max_tokens=4))
+        for name in names
+    )
+    width = _blocks_each(block_size)
+    blocks = {name: tuple(range(index * width, (index + 1) * width)) for index, name in enumerate(names)}
+    lengths = dict.fromkeys(names, _PROMPT_TOKENS) | {names[-1]: _PROMPT_TOKENS - _CHUNK_TOKENS}
+    first = [
+        ScheduledChunk(name, 0, length, 0, 0, blocks[name], samples=length == _PROMPT_TOKENS)
+        for name, length in lengths.items()
+    ]
+    rest = {name: _CHUNK_TOKENS if name == names[-1] else 1 for name in names}
+    second = [
+        ScheduledChunk(name, lengths[name], num_tokens, lengths[name], 0, (), samples=True)
+        for name, num_tokens in rest.items()
+    ]
+    return SchedulerOutput(admitted, tuple(first), (), (), ()), SchedulerOutput((), tuple(second), (), (), ())
+
+
 def count_samples(cuda: Any, batch: int, kind: str) -> SampleCount:
     """Counts the operators of sampling the second step of a batch."""
     from decoder_svc.runner.host_transfer import PinnedTransfer
@@ -181,16 +253,22 @@ def count_samples(cuda: Any, batch: int, kind: str) -> SampleCount:
     return SampleCount(batch, kind, counter.counts.total() - copies, copies)
 
 
-def section(steps: Sequence[StepCount], samples: Sequence[SampleCount]) -> str:
+def section(steps: Sequence[StepCount], mixed: Sequence[MixedCount], samples: Sequence[SampleCount]) -> str:
     """Returns the Markdown of this section of RESULTS.md."""
     return "\n\n".join(
         [
-            f"## {_NAME}\n\nHow many device operators does a decode step take on CUDA? Counted on a simulated device; "
-            "views and allocations are not counted.",
+            f"## {_NAME}\n\nHow many device operators does a step take on CUDA? Counted on a simulated device; views "
+            "and allocations are not counted. Steps of single tokens:",
             report.table(
                 ["batch", "operators per layer", "per step", "copies to the device", "synchronisations"],
                 [[each.batch, f"{each.per_layer:g}", each.step, each.copies_to_device, each.synchronisations]
                  for each in steps],
+            ),
+            f"Steps in which one request computes {_CHUNK_TOKENS} tokens of its prompt, and the others one token:",
+            report.table(
+                ["batch", "graphs", "launches", "copies to the device", "synchronisations"],
+                [[each.batch, "yes" if each.has_graphs else "no", each.launches, each.copies_to_device,
+                  each.synchronisations] for each in mixed],
             ),
             report.table(
                 ["batch", "sampling", "operators", "per row", "copies to the device"],

@@ -143,6 +143,7 @@ def _loaded(
         num_threads=settings.num_threads,
         deterministic=settings.deterministic,
         max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         use_graphs=settings.graphs,
     )
     runner = runner_class(device.platform)(config, family)

@@ -78,8 +78,8 @@ class DecoderSettings(ServiceSettings):
     )
     graphs: bool = Field(
         True,
-        description="Record steps of single tokens as graphs at start-up, on devices with graphs (CUDA). Off: slower "
-        "steps, less memory, a faster start.",
+        description="Record steps of up to 512 tokens as graphs at start-up, on devices with graphs (CUDA). Off: "
+        "slower steps, less memory, a faster start.",
     )
     prefix_cache: bool = Field(True, description="Share the KV blocks of equal prompt prefixes between requests.")
 

@@ -8,6 +8,7 @@ row cache, graph table and sampler are separate parts with one job each.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pathlib
 from abc import ABC, abstractmethod
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decoder_svc.prompt.family import DecoderFamily
@@ -27,13 +27,17 @@ from decoder_svc.runner.attention import (
     layers_with_window,
     register_paged_attention,
 )
-from decoder_svc.runner.graph_table import Decoded, DecodeInputs, GraphTable, PoolShape, Record, StepShape
+from decoder_svc.runner.graphs.chunk_table import ChunkShape
+from decoder_svc.runner.graphs.decode_table import Decoded, Record, StepShape
+from decoder_svc.runner.graphs.inputs import PoolShape
+from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
+from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
 from decoder_svc.runner.row_cache import RowCache
 from decoder_svc.runner.sampler import Sampler, SampleRow
-from decoder_svc.runner.step_metadata import PreparedInputs, decode_metadata, step_metadata
+from decoder_svc.runner.step_metadata import PreparedInputs, step_metadata
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
@@ -60,6 +64,8 @@ class RunnerConfig:
     deterministic: bool = False
     # Largest number of running requests. Devices with graphs record them up to this batch size.
     max_num_seqs: int = 64
+    # Largest number of tokens in a step.
+    max_num_batched_tokens: int = 2048
     # False: no graphs are recorded.
     use_graphs: bool = True
 
@@ -84,8 +90,10 @@ class ModelRunnerBase(ABC):
     backend: AttentionBackend
     # Copies numbers and rows to the device; a plain HostTransfer unless the device sets its own.
     transfer: HostTransfer
-    # Batch sizes that are recorded as graphs, ascending; a step is padded to the next of them.
+    # Numbers of tokens at which steps are recorded as graphs, ascending; a step is padded to the next number. The first
+    # attribute is for steps of single tokens, the second for steps with prompt chunks.
     tokenwise_graph_batch_sizes: tuple[int, ...] = ()
+    chunk_graph_sizes: tuple[int, ...] = ()
     # Whether the loaded model gives a token the same logits, bit for bit, in any batch.
     is_batch_invariant: bool = False
 
@@ -97,11 +105,12 @@ class ModelRunnerBase(ABC):
             self.transfer = HostTransfer(self.device)
         register_paged_attention()
         self.load_model()
+        self.language = LanguagePass(self.model, self.backend, family.num_levels, self._calc_mrope_positions)
         # Bytes that the weights take on the device.
         self.weight_bytes = weight_bytes(self.model)
         logger.info("the language model's weights take %.1f MiB on %s", self.weight_bytes / 2**20, self.device)
         # Graphs that `capture_model` recorded over the current KV cache.
-        self.graphs: GraphTable | None = None
+        self.graphs: StepGraphs | None = None
         has_sliding_group = self.get_kv_cache_spec().window is not None
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
@@ -188,22 +197,23 @@ class ModelRunnerBase(ABC):
         self.execute_model(SchedulerOutput((), (), released, evicted, ()))
 
     def _capture_graphs(self, record: Record) -> None:
-        """Records the decode pass at each of `tokenwise_graph_batch_sizes`, largest first."""
+        """Records steps of `chunk_graph_sizes` and of `tokenwise_graph_batch_sizes`, largest first."""
         if not self.config.use_graphs or not self.tokenwise_graph_batch_sizes:
             return
         if not self.backend.reads_tensors:
             logger.warning("no graphs: attention backend %s reads step metadata on the host", self.backend.name)
             return
+        sizes = GraphSizes(self.tokenwise_graph_batch_sizes, self.chunk_graph_sizes)
         try:
             with torch.inference_mode():
-                graphs = GraphTable(self.tokenwise_graph_batch_sizes, self._step_shape(), self.transfer)
-                graphs.capture(self._decode, record)
+                graphs = StepGraphs(sizes, self._step_shape(), self._chunk_shape(), self.transfer)
+                graphs.capture(self.language, record)
         except RuntimeError as error:
             # Some models read tensor values on the host during a pass, for example mixtures of experts.
             logger.warning("no graphs: this model's steps cannot be recorded: %s", error)
             return
         self.graphs = graphs
-        logger.info("recorded graphs of %s tokens", ", ".join(map(str, graphs.sizes)))
+        logger.info("recorded graphs of single tokens and of chunks: %s", graphs.sizes)
 
     def _step_shape(self) -> StepShape:
         text = self.model.config.get_text_config()
@@ -215,6 +225,15 @@ class ModelRunnerBase(ABC):
             block_size=spec.block_size,
             full=PoolShape(max_blocks, num_blocks),
             sliding=None if spec.window is None else PoolShape(min(max_blocks, num_sliding_blocks), num_sliding_blocks),
+        )
+
+    def _chunk_shape(self) -> ChunkShape:
+        mask = self.family.mask
+        hidden_size = self.model.get_input_embeddings().embedding_dim
+        return ChunkShape(
+            row_elements=(1 + self.family.num_levels) * hidden_size,
+            dtype=self.model.dtype,
+            is_mutual_beyond_window=None if mask is Mask.CAUSAL else mask is Mask.PROMPT,
         )
 
     def put_rows(self, fetched: FetchedRows) -> None:
@@ -280,42 +299,22 @@ class ModelRunnerBase(ABC):
 
     def _replayed(self, flat: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Decoded | None:
         """Returns the results of the sampled tokens if a graph computes this step, otherwise None."""
-        # Graphs know one token per sequence, and look all tokens up in the embedding table.
-        if (
-            self.graphs is None
-            or max(flat.query_lens) > 1
-            or any(flat.mutual_spans)
-            or self.batch.has_image_tokens(chunks)
-        ):
+        if self.graphs is None:
             return None
-        size = self.graphs.size_for(len(flat.token_ids))
-        if size is None:
-            return None
-        decoded = self.graphs.replay(flat, size)
-        if len(flat.sampled_indexes) == len(flat.token_ids):
-            return decoded
-        sampled = self.transfer.move(torch.from_numpy(flat.sampled_indexes))
-        return Decoded(decoded.logits.index_select(0, sampled), decoded.likeliest.index_select(0, sampled))
+        has_images = self.batch.has_image_tokens(chunks)
+        return self.graphs.replay(
+            flat, functools.partial(self._gather_encoder_outputs, chunks=chunks) if has_images else None
+        )
 
     def _calc_mrope_positions(self, positions: Tensor) -> Tensor:
         """Reshapes `[num_axes, num_tokens]` for the model: `[1, T]` for plain positions, `[axes, 1, T]` for M-RoPE."""
         return positions if self.family.num_position_axes == 1 else positions[:, None]
 
-    def _look_up(self, token_ids: Tensor) -> Tensor:
-        """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
-        table = self.model.get_input_embeddings()
-        # Placeholder ids may lie outside the table; their embeddings are overwritten anyway.
-        embeddings: Tensor = table(token_ids.clamp(max=table.num_embeddings - 1))
-        return embeddings
-
     def _embed(self, inputs: PreparedInputs, chunks: tuple[ScheduledChunk, ...]) -> Embedded:
         """Looks tokens up in the embedding table and replaces placeholders with the rows of images."""
-        looked_up = self._look_up(inputs.token_ids)
-        hidden_size = looked_up.shape[1]
-        # Zeros for the further levels: text tokens have none, and they are never read.
-        embeddings = F.pad(looked_up, (0, self.family.num_levels * hidden_size))
+        embeddings = self.language.look_up_rows(inputs.token_ids)
         placed = self._gather_encoder_outputs(embeddings, chunks)
-        tokens, *levels = embeddings.split(hidden_size, dim=1)
+        tokens, *levels = self.language.split_levels(embeddings)
         return Embedded(tokens, tuple(levels), placed)
 
     def _gather_encoder_outputs(self, embeddings: Tensor, chunks: tuple[ScheduledChunk, ...]) -> list[int]:
@@ -332,44 +331,14 @@ class ModelRunnerBase(ABC):
 
     def _forward(self, inputs: PreparedInputs, embedded: Embedded) -> Tensor:
         """Returns the logits of the sampled positions, `[num_sampled, vocab]`."""
-        has_levels = bool(embedded.levels and embedded.row_indexes)
-        arguments = self._model_arguments(embedded.tokens, inputs.positions)
+        arguments = embedded.tokens, inputs.positions, inputs.sampled_indexes
         with forward_context(self.backend, inputs.metadata):
-            if has_levels:
-                return self._forward_with_levels(arguments, embedded, inputs.sampled_indexes)
-            # Call the whole wrapper, not `lm_head`: some models scale or soft-cap their logits in it.
-            logits: Tensor = self.model(**arguments, logits_to_keep=inputs.sampled_indexes).logits[0]
-        return logits
-
-    def _decode(self, inputs: DecodeInputs) -> Decoded:
-        """Computes one new token per request. This pass is recorded as a graph."""
-        for change in inputs.changes:
-            change.entries.index_copy_(0, change.places, change.blocks)
-        metadata = decode_metadata(inputs.step, len(inputs.token_ids))
-        with forward_context(self.backend, metadata):
-            arguments = self._model_arguments(self._look_up(inputs.token_ids), inputs.positions)
-            logits: Tensor = self.model(**arguments).logits[0]
-        return Decoded(logits, logits.argmax(dim=-1))
-
-    def _model_arguments(self, embeddings: Tensor, positions: Tensor) -> dict[str, Any]:
-        return {
-            "inputs_embeds": embeddings[None],
-            "position_ids": self._calc_mrope_positions(positions),
-            "attention_mask": None,
-            "use_cache": False,
-        }
-
-    def _forward_with_levels(self, arguments: dict[str, Any], embedded: Embedded, sampled: Tensor) -> Tensor:
-        """Runs a model that adds features of earlier tower layers to its first layers' hidden states (deepstack)."""
-        rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
-        has_row = torch.zeros(1, len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(1, rows, True)
-        output = self.model.model.language_model(
-            **arguments,
-            visual_pos_masks=has_row,
-            deepstack_visual_embeds=[level.index_select(0, rows) for level in embedded.levels],
-        )
-        logits: Tensor = self.model.lm_head(output.last_hidden_state[0, sampled])
-        return logits
+            if not (embedded.levels and embedded.row_indexes):
+                return self.language.logits(*arguments)
+            rows = self.transfer.move(torch.tensor(sorted(embedded.row_indexes)))
+            has_row = torch.zeros(len(embedded.tokens), dtype=torch.bool, device=self.device).index_fill_(0, rows, True)
+            levels = [level.index_select(0, rows) for level in embedded.levels]
+            return self.language.logits_with_levels(*arguments, has_row, levels)
 
     def _prepare_sampling(self, request_ids: tuple[RequestId, ...]) -> list[SampleRow]:
         """Returns the sampling parameters and preceding tokens for each row of logits."""

@@ -18,6 +18,7 @@ from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 
 # Copies a tensor from host memory to the device.
 Move = Callable[[Tensor], Tensor]
+Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +94,24 @@ def _paged_blocks(inputs: BlockInputs, move: Move) -> PagedBlocks:
 def _mutual_ranges(inputs: FlatInputs, move: Move, *, is_beyond_window: bool) -> MutualRanges | None:
     if not any(inputs.mutual_spans):
         return None
+    starts, stops = mutual_bounds(inputs)
+    return MutualRanges(_int32(starts, move), _int32(stops, move), is_beyond_window)
+
+
+def mutual_bounds(inputs: FlatInputs) -> tuple[Int32Array, Int32Array]:
+    """Returns the bounds of `MutualRanges` for every token of a step; any step may be without spans."""
     firsts = [kv_len - length for kv_len, length in zip(inputs.kv_lens, inputs.query_lens, strict=True)]
     starts = np.concatenate(
         [np.arange(first, stop) for first, stop in zip(firsts, inputs.kv_lens, strict=True)], dtype=np.int32
     )
-    stops = starts + 1
+    stops = starts + np.int32(1)
     begin = 0
     for first, length, spans in zip(firsts, inputs.query_lens, inputs.mutual_spans, strict=True):
         for span in spans:
             inside = slice(begin + max(0, span.offset - first), begin + min(length, span.stop - first))
             starts[inside], stops[inside] = span.offset, span.stop
         begin += length
-    return MutualRanges(_int32(starts, move), _int32(stops, move), is_beyond_window)
+    return starts, stops
 
 
 def _int32(values: npt.ArrayLike, move: Move) -> Tensor:

@@ -44,8 +44,8 @@ def step_metadata(
     )
 
 
-def decode_metadata(step: PagedStep, num_tokens: int) -> AttentionMetadata:
-    """Returns the metadata of a decode step inside a graph.
+def recorded_metadata(step: PagedStep) -> AttentionMetadata:
+    """Returns the metadata of a step inside a graph.
 
     Only tensors may be read: a graph is replayed for other steps, to which the recorded Python numbers do not apply.
     """
@@ -53,11 +53,10 @@ def decode_metadata(step: PagedStep, num_tokens: int) -> AttentionMetadata:
     return AttentionMetadata(
         full=BlockMetadata(step.full.slot_mapping, (), ()),
         sliding=sliding,
-        query_lens=(1,) * num_tokens,
-        kv_lens=(1,) * num_tokens,
-        # Steps with mutual spans are never recorded.
-        mutual_spans=((),) * num_tokens,
-        is_mutual_beyond_window=False,
+        query_lens=(),
+        kv_lens=(),
+        mutual_spans=(),
+        is_mutual_beyond_window=step.mutual is not None and step.mutual.is_beyond_window,
         paged=step,
     )
 

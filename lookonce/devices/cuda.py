@@ -30,6 +30,7 @@ PLATFORM = DevicePlatform(
     availability=_availability,
     torch_device=_torch_device,
     auto_rank=10,
+    prepare_vision="encoder_svc.vision.cuda_tower:make_fast",
     # Eight images, as many as a pass takes by default, of any usual size.
     max_forward_bytes=256 * MIB,
 )

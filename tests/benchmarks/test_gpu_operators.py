@@ -18,6 +18,11 @@ def test_operators_are_counted_and_few(capsys: pytest.CaptureFixture[str]) -> No
     assert 0 < step["per_layer"] <= 14
     assert step["copies_to_device"] == 1
     assert step["synchronisations"] == 1, "the tokens"
+    eager, recorded = figures["mixed"]
+    assert (eager["has_graphs"], recorded["has_graphs"]) == (False, True)
+    assert eager["launches"] > step["per_layer"] * 4
+    assert recorded["launches"] == 1, "the graph; greedy tokens are taken inside"
+    assert (recorded["copies_to_device"], recorded["synchronisations"]) == (1, 1)
     samples = {each["kind"]: each["operators"] for each in figures["samples"]}
     assert samples["greedy"] == 1
     # 1.2 for each row of a batch of 64.

@@ -53,6 +53,9 @@ def unfusable_reason(text_model: Any) -> str | None:
 class FusedStack(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Replaces transformers' language model; takes and returns the same."""
 
+    # Feature levels are added without reading on the host which tokens have them.
+    adds_levels_without_waiting = True
+
     def __init__(self, text_model: Any, backend: PagedBackend, options: Sequence[LayerOptions]) -> None:
         """Merges weights of `text_model`, which stays usable: its own weights become parts of the merged ones.
 

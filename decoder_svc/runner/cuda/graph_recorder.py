@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from decoder_svc.runner.graph_table import Decoded
+from decoder_svc.runner.graphs.decode_table import Decoded
 
 # Warm-up runs on a side stream before a function is recorded: libraries initialise themselves in their first call, and
 # that must not be recorded (CUDA semantics, "CUDA Graphs").
@@ -15,7 +15,7 @@ _NUM_WARM_UPS = 2
 
 
 class GraphRecorder:
-    """Records functions in one pool. After a failure it records nothing more: the pool's state is then unknown."""
+    """Records functions in one pool. After a failed recording it records nothing more: the pool is in a bad state."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,12 +25,12 @@ class GraphRecorder:
     def record(self, function: Callable[[], Decoded]) -> Callable[[], Decoded]:
         """Returns a function that replays `function`.
 
-        Raises RuntimeError if `function` cannot be recorded, or if an earlier one could not.
+        Raises RuntimeError if `function` cannot be recorded, or if an earlier recording failed.
         """
         if self.has_failed:
             raise RuntimeError("an earlier recording failed")
+        self._warm_up(function)
         try:
-            self._warm_up(function)
             return self._captured(function)
         except Exception:
             self.has_failed = True

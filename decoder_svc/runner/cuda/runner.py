@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -11,10 +13,12 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.runner.cuda.attention import AttentionNeeds, cuda_attention
 from decoder_svc.runner.cuda.fused_stack_check import install_fused_stack
 from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
+from decoder_svc.runner.cuda.kernel_steps import kernel_steps
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
-from decoder_svc.runner.graph_table import graph_batch_sizes
+from decoder_svc.runner.graphs.chunk_table import chunk_graph_sizes
+from decoder_svc.runner.graphs.decode_table import Decoded, graph_batch_sizes
 from decoder_svc.runner.host_transfer import PinnedTransfer
-from decoder_svc.runner.worst_case import WorstCase
+from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase
 from lookonce.families.base import Mask
 from lookonce.model.half_model import load_text_half
 
@@ -30,6 +34,7 @@ class GPUModelRunner(ModelRunnerBase):
         self.transfer = PinnedTransfer(self.device)
         self._cannot_record = False
         self.tokenwise_graph_batch_sizes = graph_batch_sizes(self.config.max_num_seqs)
+        self.chunk_graph_sizes = chunk_graph_sizes(self.config.max_num_batched_tokens)
         if self.config.num_threads is not None:
             torch.set_num_threads(self.config.num_threads)
         logger.info("tensor work on %s", self.properties.name)
@@ -56,6 +61,7 @@ class GPUModelRunner(ModelRunnerBase):
 
     def profile_run(self, worst: WorstCase) -> int:
         """See ModelRunnerBase. PyTorch's allocator gives the step's peak, the driver gives the memory of graphs."""
+        self._compile_kernels()
         self._dummy_run(worst)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -75,23 +81,51 @@ class GPUModelRunner(ModelRunnerBase):
         )
         return max(0, int(free) - int(peak) - graphs)
 
+    def _compile_kernels(self) -> None:
+        """Runs a small step of every kind. `initialize_kv_cache` must be called afterwards."""
+        self.initialize_kv_cache(NUM_BLOCKS, NUM_BLOCKS)
+        has_sliding_group = self.get_kv_cache_spec().window is not None
+        for step in kernel_steps(self.config.max_num_seqs, self.family.mask, has_sliding_group=has_sliding_group):
+            self.execute_model(step)
+
     def capture_model(self) -> None:
         """Records CUDA graphs that share one memory pool, unless an earlier recording failed."""
+        self._capture_and_note([])
+
+    def _capture_and_note(self, free_bytes: list[int]) -> None:
+        """Records graphs; appends the free memory after each of them."""
         if self._cannot_record:
             return
         recorder = GraphRecorder(self.device)
-        self._capture_graphs(recorder.record)
+
+        def record(function: Callable[[], Decoded]) -> Callable[[], Decoded]:
+            replay = recorder.record(function)
+            free_bytes.append(self._free_bytes())
+            return replay
+
+        self._capture_graphs(record)
         self._cannot_record = recorder.has_failed
 
     def _graph_bytes(self) -> int:
-        """Returns the bytes of the largest graph, recorded once; smaller graphs reuse its memory."""
-        sizes = self.tokenwise_graph_batch_sizes
-        free_before, _ = torch.cuda.mem_get_info(self.device)
-        self.tokenwise_graph_batch_sizes = sizes[-1:]
-        self.capture_model()
-        self.tokenwise_graph_batch_sizes = sizes
-        torch.cuda.synchronize(self.device)
-        free_after, _ = torch.cuda.mem_get_info(self.device)
+        """Returns the bytes of all graphs, from recordings of the two largest of each kind.
+
+        Others reuse the memory of the largest one. But each graph keeps its list of kernels, which takes about as much
+        memory for any size.
+        """
+        all_sizes = self.tokenwise_graph_batch_sizes, self.chunk_graph_sizes
+        free = [self._free_bytes()]
+        self.tokenwise_graph_batch_sizes, self.chunk_graph_sizes = (sizes[-2:] for sizes in all_sizes)
+        self._capture_and_note(free)
+        num_recorded = len(self.tokenwise_graph_batch_sizes) + len(self.chunk_graph_sizes)
+        self.tokenwise_graph_batch_sizes, self.chunk_graph_sizes = all_sizes
+        num_others = sum(map(len, all_sizes)) - num_recorded
+        has_graphs = self.graphs is not None
         self.graphs = None
         torch.cuda.empty_cache()
-        return max(0, int(free_before) - int(free_after))
+        taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
+        return sum(taken) + num_others * max(taken[1:], default=0) if has_graphs else 0
+
+    def _free_bytes(self) -> int:
+        torch.cuda.synchronize(self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free)

@@ -1,9 +1,13 @@
 """Paged attention in Triton: single tokens and chunks, windows, soft caps and mutual spans.
 
-One program takes a tile of one sequence's new tokens and the query heads of one key head, as rows of one matrix. It
-walks over the keys that any row sees, in place, with a running maximum and sum (FlashAttention-2, arXiv:2307.08691). If
-a step has too few sequences to fill the device, several programs share a sequence's keys and their results are joined
-(Flash-Decoding). Nothing is read on the host, so a step can be recorded as a graph.
+A piece of work is a tile of one sequence's new tokens and the query heads of one key head, as rows of one matrix, and a
+part of the keys that any row sees. A program walks over these keys in place, with a running maximum and sum
+(FlashAttention-2, arXiv:2307.08691). The parts of long sequences are joined (Flash-Decoding). The device computes their
+number (`triton_splits.py`). Nothing is read on the host, so a step can be recorded as a graph.
+
+The bits of a sequence's result depend on its own queries, keys, values and lengths, on the number of sequences with new
+tokens in the step, and on whether any of them has more than one. They do not depend on other sequences' contents and
+lengths, on the order of sequences, on empty ones, or on whether the step is recorded.
 
 Importing this module needs Triton. It runs on CUDA, and anywhere in Triton's interpreter (TRITON_INTERPRET=1).
 """
@@ -20,15 +24,13 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
+from decoder_svc.runner.cuda.triton_splits import StepShape, divided, found, join, partial_start, split_grid
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 # Smallest side of a matrix that the matrix units multiply.
 _MIN_TILE = 16
 # Rows of a program if a sequence has more than one new token.
 _CHUNK_ROWS = 64
-# Keys are split until there are this many programs per multiprocessor.
-_PROGRAMS_EACH = 2
-_MAX_SPLITS = 16
 
 
 @triton.jit
@@ -49,19 +51,19 @@ def _seen_keys(
 
 
 @triton.jit
-def _part(begin, end, split, NUM_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """Returns the part of the keys [begin, end) that belongs to one split: whole tiles, except at the end."""
+def _part(begin, end, part, num_parts, NUM_KEYS: tl.constexpr):
+    """Returns the keys of one part of [begin, end): whole tiles of keys, except at the end."""
     num_tiles = (end - begin + NUM_KEYS - 1) // NUM_KEYS
-    split_len = (num_tiles + NUM_SPLITS - 1) // NUM_SPLITS * NUM_KEYS
-    begin = begin + split * split_len
-    return begin, tl.minimum(end, begin + split_len)
+    part_len = (num_tiles + num_parts - 1) // num_parts * NUM_KEYS
+    begin = begin + part * part_len
+    return begin, tl.minimum(end, begin + part_len)
 
 
 @triton.jit
 def _walk(
-    queries, start, stop, begin, end, first_key, keys, values, table, block_stride, slot_stride, scale, softcap,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    queries, start, stop, begin, end, first_key, keys, values, table, scale, softcap,
+    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Walks over the keys [begin, end).
 
@@ -76,7 +78,7 @@ def _walk(
         is_key = key < end
         slot = key - first_key
         block = tl.load(table + slot // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        place = (block * block_stride + (slot % BLOCK_SIZE) * slot_stride)[:, None] + dims[None, :]
+        place = ((block * BLOCK_SIZE + slot % BLOCK_SIZE) * SLOT_STRIDE)[:, None] + dims[None, :]
         is_value = is_key[:, None] & (dims < HEAD_DIM)[None, :]
         tile = tl.load(keys + place, mask=is_value, other=0.0)
         scores = tl.dot(queries, tl.trans(tile), input_precision="ieee") * scale
@@ -98,88 +100,65 @@ def _walk(
     return sums, total, largest
 
 
-# The width of block tables differs between steps. A variant for each divisor of it would be compiled while serving.
-@triton.jit(do_not_specialize=["table_stride"])
+# These numbers differ between steps. A variant for 1 and for multiples of 16 would be compiled while serving.
+@triton.jit(do_not_specialize=["table_stride", "num_sequences", "window", "wanted_each"])
 def _attend(
     query, keys, values, output, partial_sums, partial_stats,
     block_table, first_keys, query_starts, kv_lens, mutual_starts, mutual_stops,
-    query_token_stride, query_head_stride, output_token_stride, output_head_stride,
-    block_stride, slot_stride, head_stride, table_stride,
-    scale, softcap, window,
-    NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    table_stride, num_sequences, wanted_each, scale, softcap, window,
+    NUM_KV_HEADS: tl.constexpr, NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, PADDED_SEQUENCES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_MUTUAL: tl.constexpr, IS_MUTUAL_BEYOND_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile. Grid: tiles of the longest chunk, sequences, key heads · splits."""
+    """Computes every n-th piece of work. All tensors but the block table are contiguous."""
     tokens_each: tl.constexpr = NUM_ROWS // NUM_GROUPS
-    sequence = tl.program_id(1)
-    kv_head = tl.program_id(2) // NUM_SPLITS
-    split = tl.program_id(2) % NUM_SPLITS
-    first_token = tl.load(query_starts + sequence)
-    num_new = tl.load(query_starts + sequence + 1) - first_token
-    if tl.program_id(0) * tokens_each >= num_new:
-        return
-    kv_len = tl.load(kv_lens + sequence)
-    first_key = tl.load(first_keys + sequence)
-
+    num_heads: tl.constexpr = NUM_KV_HEADS * NUM_GROUPS
+    all_new, all_tiles, all_parts = divided(
+        query_starts, kv_lens, first_keys, num_sequences, window, wanted_each, tokens_each, PADDED_SEQUENCES, HAS_WINDOW
+    )
+    dims = tl.arange(0, PADDED_DIM)
     # Row r is new token r // NUM_GROUPS of the tile, query head r % NUM_GROUPS of the key head.
     rows = tl.arange(0, NUM_ROWS)
-    token = tl.program_id(0) * tokens_each + rows // NUM_GROUPS
-    head = kv_head * NUM_GROUPS + rows % NUM_GROUPS
-    is_row = (rows < tokens_each * NUM_GROUPS) & (token < num_new)
-    flat_token = (first_token + token).to(tl.int64)
-    start, stop = _seen_keys(
-        kv_len - num_new + token, flat_token, is_row, first_key, mutual_starts, mutual_stops, window,
-        HAS_WINDOW, HAS_MUTUAL, IS_MUTUAL_BEYOND_WINDOW,
-    )  # fmt: skip
-    begin = tl.min(tl.where(is_row, start, kv_len), 0)
-    end = tl.max(tl.where(is_row, stop, 0), 0)
-    begin, end = _part(begin, end, split, NUM_KEYS, NUM_SPLITS)
+    all_pieces = all_tiles * all_parts
+    for piece in range(tl.program_id(0), tl.sum(all_pieces, 0) * NUM_KV_HEADS, tl.num_programs(0)):
+        sequence, own_piece, num_parts = found(piece // NUM_KV_HEADS, all_pieces, all_parts, PADDED_SEQUENCES)
+        kv_head = piece % NUM_KV_HEADS
+        first_token = tl.load(query_starts + sequence)
+        num_new = tl.load(query_starts + sequence + 1) - first_token
+        kv_len = tl.load(kv_lens + sequence)
+        first_key = tl.load(first_keys + sequence)
+        token = own_piece // num_parts * tokens_each + rows // NUM_GROUPS
+        head = kv_head * NUM_GROUPS + rows % NUM_GROUPS
+        is_row = (rows < tokens_each * NUM_GROUPS) & (token < num_new)
+        flat_token = (first_token + token).to(tl.int64)
+        start, stop = _seen_keys(
+            kv_len - num_new + token, flat_token, is_row, first_key, mutual_starts, mutual_stops, window,
+            HAS_WINDOW, HAS_MUTUAL, IS_MUTUAL_BEYOND_WINDOW,
+        )  # fmt: skip
+        begin = tl.min(tl.where(is_row, start, kv_len), 0)
+        end = tl.max(tl.where(is_row, stop, 0), 0)
+        begin, end = _part(begin, end, own_piece % num_parts, num_parts, NUM_KEYS)
 
-    dims = tl.arange(0, PADDED_DIM)
-    is_stored = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    query_rows = query + flat_token * query_token_stride + head * query_head_stride
-    queries = tl.load(query_rows[:, None] + dims[None, :], mask=is_stored, other=0.0)
-    sums, total, largest = _walk(
-        queries, start, stop, begin, end, first_key, keys + kv_head * head_stride, values + kv_head * head_stride,
-        block_table + sequence * table_stride, block_stride, slot_stride, scale, softcap,
-        NUM_ROWS, NUM_KEYS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
-    )  # fmt: skip
-    if NUM_SPLITS == 1:
-        target = output + flat_token * output_token_stride + head * output_head_stride
-        # Padding rows have a total of 0.
-        result = (sums / tl.where(is_row, total, 1.0)[:, None]).to(output.dtype.element_ty)
-        tl.store(target[:, None] + dims[None, :], result, mask=is_stored)
-    else:
-        # Partial results are [num_tokens, heads, splits, …].
-        num_heads = tl.num_programs(2) // NUM_SPLITS * NUM_GROUPS
-        part = (flat_token * num_heads + head) * NUM_SPLITS + split
-        tl.store(partial_sums + part[:, None] * PADDED_DIM + dims[None, :], sums, mask=is_row[:, None])
-        tl.store(partial_stats + part * 2, largest, mask=is_row)
-        tl.store(partial_stats + part * 2 + 1, total, mask=is_row)
-
-
-@triton.jit
-def _join(
-    partial_sums, partial_stats, output, output_token_stride, output_head_stride,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Joins the splits of one token and head. Grid: tokens, heads.
-
-    A split without keys has the sum 0 and the maximum -inf.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    parts = (token * tl.num_programs(1) + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    dims = tl.arange(0, PADDED_DIM)
-    largest = tl.load(partial_stats + parts * 2)
-    scales = tl.exp(largest - tl.max(largest, 0))
-    total = tl.sum(tl.load(partial_stats + parts * 2 + 1) * scales, 0)
-    sums = tl.load(partial_sums + parts[:, None] * PADDED_DIM + dims[None, :])
-    result = tl.sum(sums * scales[:, None], 0) / total
-    target = output + token * output_token_stride + head * output_head_stride
-    tl.store(target + dims, result.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
+        is_stored = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+        place = ((flat_token * num_heads + head) * HEAD_DIM)[:, None] + dims[None, :]
+        queries = tl.load(query + place, mask=is_stored, other=0.0)
+        sums, total, largest = _walk(
+            queries, start, stop, begin, end, first_key, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
+            block_table + sequence.to(tl.int64) * table_stride, scale, softcap,
+            NUM_ROWS, NUM_KEYS, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, HAS_SOFTCAP,
+        )  # fmt: skip
+        if num_parts == 1:
+            # Padding rows have a total of 0.
+            result = (sums / tl.where(is_row, total, 1.0)[:, None]).to(output.dtype.element_ty)
+            tl.store(output + place, result, mask=is_stored)
+        else:
+            # Partial results are [tokens of divided sequences, heads, parts, …].
+            before = partial_start(all_new, all_parts, sequence, PADDED_SEQUENCES)
+            part = (before + token * num_parts).to(tl.int64) * num_heads + head * num_parts + own_piece % num_parts
+            tl.store(partial_sums + part[:, None] * PADDED_DIM + dims[None, :], sums, mask=is_row[:, None])
+            tl.store(partial_stats + part * 2, largest, mask=is_row)
+            tl.store(partial_stats + part * 2 + 1, total, mask=is_row)
 
 
 class TritonBackend(PagedBackend):
@@ -188,14 +167,14 @@ class TritonBackend(PagedBackend):
     name = "triton"
 
     def __init__(self, num_processors: int) -> None:
-        """`num_processors`: the device's streaming multiprocessors, which decide the number of key splits."""
+        """`num_processors`: the device's streaming multiprocessors, which decide the number of programs."""
         super().__init__()
         self._num_processors = num_processors
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
-        """Implements PagedBackend.attend_paged: one kernel, and a second one to join splits."""
+        """Implements PagedBackend.attend_paged: one kernel, and a second one to join parts."""
         keys, values = self._pools[layer]
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = keys.shape[2]
@@ -203,34 +182,37 @@ class TritonBackend(PagedBackend):
         padded_dim = max(_MIN_TILE, triton.next_power_of_2(head_dim))
         num_rows, num_keys = tile_sizes(padded_dim * keys.element_size(), num_groups, step.max_query_len)
         num_sequences = len(step.kv_lens)
-        num_splits = num_key_splits(num_sequences * num_kv_heads, step.max_query_len, self._num_processors)
-        if query.stride(2) != 1:
-            query = query.contiguous()
+        shape = StepShape(
+            num_tokens, num_sequences, step.max_kv_len, num_heads, num_kv_heads, tokens_each=num_rows // num_groups
+        )
+        grid = split_grid(shape, self._num_processors)
+        query = query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        sums = stats = output
-        if num_splits > 1:
-            parts = num_tokens * num_heads * num_splits
-            sums = torch.empty(parts * padded_dim, dtype=torch.float32, device=query.device)
-            stats = torch.empty(parts * 2, dtype=torch.float32, device=query.device)
+        sums, stats = (
+            torch.empty(grid.num_partials * num_heads * size, dtype=torch.float32, device=query.device)
+            for size in (padded_dim, 2)
+        )
+        lengths = (step.query_starts, step.kv_lens, group.first_keys)
+        shared = {
+            "HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "PADDED_SEQUENCES": grid.padded_sequences,
+            "HAS_WINDOW": options.window is not None,
+        }  # fmt: skip
         mutual = step.mutual
-        num_tiles = triton.cdiv(step.max_query_len, num_rows // num_groups)
-        _attend[(num_tiles, num_sequences, num_kv_heads * num_splits)](
+        _attend[(grid.num_programs,)](
             query, keys, values, output, sums, stats,
             group.block_table, group.first_keys, step.query_starts, step.kv_lens,
             step.kv_lens if mutual is None else mutual.starts, step.kv_lens if mutual is None else mutual.stops,
-            query.stride(0), query.stride(1), output.stride(0), output.stride(1),
-            keys.stride(0), keys.stride(1), keys.stride(2), group.block_table.stride(0),
+            group.block_table.stride(0), num_sequences, grid.wanted_each,
             options.scale, options.softcap or 0.0, options.window or 0,
-            NUM_GROUPS=num_groups, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=keys.shape[1],
-            NUM_ROWS=num_rows, NUM_KEYS=num_keys, NUM_SPLITS=num_splits,
-            HAS_WINDOW=options.window is not None, HAS_SOFTCAP=options.softcap is not None,
+            NUM_KV_HEADS=num_kv_heads, NUM_GROUPS=num_groups, BLOCK_SIZE=keys.shape[1],
+            NUM_ROWS=num_rows, NUM_KEYS=num_keys, HAS_SOFTCAP=options.softcap is not None,
             HAS_MUTUAL=mutual is not None, IS_MUTUAL_BEYOND_WINDOW=mutual is not None and mutual.is_beyond_window,
-            num_stages=2,
+            num_stages=2, **shared,
         )  # fmt: skip
-        if num_splits > 1:
-            _join[(num_tokens, num_heads)](
-                sums, stats, output, output.stride(0), output.stride(1),
-                HEAD_DIM=head_dim, PADDED_DIM=padded_dim, NUM_SPLITS=num_splits,
+        if grid.num_joining:
+            join[(grid.num_joining,)](
+                sums, stats, output, *lengths, num_sequences, options.window or 0, grid.wanted_each,
+                NUM_HEADS=num_heads, TOKENS_EACH=num_rows // num_groups, **shared,
             )  # fmt: skip
         return output
 
@@ -244,15 +226,3 @@ def tile_sizes(key_bytes: int, num_groups: int, max_query_len: int) -> tuple[int
     rows = least if max_query_len == 1 else max(least, _CHUNK_ROWS if key_bytes <= 512 else _CHUNK_ROWS // 2)
     keys = 64 if key_bytes <= 128 else 32 if key_bytes <= 256 else 16
     return rows, keys
-
-
-def num_key_splits(num_programs: int, max_query_len: int, num_processors: int) -> int:
-    """Returns the number of parts into which each sequence's keys are divided, a power of two.
-
-    The number does not depend on context lengths, which change between steps. A graph and the same step without one
-    therefore add in the same order.
-    """
-    if max_query_len > 1:
-        return 1
-    wanted = _PROGRAMS_EACH * num_processors // num_programs
-    return min(_MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))

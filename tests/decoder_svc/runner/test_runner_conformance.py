@@ -19,6 +19,7 @@ from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduling.prompt import Prompt
+from decoder_svc.scheduling.scheduler_output import SchedulerOutput
 from lookonce.embedding_meta import RowDtype
 from lookonce.families.base import Mask
 from tests import tiny_models
@@ -220,34 +221,41 @@ def recording(subjects: Callable[[str, str], Subject]) -> Iterator[Subject]:
     subject.runner.config = replace(subject.runner.config, use_graphs=True)
 
 
-def test_graphs_are_replayed_for_steps_of_single_tokens(recording: Subject) -> None:
-    runner = recording.runner
-    assert isinstance(runner, RecordingRunner)
-    session = recording.session()
-    runner.replayed.clear()
-    prompts = recording.prompts[:3]
-    session.ask(prompts)
-    decodes = [step for step in session.steps if {chunk.num_tokens for chunk in step.chunks} == {1}]
-    assert runner.replayed == [{1: 1, 2: 2, 3: 4}[len(step.chunks)] for step in decodes]
-    assert runner.replayed.count(4) >= offline.MAX_NEW_TOKENS - 3
+def expected_replay(runner: ModelRunnerBase, step: SchedulerOutput) -> int | None:
+    """Returns the rows of logits of the graph that computes a step, or None for a step without."""
+    num_tokens = sum(chunk.num_tokens for chunk in step.chunks)
+    most = max(runner.tokenwise_graph_batch_sizes)
+    is_decode = num_tokens == len(step.chunks)
+    sizes = runner.tokenwise_graph_batch_sizes if is_decode else runner.chunk_graph_sizes
+    size = next((size for size in sizes if size >= num_tokens), None)
+    return None if size is None or len(step.chunks) > most else min(size, most)
 
 
-def test_more_sequences_than_the_largest_graph_holds_run_without(recording: Subject) -> None:
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "kinds"),
+    [(SMALL_STEP, {1, 2, 8}), (2048, {None})],
+    ids=["all steps fit", "too many tokens or sequences"],
+)
+def test_graphs_are_replayed_for_all_steps_that_they_hold(
+    recording: Subject, max_num_batched_tokens: int, kinds: set[int | None]
+) -> None:
     runner = recording.runner
     assert isinstance(runner, RecordingRunner)
-    session = recording.session()
+    session = recording.session(max_num_batched_tokens=max_num_batched_tokens)
     runner.replayed.clear()
     assert session.ask(recording.prompts).token_ids == recording.expected
-    decodes = [len(step.chunks) for step in session.steps if {chunk.num_tokens for chunk in step.chunks} == {1}]
-    assert max(decodes) > max(runner.tokenwise_graph_batch_sizes)
-    assert len(runner.replayed) == sum(size <= max(runner.tokenwise_graph_batch_sizes) for size in decodes)
+    replays = [expected_replay(runner, step) for step in session.steps if step.chunks]
+    assert runner.replayed == [size for size in replays if size is not None]
+    assert set(replays) == kinds
 
 
 def test_a_graph_gives_the_bits_of_the_same_step_without(recording: Subject) -> None:
     """With four sequences there is no padding, so the same operators run on the same shapes."""
+    runner = recording.runner
+    sizes, runner.chunk_graph_sizes = runner.chunk_graph_sizes, ()
     prompts = recording.prompts[:4]
     with_graphs = recording.session().ask(prompts, logprobs=5)
-    runner = recording.runner
+    runner.chunk_graph_sizes = sizes
     runner.config = replace(runner.config, use_graphs=False)
     without = offline.Session(recording.model)
     runner.capture_model()
@@ -255,6 +263,18 @@ def test_a_graph_gives_the_bits_of_the_same_step_without(recording: Subject) -> 
     eager = without.ask(prompts, logprobs=5)
     assert eager.token_ids == with_graphs.token_ids
     assert eager.logprobs == with_graphs.logprobs
+
+
+def test_a_graph_of_chunks_gives_the_bits_of_the_same_pass_at_once(recording: Subject) -> None:
+    runner = recording.runner
+    assert isinstance(runner, RecordingRunner)
+    prompts = recording.prompts[:6]
+    recorded = recording.session(max_num_batched_tokens=SMALL_STEP).ask(prompts, logprobs=5)
+    runner.records = False
+    at_once = recording.session(max_num_batched_tokens=SMALL_STEP).ask(prompts, logprobs=5)
+    runner.records = True
+    assert at_once.token_ids == recorded.token_ids
+    assert at_once.logprobs == recorded.logprobs
 
 
 def test_graphs_of_an_earlier_cache_are_forgotten(recording: Subject) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
-from decoder_svc.runner.step_metadata import decode_metadata, step_metadata
+from decoder_svc.runner.step_metadata import recorded_metadata, step_metadata
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
@@ -84,12 +84,12 @@ def test_every_tensor_of_a_step_is_moved_to_the_device() -> None:
     assert {tensor.data_ptr() for tensor in tensors} <= set(moved)
 
 
-def test_a_recorded_step_always_has_one_token_per_sequence() -> None:
+def test_a_recorded_step_has_no_numbers_on_the_host() -> None:
     step = step_metadata(flat_inputs(), unmoved, reads_tensors=True, is_mutual_beyond_window=True).paged
     assert step is not None
-    metadata = decode_metadata(step, 3)
+    metadata = recorded_metadata(step)
     assert metadata.paged is step
-    assert metadata.query_lens == (1, 1, 1)
-    assert metadata.mutual_spans == ((), (), ())
+    assert (metadata.query_lens, metadata.kv_lens, metadata.mutual_spans) == ((), (), ())
+    assert metadata.is_mutual_beyond_window
     assert metadata.sliding is not None
     assert torch.equal(metadata.full.slot_mapping, step.full.slot_mapping)

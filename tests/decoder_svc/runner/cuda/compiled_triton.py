@@ -14,10 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decoder_svc.runner.cuda import triton_attention, triton_layers
+from decoder_svc.runner.cuda import triton_attention, triton_layers, triton_splits
 from decoder_svc.runner.cuda.triton_attention import tile_sizes
+from encoder_svc.vision import varlen_kernel
 
 _INT32_POINTERS = "block_table first_keys query_starts kv_lens mutual_starts mutual_stops".split()
+_INT32_NUMBERS = "table_stride num_sequences wanted_each window".split()
 _NUM_GROUPS = 4
 # Element type, head dimension, and whether a sequence has more than one new token; each takes seconds to compile.
 _VARIANTS = (("bf16", 64, False), ("bf16", 64, True), ("fp32", 256, True))
@@ -33,7 +35,8 @@ def main() -> None:
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
-        for source in (_join_source(), *_layer_sources()) if capability == capabilities[-1] else ():
+        others = (_join_source(), *_layer_sources()) if capability == capabilities[-1] else ()
+        for source in (*others, _window_source("bf16", 80), _window_source("fp32", 128)):
             compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
             assert "cubin" in compiled.asm
             most = max(most, compiled.metadata.shared)
@@ -45,33 +48,44 @@ def _attend_source(dtype: str, head_dim: int, is_chunk: bool, *, has_window: boo
     element_bytes = 4 if dtype == "fp32" else 2
     num_rows, num_keys = tile_sizes(head_dim * element_bytes, _NUM_GROUPS, 100 if is_chunk else 1)
     constants = {
+        "NUM_KV_HEADS": 4,
         "NUM_GROUPS": _NUM_GROUPS,
         "HEAD_DIM": head_dim,
         "PADDED_DIM": head_dim,
         "BLOCK_SIZE": 16,
         "NUM_ROWS": num_rows,
         "NUM_KEYS": num_keys,
-        "NUM_SPLITS": 1 if is_chunk else 8,
+        "PADDED_SEQUENCES": 128 if is_chunk else 64,
         "HAS_WINDOW": has_window,
         "HAS_SOFTCAP": has_softcap,
         "HAS_MUTUAL": is_chunk,
         "IS_MUTUAL_BEYOND_WINDOW": is_chunk and has_window,
     }
     types = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
-    types |= dict.fromkeys(("partial_sums", "partial_stats"), f"*{dtype}" if is_chunk else "*fp32")
-    types |= dict.fromkeys(_INT32_POINTERS, "*i32")
-    types |= {"scale": "fp32", "softcap": "fp32", "window": "i32"}
-    types |= {name: "i32" for name in kernel.arg_names if name.endswith("_stride")}
+    types |= dict.fromkeys(("partial_sums", "partial_stats"), "*fp32")
+    types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
+    types |= {"scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
 
 
 def _join_source() -> Any:
-    kernel = triton_attention._join
-    constants = {"HEAD_DIM": 80, "PADDED_DIM": 128, "NUM_SPLITS": 8}
+    constants = {"NUM_HEADS": 28, "HEAD_DIM": 80, "PADDED_DIM": 128, "TOKENS_EACH": 9, "PADDED_SEQUENCES": 64}
+    constants["HAS_WINDOW"] = True
+    kernel = triton_splits.join
     types = {"partial_sums": "*fp32", "partial_stats": "*fp32", "output": "*bf16"}
-    types |= dict.fromkeys(("output_token_stride", "output_head_stride"), "i32")
+    types |= dict.fromkeys(_INT32_POINTERS, "*i32") | dict.fromkeys(_INT32_NUMBERS, "i32")
     types |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
+
+
+def _window_source(dtype: str, head_dim: int) -> Any:
+    """Returns the attention of towers."""
+    kernel = varlen_kernel._attend
+    num_rows, num_keys = varlen_kernel.tile_sizes(128 * (4 if dtype == "fp32" else 2))
+    constants = {"NUM_HEADS": 16, "HEAD_DIM": head_dim, "PADDED_DIM": 128, "NUM_ROWS": num_rows, "NUM_KEYS": num_keys}
+    types = dict.fromkeys(kernel.arg_names, "i32") | {"bounds": "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}") | dict.fromkeys(constants, "constexpr")
     return ASTSource(fn=kernel, signature={name: types[name] for name in kernel.arg_names}, constexprs=constants)
 
 

@@ -21,7 +21,9 @@ from tests.decoder_svc.runner.cuda.simulated_device import SimulatedDevice, Simu
 from tests.decoder_svc.runner.operator_tape import OperatorTape
 from tests.decoder_svc.runner.tensor_backend import TensorBackend
 
-FREE_BYTES, ALLOCATED_BYTES, PEAK_BYTES, GRAPH_BYTES = 1 << 30, 1 << 20, 5 << 20, 3 << 20
+FREE_BYTES, ALLOCATED_BYTES, PEAK_BYTES = 1 << 30, 1 << 20, 5 << 20
+# Memory that all graphs share, and that each takes besides.
+GRAPH_BYTES, NODES_BYTES = 3 << 20, 1 << 20
 NUM_PROCESSORS = 7
 
 
@@ -29,11 +31,13 @@ class FakeGraph:
     """Replaces `torch.cuda.CUDAGraph` by an operator tape."""
 
     tape: OperatorTape
+    num_replays: ClassVar[int] = 0
     # Graphs that hold memory.
     alive: ClassVar[weakref.WeakSet[FakeGraph]] = weakref.WeakSet()
 
     def replay(self) -> None:
         """Runs the recorded operators again."""
+        FakeGraph.num_replays += 1
         self.tape.play()
 
 
@@ -137,6 +141,8 @@ class FakeAllocator:
 
 def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[object]:
     allocator = FakeAllocator(device)
+    # Runners of earlier tests may not have been collected yet.
+    FakeGraph.alive.clear()
     FakeStream.current = FakeStream.steps = FakeStream()
 
     @contextlib.contextmanager
@@ -149,7 +155,8 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
 
     def free() -> tuple[int, int]:
         """Returns less free memory while graphs exist."""
-        return (FREE_BYTES - (GRAPH_BYTES if FakeGraph.alive else 0), 2 * FREE_BYTES)
+        num_graphs = len(FakeGraph.alive)
+        return (FREE_BYTES - (GRAPH_BYTES + NODES_BYTES * num_graphs if num_graphs else 0), 2 * FREE_BYTES)
 
     properties = types.SimpleNamespace(name="a device", major=9, minor=0, multi_processor_count=NUM_PROCESSORS)
     replaced: dict[str, Callable[..., object]] = {

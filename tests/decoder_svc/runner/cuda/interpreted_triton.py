@@ -24,11 +24,12 @@ if find_spec("triton") is None:
 
 from triton.runtime import interpreter  # noqa: E402
 
-from decoder_svc.runner.cuda import fused_stack, triton_attention, triton_layers  # noqa: E402  # Triton must be found first
-from decoder_svc.runner.cuda.triton_attention import TritonBackend, num_key_splits, tile_sizes  # noqa: E402
+# Triton must be found first.
+from decoder_svc.runner.cuda import fused_stack, triton_attention, triton_layers, triton_splits  # noqa: E402
+from decoder_svc.runner.cuda.triton_attention import TritonBackend, tile_sizes  # noqa: E402
 
-# Numbers of multiprocessors: so few that keys are not divided, and so many that they are.
-FEW, MANY = 1, 132
+# Numbers of multiprocessors: so few that keys are not divided, so many that they are, and those of an H100.
+FEW, SOME, MANY = 1, 24, 132
 
 
 def _patch_once_per_launch() -> None:
@@ -65,12 +66,13 @@ def interpreted(num_processors: int = FEW) -> TritonBackend:
 __all__ = [
     "FEW",
     "MANY",
+    "SOME",
     "TRITON_FOLDER",
     "TritonBackend",
     "fused_stack",
     "interpreted",
-    "num_key_splits",
     "tile_sizes",
     "triton_attention",
     "triton_layers",
+    "triton_splits",
 ]

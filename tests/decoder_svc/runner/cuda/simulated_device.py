@@ -101,8 +101,9 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[misc]  # torch is unty
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        # Kernels launched without PyTorch.
+        # Kernels launched without PyTorch, and those that a compiler would have made for the launches.
         self.num_launches = 0
+        self.variants: set[tuple[Any, ...]] = set()
         # Whether operators raise for which the host would wait.
         self.refuses_waiting = False
         self._tape: OperatorTape | None = None
@@ -229,7 +230,22 @@ class SimulatedKernel:
         self._device = device
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: self._device.launch(self._function[grid], args, kwargs)
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self._device.variants.add(self._variant(args, kwargs))
+            self._device.launch(self._function[grid], args, kwargs)
+
+        return launch
+
+    def _variant(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Returns what Triton compiles a kernel for: constants, types, and whether numbers are 1 or multiples of 16."""
+        general = self._function.kwargs["do_not_specialize"] or ()
+        kinds: list[Any] = [self._function.__name__, *sorted(kwargs.items())]
+        for name, value in zip(self._function.arg_names, args, strict=False):
+            if isinstance(value, Tensor):
+                kinds.append((name, value.dtype))
+            elif isinstance(value, int) and name not in general:
+                kinds.append((name, value == 1, value % 16 == 0))
+        return tuple(kinds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
@@ -265,4 +281,12 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(Tensor, "pin_memory", lambda host: device.pin(host))
+    made = torch.tensor
+
+    def tensor(data: Any, **kwargs: Any) -> Tensor:
+        """Copies numbers that are made on the host, since the constructor knows no simulated device."""
+        wanted = kwargs.pop("device", None)
+        return made(data, **kwargs) if wanted is None else made(data, **kwargs).to(wanted)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
     return device

@@ -23,7 +23,9 @@ def test_answers_are_the_references_and_steps_do_not_wait(name: str, tmp_path: p
     questions = family.questions[:3]
     spans = [span.length for question in questions for span in question.prompt.mutual_spans]
     with installed() as cuda:
-        runner = GPUModelRunner(replace(family.runner.config, max_num_seqs=4), family.runner.family)
+        runner = GPUModelRunner(
+            replace(family.runner.config, max_num_seqs=4, max_num_batched_tokens=64), family.runner.family
+        )
         session = offline.Session(replace(family, runner=runner), max_num_batched_tokens=max([23, *spans]))
         runner.capture_model()
         assert runner.graphs is not None

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from decoder_svc.rows.fetched_rows import FetchedRows
+from decoder_svc.runner.cuda.graph_recorder import GraphRecorder
 from decoder_svc.runner.cuda.runner import GPUModelRunner
+from decoder_svc.runner.graphs.step_graphs import GraphSizes
 from decoder_svc.runner.worst_case import WorstCase
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
@@ -20,6 +22,7 @@ from tests.decoder_svc.runner.cuda.fake_cuda import (
     ALLOCATED_BYTES,
     FREE_BYTES,
     GRAPH_BYTES,
+    NODES_BYTES,
     NUM_PROCESSORS,
     PEAK_BYTES,
     FakeCuda,
@@ -54,7 +57,7 @@ def pools(cuda: FakeCuda) -> list[object]:
 def model(reference: offline.OfflineModel, cuda: FakeCuda) -> Iterator[offline.OfflineModel]:
     num_threads = torch.get_num_threads()
     runner = reference.runner
-    made = GPUModelRunner(replace(runner.config, max_num_seqs=5), runner.family)
+    made = GPUModelRunner(replace(runner.config, max_num_seqs=5, max_num_batched_tokens=64), runner.family)
     yield replace(reference, runner=made)
     torch.set_num_threads(num_threads)
 
@@ -64,17 +67,35 @@ def test_answers_with_graphs_are_the_references(model: offline.OfflineModel) -> 
     model.runner.capture_model()
     graphs = model.runner.graphs
     assert graphs is not None
-    assert graphs.sizes == (1, 2, 4, 8)
+    assert graphs.sizes == GraphSizes((1, 2, 4, 8), (16, 32, 64))
     answers = session.ask([question.prompt for question in model.questions])
     assert answers.token_ids == [question.expected for question in model.questions]
     is_decode = [all(chunk.num_tokens == 1 for chunk in step.chunks) for step in session.steps]
     assert any(is_decode)
 
 
+def test_chunks_with_images_are_replayed_and_give_the_bits_of_the_same_passes_at_once(
+    model: offline.OfflineModel, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers() -> tuple[offline.Answers, int]:
+        session = offline.Session(model, max_num_batched_tokens=23)
+        model.runner.capture_model()
+        monkeypatch.setattr(model.runner, "_forward", lambda *_: pytest.fail("a step without a graph"))
+        return session.ask([question.prompt for question in model.questions[:4]], logprobs=5), len(cuda.pools)
+
+    recorded, num_recorded = answers()
+    assert num_recorded == 7
+    assert recorded.token_ids == [question.expected for question in model.questions[:4]]
+    monkeypatch.setattr(GraphRecorder, "record", lambda _self, function: function)
+    at_once, num_recorded = answers()
+    assert num_recorded == 7, "nothing is recorded any more"
+    assert at_once.logprobs == recorded.logprobs
+
+
 def test_graphs_share_one_pool_of_memory(model: offline.OfflineModel, pools: list[object]) -> None:
     model.runner.initialize_kv_cache(20)
     model.runner.capture_model()
-    assert len(pools) == 4
+    assert len(pools) == 7
     assert len(set(map(id, pools))) == 1
 
 
@@ -86,13 +107,13 @@ def test_without_graphs_nothing_is_recorded(model: offline.OfflineModel, pools: 
     assert model.runner.profile_run(WORST) == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES)
 
 
-def test_free_memory_excludes_the_heaviest_step_and_the_largest_graph(
+def test_free_memory_excludes_the_heaviest_step_and_all_graphs(
     model: offline.OfflineModel, pools: list[object]
 ) -> None:
     free = model.runner.profile_run(WORST)
-    assert free == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES) - GRAPH_BYTES
-    assert len(pools) == 1, "the largest alone"
-    assert model.runner.tokenwise_graph_batch_sizes == (1, 2, 4, 8)
+    assert free == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES) - GRAPH_BYTES - 7 * NODES_BYTES
+    assert len(pools) == 4, "the two largest of each kind"
+    assert (model.runner.tokenwise_graph_batch_sizes, model.runner.chunk_graph_sizes) == ((1, 2, 4, 8), (16, 32, 64))
     assert model.runner.graphs is None
     assert len(model.runner.batch) == 0
     assert len(model.runner.row_cache) == 0

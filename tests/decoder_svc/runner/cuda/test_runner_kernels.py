@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from decoder_svc.runner.cuda.runner import GPUModelRunner
+from decoder_svc.runner.worst_case import WorstCase
+from lookonce.embedding_meta import RowDtype
 from tests import tiny_models
 from tests.decoder_svc.runner.cuda.fake_cuda import installed
 from tests.decoder_svc.runner.cuda.interpreted_triton import TritonBackend, fused_stack, triton_attention, triton_layers
@@ -29,7 +31,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
 
 def test_answers_are_the_references(reference: offline.OfflineModel) -> None:
     num_threads = torch.get_num_threads()
-    config = replace(reference.runner.config, max_num_seqs=2)
+    config = replace(reference.runner.config, max_num_seqs=2, max_num_batched_tokens=16)
     with installed(triton_attention, triton_layers) as cuda:
         model = replace(reference, runner=GPUModelRunner(config, reference.runner.family))
         assert isinstance(model.runner.backend, TritonBackend)
@@ -47,16 +49,22 @@ def test_answers_are_the_references(reference: offline.OfflineModel) -> None:
     torch.set_num_threads(num_threads)
 
 
-# Queries and keys with biases and three position axes; with norms of heads and feature levels; with a window.
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mistral3"])
-def test_other_families_have_a_fused_stack_and_the_references_answers(name: str, tmp_path: pathlib.Path) -> None:
+# Queries and keys with biases and three position axes; with norms of heads and feature levels, which graphs of chunks
+# take as well; with a window.
+@pytest.mark.parametrize(("name", "use_graphs"), [("qwen2_vl", False), ("qwen3_vl", True), ("mistral3", False)])
+def test_other_families_have_a_fused_stack_and_the_references_answers(
+    name: str, use_graphs: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_threads = torch.get_num_threads()
     family = families.build(FAMILIES[name], tmp_path / name).offline
-    config = replace(family.runner.config, max_num_seqs=2, use_graphs=False)
+    config = replace(family.runner.config, max_num_seqs=2, max_num_batched_tokens=16, use_graphs=use_graphs)
     with installed(triton_attention, triton_layers) as cuda:
         model = replace(family, runner=GPUModelRunner(config, family.runner.family))
         assert type(model.runner.get_model().model.language_model).__name__ == "FusedStack"
-        session = offline.Session(model, num_blocks=200)
+        session = offline.Session(model, num_blocks=200, max_num_batched_tokens=16 if use_graphs else 2048)
+        model.runner.capture_model()
+        if use_graphs:
+            monkeypatch.setattr(model.runner, "_forward", lambda *_: pytest.fail("a step without a graph"))
         question = min(
             (question for question in model.questions if question.prompt.images),
             key=lambda question: len(question.prompt.token_ids),
@@ -68,11 +76,31 @@ def test_other_families_have_a_fused_stack_and_the_references_answers(name: str,
     assert {event.kind for event in events} == {PINNED, RESULT}, "no step waits for the device early"
 
 
+# A family without mutual spans; one with spans of images and a sliding group; and one whose prompts are spans.
+@pytest.mark.parametrize("name", ["llava_clip", "gemma3", "paligemma2"])
+def test_nothing_is_compiled_while_serving(name: str, tmp_path: pathlib.Path) -> None:
+    num_threads = torch.get_num_threads()
+    family = families.build(FAMILIES[name], tmp_path / name).offline
+    config = replace(family.runner.config, max_num_seqs=2, use_graphs=False)
+    with installed(triton_attention, triton_layers) as cuda:
+        model = replace(family, runner=GPUModelRunner(config, family.runner.family))
+        model.runner.profile_run(WorstCase(4, 2, 4, 0, 0, 1, RowDtype.FLOAT32))
+        compiled = set(cuda.device.variants)
+        session = offline.Session(model, num_blocks=300)
+        questions = sorted(model.questions, key=lambda question: len(question.prompt.token_ids))
+        prompts = [questions[0].prompt, next(each.prompt for each in questions if each.prompt.images)]
+        answers = session.ask(prompts)
+        # Everything is cached now, so prompts compute their last token alone.
+        assert session.ask(prompts).token_ids == answers.token_ids
+    torch.set_num_threads(num_threads)
+    assert cuda.device.variants - compiled == set()
+
+
 def test_a_stack_with_other_results_is_not_used(
     reference: offline.OfflineModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     num_threads = torch.get_num_threads()
-    config = replace(reference.runner.config, max_num_seqs=2, use_graphs=False)
+    config = replace(reference.runner.config, max_num_seqs=2, max_num_batched_tokens=16, use_graphs=False)
     with installed(triton_attention, triton_layers), caplog.at_level(logging.INFO):
         right = triton_layers.gated
         monkeypatch.setattr(fused_stack, "gated", lambda merged: right(merged) * 1.01)

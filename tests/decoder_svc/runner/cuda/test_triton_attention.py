@@ -17,7 +17,7 @@ from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.attention_reference import Chunk
 from tests.decoder_svc.runner.attention_step import OPTIONS, SEEDS, SIZES, Sizes, Step, StepCase, any_step
-from tests.decoder_svc.runner.cuda.interpreted_triton import FEW, MANY, interpreted, num_key_splits, tile_sizes
+from tests.decoder_svc.runner.cuda.interpreted_triton import FEW, SOME, interpreted, tile_sizes
 
 
 def decode(num_tokens: int) -> Chunk:
@@ -33,18 +33,18 @@ def test_any_step_equals_the_reference(case: StepCase) -> None:
 
 @settings(max_examples=15)
 @given(
-    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=2),
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=2),
     sizes=SIZES,
     options=OPTIONS,
     has_sliding_group=st.booleans(),
-    num_processors=st.sampled_from((8, MANY)),
+    num_processors=st.sampled_from((8, SOME)),
     seed=SEEDS,
 )
-@example([1, 150], Sizes(), LayerOptions(1.0), False, MANY, 0)
+@example([1, 400], Sizes(), LayerOptions(1.0), False, SOME, 0)
 def test_split_keys_give_the_reference_results(
     lengths: list[int], sizes: Sizes, options: LayerOptions, has_sliding_group: bool, num_processors: int, seed: int
 ) -> None:
-    """With a short context most splits have no keys."""
+    """With a window, some parts have no keys."""
     window = options.window if has_sliding_group else None
     backend = functools.partial(interpreted, num_processors)
     step = Step([decode(length) for length in lengths], sizes, seed, torch.float32, window=window, backend=backend)
@@ -62,7 +62,7 @@ def test_chunks_longer_than_a_tile_and_contexts_longer_than_a_tile_of_keys(
     step.check(LayerOptions(0.25, window, softcap))
 
 
-@pytest.mark.parametrize("num_processors", [FEW, MANY])
+@pytest.mark.parametrize("num_processors", [FEW, SOME])
 def test_float16_results_are_within_its_precision(num_processors: int) -> None:
     """float16 replaces bfloat16, which the interpreter does not support."""
     backend = functools.partial(interpreted, num_processors)
@@ -78,29 +78,39 @@ def test_any_shape_is_taken(sizes: Sizes) -> None:
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
-    step = Step([decode(50)], Sizes(16, 1, 2, 64), 1, torch.float32, backend=functools.partial(interpreted, MANY))
+    step = Step([decode(50)], Sizes(16, 1, 2, 64), 1, torch.float32, backend=functools.partial(interpreted, SOME))
     step.contents[0].query.mul_(1e3)
     step.check(LayerOptions(1.0))
 
 
-def test_a_sequences_results_do_not_depend_on_the_batch() -> None:
-    """Holds for a fixed number of sequences, which decides how keys are divided."""
-    together = Step([decode(70), decode(90)], Sizes(), 5, torch.float32, backend=functools.partial(interpreted, MANY))
-    other = Step([decode(70), decode(20)], Sizes(), 5, torch.float32, backend=functools.partial(interpreted, MANY))
+def result_of_the_first(chunks: list[Chunk], num_processors: int = SOME) -> torch.Tensor:
+    """Returns the result of a step's first sequence, whose contents are the same in every step."""
+    sizes = Sizes(16, 2, 2, 16)
+    alone = Step(chunks[:1], sizes, 5, torch.float32, backend=functools.partial(interpreted, num_processors))
+    step = Step(chunks, sizes, 6, torch.float32, backend=functools.partial(interpreted, num_processors))
     for name in ("query", "keys", "values"):
-        getattr(other.contents[0], name).copy_(getattr(together.contents[0], name))
-    for pool, source in zip(other.pools[1], together.pools[1], strict=True):
-        for block, from_block in zip(other.tables[0], together.tables[0], strict=True):
+        getattr(step.contents[0], name).copy_(getattr(alone.contents[0], name))
+    for pool, source in zip(step.pools[1], alone.pools[1], strict=True):
+        for block, from_block in zip(step.tables[0], alone.tables[0], strict=True):
             pool[block] = source[from_block]
-    assert torch.equal(together.run(LayerOptions(1.0))[0], other.run(LayerOptions(1.0))[0])
+    return step.run(LayerOptions(1.0))[0]
 
 
-def test_keys_are_split_if_a_step_does_not_fill_the_device() -> None:
-    assert num_key_splits(8, 1, 132) == 16
-    assert num_key_splits(64, 1, 132) == 4
-    assert num_key_splits(264, 1, 132) == 1
-    assert num_key_splits(1000, 1, 132) == 1
-    assert num_key_splits(8, 2, 132) == 1, "chunks have programs enough"
+@pytest.mark.parametrize("first", [decode(700), Chunk(600, 580, 580, 600)], ids=["single token", "chunk"])
+def test_a_sequences_bits_do_not_depend_on_other_lengths(first: Chunk) -> None:
+    """Holds for a fixed number of sequences, which decides how keys are divided."""
+    chunk = Chunk(40, 30, 30, 40)
+    results = [result_of_the_first([first, chunk, decode(length)]) for length in (3, 900)]
+    assert torch.equal(*results)
+    if first.stop - first.start == 1:
+        assert torch.equal(result_of_the_first([first, decode(3)]), result_of_the_first([first, decode(900)]))
+
+
+def test_parts_of_long_sequences_give_the_reference_results() -> None:
+    """Tiles of chunks are divided as well, beside sequences that are not and one without new tokens."""
+    chunks = [Chunk(700, 670, 670, 700), decode(3), decode(500), Chunk(20, 0, 0, 20)]
+    step = Step(chunks, Sizes(16, 2, 2, 16), 2, torch.float32, backend=functools.partial(interpreted, SOME))
+    step.check(LayerOptions(0.25))
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

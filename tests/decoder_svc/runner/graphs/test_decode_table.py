@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder_svc.runner.graph_table import Decoded, DecodeInputs, GraphTable, PoolShape, StepShape, graph_batch_sizes
+from decoder_svc.runner.graphs.decode_table import Decoded, DecodeInputs, GraphTable, StepShape, graph_batch_sizes
+from decoder_svc.runner.graphs.inputs import PoolShape
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.scheduling.request import RequestId
@@ -56,7 +57,7 @@ def at_once(function: Callable[[], Decoded]) -> Callable[[], Decoded]:
 def doubled(inputs: DecodeInputs) -> Decoded:
     """Stands for a model's pass."""
     for change in inputs.changes:
-        change.entries.index_copy_(0, change.places, change.blocks)
+        change.apply()
     return Decoded(inputs.token_ids[:, None] * 2, inputs.token_ids * 3)
 
 

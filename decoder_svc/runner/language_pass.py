@@ -1,0 +1,103 @@
+"""Forward passes of the language half, from token ids or embeddings to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decoder_svc.runner.attention import AttentionBackend, forward_context
+from decoder_svc.runner.graphs.chunk_table import ChunkInputs
+from decoder_svc.runner.graphs.decode_table import DecodeInputs
+from decoder_svc.runner.step_metadata import recorded_metadata
+from lookonce.model.half_model import text_child
+
+
+@dataclass(frozen=True, slots=True)
+class LanguagePass:
+    """A model with its attention backend. Positions are `[num_axes, num_tokens]` everywhere."""
+
+    model: Any
+    backend: AttentionBackend
+    # Feature levels beyond the embeddings.
+    num_levels: int
+    # Reshapes positions for the model.
+    model_positions: Callable[[Tensor], Tensor]
+
+    def look_up(self, token_ids: Tensor) -> Tensor:
+        """Returns the embeddings of tokens, `[num_tokens, hidden_size]`."""
+        table = self.model.get_input_embeddings()
+        # Placeholder ids may lie outside the table; their embeddings are overwritten anyway.
+        embeddings: Tensor = table(token_ids.clamp(max=table.num_embeddings - 1))
+        return embeddings
+
+    def look_up_rows(self, token_ids: Tensor) -> Tensor:
+        """Returns the same with zeros for the further levels, `[num_tokens, row_elements]`."""
+        looked_up = self.look_up(token_ids)
+        return F.pad(looked_up, (0, self.num_levels * looked_up.shape[1]))
+
+    def split_levels(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Returns the embeddings, and one tensor per further level."""
+        parts: tuple[Tensor, ...] = rows.split(rows.shape[1] // (1 + self.num_levels), dim=1)
+        return parts
+
+    def logits(self, embeddings: Tensor, positions: Tensor, sampled: Tensor | None) -> Tensor:
+        """Returns the logits of the sampled tokens, or of all tokens, `[num_rows, vocab]`."""
+        kept = {} if sampled is None else {"logits_to_keep": sampled}
+        # Call the whole wrapper, not `lm_head`: some models scale or soft-cap their logits in it.
+        logits: Tensor = self.model(**self._arguments(embeddings, positions), **kept).logits[0]
+        return logits
+
+    def logits_with_levels(
+        self, embeddings: Tensor, positions: Tensor, sampled: Tensor, has_row: Tensor, levels: Sequence[Tensor]
+    ) -> Tensor:
+        """Runs a model that adds features of earlier tower layers to its first layers' hidden states (deepstack).
+
+        `levels` have one row for each token that `has_row`, bool `[num_tokens]`, selects.
+        """
+        output = self.model.model.language_model(
+            **self._arguments(embeddings, positions), visual_pos_masks=has_row[None], deepstack_visual_embeds=levels
+        )
+        logits: Tensor = self.model.lm_head(output.last_hidden_state[0, sampled])
+        return logits
+
+    @property
+    def records_rows(self) -> bool:
+        """Whether `compute_chunks` takes rows of images."""
+        if not self.num_levels:
+            return True
+        # Models of transformers add levels to tokens that a mask selects, for which the host waits.
+        text_model = getattr(self.model.model, text_child(self.model))
+        return getattr(text_model, "adds_levels_without_waiting", False)
+
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """Computes one new token per request. This pass is recorded as a graph."""
+        for change in inputs.changes:
+            change.apply()
+        with forward_context(self.backend, recorded_metadata(inputs.step)):
+            return self.logits(self.look_up(inputs.token_ids), inputs.positions, None)
+
+    def compute_chunks(self, inputs: ChunkInputs) -> Tensor:
+        """Computes any division of tokens among requests. This pass is recorded as a graph."""
+        for change in inputs.changes:
+            change.apply()
+        rows = torch.where(inputs.has_row[:, None], inputs.rows, self.look_up_rows(inputs.token_ids))
+        embeddings, *levels = self.split_levels(rows)
+        with forward_context(self.backend, recorded_metadata(inputs.step)):
+            if not levels or not self.records_rows:
+                return self.logits(embeddings, inputs.positions, inputs.sampled_indexes)
+            # The number of image tokens is not fixed, so every token counts as one. Levels of others are zeros.
+            is_any = torch.ones_like(inputs.has_row)
+            return self.logits_with_levels(embeddings, inputs.positions, inputs.sampled_indexes, is_any, levels)
+
+    def _arguments(self, embeddings: Tensor, positions: Tensor) -> dict[str, Any]:
+        return {
+            "inputs_embeds": embeddings[None],
+            "position_ids": self.model_positions(positions),
+            "attention_mask": None,
+            "use_cache": False,
+        }
