@@ -1,0 +1,87 @@
+"""Passes of the language half: what graphs compute is what steps without graphs compute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoder_svc.runner.language_pass import LanguagePass
+from tests.decoder_svc.runner.recording_runner import RecordingRunner
+from tests.parity import families, offline
+from tests.tiny_families import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], offline.OfflineModel]:
+    base = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def model(name: str) -> offline.OfflineModel:
+        family = families.build(FAMILIES[name], base / name).offline
+        return replace(family, runner=RecordingRunner(family.runner.config, family.runner.family))
+
+    return model
+
+
+def language_of(model: offline.OfflineModel) -> LanguagePass:
+    return model.runner.language
+
+
+def test_ids_outside_the_table_are_looked_up_without_an_error(built: Callable[[str], offline.OfflineModel]) -> None:
+    language = language_of(built("llava_clip"))
+    table = language.model.get_input_embeddings()
+    ids = torch.tensor([3, table.num_embeddings + 5])
+    assert torch.equal(language.look_up(ids)[0], table.weight[3])
+
+
+@pytest.mark.parametrize(("name", "num_levels"), [("llava_clip", 0), ("qwen3_vl", 2)])
+def test_rows_of_text_are_embeddings_and_zeros_for_the_levels(
+    name: str, num_levels: int, built: Callable[[str], offline.OfflineModel]
+) -> None:
+    language = language_of(built(name))
+    ids = torch.tensor([3, 5])
+    tokens, *levels = language.split_levels(language.look_up_rows(ids))
+    assert torch.equal(tokens, language.look_up(ids))
+    assert len(levels) == num_levels
+    assert not any(level.any() for level in levels)
+
+
+def test_only_a_stack_that_adds_levels_without_waiting_takes_rows_with_levels_in_graphs(
+    built: Callable[[str], offline.OfflineModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert language_of(built("llava_clip")).records_rows
+    language = language_of(built("qwen3_vl"))
+    assert not language.records_rows
+    stack = language.model.model.language_model
+    monkeypatch.setattr(type(stack), "adds_levels_without_waiting", True, raising=False)
+    assert language.records_rows
+
+
+@pytest.mark.parametrize("name", ["llava_clip", "qwen2_vl", "gemma3"])
+def test_padded_passes_give_the_log_probabilities_of_steps_without_graphs(
+    name: str, built: Callable[[str], offline.OfflineModel]
+) -> None:
+    """Padding changes the shape of matrix products, so the last bits may differ."""
+    model = built(name)
+    questions = [question for question in model.questions if question.prompt.images][:2]
+    prompts = [question.prompt for question in questions]
+    spans = [span.length for prompt in prompts for span in prompt.mutual_spans]
+    answers = []
+    for use_graphs in (True, False):
+        model.runner.config = replace(model.runner.config, use_graphs=use_graphs)
+        session = offline.Session(model, max_num_batched_tokens=max([23, *spans]))
+        model.runner.capture_model()
+        answers.append(session.ask(prompts, logprobs=5))
+    padded, plain = answers
+    assert padded.token_ids == plain.token_ids == [question.expected for question in questions]
+    for of_padded, of_plain in zip(padded.logprobs, plain.logprobs, strict=True):
+        for one, other in zip(of_padded, of_plain, strict=True):
+            assert one is not None
+            assert other is not None
+            assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
+            values = [torch.tensor([value for _, value in each.top]) for each in (one, other)]
+            torch.testing.assert_close(*values, rtol=0, atol=1e-5)
