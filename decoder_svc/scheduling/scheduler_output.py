@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from decoder_svc.scheduling.prompt import ImageItem, Positions, Span
@@ -120,6 +121,14 @@ class SampledToken:
     request_id: RequestId
     token_id: int
     logprobs: TokenLogprobs | None
+
+
+def tokens_by_request(sampled: Iterable[SampledToken]) -> dict[RequestId, list[SampledToken]]:
+    """Returns each request's tokens, in order."""
+    by_request: dict[RequestId, list[SampledToken]] = {}
+    for token in sampled:
+        by_request.setdefault(token.request_id, []).append(token)
+    return by_request
 
 
 @dataclass(frozen=True, slots=True)

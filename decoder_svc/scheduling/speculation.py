@@ -80,7 +80,7 @@ class Speculation:
         self.num_accepted += min(num_agreed, num_taken)
         # All taken tokens are computed except the last.
         request.num_computed_tokens += num_taken - 1
-        self._kv_cache.publish(request, request.num_computed_tokens)
+        self._kv_cache.publish(request, request.num_computed_tokens, is_computed=True)
         self._kv_cache.cut(request)
 
     def forget(self, request_id: RequestId) -> None:
