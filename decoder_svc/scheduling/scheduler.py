@@ -393,6 +393,7 @@ class Scheduler:
         self._row_demand.remove(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        request.num_unknown_tokens = 0
         self.speculation.forget(request.request_id)
         del self._requests[request.request_id]
 
