@@ -170,9 +170,14 @@ class GraphTable:
         changed[: len(places)], changed[len(places) :] = places, table.unread_place
         blocks[: len(places)], blocks[len(places) :] = new[: len(places)], table.unread_block
 
-    def replay(self, flat: FlatInputs, size: int) -> Decoded:
-        """Returns the results for a step's tokens. The next replay overwrites them."""
-        self.fill(flat, size)
+    def replay(self, flat: FlatInputs, size: int, feed: Callable[[Tensor], None] | None = None) -> Decoded:
+        """Returns the results for a step's tokens. The next replay overwrites them.
+
+        `feed` writes ids that only the device has into the step's token ids.
+        """
+        inputs = self.fill(flat, size)
+        if feed is not None:
+            feed(inputs.token_ids)
         decoded = self._replays[size]()
         num_tokens = len(flat.token_ids)
         return Decoded(decoded.logits[:num_tokens], decoded.likeliest[:num_tokens])

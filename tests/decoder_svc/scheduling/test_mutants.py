@@ -16,6 +16,7 @@ from decoder_svc.scheduling.kv_group import KVGroup
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import CacheScope, Request
 from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.step_in_progress import StepInProgress
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.simulation import request
@@ -267,7 +268,7 @@ def the_prompt_is_not_in_the_hash(patch: Patch) -> None:
 
 @mutation
 def who_cannot_be_cut_is_overtaken(patch: Patch) -> None:
-    class HeedlessStep(scheduler.StepInProgress):
+    class HeedlessStep(StepInProgress):
         lacks_budget = property(lambda self: False, lambda self, value: None)
 
     patch.setattr(scheduler, "StepInProgress", HeedlessStep)

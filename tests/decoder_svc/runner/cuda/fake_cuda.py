@@ -54,6 +54,23 @@ class FakeStream:
         self.num_waits += 1
 
 
+class FakeEvent:
+    """Replaces `torch.cuda.Event`."""
+
+    device: ClassVar[SimulatedDevice]
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(self, _stream: FakeStream) -> None:
+        """Notes the copies that have begun."""
+        self._copies = self.device.returning
+
+    def synchronize(self) -> None:
+        """Waits for the copies that had begun when the event was recorded."""
+        self.device.wait(self._copies)
+
+
 class FakeTriton(TensorBackend):
     """Replaces the kernel where Triton does not run."""
 
@@ -138,6 +155,7 @@ class FakeAllocator:
 def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[object]:
     allocator = FakeAllocator(device)
     FakeStream.current = FakeStream.steps = FakeStream()
+    FakeEvent.device = device
 
     @contextlib.contextmanager
     def inside(stream: FakeStream) -> Iterator[None]:
@@ -154,6 +172,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
     properties = types.SimpleNamespace(name="a device", major=9, minor=0, multi_processor_count=NUM_PROCESSORS)
     replaced: dict[str, Callable[..., object]] = {
         "CUDAGraph": FakeGraph,
+        "Event": FakeEvent,
         "Stream": FakeStream,
         "current_stream": lambda _device=None: FakeStream.current,
         "empty_cache": allocator.empty_cache,
