@@ -36,11 +36,11 @@ from decoder_svc.scheduling.scheduler_output import (
     SampledToken,
     ScheduledChunk,
     SchedulerOutput,
+    StepInProgress,
     TokenUpdate,
     tokens_by_request,
 )
 from decoder_svc.scheduling.speculation import Speculation
-from decoder_svc.scheduling.step_in_progress import StepInProgress
 from decoder_svc.scheduling.step_results import StepResults
 from decoder_svc.scheduling.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
@@ -124,17 +124,10 @@ class Scheduler:
         self.speculation.add_drafts(step.chunks, self._requests, step.token_budget)
         self.num_waiting_for_rows = step.num_without_rows
         released, self._released = tuple(self._released), []
-        return SchedulerOutput(
-            admitted=tuple(step.admitted),
-            chunks=tuple(step.chunks),
-            released=released,
-            evicted_rows=self.encoder_cache.take_evicted(),
-            fetches=self._row_demand.fetches,
-            expired=tuple(step.expired),
-        )
+        return step.output(released, self.encoder_cache.take_evicted(), self._row_demand.fetches)
 
     def may_run_ahead(self, output: SchedulerOutput) -> bool:
-        """Whether the step after this one can be scheduled before this one's tokens are known: drafts need them."""
+        """Whether the next step can be scheduled before this one's tokens are known: drafts need them."""
         return self.limits.speculation.max_draft_tokens == 0 or not any(chunk.samples for chunk in output.chunks)
 
     def advance(self, output: SchedulerOutput) -> None:

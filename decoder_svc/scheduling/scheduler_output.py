@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.prompt import ImageItem, Positions, Span
 from decoder_svc.scheduling.request import Request, RequestId
@@ -112,6 +112,35 @@ class SchedulerOutput:
     def num_scheduled_tokens(self) -> int:
         """Number of tokens computed in this step."""
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """A step while the scheduler assembles it: what is in it so far, and what is left of its budget."""
+
+    token_budget: int
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    admitted: list[AdmittedRequest] = field(default_factory=list)
+    expired: list[RequestId] = field(default_factory=list)
+    num_without_rows: int = 0
+    has_preempted: bool = False
+    # A request's next tokens form an uncuttable span that is larger than the remaining budget.
+    lacks_budget: bool = False
+
+    def add(self, chunk: ScheduledChunk) -> None:
+        """Adds a chunk and takes its tokens from the budget."""
+        self.chunks.append(chunk)
+        self.token_budget -= chunk.num_tokens
+
+    def output(
+        self,
+        released: tuple[RequestId, ...],
+        evicted_rows: tuple[tuple[ContentKey, RowRange], ...],
+        fetches: tuple[RowFetch, ...],
+    ) -> SchedulerOutput:
+        """Returns the assembled step."""
+        admitted, chunks, expired = tuple(self.admitted), tuple(self.chunks), tuple(self.expired)
+        return SchedulerOutput(admitted, chunks, released, evicted_rows, fetches, expired)
 
 
 @dataclass(frozen=True, slots=True)

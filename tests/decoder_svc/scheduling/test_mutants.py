@@ -16,7 +16,7 @@ from decoder_svc.scheduling.kv_group import KVGroup
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import CacheScope, Request
 from decoder_svc.scheduling.scheduler import Scheduler
-from decoder_svc.scheduling.step_in_progress import StepInProgress
+from decoder_svc.scheduling.scheduler_output import StepInProgress
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.simulation import request
