@@ -156,7 +156,7 @@ class _RequestDrafter:
 
 
 class NgramProposer:
-    """Prompt lookup decoding (Saxena 2023): proposes the tokens that followed an earlier occurrence of the last few tokens.
+    """Prompt lookup decoding (Saxena 2023): proposes the tokens that followed an earlier occurrence of the last ones.
 
     It looks up the end of one sequence in the sequence itself, which only ever grows. The index grows with it, so the
     cost of a look-up does not depend on the length. Knows token ids only.
