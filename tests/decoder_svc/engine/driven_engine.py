@@ -221,13 +221,13 @@ def random_workload(model: offline.OfflineModel, seed: int, answers: dict[str, l
         params = _params(rng)
         if rng.random() < 0.5:
             params = replace(params, stop_token_ids=frozenset({rng.choice(question.expected)}))
-        asked.append(Asked(RequestId(f"r{index}"), question.prompt, params, rng.randint(0, 25)))
+        asked.append(Asked(RequestId(f"r{index}"), question.prompt, params, rng.randint(0, 12)))
     names = [one.request_id for one in asked]
     return Workload(
         asked,
-        aborts={rng.randint(1, 40): rng.choice(names) for _ in range(rng.randint(0, 3))},
-        failures={rng.randint(1, 40): rng.random() < 0.5 for _ in range(rng.choice((0, 0, 1, 2)))},
-        forgetting={rng.randint(1, 40) for _ in range(rng.choice((0, 0, 1)))},
+        aborts={rng.randint(1, 30): rng.choice(names) for _ in range(rng.randint(0, 3))},
+        failures={rng.randint(1, 30): rng.random() < 0.5 for _ in range(rng.choice((0, 0, 1, 2)))},
+        forgetting={rng.randint(1, 30) for _ in range(rng.choice((0, 0, 1)))},
     )
 
 

@@ -20,7 +20,7 @@ from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETUR
 from tests.parity import offline
 
 # Blocks of the pool: too few for all requests together, and enough for each.
-SMALL_POOL, LARGE_POOL = 30, 300
+SMALL_POOL, LARGE_POOL = 15, 300
 NUM_CPU_SEEDS, NUM_CUDA_SEEDS = 60, 6
 
 
@@ -48,7 +48,7 @@ def few_sorted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_batch, "SORTED_TOKENS", 24)
 
 
-def check(served: dict[str, Served], expected: dict[str, Served], workload: Workload) -> None:
+def check(served: dict[RequestId, Served], expected: dict[RequestId, Served], workload: Workload) -> None:
     """Raises AssertionError unless each answer is the expected one, or its beginning if it was cut off."""
     aborted = set(workload.aborts.values())
     for request_id, one in served.items():
