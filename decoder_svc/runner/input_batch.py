@@ -64,6 +64,8 @@ class RequestRow:
         self.draft_ids: tuple[int, ...] = ()
         # The last token's place among the sampled ids of the latest step; None if the host knows the token's id.
         self.unknown_place: int | None = None
+        # How often a token turned out to be another one than the step behind it had read.
+        self.num_corrections = 0
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
         self._token_ids[:num_tokens] = admitted.token_ids
         self.full = RequestBlocks(capacity, block_size)
@@ -102,6 +104,19 @@ class RequestRow:
         self._token_ids[index] = token_id
         if index == self.num_tokens - 1:
             self.unknown_place = None
+
+    def correct(self, index: int, token_id: int) -> bool:
+        """Stores the id of an expected token for which the device has another id.
+
+        Takes back the token that was expected since, if there is one: it was sampled behind the other id. Returns
+        whether there is.
+        """
+        was_read = index < self.num_tokens - 1
+        if was_read:
+            self.num_tokens = index + 1
+            self.num_corrections += 1
+        self.learn(index, token_id)
+        return was_read
 
     def accept(self, sampled: Sequence[int]) -> int:
         """Appends sampled tokens, one per context, up to and including the first that differs from its draft.

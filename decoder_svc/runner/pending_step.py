@@ -32,6 +32,8 @@ class _PendingTokens:
     row: RequestRow
     # Index of the token in the request. None for a request with drafts, whose tokens are appended when they are known.
     index: int | None
+    # The row's `num_corrections` at the launch: with another number, the token was taken back.
+    num_corrections: int
 
 
 class PendingStep:
@@ -53,7 +55,7 @@ class PendingStep:
         pending = []
         for request_id, row in zip(request_ids, rows, strict=True):
             index = None if row.draft_ids else row.expect(self._num_sampled)
-            pending.append(_PendingTokens(request_id, row, index))
+            pending.append(_PendingTokens(request_id, row, index, row.num_corrections))
             self._num_sampled += 1 + len(row.draft_ids)
             self.may_run_ahead &= index is not None
         self.may_run_ahead &= sample.may_run_ahead
@@ -62,23 +64,28 @@ class PendingStep:
     def tokens(self) -> list[SampledToken]:
         """Waits for the device and returns the sampled tokens, in order. Call it once.
 
-        A request with drafts gets the drafts that were accepted and one more token.
+        A request with drafts gets the drafts that were accepted and one more token. A request gets none if its chunk
+        was computed behind an id that the host has corrected.
         """
         with torch.inference_mode():
             return [token for sample, pending in self._passes for token in _taken(sample, pending)]
 
 
 def _taken(sample: PendingSample, pending: Sequence[_PendingTokens]) -> list[SampledToken]:
-    token_ids, logprobs = sample.result()
+    token_ids, logprobs, repeated = sample.result()
     tokens: list[SampledToken] = []
-    first = 0
+    stop = 0
     for each in pending:
-        stop, num_taken = first + 1 + len(each.row.draft_ids), 1
+        first, row = stop, each.row
+        stop += 1 + len(row.draft_ids)
         if each.index is None:
-            num_taken = each.row.accept(token_ids[first:stop])
-        else:
-            each.row.learn(each.index, token_ids[first])
-        taken = range(first, first + num_taken)
-        tokens += [SampledToken(each.request_id, token_ids[place], logprobs[place]) for place in taken]
-        first = stop
+            taken = range(first, first + row.accept(token_ids[first:stop]))
+            tokens += [SampledToken(each.request_id, token_ids[place], logprobs[place]) for place in taken]
+        elif each.num_corrections == row.num_corrections:
+            is_corrected = False
+            if first in repeated:
+                is_corrected = row.correct(each.index, token_ids[first])
+            else:
+                row.learn(each.index, token_ids[first])
+            tokens.append(SampledToken(each.request_id, token_ids[first], logprobs[first], is_corrected))
     return tokens

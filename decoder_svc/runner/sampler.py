@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,17 +50,27 @@ class SampleRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+class SampledRows(NamedTuple):
+    """The sampled tokens of a step's rows."""
+
+    token_ids: list[int]
+    # None for a row that did not ask.
+    logprobs: list[TokenLogprobs | None]
+    # Rows whose draw was repeated.
+    repeated: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class PendingSample:
     """The sampled tokens of a step's rows, which the device may not have computed yet."""
 
-    # Ids on the device, int64 [num_rows]. A row whose draw has to be repeated has any id of the vocabulary.
+    # Ids on the device, int64 [num_rows]. A row whose draw has to be repeated has another id of the vocabulary.
     token_ids: Tensor
-    # Whether `token_ids` are the result in any case, and the next tokens of the same requests can be sampled before the
-    # host knows them: penalties are computed on the host.
+    # Whether the next tokens of the same requests can be sampled before the host knows these: penalties are computed on
+    # the host.
     may_run_ahead: bool
-    # Waits for the device; returns what `Sampler.sample` does.
-    result: Callable[[], tuple[list[int], list[TokenLogprobs | None]]]
+    # Waits for the device.
+    result: Callable[[], SampledRows]
 
 
 def _fetched(values: Tensor) -> Callable[[], Tensor]:
@@ -84,33 +95,40 @@ class Sampler:
         `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already.
         Log probabilities are those of the raw logits. Everything is computed on the logits' device.
         """
-        return self.launch(logits, rows, likeliest).result()
+        token_ids, logprobs, _ = self.launch(logits, rows, likeliest).result()
+        return token_ids, logprobs
 
     def launch(self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None) -> PendingSample:
-        """Does what `sample` does without waiting for the device. Get the result before the next `launch`, except
-        if `may_run_ahead`.
+        """Does what `sample` does without waiting for the device.
+
+        Get the result before the next `launch`, unless it says `may_run_ahead`.
         """
         batch = self._staged(rows, logits.shape[1])
         if likeliest is not None and not batch.groups and not batch.changes_logits and batch.asking is None:
             # The memory of `likeliest` may be a graph's, which the next step overwrites.
             chosen = likeliest.clone()
             return PendingSample(chosen, True, functools.partial(_ids_alone, self.fetch(chosen)))
+        may_repeat = any(group.has_open_rows for group in batch.groups)
+        if may_repeat and likeliest is not None:
+            # A repeated draw needs the logits, whose memory may be a graph's, too.
+            logits = logits.clone()
         logits = logits.float()
         adjusted = self._adjusted(logits, rows, batch)
         chosen = self._chosen(adjusted, rows, batch, None if batch.changes_logits else likeliest)
-        ids, may_repeat = self.fetch(chosen), any(group.has_open_rows for group in batch.groups)
+        ids = self.fetch(chosen)
         if may_repeat:
             chosen = chosen.clamp(min=0)
         logprobs = None if batch.asking is None else self.fetch(_logprobs(logits, chosen, batch))
 
-        def result() -> tuple[list[int], list[TokenLogprobs | None]]:
+        def result() -> SampledRows:
             token_ids: list[int] = ids().tolist()
+            repeated = self._repeat(token_ids, adjusted, rows) if may_repeat else ()
             numbers = logprobs
-            if may_repeat and self._repeat(token_ids, adjusted, rows) and batch.asking is not None:
+            if repeated and batch.asking is not None:
                 numbers = self.fetch(_logprobs(logits, self.move(torch.tensor(token_ids)), batch))
-            return token_ids, _listed(None if numbers is None else numbers().tolist(), batch)
+            return SampledRows(token_ids, _listed(None if numbers is None else numbers().tolist(), batch), repeated)
 
-        return PendingSample(chosen, not may_repeat and not batch.penalised, result)
+        return PendingSample(chosen, not batch.penalised, result)
 
     def _staged(self, rows: Sequence[SampleRow], vocab: int) -> SamplingBatch:
         """Returns the parameters of these rows on the device; copies them only if they differ from the last step's."""
@@ -167,11 +185,11 @@ class Sampler:
         uniform = np.minimum(np.array(numbers), _LARGEST_UNIFORM)
         return draw(logits, self.move(torch.from_numpy(uniform))[:, None], group)
 
-    def _repeat(self, token_ids: list[int], logits: Tensor, rows: Sequence[SampleRow]) -> bool:
-        """Draws again, over the whole vocabulary, the tokens that lie beyond the sorted ones; False without such."""
-        beyond = [index for index, token_id in enumerate(token_ids) if token_id == _BEYOND]
+    def _repeat(self, token_ids: list[int], logits: Tensor, rows: Sequence[SampleRow]) -> tuple[int, ...]:
+        """Draws again, over the whole vocabulary, the tokens that lie beyond the sorted ones; returns their rows."""
+        beyond = tuple(index for index, token_id in enumerate(token_ids) if token_id == _BEYOND)
         if not beyond:
-            return False
+            return ()
         again = [rows[index] for index in beyond]
         batch = stage_batch(
             tuple(row.params for row in again), (False,) * len(again), logits.shape[1], self.move, is_whole=True
@@ -180,12 +198,12 @@ class Sampler:
         drawn = self._chosen(logits.index_select(0, places), again, batch)
         for index, token_id in zip(beyond, drawn.tolist(), strict=True):
             token_ids[index] = token_id
-        return True
+        return beyond
 
 
-def _ids_alone(ids: Callable[[], Tensor]) -> tuple[list[int], list[TokenLogprobs | None]]:
+def _ids_alone(ids: Callable[[], Tensor]) -> SampledRows:
     token_ids: list[int] = ids().tolist()
-    return token_ids, [None] * len(token_ids)
+    return SampledRows(token_ids, [None] * len(token_ids))
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Tensor:

@@ -75,6 +75,8 @@ class Scheduler:
         self._results = StepResults(kv_cache, self._row_demand, self.speculation, limits.max_context_tokens, clock)
         # The step that `advance` has counted as computed and whose tokens are not known.
         self._in_flight: SchedulerOutput | None = None
+        # Requests whose chunk in the step behind the latest settled one is void.
+        self._void: set[RequestId] = set()
         # The state in which the waiting requests were last examined (`_queue_state`); None: examine them again.
         self._seen_queue: tuple[int, list[RequestId]] | None = None
         self._num_looked_at_without_rows = 0
@@ -131,16 +133,14 @@ class Scheduler:
         return self.limits.speculation.max_draft_tokens == 0 or not any(chunk.samples for chunk in output.chunks)
 
     def advance(self, output: SchedulerOutput) -> None:
-        """Counts a step as computed before its tokens are known, so that `schedule` can be called.
-
-        Settle the step before it first (`update`, `fail_step`), and this one before the next call.
-        """
+        """Counts a step as computed before its tokens are known. The step before it must be settled."""
         assert self._in_flight is None, "two steps in flight behind the scheduled one"
         self._in_flight = output
         for chunk in output.chunks:
-            # A token of the step before may have ended the request: this chunk was computed in vain.
-            if chunk.request_id in self._requests:
-                self._results.advance(self._requests[chunk.request_id], chunk)
+            # A token of the step before may have ended the request, or made the chunk void.
+            if (request := self._requests.get(chunk.request_id)) and chunk.request_id not in self._void:
+                self._results.advance(request, chunk)
+        self._void.clear()
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
         """Applies a step's result: advances computed tokens, appends new tokens, removes finished requests."""
@@ -150,6 +150,7 @@ class Scheduler:
             self.advance(output)
         self._in_flight = None
         tokens = tokens_by_request(sampled)
+        self._void = {request_id for request_id, (token, *_) in tokens.items() if token.is_corrected}
         return [update for chunk in output.chunks for update in self._take(chunk, tokens.get(chunk.request_id, []))]
 
     def fail_step(self, output: SchedulerOutput, behind: SchedulerOutput | None = None) -> list[Request]:
@@ -159,6 +160,7 @@ class Scheduler:
         chunk in it, or with blocks of the failed step, is preempted and starts again.
         """
         self._in_flight = None
+        self._void.clear()
         self._waiting.fail_steps()
         dropped = {chunk.request_id for chunk in behind.chunks} if behind is not None else set()
         # A request may have ended after its chunk was launched.

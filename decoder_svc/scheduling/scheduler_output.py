@@ -150,6 +150,9 @@ class SampledToken:
     request_id: RequestId
     token_id: int
     logprobs: TokenLogprobs | None
+    # Whether the step behind has read another id in its place: that step's chunk of the request is void, and gives no
+    # token.
+    is_corrected: bool = False
 
 
 def tokens_by_request(sampled: Iterable[SampledToken]) -> dict[RequestId, list[SampledToken]]:

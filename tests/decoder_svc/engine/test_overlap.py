@@ -124,21 +124,26 @@ def test_in_a_steady_batch_nothing_waits_between_two_launches(cuda_model: offlin
     assert any(kinds[index : index + len(steady)] == steady for index in range(len(kinds)))
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(max_tokens=6, repetition_penalty=1.2),
-        SamplingParams(max_tokens=6, temperature=1.0, seed=1),
-    ],
-    ids=["penalties", "tokens that are not sorted"],
-)
-def test_a_step_whose_tokens_the_host_must_see_first_is_not_overlapped(
-    model: offline.OfflineModel, params: SamplingParams
-) -> None:
+def test_a_step_whose_tokens_the_host_must_see_first_is_not_overlapped(model: offline.OfflineModel) -> None:
+    params = SamplingParams(max_tokens=6, repetition_penalty=1.2)
     engine = DrivenEngine(model, overlaps=True, num_blocks=LARGE_POOL)
     engine.serve(Workload([Asked(RequestId("r0"), model.questions[0].prompt, params, 0)]))
     assert engine.num_launches == 6
     assert engine.num_ahead == 0
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_token_that_is_drawn_again_is_computed_again(model: offline.OfflineModel, logprobs: int | None) -> None:
+    """The step behind it has read another id."""
+    params = SamplingParams(max_tokens=12, temperature=2.0, seed=1, logprobs=logprobs)
+    workload = Workload([Asked(RequestId("r0"), model.questions[0].prompt, params, 0)])
+    expected = DrivenEngine(model, overlaps=False, num_blocks=LARGE_POOL).serve(workload)
+    engine = DrivenEngine(model, overlaps=True, num_blocks=LARGE_POOL)
+    served = engine.serve(workload)
+    assert served[RequestId("r0")].token_ids == expected[RequestId("r0")].token_ids
+    assert served[RequestId("r0")].logprobs == expected[RequestId("r0")].logprobs
+    assert engine.num_launches > 14
+    assert engine.num_ahead == engine.num_launches - 1
 
 
 def test_no_step_is_launched_for_a_request_that_certainly_ends(model: offline.OfflineModel) -> None:

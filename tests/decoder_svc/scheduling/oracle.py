@@ -101,6 +101,14 @@ class Oracle:
             self._read(chunk)
         return [token for chunk in output.chunks for token in self._sample(chunk)]
 
+    def take_back(self, chunk: ScheduledChunk) -> None:
+        """Makes a chunk of one token void: that token turned out to be another one than the chunk was computed from."""
+        request = self._target.request(chunk.request_id)
+        self._computed[chunk.request_id] = chunk.start
+        self._token_ids[chunk.request_id].pop()
+        for layers in self._layers:
+            layers.reject(request, chunk.start)
+
     def run_in_vain(self, output: SchedulerOutput) -> None:
         """Computes a step whose results will be dropped: it may read anything, and leaves garbage."""
         self._receive(output)

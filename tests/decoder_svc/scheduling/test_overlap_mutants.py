@@ -61,6 +61,17 @@ def the_token_that_is_in_flight_is_forgotten(patch: Patch) -> None:
     patch.setattr(StepResults, "advance", advance)
 
 
+@mutation
+def a_chunk_behind_a_corrected_token_is_valid(patch: Patch) -> None:
+    original = Scheduler.advance
+
+    def advance(self: Scheduler, output: SchedulerOutput) -> None:
+        self._void.clear()
+        original(self, output)
+
+    patch.setattr(Scheduler, "advance", advance)
+
+
 def run_all_seeds() -> None:
     for seed in range(NUM_SEEDS):
         for mask in Mask:

@@ -91,12 +91,14 @@ def test_steps_with_drafts_do_not_overlap_and_others_do(seed: int) -> None:
 
 @pytest.mark.parametrize("mask", list(Mask))
 def test_traffic_that_overlaps_is_worth_testing_with(mask: Mask) -> None:
-    ahead = wasted = stopped = preemptions = 0
+    ahead = wasted = corrected = stopped = preemptions = 0
     for seed in range(40):
         traffic = Traffic(seed, mask=mask, overlaps=True)
         traffic.run(120)
         ahead += traffic.num_ahead
         wasted += traffic.num_wasted
+        corrected += traffic.num_corrected
         stopped += sum(one.finish_reason is FinishReason.STOP for one in traffic.requests)
         preemptions += sum(one.num_preemptions > 0 for one in traffic.requests)
-    assert min(ahead, wasted, stopped, preemptions) >= 15, (ahead, wasted, stopped, preemptions)
+    counts = (ahead, wasted, corrected, stopped, preemptions)
+    assert min(counts) >= 15, counts

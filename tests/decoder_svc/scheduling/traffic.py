@@ -89,8 +89,10 @@ class Traffic:
         self._overlaps = overlaps
         # The step whose tokens the scheduler does not know yet, and these tokens.
         self._in_flight: tuple[SchedulerOutput, list[SampledToken]] | None = None
-        # Steps that were decided while another one was in flight, and tokens that were sampled and not used.
-        self.num_ahead = self.num_wasted = 0
+        # Steps that were decided while another one was in flight, tokens that were sampled and not used, and corrected.
+        self.num_ahead = self.num_wasted = self.num_corrected = 0
+        # Requests whose chunk of the latest step is void.
+        self._void: set[RequestId] = set()
         self._has_long_answers = overlaps or speculation.max_draft_tokens > 0
         self.oracle = Oracle(self.target, window)
         self.requests: list[Request] = []
@@ -261,7 +263,7 @@ class Traffic:
         pool = self.target.kv_cache.sliding_pool
         self.num_short_of_sliding_blocks += pool is not None and pool.num_free_blocks == 0
         self.num_ahead += self._in_flight is not None
-        sampled = self.oracle.run(output)
+        sampled = self._corrected(output, self.oracle.run(output))
         self._settle()
         if self._overlaps and self.target.may_run_ahead(output):
             self.target.advance(output)
@@ -271,7 +273,24 @@ class Traffic:
         self.travelling += output.fetches
         for one in self.target.live_requests():
             num_blocks = len(self.target.kv_cache.block_table(one.request_id))
-            assert num_blocks <= -(-one.num_computed_tokens // BLOCK_SIZE), f"{one} keeps blocks that it has no use for"
+            # The block of a void chunk is used by the next one.
+            num_used = one.num_computed_tokens + (one.request_id in self._void)
+            assert num_blocks <= -(-num_used // BLOCK_SIZE), f"{one} keeps blocks that it has no use for"
+
+    def _corrected(self, output: SchedulerOutput, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Lets some tokens of the step in flight be other ones than the step behind it has read."""
+        self._void = set()
+        if self._in_flight is None:
+            return sampled
+        before, tokens = self._in_flight
+        readers = {chunk.request_id: chunk for chunk in output.chunks if not chunk.draft_ids}
+        corrected = {one.request_id for one in tokens if one.request_id in readers and self.rng.random() < 0.1}
+        for request_id in corrected:
+            self.oracle.take_back(readers[request_id])
+        self.num_corrected += len(corrected)
+        self._void = corrected
+        self._in_flight = (before, [replace(one, is_corrected=one.request_id in corrected) for one in tokens])
+        return [one for one in sampled if one.request_id not in corrected]
 
     def _settle(self) -> None:
         """Tells the scheduler the tokens of the step in flight."""
