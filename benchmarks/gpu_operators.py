@@ -154,7 +154,10 @@ def count_step(cuda: Any, folder: pathlib.Path, batch: int) -> StepCount:
         driver.run(batch, _PROMPT_TOKENS, 2)
     num_operators, events = steps[-1]
     copies = sum(event.kind == "pinned" for event in events)
-    return StepCount(batch, per_layer[-1], num_operators - copies, copies, len(events) - copies)
+    # The copy of the tokens to the host; the host waits for it later.
+    returns = sum(event.kind == "return" for event in events)
+    num_waits = len(events) - copies - returns
+    return StepCount(batch, per_layer[-1], num_operators - copies - returns, copies, num_waits)
 
 
 def count_samples(cuda: Any, batch: int, kind: str) -> SampleCount:

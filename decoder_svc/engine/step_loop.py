@@ -75,7 +75,7 @@ class _Launched:
     tokens: Callable[[], list[SampledToken]]
     # Whether the next step can be launched before this one's tokens are known.
     may_run_ahead: bool
-    # When it was scheduled, seconds.
+    # The time at which it was scheduled, seconds.
     began_s: float
 
 
@@ -115,7 +115,7 @@ class StepLoop:
         self._restarted_head: Request | None = None
         # The step that runs on the device while the next one is prepared.
         self._in_flight: _Launched | None = None
-        # When the latest step was settled, and the mean duration of the latest steps, seconds.
+        # The time at which the latest step was settled, and the mean duration of the latest steps, seconds.
         self._settled_s = -math.inf
         self._step_s = 0.0
 

@@ -64,7 +64,7 @@ class RequestRow:
         self.draft_ids: tuple[int, ...] = ()
         # The last token's place among the sampled ids of the latest step; None if the host knows the token's id.
         self.unknown_place: int | None = None
-        # How often a token turned out to be another one than the step behind it had read.
+        # Number of tokens that turned out to be other ones than the step behind them had read.
         self.num_corrections = 0
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
         self._token_ids[:num_tokens] = admitted.token_ids

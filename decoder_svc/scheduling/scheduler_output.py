@@ -138,7 +138,7 @@ class StepInProgress:
         evicted_rows: tuple[tuple[ContentKey, RowRange], ...],
         fetches: tuple[RowFetch, ...],
     ) -> SchedulerOutput:
-        """Returns the assembled step."""
+        """Returns the step as the message to the runner and the fetcher."""
         admitted, chunks, expired = tuple(self.admitted), tuple(self.chunks), tuple(self.expired)
         return SchedulerOutput(admitted, chunks, released, evicted_rows, fetches, expired)
 

@@ -30,7 +30,7 @@ class WaitingQueue:
         self._requests: list[Request] = []
         # The prefix cache's version at the latest look-up, and its result.
         self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
-        # When each step without an end began, in order, and when the latest end was.
+        # The times at which the steps without an end began, in order, and the time of the latest end.
         self._step_began_s: deque[float] = deque()
         self._step_ended_s = -math.inf
         # Fastest pace of all steps so far; 0 before the first.

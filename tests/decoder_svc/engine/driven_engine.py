@@ -56,7 +56,7 @@ class Workload:
 
 @dataclass(slots=True)
 class Served:
-    """What the engine answered to one request."""
+    """The engine's answers to one request, put together."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Idle(Exception):
 
 
 class DrivenInbox(Inbox):
-    """Never waits."""
+    """An inbox that raises an exception where the thread would wait."""
 
     def take(self, timeout_s: float | None) -> ToEngineThread | None:
         """Returns the oldest message. Raises Idle where the engine's thread would wait."""

@@ -55,7 +55,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Replaces `torch.cuda.Event`."""
+    """Replaces `torch.cuda.Event`; knows the copies that had begun when it was recorded."""
 
     device: ClassVar[SimulatedDevice]
 

@@ -28,7 +28,7 @@ PINNED, PAGEABLE, RESULT, HOST_INDEX, SYNCHRONISATION = "pinned", "pageable", "r
 RETURN = "return"
 
 _aten = torch.ops.aten
-# What page-locked memory holds until the copy into it is done.
+# The content of page-locked memory until the copy into it is done.
 _GARBAGE = -(10**6)
 # Operators whose result, or its shape, the host must know.
 _ASK = frozenset(
