@@ -174,8 +174,10 @@ def count_step(cuda: Any, folder: pathlib.Path, batch: int, prompt_tokens: int =
         vars(runner)["execute_model"] = counted
         driver.run(batch, prompt_tokens, 2)
     num_operators, events = steps[-1]
-    copies = sum(event.kind == "pinned" for event in events)
-    return StepCount(batch, per_layer[-1], num_operators - copies, copies, len(events) - copies)
+    # The copy of the tokens to the host is a return; the host waits for it later.
+    copies, returns = (sum(event.kind == kind for event in events) for kind in ("pinned", "return"))
+    num_waits = len(events) - copies - returns
+    return StepCount(batch, per_layer[-1], num_operators - copies - returns, copies, num_waits)
 
 
 def count_mixed_step(cuda: Any, folder: pathlib.Path, batch: int, has_graphs: bool) -> MixedCount:
@@ -199,9 +201,9 @@ def count_mixed_step(cuda: Any, folder: pathlib.Path, batch: int, has_graphs: bo
         runner.execute_model(mixed)
     num_kernels = int(cuda.device.num_launches) - num_before[0]
     num_replays = FakeGraph.num_replays - num_before[1]
-    copies = sum(event.kind == "pinned" for event in events)
-    launches = counter.counts.total() + num_kernels + num_replays - copies
-    return MixedCount(batch, has_graphs, launches, copies, len(events) - copies)
+    copies, returns = (sum(event.kind == kind for event in events) for kind in ("pinned", "return"))
+    launches = counter.counts.total() + num_kernels + num_replays - copies - returns
+    return MixedCount(batch, has_graphs, launches, copies, len(events) - copies - returns)
 
 
 def _blocks_each(block_size: int) -> int:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks import models, report
 from decoder_svc.prompt.family import load_family
-from decoder_svc.runner.base import Embedded, RunnerConfig
+from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
-from decoder_svc.runner.step_metadata import PreparedInputs
+from decoder_svc.runner.step_metadata import Embedded, PreparedInputs
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt

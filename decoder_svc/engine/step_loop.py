@@ -1,6 +1,14 @@
 """The engine thread: takes messages from the inbox, runs steps, and posts their answers to the event loop.
 
-A step is schedule → execute → update. Nothing here touches asyncio: `post` is the only way out.
+A step is schedule → launch → update. Nothing here touches asyncio: `post` is the only way out.
+
+On a device whose steps overlap, step n + 1 is scheduled and launched while step n is in flight. Then step n is settled:
+its tokens are read and passed to the scheduler. The invariant: whenever messages are handled or a step is scheduled, at
+most one step is in flight, the scheduler counts it as computed (`Scheduler.advance`), and each of its requests has at
+most one token whose id is unknown. The device computes steps in the order of their launches. So whatever a request in
+flight gives up (blocks, rows, its place in the batch) can be given away at once: only steps behind the one in flight
+use it. Whatever depends on an id waits until the step is settled: answers, usage, stop ids, and hashes of blocks with
+that id. A request that has ended by then takes nothing from the step.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
@@ -32,7 +40,7 @@ from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.request_output import RequestOutput
 from decoder_svc.scheduling.scheduler import Scheduler
-from decoder_svc.scheduling.scheduler_output import SchedulerOutput, TokenUpdate
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput, TokenUpdate
 from lookonce.errors import (
     DeadlineError,
     EmbeddingNotCachedError,
@@ -56,6 +64,19 @@ _MAX_CONSECUTIVE_FAILURES = 3
 _MAX_CONSECUTIVE_MEMORY_FAILURES = 20
 # Time without a message after which live requests that wait for nothing are restarted, seconds.
 _STALL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the runner has been given."""
+
+    output: SchedulerOutput
+    # Waits for the device and returns the sampled tokens.
+    tokens: Callable[[], list[SampledToken]]
+    # Whether the next step can be launched before this one's tokens are known.
+    may_run_ahead: bool
+    # The time at which it was scheduled, seconds.
+    began_s: float
 
 
 class StepLoop:
@@ -92,7 +113,10 @@ class StepLoop:
         self._num_stalls = 0
         # The request that was served first after the latest restart of all, until a step computes something.
         self._restarted_head: Request | None = None
-        # Mean duration of the latest steps, seconds.
+        # The step that runs on the device while the next one is prepared.
+        self._in_flight: _Launched | None = None
+        # The time at which the latest step was settled, and the mean duration of the latest steps, seconds.
+        self._settled_s = -math.inf
         self._step_s = 0.0
 
     # Any thread may call these. The numbers are read while the engine thread changes them, each of them in one read.
@@ -154,6 +178,8 @@ class StepLoop:
             while self._take_messages():
                 self._step()
                 self._flush()
+            if self._in_flight is not None:
+                self._settle(self._in_flight)
         except BaseException:
             logger.exception("the engine stopped")
             reason = "the engine stopped; retry on another replica"
@@ -167,7 +193,8 @@ class StepLoop:
     def _take_messages(self) -> bool:
         """Handles every message in the inbox, and waits for one while there is no work. Returns False on `Stop`."""
         while True:
-            has_work = bool(self._outbox) or (self._made_progress and self._scheduler.has_requests())
+            is_waited_for = self._in_flight is not None or bool(self._outbox)
+            has_work = is_waited_for or (self._made_progress and self._scheduler.has_requests())
             if not has_work:
                 self._heartbeat.rest()
             message = self._inbox.take(0 if has_work else self._patience_s())
@@ -241,9 +268,29 @@ class StepLoop:
             self._outbox.append((request.request_id, error))
 
     def _step(self) -> None:
+        """Schedules and launches a step, and settles the one that was in flight meanwhile."""
         began_s = time.monotonic()
         output = self._scheduler.schedule()
-        self._made_progress = bool(output.chunks or output.fetches or output.released or output.expired)
+        before, self._in_flight = self._in_flight, None
+        self._made_progress = bool(before or output.chunks or output.fetches or output.released or output.expired)
+        self._announce(output)
+        try:
+            launched = self._launch(output, began_s)
+        except Exception as error:
+            # The step before it may be complete, or fail as well; in that case this step's requests start again.
+            if before is None or self._settle(before, output):
+                self._fail_step(error, output)
+            return
+        if before is not None and not self._settle(before, output):
+            return
+        if launched.may_run_ahead:
+            self._scheduler.advance(output)
+            self._in_flight = launched
+        else:
+            self._settle(launched)
+
+    def _announce(self, output: SchedulerOutput) -> None:
+        """Posts the fetches of a step, and notes the answers that do not depend on its result."""
         self._outbox.extend((request_id, _too_late()) for request_id in output.expired)
         for fetch in output.fetches:
             self._post(fetch)
@@ -252,27 +299,44 @@ class StepLoop:
             for admitted in output.admitted
             if admitted.num_prompt_tokens == len(admitted.token_ids)
         )
+
+    def _launch(self, output: SchedulerOutput, began_s: float) -> _Launched:
+        """Gives the step to the runner. A step without chunks has nothing to wait for."""
+        if not (self._runner.overlaps_steps and output.chunks):
+            tokens = self._runner.execute_model(output)
+            return _Launched(output, lambda: tokens, False, began_s)
+        pending = self._runner.launch(output)
+        may_run_ahead = pending.may_run_ahead and self._scheduler.may_run_ahead(output)
+        return _Launched(output, pending.tokens, may_run_ahead, began_s)
+
+    def _settle(self, launched: _Launched, behind: SchedulerOutput | None = None) -> bool:
+        """Waits for a step's tokens and passes them on. Returns False if the step failed.
+
+        `behind` is the step that has been scheduled after it, if there is one; its results must not be used then.
+        """
         try:
-            sampled = self._runner.execute_model(output)
+            sampled = launched.tokens()
         except Exception as error:
-            self._fail_step(output, error)
-            return
-        if output.chunks:
+            self._fail_step(error, launched.output, behind)
+            return False
+        self._outbox.extend(_outputs(self._scheduler.update(launched.output, sampled)))
+        if launched.output.chunks:
             # A step without chunks only removes requests from the batch: its success does not end a row of failures.
             self._num_failures = self._num_memory_failures = 0
             self._restarted_head = None
-        self._outbox.extend(_outputs(self._scheduler.update(output, sampled)))
-        if output.chunks:
-            took_s = time.monotonic() - began_s
+            began_s = max(launched.began_s, self._settled_s)
+            self._settled_s = time.monotonic()
+            took_s = self._settled_s - began_s
             self._step_s += _STEP_WEIGHT * (took_s - self._step_s) if self._step_s else took_s
+        return True
 
     def _admission(self, request_id: RequestId) -> RequestOutput:
         return RequestOutput((), (), None, replace(self._scheduler.request(request_id).usage))
 
-    def _fail_step(self, output: SchedulerOutput, error: Exception) -> None:
+    def _fail_step(self, error: Exception, output: SchedulerOutput, behind: SchedulerOutput | None = None) -> None:
         """Ends the step's requests with an error that shows nothing of the inside; all others continue."""
         answer = self._answer_to(error, "an engine step")
-        for request in self._scheduler.fail_step(output):
+        for request in self._scheduler.fail_step(output, behind):
             self._outbox.append((request.request_id, answer))
         self._check_failures()
 

@@ -35,9 +35,11 @@ from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs, InputBatch
 from decoder_svc.runner.language_pass import LanguagePass
 from decoder_svc.runner.padding import padded_inputs
+from decoder_svc.runner.pending_step import PendingStep, sample_rows
 from decoder_svc.runner.row_cache import RowCache
-from decoder_svc.runner.sampler import Sampler, SampleRow
-from decoder_svc.runner.step_metadata import PreparedInputs, step_metadata
+from decoder_svc.runner.sampler import Sampler
+from decoder_svc.runner.step_metadata import Embedded, PreparedInputs, step_metadata
+from decoder_svc.runner.token_feed import TokenFeed
 from decoder_svc.runner.worst_case import NUM_BLOCKS, WorstCase, worst_case_rows, worst_case_step
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import SampledToken, ScheduledChunk, SchedulerOutput
@@ -70,18 +72,6 @@ class RunnerConfig:
     use_graphs: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """The input embeddings of a step, rows of images included."""
-
-    # [num_tokens, hidden_size].
-    tokens: Tensor
-    # One tensor per further feature level, same shape; only tokens of images have values there.
-    levels: tuple[Tensor, ...]
-    # Indexes of the tokens that are replaced by an image's row.
-    row_indexes: list[int]
-
-
 class ModelRunnerBase(ABC):
     """Owns the language model, the KV pools and the rows on the device; turns a SchedulerOutput into tokens."""
 
@@ -96,6 +86,9 @@ class ModelRunnerBase(ABC):
     chunk_graph_sizes: tuple[int, ...] = ()
     # Whether the loaded model gives a token the same logits, bit for bit, in any batch.
     is_batch_invariant: bool = False
+    # Whether the engine launches a step while the one before it runs. True where `launch` returns before the device is
+    # done, and the device computes steps in the order in which they were launched.
+    overlaps_steps: bool = False
 
     def __init__(self, config: RunnerConfig, family: DecoderFamily) -> None:
         self.config = config
@@ -114,7 +107,8 @@ class ModelRunnerBase(ABC):
         has_sliding_group = self.get_kv_cache_spec().window is not None
         self.batch = InputBatch(config.block_size, family.num_position_axes, has_sliding_group=has_sliding_group)
         self.row_cache = RowCache(self.transfer, self.model.dtype)
-        self.sampler = Sampler(self.transfer.move)
+        self.sampler = Sampler(self.transfer.move, self.transfer.fetch)
+        self.feed = TokenFeed(self.transfer.move)
 
     # Overridden by each device.
 
@@ -245,20 +239,33 @@ class ModelRunnerBase(ABC):
 
         A chunk with drafts returns the drafts that were accepted and one more token.
         """
+        return self.launch(output).tokens()
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        """Submits one step to the device; its tokens are those of `execute_model`.
+
+        The next step may be launched before the tokens are read if the result says so: ids that it samples reach the
+        next step's inputs on the device.
+        """
         self._update_states(output)
         is_alone = self.config.deterministic and not self.is_batch_invariant
         passes = [(chunk,) for chunk in output.chunks] if is_alone else [output.chunks]
-        return [token for chunks in passes if chunks for token in self._execute_chunks(chunks)]
-
-    def _execute_chunks(self, chunks: tuple[ScheduledChunk, ...]) -> list[SampledToken]:
+        step = PendingStep()
         with torch.inference_mode():
-            flat = self._flattened(chunks)
-            decoded = self._replayed(flat, chunks)
-            if decoded is not None:
-                return self._sample(flat.sampled_ids, decoded.logits, decoded.likeliest)
-            inputs = self._prepare_inputs(flat)
-            logits = self._forward(inputs, self._embed(inputs, chunks))
-            return self._sample(flat.sampled_ids, logits)
+            for chunks in passes:
+                if chunks:
+                    self._launch_chunks(chunks, step)
+            self.feed.keep(step.sampled_ids)
+        return step
+
+    def _launch_chunks(self, chunks: tuple[ScheduledChunk, ...], step: PendingStep) -> None:
+        flat = self._flattened(chunks)
+        decoded = self._replayed(flat, chunks)
+        if decoded is not None:
+            self._sample(step, flat.sampled_ids, decoded.logits, decoded.likeliest)
+            return
+        inputs = self._prepare_inputs(flat)
+        self._sample(step, flat.sampled_ids, self._forward(inputs, self._embed(inputs, chunks)))
 
     def _update_states(self, output: SchedulerOutput) -> None:
         """Removes released requests and evicted rows, adds admitted requests, updates block tables and drafts."""
@@ -284,7 +291,7 @@ class ModelRunnerBase(ABC):
     def _prepare_inputs(self, flat: FlatInputs) -> PreparedInputs:
         """Copies a step's inputs to the device."""
         with self.transfer.gathered() as move:
-            return PreparedInputs(
+            inputs = PreparedInputs(
                 flat=flat,
                 positions=move(torch.from_numpy(flat.positions)),
                 metadata=step_metadata(
@@ -296,15 +303,16 @@ class ModelRunnerBase(ABC):
                 token_ids=move(torch.from_numpy(flat.token_ids)),
                 sampled_indexes=move(torch.from_numpy(flat.sampled_indexes)),
             )
+        self.feed.write(flat.unknown, inputs.token_ids)
+        return inputs
 
     def _replayed(self, flat: FlatInputs, chunks: tuple[ScheduledChunk, ...]) -> Decoded | None:
         """Returns the results of the sampled tokens if a graph computes this step, otherwise None."""
         if self.graphs is None:
             return None
         has_images = self.batch.has_image_tokens(chunks)
-        return self.graphs.replay(
-            flat, functools.partial(self._gather_encoder_outputs, chunks=chunks) if has_images else None
-        )
+        place_rows = functools.partial(self._gather_encoder_outputs, chunks=chunks) if has_images else None
+        return self.graphs.replay(flat, functools.partial(self.feed.write, flat.unknown), place_rows)
 
     def _calc_mrope_positions(self, positions: Tensor) -> Tensor:
         """Reshapes `[num_axes, num_tokens]` for the model: `[1, T]` for plain positions, `[axes, 1, T]` for M-RoPE."""
@@ -340,28 +348,13 @@ class ModelRunnerBase(ABC):
             levels = [level.index_select(0, rows) for level in embedded.levels]
             return self.language.logits_with_levels(*arguments, has_row, levels)
 
-    def _prepare_sampling(self, request_ids: tuple[RequestId, ...]) -> list[SampleRow]:
-        """Returns the sampling parameters and preceding tokens for each row of logits."""
-        rows = [self.batch[request_id] for request_id in request_ids]
-        return [
-            SampleRow(row.params, ids, row.num_prompt_tokens, row.sampling, num_drafts)
-            for row in rows
-            for num_drafts, ids in enumerate(row.contexts())
-        ]
-
     def _sample(
-        self, request_ids: tuple[RequestId, ...], logits: Tensor, likeliest: Tensor | None = None
-    ) -> list[SampledToken]:
-        if not request_ids:
-            return []
-        token_ids, logprobs = self.sampler.sample(logits, self._prepare_sampling(request_ids), likeliest)
-        tokens: list[SampledToken] = []
-        first = 0
-        for request_id in request_ids:
-            row = self.batch[request_id]
-            stop = first + 1 + len(row.draft_ids)
-            num_taken = row.accept(token_ids[first:stop])
-            taken = range(first, first + num_taken)
-            tokens += [SampledToken(request_id, token_ids[index], logprobs[index]) for index in taken]
-            first = stop
-        return tokens
+        self,
+        step: PendingStep,
+        request_ids: tuple[RequestId, ...],
+        logits: Tensor,
+        likeliest: Tensor | None = None,
+    ) -> None:
+        if request_ids:
+            rows = [self.batch[request_id] for request_id in request_ids]
+            step.add(self.sampler.launch(logits, sample_rows(rows), likeliest), request_ids, rows)

@@ -1,4 +1,4 @@
-"""Copies from host memory to the device: a step's numbers in order, embedding rows concurrently with steps."""
+"""Copies between host memory and the device: a step's numbers in order, embedding rows concurrently with steps."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class HostTransfer:
     def gathered(self) -> Iterator[Callable[[Tensor], Tensor]]:
         """Yields a function like `move`. Its results have their numbers only after the block."""
         yield self.move
+
+    def fetch(self, values: Tensor) -> Callable[[], Tensor]:
+        """Starts a copy to the host; returns a function that waits for it and returns the numbers."""
+        host = values.cpu()
+        return lambda: host
 
     def staging(self, num_bytes: int) -> Tensor:
         """Returns uninitialised host memory, uint8, from which `copy` copies fastest."""
@@ -80,6 +85,19 @@ class PinnedTransfer(HostTransfer):
         gather.finish()
         while self._gathered_bytes < gather.num_bytes:
             self._gathered_bytes *= 2
+
+    def fetch(self, values: Tensor) -> Callable[[], Tensor]:
+        """See HostTransfer. Returns before the values are computed; work submitted later does not delay them."""
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        is_done = torch.cuda.Event()
+        is_done.record(torch.cuda.current_stream(self.device))
+
+        def wait() -> Tensor:
+            is_done.synchronize()
+            return host
+
+        return wait
 
     def staging(self, num_bytes: int) -> Tensor:
         """See HostTransfer. PyTorch reuses the memory when copies out of it are done."""

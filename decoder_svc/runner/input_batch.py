@@ -62,6 +62,10 @@ class RequestRow:
         self.num_tokens = num_tokens
         # Draft tokens of the current step, after the known tokens.
         self.draft_ids: tuple[int, ...] = ()
+        # The last token's place among the sampled ids of the latest step; None if the host knows the token's id.
+        self.unknown_place: int | None = None
+        # Number of tokens that turned out to be other ones than the step behind them had read.
+        self.num_corrections = 0
         self._token_ids: IntArray = np.zeros(capacity, dtype=np.int64)
         self._token_ids[:num_tokens] = admitted.token_ids
         self.full = RequestBlocks(capacity, block_size)
@@ -73,7 +77,7 @@ class RequestRow:
 
     @property
     def token_ids(self) -> IntArray:
-        """Ids of the prompt and of the generated tokens, `[num_tokens]`."""
+        """Ids of the prompt and of the generated tokens, `[num_tokens]`; 0 for one that is not known yet."""
         return self._token_ids[: self.num_tokens]
 
     def set_drafts(self, draft_ids: tuple[int, ...]) -> None:
@@ -88,6 +92,31 @@ class RequestRow:
     def contexts(self) -> list[IntArray]:
         """Returns the preceding tokens of each token to be sampled: the known tokens, then one draft more each time."""
         return [self._token_ids[: self.num_tokens + index] for index in range(len(self.draft_ids) + 1)]
+
+    def expect(self, place: int) -> int:
+        """Appends a token that the step samples at `place` and whose id is not known. Returns the token's index."""
+        self.unknown_place = place
+        self.num_tokens += 1
+        return self.num_tokens - 1
+
+    def learn(self, index: int, token_id: int) -> None:
+        """Stores the id of an expected token. Another one may have been expected since."""
+        self._token_ids[index] = token_id
+        if index == self.num_tokens - 1:
+            self.unknown_place = None
+
+    def correct(self, index: int, token_id: int) -> bool:
+        """Stores the id of an expected token for which the device has another id.
+
+        Takes back the token that was expected since, if there is one: it was sampled behind the other id. Returns
+        whether there is.
+        """
+        was_read = index < self.num_tokens - 1
+        if was_read:
+            self.num_tokens = index + 1
+            self.num_corrections += 1
+        self.learn(index, token_id)
+        return was_read
 
     def accept(self, sampled: Sequence[int]) -> int:
         """Appends sampled tokens, one per context, up to and including the first that differs from its draft.
@@ -159,6 +188,9 @@ class FlatInputs:
     # each draft.
     sampled_ids: tuple[RequestId, ...]
     sampled_indexes: IntArray
+    # Flat indexes of the tokens that the latest step samples, and their places among its sampled ids. Only the device
+    # has them: their `token_ids` are 0.
+    unknown: tuple[tuple[int, int], ...] = ()
 
 
 class InputBatch:
@@ -209,6 +241,11 @@ class InputBatch:
         ends = np.cumsum([chunk.num_tokens for chunk, _, _ in parts])
         sampled = [(chunk, int(end)) for (chunk, _, _), end in zip(parts, ends, strict=True) if chunk.samples]
         sampled_indexes = [index for chunk, end in sampled for index in range(end - 1 - len(chunk.draft_ids), end)]
+        unknown = [
+            (int(end) - 1, row.unknown_place)
+            for (_, row, stop), end in zip(parts, ends, strict=True)
+            if row.unknown_place is not None and stop == row.num_tokens
+        ]
         axes = self._num_position_axes
         return FlatInputs(
             token_ids=np.concatenate([row.ids_between(chunk.start, stop) for chunk, row, stop in parts]),
@@ -224,6 +261,7 @@ class InputBatch:
             mutual_spans=tuple(row.mutual_spans_between(chunk.start, stop) for chunk, row, stop in parts),
             sampled_ids=tuple(chunk.request_id for chunk, _ in sampled),
             sampled_indexes=np.array(sampled_indexes, dtype=np.int64),
+            unknown=tuple(unknown),
         )
 
 

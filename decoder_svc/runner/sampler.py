@@ -9,8 +9,10 @@ only those are sorted. A draw that does not is found out on the device and repea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,12 +50,41 @@ class SampleRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+class SampledRows(NamedTuple):
+    """The sampled tokens of a step's rows."""
+
+    token_ids: list[int]
+    # None for a row that did not ask.
+    logprobs: list[TokenLogprobs | None]
+    # Rows whose draw was repeated.
+    repeated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSample:
+    """The sampled tokens of a step's rows, which the device may not have computed yet."""
+
+    # Ids on the device, int64 [num_rows]. A row whose draw has to be repeated has another id of the vocabulary.
+    token_ids: Tensor
+    # Whether the next tokens of the same requests can be sampled before the host knows these: penalties are computed on
+    # the host.
+    may_run_ahead: bool
+    # Waits for the device.
+    result: Callable[[], SampledRows]
+
+
+def _fetched(values: Tensor) -> Callable[[], Tensor]:
+    return lambda: values
+
+
 @dataclass(slots=True)
 class Sampler:
     """Samples the rows of each step; keeps the parameters of the last batch on the device."""
 
     # Copies a tensor from host memory to the device.
     move: Callable[[Tensor], Tensor]
+    # Starts a copy to the host; returns a function that waits for it.
+    fetch: Callable[[Tensor], Callable[[], Tensor]] = _fetched
     _batch: SamplingBatch | None = field(default=None, init=False)
 
     def sample(
@@ -62,19 +93,42 @@ class Sampler:
         """Returns one token per row of `logits` `[num_rows, vocab]`, and log probabilities where requested.
 
         `likeliest` are the ids of the largest logits, `[num_rows]`, if they are known already.
-        Log probabilities are those of the raw logits. Everything is computed on the logits' device. The host waits for
-        the ids of all rows, and once more if log probabilities are requested or a draw has to be repeated.
+        Log probabilities are those of the raw logits. Everything is computed on the logits' device.
+        """
+        token_ids, logprobs, _ = self.launch(logits, rows, likeliest).result()
+        return token_ids, logprobs
+
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow], likeliest: Tensor | None = None) -> PendingSample:
+        """Does what `sample` does without waiting for the device.
+
+        Get the result before the next `launch`, unless it says `may_run_ahead`.
         """
         batch = self._staged(rows, logits.shape[1])
         if likeliest is not None and not batch.groups and not batch.changes_logits and batch.asking is None:
-            found: list[int] = likeliest.tolist()
-            return found, [None] * len(rows)
+            # The memory of `likeliest` may be a graph's, which the next step overwrites.
+            chosen = likeliest.clone()
+            return PendingSample(chosen, True, functools.partial(_ids_alone, self.fetch(chosen)))
+        may_repeat = any(group.has_open_rows for group in batch.groups)
+        if may_repeat and likeliest is not None:
+            # A repeated draw needs the logits, whose memory may be a graph's, too.
+            logits = logits.clone()
         logits = logits.float()
         adjusted = self._adjusted(logits, rows, batch)
         chosen = self._chosen(adjusted, rows, batch, None if batch.changes_logits else likeliest)
-        token_ids: list[int] = chosen.tolist()
-        self._repeat(token_ids, adjusted, rows)
-        return token_ids, self._logprobs(logits, token_ids, batch)
+        ids = self.fetch(chosen)
+        if may_repeat:
+            chosen = chosen.clamp(min=0)
+        logprobs = None if batch.asking is None else self.fetch(_logprobs(logits, chosen, batch))
+
+        def result() -> SampledRows:
+            token_ids: list[int] = ids().tolist()
+            repeated = self._repeat(token_ids, adjusted, rows) if may_repeat else ()
+            numbers = logprobs
+            if repeated and batch.asking is not None:
+                numbers = self.fetch(_logprobs(logits, self.move(torch.tensor(token_ids)), batch))
+            return SampledRows(token_ids, _listed(None if numbers is None else numbers().tolist(), batch), repeated)
+
+        return PendingSample(chosen, not batch.penalised, result)
 
     def _staged(self, rows: Sequence[SampleRow], vocab: int) -> SamplingBatch:
         """Returns the parameters of these rows on the device; copies them only if they differ from the last step's."""
@@ -131,11 +185,11 @@ class Sampler:
         uniform = np.minimum(np.array(numbers), _LARGEST_UNIFORM)
         return draw(logits, self.move(torch.from_numpy(uniform))[:, None], group)
 
-    def _repeat(self, token_ids: list[int], logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Draws again, over the whole vocabulary, the tokens that lie beyond the sorted ones."""
-        beyond = [index for index, token_id in enumerate(token_ids) if token_id == _BEYOND]
+    def _repeat(self, token_ids: list[int], logits: Tensor, rows: Sequence[SampleRow]) -> tuple[int, ...]:
+        """Draws again, over the whole vocabulary, the tokens that lie beyond the sorted ones; returns their rows."""
+        beyond = tuple(index for index, token_id in enumerate(token_ids) if token_id == _BEYOND)
         if not beyond:
-            return
+            return ()
         again = [rows[index] for index in beyond]
         batch = stage_batch(
             tuple(row.params for row in again), (False,) * len(again), logits.shape[1], self.move, is_whole=True
@@ -144,22 +198,32 @@ class Sampler:
         drawn = self._chosen(logits.index_select(0, places), again, batch)
         for index, token_id in zip(beyond, drawn.tolist(), strict=True):
             token_ids[index] = token_id
+        return beyond
 
-    def _logprobs(self, logits: Tensor, token_ids: list[int], batch: SamplingBatch) -> list[TokenLogprobs | None]:
-        """Returns per row the chosen token and the requested number of most likely ones; None if not requested."""
-        found: list[TokenLogprobs | None] = [None] * len(token_ids)
-        if batch.asking is None:
-            return found
-        logprobs = logits.index_select(0, batch.asking).log_softmax(dim=-1)
-        ids = self.move(torch.tensor([token_ids[index] for index, _ in batch.wanted]))[:, None]
-        most = max(number for _, number in batch.wanted)
-        likeliest = logprobs.topk(min(most, batch.vocab))
-        # One copy to the host: float64 holds every id and every float32 exactly.
-        values = torch.cat([logprobs.gather(1, ids), likeliest.values], dim=1).double()
-        numbers = torch.stack([torch.cat([ids, likeliest.indices], dim=1).double(), values], dim=-1).tolist()
-        for (index, number), of_row in zip(batch.wanted, numbers, strict=True):
-            found[index] = TokenLogprobs(tuple((int(each), value) for each, value in of_row[: 1 + number]))
-        return found
+
+def _ids_alone(ids: Callable[[], Tensor]) -> SampledRows:
+    token_ids: list[int] = ids().tolist()
+    return SampledRows(token_ids, [None] * len(token_ids))
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Tensor:
+    """Returns the log probabilities of the rows that ask, `[num_asking, 1 + most, 2]`: the chosen token, the likeliest.
+
+    The last axis has an id and its number. float64 holds every id and every float32 exactly.
+    """
+    logprobs = logits.index_select(0, batch.asking).log_softmax(dim=-1)
+    ids = token_ids.index_select(0, batch.asking)[:, None]
+    likeliest = logprobs.topk(min(max(number for _, number in batch.wanted), batch.vocab))
+    values = torch.cat([logprobs.gather(1, ids), likeliest.values], dim=1).double()
+    return torch.stack([torch.cat([ids, likeliest.indices], dim=1).double(), values], dim=-1)
+
+
+def _listed(numbers: list[list[tuple[float, float]]] | None, batch: SamplingBatch) -> list[TokenLogprobs | None]:
+    """Returns per row the chosen token and the requested number of likeliest ones; None if not requested."""
+    found: list[TokenLogprobs | None] = [None] * len(batch.params)
+    for (index, number), of_row in zip(batch.wanted, numbers or (), strict=True):
+        found[index] = TokenLogprobs(tuple((int(each), value) for each, value in of_row[: 1 + number]))
+    return found
 
 
 def draw(logits: Tensor, uniform: Tensor, group: DrawGroup) -> Tensor:

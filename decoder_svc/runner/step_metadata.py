@@ -26,6 +26,18 @@ class PreparedInputs:
     sampled_indexes: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The input embeddings of a step, rows of images included."""
+
+    # [num_tokens, hidden_size].
+    tokens: Tensor
+    # One tensor per further feature level, same shape; only tokens of images have values there.
+    levels: tuple[Tensor, ...]
+    # Indexes of the tokens that are replaced by an image's row.
+    row_indexes: list[int]
+
+
 def step_metadata(
     flat: FlatInputs, move: Move, *, reads_tensors: bool, is_mutual_beyond_window: bool
 ) -> AttentionMetadata:

@@ -36,9 +36,12 @@ class BlockHasher:
         self._root = hashlib.sha256(_framed([_ROOT_DOMAIN, block_size.to_bytes(8, "little"), deployment])).digest()
 
     def extend(self, request: Request) -> None:
-        """Appends the hashes of the request's full blocks that have none yet. Cheap if there are no such blocks."""
+        """Appends the hashes of the request's blocks of known tokens that have none yet.
+
+        Cheap if there are no such blocks.
+        """
         hashes = request.block_hashes
-        num_full = request.num_tokens // self.block_size
+        num_full = len(request.token_ids) // self.block_size
         if len(hashes) == num_full:
             return
         parent = hashes[-1] if hashes else self._root

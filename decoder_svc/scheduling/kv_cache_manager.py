@@ -3,7 +3,8 @@
 A block is published (findable by its hash) as soon as the chunk that fills it is scheduled, so requests behind it in
 the same step can use it. This is safe for two reasons. An attention backend writes a layer's keys and values of the
 whole step before any query of that layer reads them. And a scheduled chunk is computed in that step, or the whole step
-fails and its blocks are withdrawn.
+fails and its blocks are withdrawn. A block with a token whose id is not known when its chunk is scheduled is published
+when the step is done.
 
 A shared block is never written. If a prompt is cached up to its last token, that token is computed again for its
 logits, but its keys and values are not stored (`ScheduledChunk.write_start`): the shared block has them.
@@ -15,6 +16,7 @@ counts as cached only if both groups have all blocks that the next token attends
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from decoder_svc.scheduling.block_hash import BlockHasher
 from decoder_svc.scheduling.block_pool import BlockPool
@@ -206,17 +208,24 @@ class KVCacheManager:
         return SlidingTable(self._sliding.tables[request_id].first, start, block_ids)
 
     def begin_step(self) -> None:
-        """Starts a step and clears the list of blocks published in the last one."""
+        """Starts a step. Blocks published from now on can be withdrawn until `end_step`."""
         for group in self._groups:
-            group.published_in_step.clear()
+            group.unproven.append([])
 
-    def publish(self, request: Request, num_tokens: int) -> None:
-        """Makes the full blocks of the first `num_tokens` tokens findable for other requests.
+    def end_step(self) -> None:
+        """Ends the oldest step without an end: its blocks are computed."""
+        for group in self._groups:
+            del group.unproven[:1]
 
-        Call it when these tokens are computed, or scheduled in the current step.
+    def publish(self, request: Request, num_tokens: int, *, is_computed: bool = False) -> None:
+        """Makes the full blocks of the first `num_tokens` tokens, as far as they are known, findable for others.
+
+        Call it when these tokens are scheduled in the step that began last, or with `is_computed` when they are
+        computed.
         """
         if not self._may_share(request) or request.is_private:
             return
+        num_tokens = min(num_tokens, len(request.token_ids))
         if self._deterministic:
             num_tokens = min(num_tokens, request.num_prompt_tokens)
         num_full = num_tokens // self.block_size
@@ -225,18 +234,20 @@ class KVCacheManager:
             return
         self.hasher.extend(request)
         for group in self._groups:
-            group.publish(request.request_id, request.block_hashes, num_published, num_full)
+            blocks = group.publish(request.request_id, request.block_hashes, num_published, num_full)
+            if group.unproven and not is_computed:
+                group.unproven[-1] += blocks
         self._num_published[request.request_id] = num_full
 
-    def holds_any_of_step(self, request_id: RequestId) -> bool:
-        """Whether the request holds a block that was published in the current step."""
-        return any(group.holds_any(request_id, group.published_in_step) for group in self._groups)
+    def holds_any_of_steps(self, request_id: RequestId) -> bool:
+        """Whether the request holds a block that was published in a step without an end."""
+        return any(group.holds_any(request_id, chain(*group.unproven)) for group in self._groups)
 
-    def withdraw_step(self) -> None:
-        """Makes the blocks published in the current step unfindable again, because the step failed."""
+    def withdraw_steps(self) -> None:
+        """Ends all steps because they failed: makes the blocks published in them unfindable again."""
         for group in self._groups:
-            group.pool.withdraw(group.published_in_step)
-        self.begin_step()
+            group.pool.withdraw(chain(*group.unproven))
+            group.unproven.clear()
 
     def num_shared_tokens(self, request_id: RequestId) -> int:
         """Returns how many tokens at the request's start are in published blocks, which must not be written."""

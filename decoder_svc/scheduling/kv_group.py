@@ -57,8 +57,8 @@ class KVGroup:
         """`window` None means full attention. `max_blocks_per_request` None means no limit."""
         self.pool = BlockPool(num_blocks)
         self.tables: dict[RequestId, BlockTable] = {}
-        # Blocks published in the current step.
-        self.published_in_step: list[int] = []
+        # Blocks that were published when they were scheduled, for each step whose result is not known, in order.
+        self.unproven: list[list[int]] = []
         self._block_size = block_size
         self._window = window
         self._max_blocks_per_request = max_blocks_per_request
@@ -150,13 +150,13 @@ class KVGroup:
             table.num_sent = min(table.num_sent, stop)
             self.pool.release(unused)
 
-    def publish(self, request_id: RequestId, hashes: Sequence[BlockHash], start: int, stop: int) -> None:
-        """Publishes the blocks [start, stop) of a table."""
+    def publish(self, request_id: RequestId, hashes: Sequence[BlockHash], start: int, stop: int) -> list[int]:
+        """Publishes the blocks [start, stop) of a table, and returns those that the table still has."""
         table = self.tables[request_id]
         blocks = table.blocks[start - table.first : stop - table.first]
         for block, block_hash in zip(blocks, hashes[start:stop], strict=True):
             self.pool.publish(block, block_hash)
-        self.published_in_step += blocks
+        return blocks
 
     def take_changes(self, request_id: RequestId) -> tuple[int, tuple[int, ...]]:
         """Returns (index, blocks): the table from the first index that changed since the last call."""

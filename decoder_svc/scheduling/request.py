@@ -68,9 +68,12 @@ class Request:
         self.cache_scope = cache_scope
         # The prompt's ids, then the generated ones.
         self.token_ids = list(prompt.token_ids)
+        # Tokens behind them that the step in flight samples, 0 or 1: they can be scheduled before their ids are known.
+        self.num_unknown_tokens = 0
         # The prompt has an image that an operator removed: blocks computed from now on are not published.
         self.is_private = False
-        # Tokens whose keys and values are in the KV cache; catches up with len(token_ids).
+        # Tokens whose keys and values are in the KV cache, or will be after the step in flight; catches up with
+        # `num_tokens`.
         self.num_computed_tokens = 0
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
@@ -92,8 +95,8 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and generated tokens."""
-        return len(self.token_ids)
+        """Number of prompt and generated tokens, including one whose id is not known yet."""
+        return len(self.token_ids) + self.num_unknown_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -102,7 +105,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens generated so far."""
+        """Number of generated tokens whose ids are known."""
         return len(self.token_ids) - len(self.prompt.token_ids)
 
     @property
@@ -110,13 +113,16 @@ class Request:
         """Ids of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    def may_grow(self, max_context_tokens: int) -> bool:
+        """Whether a further token may follow, should none of the unknown ones be a stop id."""
+        num_answer_tokens = self.num_tokens - self.num_prompt_tokens
+        return num_answer_tokens < self.params.max_tokens and self.num_tokens < max_context_tokens
+
     def finish_reason_now(self, max_context_tokens: int) -> FinishReason | None:
         """Returns the reason why the latest generated token ends the request, or None if another token may follow."""
         if self.token_ids[-1] in self.params.stop_token_ids and self.num_output_tokens > self.params.min_tokens:
             return FinishReason.STOP
-        if self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= max_context_tokens:
-            return FinishReason.LENGTH
-        return None
+        return None if self.may_grow(max_context_tokens) else FinishReason.LENGTH
 
     def __repr__(self) -> str:
         return f"Request({self.request_id}, {self.state.value}, {self.num_computed_tokens}/{self.num_tokens} tokens)"

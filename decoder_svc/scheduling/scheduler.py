@@ -4,6 +4,10 @@ Each request's `num_computed_tokens` catches up with its `num_tokens`. A step gi
 request the largest number of new tokens that fits the token budget, the KV pool and the embedding rows that are
 present. Zero is a normal answer and never blocks the requests behind. There is no prefill phase and no decode phase.
 
+The next step may be scheduled while one is in flight. `advance` then counts the step in flight as computed, and the
+tokens that it samples as unknown ones; `update` makes them known. The runner computes steps in the order in which they
+were scheduled, so whatever a step may reuse of an earlier one (blocks, rows, room) is free by the time it is computed.
+
 The prefix cache is asked first: cached tokens cost no budget, and their rows are neither fetched nor encoded. Of the
 remaining rows only those that are not on the device are fetched, range by range.
 
@@ -19,7 +23,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager, PrefixHit
@@ -33,29 +36,18 @@ from decoder_svc.scheduling.scheduler_output import (
     SampledToken,
     ScheduledChunk,
     SchedulerOutput,
+    StepInProgress,
     TokenUpdate,
+    tokens_by_request,
 )
 from decoder_svc.scheduling.speculation import Speculation
+from decoder_svc.scheduling.step_results import StepResults
 from decoder_svc.scheduling.waiting_queue import WaitingQueue, enqueue
 from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
 
 # Waiting requests that cannot be admitted yet but whose rows are fetched. More would cost more than they gain.
 _NUM_LOOKED_AHEAD = 4
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step while it is being assembled."""
-
-    token_budget: int
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    admitted: list[AdmittedRequest] = field(default_factory=list)
-    expired: list[RequestId] = field(default_factory=list)
-    num_without_rows: int = 0
-    has_preempted: bool = False
-    # A request's next tokens form an uncuttable span that is larger than the remaining budget.
-    lacks_budget: bool = False
 
 
 class Scheduler:
@@ -80,6 +72,11 @@ class Scheduler:
         self._waiting = WaitingQueue(kv_cache, clock)
         self._released: list[RequestId] = []
         self.speculation = Speculation(limits.speculation, kv_cache, limits.max_context_tokens)
+        self._results = StepResults(kv_cache, self._row_demand, self.speculation, limits.max_context_tokens, clock)
+        # The step that `advance` has counted as computed and whose tokens are not known.
+        self._in_flight: SchedulerOutput | None = None
+        # Requests whose chunk in the step behind the latest settled one is void.
+        self._void: set[RequestId] = set()
         # The state in which the waiting requests were last examined (`_queue_state`); None: examine them again.
         self._seen_queue: tuple[int, list[RequestId]] | None = None
         self._num_looked_at_without_rows = 0
@@ -118,9 +115,9 @@ class Scheduler:
         self._waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Returns the next step. Pass its result to `update` or `fail_step` before the next call."""
+        """Returns the next step. Pass it to `update`, `fail_step` or `advance` before the next call."""
         self._waiting.begin_step()
-        step = _Step(self.limits.max_num_batched_tokens)
+        step = StepInProgress(self.limits.max_num_batched_tokens)
         self._row_demand.begin_step()
         self.kv_cache.begin_step()
         self._schedule_running(step)
@@ -129,39 +126,51 @@ class Scheduler:
         self.speculation.add_drafts(step.chunks, self._requests, step.token_budget)
         self.num_waiting_for_rows = step.num_without_rows
         released, self._released = tuple(self._released), []
-        return SchedulerOutput(
-            admitted=tuple(step.admitted),
-            chunks=tuple(step.chunks),
-            released=released,
-            evicted_rows=self.encoder_cache.take_evicted(),
-            fetches=self._row_demand.fetches,
-            expired=tuple(step.expired),
-        )
+        return step.output(released, self.encoder_cache.take_evicted(), self._row_demand.fetches)
+
+    def may_run_ahead(self, output: SchedulerOutput) -> bool:
+        """Whether the next step can be scheduled before this one's tokens are known: drafts need them."""
+        return self.limits.speculation.max_draft_tokens == 0 or not any(chunk.samples for chunk in output.chunks)
+
+    def advance(self, output: SchedulerOutput) -> None:
+        """Counts a step as computed before its tokens are known. The step before it must be settled."""
+        assert self._in_flight is None, "two steps in flight behind the scheduled one"
+        self._in_flight = output
+        for chunk in output.chunks:
+            # A token of the step before may have ended the request, or made the chunk void.
+            if (request := self._requests.get(chunk.request_id)) and chunk.request_id not in self._void:
+                self._results.advance(request, chunk)
+        self._void.clear()
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
         """Applies a step's result: advances computed tokens, appends new tokens, removes finished requests."""
         self._waiting.end_step(output.num_scheduled_tokens)
-        sampled_by_request: dict[RequestId, list[SampledToken]] = {}
-        for token in sampled:
-            sampled_by_request.setdefault(token.request_id, []).append(token)
-        return [
-            update
-            for chunk in output.chunks
-            for update in self._advance(chunk, sampled_by_request.get(chunk.request_id, []))
-        ]
+        self.kv_cache.end_step()
+        if self._in_flight is not output:
+            self.advance(output)
+        self._in_flight = None
+        tokens = tokens_by_request(sampled)
+        self._void = {request_id for request_id, (token, *_) in tokens.items() if token.is_corrected}
+        return [update for chunk in output.chunks for update in self._take(chunk, tokens.get(chunk.request_id, []))]
 
-    def fail_step(self, output: SchedulerOutput) -> list[Request]:
+    def fail_step(self, output: SchedulerOutput, behind: SchedulerOutput | None = None) -> list[Request]:
         """Ends the requests of a step that failed, and discards the blocks that it should have computed.
 
-        A request that adopted such blocks but had no chunk in the step is preempted and starts again.
+        `behind` is the step that was launched after it, if there is one: its results are dropped. A request with a
+        chunk in it, or with blocks of the failed step, is preempted and starts again.
         """
-        failed = [self._requests[chunk.request_id] for chunk in output.chunks]
+        self._in_flight = None
+        self._void.clear()
+        self._waiting.fail_steps()
+        dropped = {chunk.request_id for chunk in behind.chunks} if behind is not None else set()
+        # A request may have ended after its chunk was launched.
+        failed = [self._requests[chunk.request_id] for chunk in output.chunks if chunk.request_id in self._requests]
         for request in failed:
             self._finish(request, FinishReason.ABORT)
         for request in list(self._running):
-            if self.kv_cache.holds_any_of_step(request.request_id):
+            if request.request_id in dropped or self.kv_cache.holds_any_of_steps(request.request_id):
                 self._preempt(request)
-        self.kv_cache.withdraw_step()
+        self.kv_cache.withdraw_steps()
         return failed
 
     def abort(self, request_id: RequestId) -> Request | None:
@@ -223,11 +232,14 @@ class Scheduler:
 
     # Assembling a step.
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: StepInProgress) -> None:
         index = 0
         while index < len(self._running):
             request = self._running[index]
             index += 1
+            if not request.may_grow(self.limits.max_context_tokens):
+                # The step in flight samples its last token.
+                continue
             self._adopt_from_others(request)
             num_tokens = self._num_new_tokens(request, request.num_computed_tokens, step)
             if num_tokens > 1:
@@ -236,7 +248,7 @@ class Scheduler:
             if num_tokens > 0 and self._make_room(request, num_tokens, step):
                 self._schedule_chunk(request, num_tokens, step)
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    def _schedule_waiting(self, step: StepInProgress) -> None:
         """Admits requests from the head of the queue, and asks for rows of the first few that must wait."""
         if self._is_queue_as_before():
             step.num_without_rows += self._num_looked_at_without_rows
@@ -256,7 +268,7 @@ class Scheduler:
         """Returns everything that decides whether rows can be asked for the requests at the head of the queue."""
         return self.encoder_cache.version, [one.request_id for one in self._waiting.first(_NUM_LOOKED_AHEAD)]
 
-    def _admit_and_look_ahead(self, step: _Step) -> None:
+    def _admit_and_look_ahead(self, step: StepInProgress) -> None:
         is_full = is_head_waiting = False
         num_looked_ahead = 0
         for request in self._waiting.first(self.limits.max_num_seqs):
@@ -298,7 +310,7 @@ class Scheduler:
         request.num_shared_tokens = self.kv_cache.num_shared_tokens(request.request_id)
         self._row_demand.pass_computed(request)
 
-    def _num_new_tokens(self, request: Request, start: int, step: _Step) -> int:
+    def _num_new_tokens(self, request: Request, start: int, step: StepInProgress) -> int:
         """Asks for missing rows and returns how many tokens from `start` on the budget and the present rows allow."""
         least = self._chunk_size.least(request, start)
         is_first = request.state is RequestState.RUNNING or self._waiting.is_head(request)
@@ -312,7 +324,7 @@ class Scheduler:
         step.lacks_budget |= num_tokens == 0 < step.token_budget and not self.limits.deterministic
         return num_tokens
 
-    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, step: StepInProgress) -> bool:
         """Preempts from the end of the running batch until blocks are free; False if that hit the request itself."""
         while not self.kv_cache.can_allocate(request, num_tokens):
             victim = self._running[-1]
@@ -322,20 +334,19 @@ class Scheduler:
                 return False
         return True
 
-    def _schedule_chunk(self, request: Request, num_tokens: int, step: _Step) -> None:
+    def _schedule_chunk(self, request: Request, num_tokens: int, step: StepInProgress) -> None:
         self.kv_cache.allocate(request, num_tokens)
         start = request.num_computed_tokens
         samples = start + num_tokens == request.num_tokens
         write_start = max(start, request.num_shared_tokens)
         block_start, block_ids = self.kv_cache.take_table_changes(request.request_id)
         sliding = self.kv_cache.take_sliding_changes(request.request_id)
-        step.chunks.append(
+        step.add(
             ScheduledChunk(request.request_id, start, num_tokens, write_start, block_start, block_ids, samples, sliding)
         )
-        step.token_budget -= num_tokens
         self.kv_cache.publish(request, start + num_tokens)
 
-    def _admit(self, request: Request, hit: PrefixHit, step: _Step) -> None:
+    def _admit(self, request: Request, hit: PrefixHit, step: StepInProgress) -> None:
         self._waiting.remove(request)
         request.state = RequestState.RUNNING
         enqueue(self._running, request)
@@ -360,30 +371,16 @@ class Scheduler:
 
     # Applying a result.
 
-    def _advance(self, chunk: ScheduledChunk, sampled: list[SampledToken]) -> list[TokenUpdate]:
-        """Applies a computed chunk: appends its sampled tokens up to the one that ends the request."""
-        request = self._requests[chunk.request_id]
-        request.num_computed_tokens += chunk.num_tokens - len(chunk.draft_ids)
-        updates: list[TokenUpdate] = []
-        for index, token in enumerate(sampled):
-            updates.append(self._append(request, token, was_draft=index < len(sampled) - 1))
-            if updates[-1].finish_reason is not None:
-                break
-        if chunk.draft_ids:
-            self.speculation.settle(request, chunk, sampled, len(updates))
-        self.kv_cache.release_unseen(request)
-        self._row_demand.pass_computed(request)
+    def _take(self, chunk: ScheduledChunk, sampled: list[SampledToken]) -> list[TokenUpdate]:
+        """Appends a chunk's sampled tokens, and ends the request if they are its last."""
+        request = self._requests.get(chunk.request_id)
+        # Aborted, or ended by a token of the step before.
+        if request is None or request.num_unknown_tokens == 0:
+            return []
+        updates = self._results.take(request, chunk, sampled)
         if updates and updates[-1].finish_reason is not None:
             self._finish(request, updates[-1].finish_reason)
         return updates
-
-    def _append(self, request: Request, token: SampledToken, *, was_draft: bool) -> TokenUpdate:
-        if request.num_output_tokens == 0:
-            request.usage.time_to_first_token_s = self._clock() - request.arrival_s
-        request.token_ids.append(token.token_id)
-        request.usage.completion_tokens = request.num_output_tokens
-        request.usage.accepted_draft_tokens += was_draft
-        return TokenUpdate(request, token, request.finish_reason_now(self.limits.max_context_tokens), was_draft)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         (self._running if request.state is RequestState.RUNNING else self._waiting).remove(request)
@@ -391,6 +388,7 @@ class Scheduler:
         self._row_demand.remove(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        request.num_unknown_tokens = 0
         self.speculation.forget(request.request_id)
         del self._requests[request.request_id]
 

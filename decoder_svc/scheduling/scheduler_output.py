@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from decoder_svc.scheduling.prompt import ImageItem, Positions, Span
 from decoder_svc.scheduling.request import Request, RequestId
@@ -113,6 +114,35 @@ class SchedulerOutput:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
+@dataclass(slots=True)
+class StepInProgress:
+    """A step while the scheduler assembles it: what is in it so far, and what is left of its budget."""
+
+    token_budget: int
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    admitted: list[AdmittedRequest] = field(default_factory=list)
+    expired: list[RequestId] = field(default_factory=list)
+    num_without_rows: int = 0
+    has_preempted: bool = False
+    # A request's next tokens form an uncuttable span that is larger than the remaining budget.
+    lacks_budget: bool = False
+
+    def add(self, chunk: ScheduledChunk) -> None:
+        """Adds a chunk and takes its tokens from the budget."""
+        self.chunks.append(chunk)
+        self.token_budget -= chunk.num_tokens
+
+    def output(
+        self,
+        released: tuple[RequestId, ...],
+        evicted_rows: tuple[tuple[ContentKey, RowRange], ...],
+        fetches: tuple[RowFetch, ...],
+    ) -> SchedulerOutput:
+        """Returns the step as the message to the runner and the fetcher."""
+        admitted, chunks, expired = tuple(self.admitted), tuple(self.chunks), tuple(self.expired)
+        return SchedulerOutput(admitted, chunks, released, evicted_rows, fetches, expired)
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """One sampled token of a request. A chunk with accepted draft tokens yields several, in order."""
@@ -120,6 +150,17 @@ class SampledToken:
     request_id: RequestId
     token_id: int
     logprobs: TokenLogprobs | None
+    # Whether the step behind has read another id in its place: that step's chunk of the request is void, and gives no
+    # token.
+    is_corrected: bool = False
+
+
+def tokens_by_request(sampled: Iterable[SampledToken]) -> dict[RequestId, list[SampledToken]]:
+    """Returns each request's tokens, in order."""
+    by_request: dict[RequestId, list[SampledToken]] = {}
+    for token in sampled:
+        by_request.setdefault(token.request_id, []).append(token)
+    return by_request
 
 
 @dataclass(frozen=True, slots=True)

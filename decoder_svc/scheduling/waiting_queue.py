@@ -5,7 +5,9 @@ It keeps the order and answers questions; the scheduler decides which request to
 
 from __future__ import annotations
 
+import math
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
@@ -28,7 +30,9 @@ class WaitingQueue:
         self._requests: list[Request] = []
         # The prefix cache's version at the latest look-up, and its result.
         self._prefix_hits: dict[RequestId, tuple[int, PrefixHit]] = {}
-        self._step_began_s = 0.0
+        # The times at which the steps without an end began, in order, and the time of the latest end.
+        self._step_began_s: deque[float] = deque()
+        self._step_ended_s = -math.inf
         # Fastest pace of all steps so far; 0 before the first.
         self._best_s_per_token = 0.0
 
@@ -76,10 +80,19 @@ class WaitingQueue:
 
     def begin_step(self) -> None:
         """Notes when a step begins; `end_step` measures its pace."""
-        self._step_began_s = self._clock()
+        self._step_began_s.append(self._clock())
 
     def end_step(self, num_tokens: int) -> None:
-        """Ends the step that began last, in which `num_tokens` tokens were computed."""
+        """Ends the oldest step, in which `num_tokens` tokens were computed.
+
+        A step that began before the end of the one before it counts from that end.
+        """
+        began_s = max(self._step_began_s.popleft(), self._step_ended_s)
+        self._step_ended_s = self._clock()
         if num_tokens:
-            s_per_token = (self._clock() - self._step_began_s) / num_tokens
+            s_per_token = (self._step_ended_s - began_s) / num_tokens
             self._best_s_per_token = min(self._best_s_per_token or s_per_token, s_per_token)
+
+    def fail_steps(self) -> None:
+        """Ends all steps without a measurement."""
+        self._step_began_s.clear()

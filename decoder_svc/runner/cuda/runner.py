@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 class GPUModelRunner(ModelRunnerBase):
     """Runs steps on the first CUDA device that this process sees."""
 
+    # Kernels and copies of a step are submitted to one stream.
+    overlaps_steps = True
+
     def _cache_device_properties(self) -> None:
         self.device = torch.device("cuda", 0)
         self.properties = torch.cuda.get_device_properties(self.device)

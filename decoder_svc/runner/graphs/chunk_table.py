@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoder_svc.runner.graphs.decode_table import Decoded, Record, StepShape, group_specs
+from decoder_svc.runner.graphs.decode_table import Decoded, Feed, Record, StepShape, group_specs
 from decoder_svc.runner.graphs.inputs import BlockTable, InputBuffer, Spec, Staged, TableChanges
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
@@ -142,9 +142,9 @@ class ChunkGraphTable:
                 self._fill_group(group, size, index, table, staged)
         return self._inputs(size)
 
-    def replay(self, flat: FlatInputs, size: int, row_indexes: Sequence[int]) -> Decoded:
+    def replay(self, flat: FlatInputs, size: int, feed: Feed, row_indexes: Sequence[int] = ()) -> Decoded:
         """Returns the results of a step's sampled tokens. The next replay overwrites them."""
-        self.fill(flat, size, row_indexes)
+        feed(self.fill(flat, size, row_indexes).token_ids)
         decoded = self._replays[size]()
         num_sampled = len(flat.sampled_indexes)
         return Decoded(decoded.logits[:num_sampled], decoded.likeliest[:num_sampled])

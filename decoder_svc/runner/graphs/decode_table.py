@@ -70,6 +70,10 @@ class Decoded:
 Record = Callable[[Callable[[], Decoded]], Callable[[], Decoded]]
 
 
+# Writes ids that only the device has into a step's token ids.
+Feed = Callable[[Tensor], None]
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """Shapes that the tensors of every step share."""
@@ -160,9 +164,9 @@ class GraphTable:
                 )
         return self._inputs(size)
 
-    def replay(self, flat: FlatInputs, size: int) -> Decoded:
+    def replay(self, flat: FlatInputs, size: int, feed: Feed) -> Decoded:
         """Returns the results for a step's tokens. The next replay overwrites them."""
-        self.fill(flat, size)
+        feed(self.fill(flat, size).token_ids)
         decoded = self._replays[size]()
         num_tokens = len(flat.token_ids)
         return Decoded(decoded.logits[:num_tokens], decoded.likeliest[:num_tokens])

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from decoder_svc.runner.graphs.chunk_table import ChunkGraphTable, ChunkInputs, ChunkShape
-from decoder_svc.runner.graphs.decode_table import Decoded, DecodeInputs, GraphTable, Record, SharedOutput, StepShape
+from decoder_svc.runner.graphs.decode_table import (
+    Decoded,
+    DecodeInputs,
+    Feed,
+    GraphTable,
+    Record,
+    SharedOutput,
+    StepShape,
+)
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import FlatInputs
 
@@ -77,27 +85,29 @@ class StepGraphs:
                 self._chunks = None
         self._decodes.capture(lambda inputs: output.held(passes.decode(inputs)), record)
 
-    def replay(self, flat: FlatInputs, place_rows: Callable[[Tensor], list[int]] | None) -> Decoded | None:
+    def replay(
+        self, flat: FlatInputs, feed: Feed, place_rows: Callable[[Tensor], list[int]] | None = None
+    ) -> Decoded | None:
         """Returns the results of the sampled tokens if a graph computes this step, otherwise None.
 
-        `place_rows` is None for a step without tokens of images. It writes rows to `[num_tokens, row_elements]` and
-        returns the indexes of their tokens.
+        `feed` writes ids that only the device has into the step's token ids. `place_rows` is None for a step without
+        tokens of images. It writes rows to `[num_tokens, row_elements]` and returns the indexes of their tokens.
         """
         if max(flat.query_lens) == 1 and not any(flat.mutual_spans) and place_rows is None:
-            return self._replayed_decode(flat)
+            return self._replayed_decode(flat, feed)
         if self._chunks is None or (size := self._chunks.size_for(flat)) is None:
             return None
         if place_rows is None:
-            return self._chunks.replay(flat, size, ())
+            return self._chunks.replay(flat, size, feed)
         if not self._records_rows:
             return None
-        return self._chunks.replay(flat, size, place_rows(self._chunks.rows_of(len(flat.token_ids))))
+        return self._chunks.replay(flat, size, feed, place_rows(self._chunks.rows_of(len(flat.token_ids))))
 
-    def _replayed_decode(self, flat: FlatInputs) -> Decoded | None:
+    def _replayed_decode(self, flat: FlatInputs, feed: Feed) -> Decoded | None:
         size = self._decodes.size_for(len(flat.token_ids))
         if size is None:
             return None
-        decoded = self._decodes.replay(flat, size)
+        decoded = self._decodes.replay(flat, size, feed)
         if len(flat.sampled_indexes) == len(flat.token_ids):
             return decoded
         sampled = self._transfer.move(torch.from_numpy(flat.sampled_indexes))

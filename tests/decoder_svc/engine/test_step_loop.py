@@ -13,6 +13,7 @@ from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.runner.cpu.runner import CPUModelRunner
+from decoder_svc.runner.pending_step import PendingStep
 from decoder_svc.scheduling.encoder_cache_manager import EncoderCacheManager
 from decoder_svc.scheduling.kv_cache_manager import KVCacheManager
 from decoder_svc.scheduling.prompt import Prompt
@@ -77,6 +78,46 @@ class CountingRunner(CPUModelRunner):
         if self.num_failures and self.fails_at_rows:
             self.num_failures -= 1
             self.fail()
+
+
+class LaggingRunner(CountingRunner):
+    """Its steps overlap; notes launches and readings, and fails at one of the two."""
+
+    overlaps_steps = True
+
+    def __init__(
+        self, num_failures: int = 0, fail: Callable[[], None] = fault, *, fails_at_launch: bool = True
+    ) -> None:
+        super().__init__(num_failures, fail)
+        self.fails_at_launch = fails_at_launch
+        self.log: list[str] = []
+
+    def launch(self, output: SchedulerOutput) -> PendingStep:
+        number = len([each for each in self.log if each.startswith("launch")])
+        self.log.append(f"launch {number}")
+        if self.fails_at_launch:
+            self._fail_if_asked(number)
+        return LaggingStep(self, output, number)
+
+    def _fail_if_asked(self, number: int) -> None:
+        """Spares the first step, so that one is in flight when another fails."""
+        if number and self.num_failures:
+            self.num_failures -= 1
+            self.fail()
+
+
+class LaggingStep(PendingStep):
+    """A step whose tokens are read later."""
+
+    def __init__(self, runner: LaggingRunner, output: SchedulerOutput, number: int) -> None:
+        super().__init__()
+        self._runner, self._output, self._number = runner, output, number
+
+    def tokens(self) -> list[SampledToken]:
+        self._runner.log.append(f"read {self._number}")
+        if not self._runner.fails_at_launch:
+            self._runner._fail_if_asked(self._number)
+        return [SampledToken(chunk.request_id, 7, None) for chunk in self._output.chunks if chunk.samples]
 
 
 class Running:
@@ -341,3 +382,85 @@ def test_a_request_that_cannot_advance_after_a_restart_ends_and_the_others_go_on
 def test_load_counts_requests_that_are_not_in_the_batch_as_waiting() -> None:
     load = Running(CountingRunner()).loop.load(5)
     assert (load.running_requests, load.waiting_requests, load.live_requests, load.step_s) == (0, 5, 5, 0.0)
+
+
+def test_a_step_is_launched_before_the_one_before_it_is_read() -> None:
+    runner = LaggingRunner()
+    running = Running(runner)
+    running.loop.start()
+    running.submit(A, max_tokens=4)
+    outputs, error = running.until_terminal(A)
+    running.stop()
+    assert error is None
+    assert [token for output in outputs for token in output.token_ids] == [7] * 4
+    assert outputs[-1].usage.completion_tokens == 4
+    assert runner.log == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "launch 3", "read 2", "read 3"]
+
+
+def test_the_step_in_flight_is_read_before_the_end() -> None:
+    """A request that this step completes gets its answer, like without overlap."""
+    runner = LaggingRunner()
+    running = Running(runner)
+    scheduler = running.loop._scheduler
+    schedule = scheduler.schedule
+
+    def schedule_and_stop() -> SchedulerOutput:
+        running.inbox.put(Stop())
+        return schedule()
+
+    vars(scheduler)["schedule"] = schedule_and_stop
+    running.submit(A, max_tokens=1)
+    running.loop.start()
+    outputs, error = running.until_terminal(A)
+    assert error is None
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert isinstance(running.next(), Ended)
+    assert runner.log == ["launch 0", "read 0"]
+
+
+@pytest.mark.parametrize(("fail", "kind"), [(python_memory, OverloadedError), (fault, InternalError)])
+def test_a_launch_that_fails_leaves_the_step_in_flight_its_tokens(
+    fail: Callable[[], None], kind: type[LookonceError]
+) -> None:
+    runner = LaggingRunner(1, fail)
+    running = Running(runner)
+    running.loop.start()
+    running.submit(A, max_tokens=4)
+    outputs, error = running.until_terminal(A)
+    assert type(error) is kind
+    assert [token for output in outputs for token in output.token_ids] == [7]
+    running.submit(B)
+    assert running.until_terminal(B)[1] is None
+    running.stop()
+
+
+def test_a_step_that_fails_on_the_device_takes_no_other_request_along() -> None:
+    """The request that came meanwhile is in the step behind the failed one, and starts again."""
+    runner = LaggingRunner(1, fails_at_launch=False)
+    running = Running(runner)
+    running.submit(A, max_tokens=9)
+    scheduler = running.loop._scheduler
+    schedule = scheduler.schedule
+
+    def schedule_and_submit() -> SchedulerOutput:
+        if len(runner.log) == 1:
+            running.submit(B)
+        return schedule()
+
+    vars(scheduler)["schedule"] = schedule_and_submit
+    running.loop.start()
+    ends = running.answers(A, B)
+    running.stop()
+    assert isinstance(ends[A], InternalError)
+    assert ends[B] is FinishReason.LENGTH
+    scheduler.check_integrity()
+
+
+def test_a_device_that_fails_again_and_again_ends_the_engine() -> None:
+    running = Running(LaggingRunner(3, fails_at_launch=False))
+    running.loop.start()
+    for number in range(3):
+        running.submit(RequestId(f"r{number}"), max_tokens=9)
+        assert isinstance(running.until_terminal(RequestId(f"r{number}"))[1], InternalError)
+    assert running.loop.join(TIMEOUT_S)
+    assert running.loop.has_died

@@ -9,7 +9,7 @@ import torch
 
 from decoder_svc.runner.host_transfer import HostTransfer, PinnedTransfer
 from tests.decoder_svc.runner.cuda.fake_cuda import FakeStream, installed
-from tests.decoder_svc.runner.cuda.simulated_device import CUDA, PINNED, DeviceTensor
+from tests.decoder_svc.runner.cuda.simulated_device import CUDA, PINNED, RESULT, RETURN, DeviceTensor
 
 CPU = torch.device("cpu")
 
@@ -78,3 +78,21 @@ def test_a_step_too_large_for_the_buffer_makes_the_next_one_larger() -> None:
                 moved = [move(small), move(large)]
             assert [event.kind for event in events] == [PINNED] * num_copies
             assert [each.tolist() for each in moved] == [small.tolist(), large.tolist()]
+
+
+def test_numbers_that_the_host_has_are_fetched_at_once() -> None:
+    assert HostTransfer(CPU).fetch(torch.arange(3))().tolist() == [0, 1, 2]
+
+
+def test_a_fetch_does_not_wait_until_its_result_is_asked_for() -> None:
+    with installed() as cuda:
+        transfer = PinnedTransfer(CUDA)
+        values = torch.arange(3).to(CUDA)
+        with cuda.device.noting() as events:
+            result = transfer.fetch(values)
+        assert [event.kind for event in events] == [RETURN]
+        # Work that is submitted later may overwrite the values.
+        values.fill_(9)
+        with cuda.device.noting() as events:
+            assert result().tolist() == [0, 1, 2]
+        assert [event.kind for event in events] == [RESULT]

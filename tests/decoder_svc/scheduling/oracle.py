@@ -49,28 +49,28 @@ class Layers:
 
     def write(self, request: Request, token: int, value: Hashable) -> None:
         """A slot gets its content, once, or again after that was rejected."""
-        slot = self._slot(request, token)
+        slot = self._slot(request.request_id, token)
         assert self._slots.get(slot, REJECTED) == REJECTED, "a slot is written twice"
         self._slots[slot] = value
 
     def reject(self, request: Request, token: int) -> None:
         """Marks a token's slot as the result of a rejected draft."""
-        self._slots[self._slot(request, token)] = REJECTED
+        self._slots[self._slot(request.request_id, token)] = REJECTED
 
-    def spoil(self, request: Request, token: int) -> None:
+    def spoil(self, request_id: RequestId, token: int) -> None:
         """Marks a token's slot as garbage."""
-        self._slots[self._slot(request, token)] = "garbage"
+        self._slots[self._slot(request_id, token)] = "garbage"
 
     def read(self, request: Request, token_ids: Sequence[int], tokens: set[int]) -> None:
         """Raises AssertionError unless the slots hold what these tokens of `token_ids` depend on."""
         for token in tokens:
-            held = self._slots.get(self._slot(request, token))
+            held = self._slots.get(self._slot(request.request_id, token))
             assert held == truth(request, token_ids, token), f"{request} reads another context at token {token}"
 
-    def _slot(self, request: Request, token: int) -> tuple[int, int]:
+    def _slot(self, request_id: RequestId, token: int) -> tuple[int, int]:
         index, offset = divmod(token, self._block_size)
-        block = self._tables[request.request_id].get(index)
-        assert block is not None, f"{request} has let go of token {token}"
+        block = self._tables[request_id].get(index)
+        assert block is not None, f"{request_id} has let go of token {token}"
         return block, offset
 
 
@@ -87,12 +87,35 @@ class Oracle:
             self._sliding = Layers(kv_cache.sliding_pool, kv_cache.block_size)
         self._layers = [layers for layers in (self._full, self._sliding) if layers is not None]
         self._computed: dict[RequestId, int] = {}
+        # The tokens of each request that the runner has: it knows a sampled token before the scheduler does.
+        self._token_ids: dict[RequestId, list[int]] = {}
         self._rows: dict[ContentKey, RowRangeSet] = {}
         # Rows that encoders have computed for all fetches that arrived.
         self.num_encoded_rows = 0
 
     def run(self, output: SchedulerOutput) -> list[SampledToken]:
         """Computes a step; raises AssertionError where a token would be computed from anything but its own context."""
+        self._receive(output)
+        self._write(output)
+        for chunk in output.chunks:
+            self._read(chunk)
+        return [token for chunk in output.chunks for token in self._sample(chunk)]
+
+    def take_back(self, chunk: ScheduledChunk) -> None:
+        """Makes a chunk of one token void: that token turned out to be another one than the chunk was computed from."""
+        request = self._target.request(chunk.request_id)
+        self._computed[chunk.request_id] = chunk.start
+        self._token_ids[chunk.request_id].pop()
+        for layers in self._layers:
+            layers.reject(request, chunk.start)
+
+    def run_in_vain(self, output: SchedulerOutput) -> None:
+        """Computes a step whose results will be dropped: it may read anything, and leaves garbage."""
+        self._receive(output)
+        for chunk in output.chunks:
+            self.spoil(chunk)
+
+    def _receive(self, output: SchedulerOutput) -> None:
         for request_id in output.released:
             for layers in self._layers:
                 layers.release(request_id)
@@ -102,27 +125,26 @@ class Oracle:
             for layers in self._layers:
                 layers.admit(admitted.request_id)
             self._computed[admitted.request_id] = 0
+            self._token_ids[admitted.request_id] = list(admitted.token_ids)
         assert output.num_scheduled_tokens <= self._target.limits.max_num_batched_tokens, "over the token budget"
         num_rows = sum(rows.num_rows for rows in self._rows.values())
         assert num_rows <= self._target.encoder_cache.capacity_rows, "more rows on the device than there is room for"
         for chunk in output.chunks:
             self._set_blocks(chunk)
             self._check(chunk)
-        self._write(output)
-        for chunk in output.chunks:
-            self._read(chunk)
-        return [token for chunk in output.chunks for token in self._sample(chunk)]
 
     def _check(self, chunk: ScheduledChunk) -> None:
         request = self._target.request(chunk.request_id)
         assert chunk.num_tokens >= 1, "a scheduled request computes something"
         assert chunk.start >= self._computed[chunk.request_id], "tokens are computed once"
         stop = chunk.start + chunk.num_tokens
+        num_known = len(self._token_ids[chunk.request_id])
         for span in request.prompt.mutual_spans:
             assert not span.offset < stop < span.stop, "tokens that see each other are computed in one chunk"
+        assert chunk.samples == (stop - len(chunk.draft_ids) == num_known), "whoever has all tokens samples the next"
+        assert stop < request.num_prompt_tokens + request.params.max_tokens, "a token behind the end of the answer"
         if chunk.draft_ids:
-            assert (chunk.start, stop) == (request.num_tokens - 1, request.num_tokens + len(chunk.draft_ids))
-            assert stop < request.num_prompt_tokens + request.params.max_tokens, "a guess behind the end of the answer"
+            assert chunk.start == num_known - 1
 
     def _sample(self, chunk: ScheduledChunk) -> list[SampledToken]:
         """The tokens that the chunk leads to; what was guessed wrongly is marked in its slots."""
@@ -130,7 +152,8 @@ class Oracle:
         self._computed[chunk.request_id] = stop = chunk.start + chunk.num_tokens
         if not chunk.samples:
             return []
-        token_ids = list(request.token_ids)
+        token_ids = self._token_ids[chunk.request_id]
+        num_known = len(token_ids)
         for draft_id in chunk.draft_ids:
             token_ids.append(next_token(token_ids))
             if token_ids[-1] != draft_id:
@@ -141,14 +164,13 @@ class Oracle:
         for token in range(len(token_ids) - 1, stop):
             for layers in self._layers:
                 layers.reject(request, token)
-        return [SampledToken(chunk.request_id, token_id, None) for token_id in token_ids[request.num_tokens :]]
+        return [SampledToken(chunk.request_id, token_id, None) for token_id in token_ids[num_known:]]
 
     def spoil(self, chunk: ScheduledChunk) -> None:
         """Marks all slots that a chunk wrote as garbage."""
-        request = self._target.request(chunk.request_id)
         for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
             for layers in self._layers:
-                layers.spoil(request, token)
+                layers.spoil(chunk.request_id, token)
 
     def arrive(self, key: ContentKey, rows: RowRange, num_encoded_rows: int = 0) -> None:
         """Rows are on the device; an encoder computed `num_encoded_rows` of the image for them."""
@@ -166,14 +188,14 @@ class Oracle:
     def _write(self, output: SchedulerOutput) -> None:
         for chunk in output.chunks:
             request = self._target.request(chunk.request_id)
-            token_ids = [*request.token_ids, *chunk.draft_ids]
+            token_ids = [*self._token_ids[chunk.request_id], *chunk.draft_ids]
             for token in range(max(chunk.start, chunk.write_start), chunk.start + chunk.num_tokens):
                 for layers in self._layers:
                     layers.write(request, token, truth(request, token_ids, token))
 
     def _read(self, chunk: ScheduledChunk) -> None:
         request = self._target.request(chunk.request_id)
-        token_ids = [*request.token_ids, *chunk.draft_ids]
+        token_ids = [*self._token_ids[chunk.request_id], *chunk.draft_ids]
         start, stop = chunk.start, chunk.start + chunk.num_tokens
         self._full.read(request, token_ids, set(range(stop)))
         if self._sliding is not None and self._window is not None:

@@ -136,7 +136,7 @@ def test_names_of_a_failed_step_are_withdrawn() -> None:
     manager.publish(one, 4)
     manager.begin_step()
     manager.publish(one, 8)
-    manager.withdraw_step()
+    manager.withdraw_steps()
     assert manager.find_prefix(request("b", 9, text="same")).num_tokens == 4
     manager.check_integrity()
 

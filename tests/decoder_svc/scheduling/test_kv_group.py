@@ -189,8 +189,8 @@ def test_a_request_that_adopted_of_a_failed_step_in_one_group_only_is_found() ->
     manager.publish(fast, 16)
     manager.adopt(slow, manager.find_more(slow))
     assert set(manager.block_table(slow.request_id)) <= set(manager.block_table(early.request_id))
-    assert manager.holds_any_of_step(slow.request_id)
-    manager.withdraw_step()
-    assert not manager.holds_any_of_step(slow.request_id)
+    assert manager.holds_any_of_steps(slow.request_id)
+    manager.withdraw_steps()
+    assert not manager.holds_any_of_steps(slow.request_id)
     assert manager.find_prefix(request("late", 17, text="same")) == NO_HIT
     manager.check_integrity()

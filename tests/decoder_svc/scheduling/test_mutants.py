@@ -16,6 +16,7 @@ from decoder_svc.scheduling.kv_group import KVGroup
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import CacheScope, Request
 from decoder_svc.scheduling.scheduler import Scheduler
+from decoder_svc.scheduling.scheduler_output import StepInProgress
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.mutation import NUM_SEEDS, Mutations, Patch
 from tests.decoder_svc.scheduling.simulation import request
@@ -39,10 +40,11 @@ def blocks_are_published_before_they_are_full(patch: Patch) -> None:
     patch.setattr(
         KVCacheManager,
         "publish",
-        lambda self, request, num_tokens: original(
+        lambda self, request, num_tokens, **options: original(
             self,
             request,
             min(num_tokens + 3, request.num_tokens, 4 * len(self.block_table(request.request_id))),
+            **options,
         ),
     )
 
@@ -140,12 +142,12 @@ def one_of_two_equal_blocks_takes_the_name_with_it(patch: Patch) -> None:
 
 @mutation
 def names_of_a_failed_step_stay(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "withdraw_step", lambda self: None)
+    patch.setattr(KVCacheManager, "withdraw_steps", lambda self: None)
 
 
 @mutation
 def who_adopted_blocks_of_a_failed_step_keeps_them(patch: Patch) -> None:
-    patch.setattr(KVCacheManager, "holds_any_of_step", lambda self, request_id: False)
+    patch.setattr(KVCacheManager, "holds_any_of_steps", lambda self, request_id: False)
 
 
 @mutation
@@ -266,10 +268,10 @@ def the_prompt_is_not_in_the_hash(patch: Patch) -> None:
 
 @mutation
 def who_cannot_be_cut_is_overtaken(patch: Patch) -> None:
-    class HeedlessStep(scheduler._Step):
+    class HeedlessStep(StepInProgress):
         lacks_budget = property(lambda self: False, lambda self, value: None)
 
-    patch.setattr(scheduler, "_Step", HeedlessStep)
+    patch.setattr(scheduler, "StepInProgress", HeedlessStep)
 
 
 def run_all_seeds() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoder_svc.scheduling.ngram_proposer import MAX_PLACES, NgramProposer
+from decoder_svc.scheduling.speculation import MAX_PLACES, NgramProposer
 
 
 def propose_slowly(token_ids: Sequence[int], num_tokens: int, min_length: int, max_length: int) -> list[int]:

@@ -91,10 +91,10 @@ def room_is_asked_of_the_full_group_only(patch: Patch) -> None:
 
 @mutation
 def the_layers_with_a_window_keep_the_names_of_a_failed_step(patch: Patch) -> None:
-    def withdraw_step(self: KVCacheManager) -> None:
-        self.pool.withdraw(self._full.published_in_step)
+    def withdraw_steps(self: KVCacheManager) -> None:
+        self.pool.withdraw(block for step in self._full.unproven for block in step)
 
-    patch.setattr(KVCacheManager, "withdraw_step", withdraw_step)
+    patch.setattr(KVCacheManager, "withdraw_steps", withdraw_steps)
 
 
 @mutation

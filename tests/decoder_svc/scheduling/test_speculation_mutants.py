@@ -45,25 +45,25 @@ def one_draft_too_many_counts_as_computed(patch: Patch) -> None:
 
 @mutation
 def one_draft_too_many_is_accepted(patch: Patch) -> None:
-    original = Scheduler._advance
+    original = Scheduler._take
 
-    def advance(self: Scheduler, chunk: ScheduledChunk, sampled: list[SampledToken]) -> Any:
+    def take(self: Scheduler, chunk: ScheduledChunk, sampled: list[SampledToken]) -> Any:
         if 0 < len(sampled) <= len(chunk.draft_ids):
             wrong = chunk.draft_ids[len(sampled) - 1]
             sampled = [*sampled[:-1], replace(sampled[-1], token_id=wrong), sampled[-1]]
         return original(self, chunk, sampled)
 
-    patch.setattr(Scheduler, "_advance", advance)
+    patch.setattr(Scheduler, "_take", take)
 
 
 @mutation
 def an_accepted_draft_is_lost(patch: Patch) -> None:
-    original = Scheduler._advance
+    original = Scheduler._take
 
-    def advance(self: Scheduler, chunk: ScheduledChunk, sampled: list[SampledToken]) -> Any:
+    def take(self: Scheduler, chunk: ScheduledChunk, sampled: list[SampledToken]) -> Any:
         return original(self, chunk, sampled[1:] if len(sampled) > 1 else sampled)
 
-    patch.setattr(Scheduler, "_advance", advance)
+    patch.setattr(Scheduler, "_take", take)
     # Its own assertion would say so first.
     settle_without_a_look(patch)
 
@@ -82,10 +82,10 @@ def a_block_with_a_rejected_draft_is_named(patch: Patch) -> None:
     """The token that was sampled in its place is known, but its keys and values are not there."""
     original = KVCacheManager.publish
 
-    def publish(self: KVCacheManager, request: Request, num_tokens: int) -> None:
+    def publish(self: KVCacheManager, request: Request, num_tokens: int, **options: bool) -> None:
         is_settled = num_tokens == request.num_computed_tokens
         known = min(request.num_tokens, self.block_size * len(self.block_table(request.request_id)))
-        original(self, request, known if is_settled else num_tokens)
+        original(self, request, known if is_settled else num_tokens, **options)
 
     patch.setattr(KVCacheManager, "publish", publish)
 

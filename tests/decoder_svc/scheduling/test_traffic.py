@@ -6,6 +6,8 @@ import functools
 
 import pytest
 
+from decoder_svc.scheduling.request_output import FinishReason
+from decoder_svc.scheduling.speculation import SpeculationLimits
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.traffic import MODES, Traffic
 
@@ -78,3 +80,35 @@ def test_hits_end_inside_images_whose_tokens_see_each_other() -> None:
         spans = {one.request_id: one.prompt.mutual_spans for one in traffic.requests}
         inside += sum(span.offset < chunk.start < span.stop for chunk in chunks for span in spans[chunk.request_id])
     assert inside >= 8, inside
+
+
+SHORT_DRAFTS = SpeculationLimits(3)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("mask", "deterministic"), MODES)
+@pytest.mark.parametrize("seed", range(60))
+def test_steps_that_overlap_compute_the_same_tokens(
+    seed: int, mask: Mask, deterministic: bool, window: int | None
+) -> None:
+    Traffic(seed, mask=mask, deterministic=deterministic, window=window, overlaps=True).run(120)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_steps_with_drafts_do_not_overlap_and_others_do(seed: int) -> None:
+    Traffic(seed, speculation=SHORT_DRAFTS, overlaps=True).run(120)
+
+
+@pytest.mark.parametrize("mask", list(Mask))
+def test_traffic_that_overlaps_is_worth_testing_with(mask: Mask) -> None:
+    ahead = wasted = corrected = stopped = preemptions = 0
+    for seed in range(40):
+        traffic = Traffic(seed, mask=mask, overlaps=True)
+        traffic.run(120)
+        ahead += traffic.num_ahead
+        wasted += traffic.num_wasted
+        corrected += traffic.num_corrected
+        stopped += sum(one.finish_reason is FinishReason.STOP for one in traffic.requests)
+        preemptions += sum(one.num_preemptions > 0 for one in traffic.requests)
+    counts = (ahead, wasted, corrected, stopped, preemptions)
+    assert min(counts) >= 15, counts

@@ -155,3 +155,23 @@ def test_cached_tokens_take_no_time(cache: CountingCache) -> None:
     one = request("a", 10, deadline_s=clock.now_s + 2.5)
     assert queue.must_miss_deadline(one, NO_HIT)
     assert not queue.must_miss_deadline(one, PrefixHit((0, 1), 8))
+
+
+def test_a_step_that_began_during_another_one_counts_from_its_end(cache: CountingCache) -> None:
+    clock = Clock()
+    queue = WaitingQueue(cache, clock)
+    queue.begin_step()
+    clock.now_s = 4.0
+    queue.begin_step()
+    queue.end_step(2)
+    clock.now_s = 6.0
+    queue.end_step(2)
+    # One second per token, not three.
+    one = request("a", 9, deadline_s=clock.now_s + 9.5)
+    assert not queue.must_miss_deadline(one, NO_HIT)
+    one = request("a", 9, deadline_s=clock.now_s + 8.5)
+    assert queue.must_miss_deadline(one, NO_HIT)
+    queue.begin_step()
+    queue.fail_steps()
+    queue.begin_step()
+    queue.end_step(1)

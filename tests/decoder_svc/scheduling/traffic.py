@@ -13,7 +13,7 @@ from decoder_svc.scheduling.kv_group import SlidingGroupSize
 from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.request import CacheScope, Request, RequestId, RequestState
 from decoder_svc.scheduling.request_output import FinishReason
-from decoder_svc.scheduling.scheduler_output import RowFetch, SchedulerOutput
+from decoder_svc.scheduling.scheduler_output import RowFetch, SampledToken, SchedulerOutput
 from decoder_svc.scheduling.speculation import NO_SPECULATION, SpeculationLimits
 from lookonce.families.base import Mask
 from lookonce.forgotten import EVERYTHING, Forgotten
@@ -62,10 +62,11 @@ class Traffic:
         window: int | None = None,
         mask: Mask = Mask.CAUSAL,
         speculation: SpeculationLimits = NO_SPECULATION,
+        overlaps: bool = False,
     ) -> None:
         """`window`: sliding window of some layers, at most 6; None: no layer has one.
 
-        With `speculation` answers are longer, and some end at a stop id.
+        With `speculation`, or with steps that overlap, answers are longer, and some end at a stop id.
         """
         # The source of every random choice; tests may replace it between actions.
         self.rng = random.Random(seed)
@@ -85,7 +86,14 @@ class Traffic:
             sliding=None if window is None else SlidingGroupSize(window, *SLIDING_SIZES[mask]),
             speculation=speculation,
         )
-        self._speculates = speculation.max_draft_tokens > 0
+        self._overlaps = overlaps
+        # The step whose tokens the scheduler does not know yet, and these tokens.
+        self._in_flight: tuple[SchedulerOutput, list[SampledToken]] | None = None
+        # Steps that were decided while another one was in flight, tokens that were sampled and not used, and corrected.
+        self.num_ahead = self.num_wasted = self.num_corrected = 0
+        # Requests whose chunk of the latest step is void.
+        self._void: set[RequestId] = set()
+        self._has_long_answers = overlaps or speculation.max_draft_tokens > 0
         self.oracle = Oracle(self.target, window)
         self.requests: list[Request] = []
         self._texts: dict[RequestId, str] = {}
@@ -122,6 +130,7 @@ class Traffic:
             while self.travelling:
                 self._arrive(self.travelling.pop(0))
             self.target.check_integrity()
+        self._settle()
         unfinished = [one for one in self.requests if one.state is not RequestState.FINISHED]
         assert not unfinished, "requests were left alone"
         assert self.target.kv_cache.pool.num_free_blocks == self._num_blocks
@@ -207,7 +216,7 @@ class Traffic:
             images = (self._image(name, first, half), self._image(name, first + half, rest), *images[1:])
         elif change == 5:
             text = "u"
-        elif change >= 6 and self._speculates:
+        elif change >= 6 and self._has_long_answers:
             return self._continued(self.rng.choice(self.requests[-4:]))
         return self._request(num_tokens, images, text, scope)
 
@@ -215,12 +224,12 @@ class Traffic:
         """The next turn: an earlier prompt, its answer as far as it is there, and perhaps something new."""
         num_new_tokens = self.rng.choice((0, 0, 1, 3))
         new = self._request(
-            earlier.num_tokens + num_new_tokens,
+            len(earlier.token_ids) + num_new_tokens,
             earlier.prompt.images,
             self._texts[earlier.request_id],
             earlier.cache_scope,
         )
-        new.token_ids[: earlier.num_tokens] = earlier.token_ids
+        new.token_ids[: len(earlier.token_ids)] = earlier.token_ids
         new.prompt = replace(new.prompt, token_ids=tuple(new.token_ids))
         return new
 
@@ -230,8 +239,8 @@ class Traffic:
             num_tokens,
             images,
             text=text,
-            max_tokens=self.rng.randint(1, 20 if self._speculates else 5),
-            stop_token_ids=frozenset({self.rng.choice((0, 0, 8))}) if self._speculates else frozenset(),
+            max_tokens=self.rng.randint(1, 20 if self._has_long_answers else 5),
+            stop_token_ids=frozenset({self.rng.choice((0, 0, 8))}) if self._has_long_answers else frozenset(),
             priority=self.rng.choice((0, 0, 0, 1)),
             arrival_s=len(self.requests),
             cache_scope=scope,
@@ -253,21 +262,70 @@ class Traffic:
         self.trace.append(output)
         pool = self.target.kv_cache.sliding_pool
         self.num_short_of_sliding_blocks += pool is not None and pool.num_free_blocks == 0
-        self.target.update(output, self.oracle.run(output))
+        self.num_ahead += self._in_flight is not None
+        sampled = self._corrected(output, self.oracle.run(output))
+        self._settle()
+        if self._overlaps and self.target.may_run_ahead(output):
+            self.target.advance(output)
+            self._in_flight = (output, sampled)
+        else:
+            self.target.update(output, sampled)
         self.travelling += output.fetches
         for one in self.target.live_requests():
             num_blocks = len(self.target.kv_cache.block_table(one.request_id))
-            assert num_blocks <= -(-one.num_computed_tokens // BLOCK_SIZE), f"{one} keeps blocks that it has no use for"
+            # The block of a void chunk is used by the next one.
+            num_used = one.num_computed_tokens + (one.request_id in self._void)
+            assert num_blocks <= -(-num_used // BLOCK_SIZE), f"{one} keeps blocks that it has no use for"
+
+    def _corrected(self, output: SchedulerOutput, sampled: list[SampledToken]) -> list[SampledToken]:
+        """Lets some tokens of the step in flight be other ones than the step behind it has read."""
+        self._void = set()
+        if self._in_flight is None:
+            return sampled
+        before, tokens = self._in_flight
+        readers = {chunk.request_id: chunk for chunk in output.chunks if not chunk.draft_ids}
+        corrected = {one.request_id for one in tokens if one.request_id in readers and self.rng.random() < 0.1}
+        for request_id in corrected:
+            self.oracle.take_back(readers[request_id])
+        self.num_corrected += len(corrected)
+        self._void = corrected
+        self._in_flight = (before, [replace(one, is_corrected=one.request_id in corrected) for one in tokens])
+        return [one for one in sampled if one.request_id not in corrected]
+
+    def _settle(self) -> None:
+        """Tells the scheduler the tokens of the step in flight."""
+        if self._in_flight is not None:
+            (output, sampled), self._in_flight = self._in_flight, None
+            self.num_wasted += len(sampled) - len(self.target.update(output, sampled))
 
     def fail_step(self) -> None:
-        """Runs a step that fails, so that its results never arrive."""
+        """Runs a step that fails, so that its results never arrive: the next one, or else the one in flight."""
+        if self._in_flight is not None and self.rng.random() < 0.5:
+            self._fail_in_flight()
+            return
         output = self.target.schedule()
         self.trace.append(output)
         # The runner started the step and failed in the middle, so its slots may hold anything.
         self.oracle.run(output)
         for chunk in output.chunks:
             self.oracle.spoil(chunk)
+        self._settle()
         self.target.fail_step(output)
+        self.travelling += output.fetches
+
+    def _fail_in_flight(self) -> None:
+        """The step in flight turns out to have failed when another one has been launched behind it, or none."""
+        assert self._in_flight is not None
+        (failed, _), self._in_flight = self._in_flight, None
+        for chunk in failed.chunks:
+            self.oracle.spoil(chunk)
+        if self.rng.random() < 0.3:
+            self.target.fail_step(failed)
+            return
+        output = self.target.schedule()
+        self.trace.append(output)
+        self.oracle.run_in_vain(output)
+        self.target.fail_step(failed, output)
         self.travelling += output.fetches
 
     def end_journey(self) -> None:

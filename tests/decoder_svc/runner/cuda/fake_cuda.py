@@ -58,6 +58,23 @@ class FakeStream:
         self.num_waits += 1
 
 
+class FakeEvent:
+    """Replaces `torch.cuda.Event`; knows the copies that had begun when it was recorded."""
+
+    device: ClassVar[SimulatedDevice]
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(self, _stream: FakeStream) -> None:
+        """Notes the copies that have begun."""
+        self._copies = self.device.returning
+
+    def synchronize(self) -> None:
+        """Waits for the copies that had begun when the event was recorded."""
+        self.device.wait(self._copies)
+
+
 class FakeTriton(TensorBackend):
     """Replaces the kernel where Triton does not run."""
 
@@ -144,6 +161,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
     # Runners of earlier tests may not have been collected yet.
     FakeGraph.alive.clear()
     FakeStream.current = FakeStream.steps = FakeStream()
+    FakeEvent.device = device
 
     @contextlib.contextmanager
     def inside(stream: FakeStream) -> Iterator[None]:
@@ -161,6 +179,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> list[o
     properties = types.SimpleNamespace(name="a device", major=9, minor=0, multi_processor_count=NUM_PROCESSORS)
     replaced: dict[str, Callable[..., object]] = {
         "CUDAGraph": FakeGraph,
+        "Event": FakeEvent,
         "Stream": FakeStream,
         "current_stream": lambda _device=None: FakeStream.current,
         "empty_cache": allocator.empty_cache,

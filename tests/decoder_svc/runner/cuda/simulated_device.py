@@ -24,8 +24,12 @@ from tests.decoder_svc.runner.operator_tape import OperatorTape
 CUDA = torch.device("cuda", 0)
 # Kinds of events.
 PINNED, PAGEABLE, RESULT, HOST_INDEX, SYNCHRONISATION = "pinned", "pageable", "result", "host index", "synchronisation"
+# A copy to the host that begins, for which nobody waits yet.
+RETURN = "return"
 
 _aten = torch.ops.aten
+# The content of page-locked memory until the copy into it is done.
+_GARBAGE = -(10**6)
 # Operators whose result, or its shape, the host must know.
 _ASK = frozenset(
     packet
@@ -106,6 +110,8 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[misc]  # torch is unty
         self.variants: set[tuple[Any, ...]] = set()
         # Whether operators raise for which the host would wait.
         self.refuses_waiting = False
+        # Copies to the host that nobody has waited for, with their numbers: the host's memory does not have them yet.
+        self._returning: list[tuple[Tensor, Tensor]] = []
         self._tape: OperatorTape | None = None
         # Addresses of page-locked memory, with a tensor that keeps it from being used for something else.
         self._pinned: dict[int, Tensor] = {}
@@ -119,6 +125,19 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[misc]  # torch is unty
     def set_sync_debug_mode(self, mode: int | str) -> None:
         """Replaces the function of torch.cuda with the same name."""
         self.refuses_waiting = mode in ("error", 2)
+
+    def wait(self, copies: list[tuple[Tensor, Tensor]]) -> None:
+        """Waits for copies to the host."""
+        self.events.append(Event(RESULT, "wait", _place()))
+        with _disable_current_modes():
+            for target, numbers in copies:
+                target.copy_(numbers)
+        self._returning = [each for each in self._returning if not any(each is other for other in copies)]
+
+    @property
+    def returning(self) -> list[tuple[Tensor, Tensor]]:
+        """The copies to the host that have begun and that nobody has waited for."""
+        return list(self._returning)
 
     @contextlib.contextmanager
     def recording(self, tape: OperatorTape) -> Iterator[None]:
@@ -159,6 +178,9 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[misc]  # torch is unty
             self._check(packet, func, args, tensors)
         with contextlib.nullcontext() if self._tape is None else self._tape:
             is_pinned = kwargs.pop("pin_memory", False)
+            if is_moved and packet is _aten.copy_ and target != CUDA and self._is_asynchronous(args, kwargs):
+                self._returning.append((args[0], _content(args[1]).clone()))
+                return args[0].fill_(_GARBAGE)
             result = func(*tree_map(_content, args), **tree_map(_content, kwargs))
             if is_pinned:
                 self._pinned[result.untyped_storage().data_ptr()] = result
@@ -191,12 +213,18 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[misc]  # torch is unty
             return False
         is_waiting = not (kwargs.get("non_blocking") or True in args[2:])
         if target != CUDA:
-            self._note(RESULT, func)
+            is_asynchronous = packet is _aten.copy_ and self._is_asynchronous(args, kwargs)
+            self._note(RETURN if is_asynchronous else RESULT, func)
         elif source.untyped_storage().data_ptr() in self._pinned and not is_waiting:
             self._note(PINNED, func)
         else:
             self._note(PAGEABLE, func)
         return True
+
+    def _is_asynchronous(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether the host goes on during a copy to its memory."""
+        is_pinned = args[0].untyped_storage().data_ptr() in self._pinned
+        return is_pinned and bool(kwargs.get("non_blocking") or True in args[2:])
 
     def _check(self, packet: Any, func: Any, args: Any, tensors: list[Tensor]) -> None:
         if packet in _ASK:
@@ -218,7 +246,7 @@ class SimulatedDevice(TorchDispatchMode):  # type: ignore[misc]  # torch is unty
         self.events.append(event)
         if self._tape is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {event}")
-        if self.refuses_waiting and kind != PINNED:
+        if self.refuses_waiting and kind not in (PINNED, RETURN):
             raise RuntimeError(f"called a synchronizing CUDA operation: {event}")
 
 

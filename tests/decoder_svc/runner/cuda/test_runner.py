@@ -30,7 +30,7 @@ from tests.decoder_svc.runner.cuda.fake_cuda import (
     FakeTriton,
     installed,
 )
-from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, Event
+from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN, Event
 from tests.parity import offline
 
 WORST = WorstCase(64, 4, 300, 2, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32)
@@ -186,7 +186,7 @@ def test_a_step_waits_for_the_device_only_for_its_tokens(
     before: list[RequestId] = []
     for step, events in steps:
         kinds = [event.kind for event in events]
-        assert [event for event in events if event.kind not in (PINNED, RESULT)] == []
+        assert [event for event in events if event.kind not in (PINNED, RESULT, RETURN)] == []
         is_sampled = any(chunk.samples for chunk in step.chunks)
         assert kinds.count(RESULT) == (0 if not is_sampled else 1 if params is None else 2)
         names = [chunk.request_id for chunk in step.chunks]
@@ -242,7 +242,7 @@ def test_a_model_that_waits_for_the_device_is_found_in_steps_and_not_recorded(
     assert sampling
     for events in sampling:
         kinds = [event.kind for event in events]
-        assert {*kinds} - {PINNED, RESULT} or kinds.count(RESULT) > 1
+        assert {*kinds} - {PINNED, RESULT, RETURN} or kinds.count(RESULT) > 1
 
 
 def test_after_a_failed_recording_nothing_uses_its_pool(

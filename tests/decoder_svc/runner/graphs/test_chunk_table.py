@@ -19,6 +19,7 @@ from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.runner.input_batch import BlockInputs, FlatInputs
 from decoder_svc.scheduling.prompt import Span
 from decoder_svc.scheduling.request import RequestId
+from tests.decoder_svc.runner.graphs.test_decode_table import nothing_to_feed
 
 BLOCK_SIZE, NUM_SEQUENCES, ROW_ELEMENTS = 4, 5, 6
 FULL, SLIDING = PoolShape(max_blocks=50, unread_block=300), PoolShape(max_blocks=30, unread_block=120)
@@ -156,7 +157,7 @@ def test_the_largest_is_recorded_first_and_a_replay_gives_the_rows_of_the_step_a
     table.capture(noted, record)
     assert seen == [40, 16, 8]
     flat = step([3, 1, 6])
-    decoded = table.replay(flat, 16, ())
+    decoded = table.replay(flat, 16, nothing_to_feed)
     assert decoded.logits[:, 0].tolist() == [2 * each for each in flat.token_ids[flat.sampled_indexes]]
     assert decoded.likeliest.tolist() == [3 * each for each in flat.token_ids[flat.sampled_indexes]]
 

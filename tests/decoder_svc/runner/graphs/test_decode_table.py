@@ -26,6 +26,10 @@ def table_of(sizes: tuple[int, ...] = SIZES, *, has_sliding_group: bool = True) 
     return GraphTable(sizes, shape, HostTransfer(CPU))
 
 
+def nothing_to_feed(token_ids: torch.Tensor) -> None:
+    """The host knows the ids of all tokens."""
+
+
 def step(num_tokens: int, width: int, seed: int, *, has_sliding_group: bool) -> FlatInputs:
     """Returns a step whose numbers differ from all padding. Few seeds share many entries of their block tables."""
     draw = np.random.default_rng(seed)
@@ -144,7 +148,7 @@ def test_a_replay_gives_the_rows_of_the_step_alone() -> None:
     table = table_of()
     table.capture(doubled, at_once)
     inputs = step(3, 2, 0, has_sliding_group=True)
-    decoded = table.replay(inputs, 4)
+    decoded = table.replay(inputs, 4, nothing_to_feed)
     assert decoded.logits[:, 0].tolist() == [2 * each for each in inputs.token_ids]
     assert decoded.likeliest.tolist() == [3 * each for each in inputs.token_ids]
 

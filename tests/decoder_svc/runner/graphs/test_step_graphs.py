@@ -16,6 +16,7 @@ from decoder_svc.runner.graphs.step_graphs import GraphSizes, StepGraphs
 from decoder_svc.runner.host_transfer import HostTransfer
 from decoder_svc.scheduling.prompt import Span
 from tests.decoder_svc.runner.graphs.test_chunk_table import step
+from tests.decoder_svc.runner.graphs.test_decode_table import nothing_to_feed
 
 SHAPE = StepShape(3, 4, PoolShape(50, 300), None)
 SIZES = GraphSizes((1, 2, 4), (8, 16))
@@ -74,7 +75,7 @@ def test_a_step_without_images(lengths: list[int], wanted: str | None) -> None:
     graphs = graphs_of(passes)
     passes.ran.clear()
     flat = step(lengths, has_sliding_group=False)
-    decoded = graphs.replay(flat, None)
+    decoded = graphs.replay(flat, nothing_to_feed)
     assert passes.ran == ([] if wanted is None else [wanted])
     assert (decoded is None) == (wanted is None)
     if decoded is not None:
@@ -82,27 +83,39 @@ def test_a_step_without_images(lengths: list[int], wanted: str | None) -> None:
         assert decoded.logits.argmax(1).tolist() == decoded.likeliest.tolist()
 
 
+@pytest.mark.parametrize("lengths", [[1, 1], [3, 1]])
+def test_ids_that_only_the_device_has_are_fed(lengths: list[int]) -> None:
+    flat = step(lengths, has_sliding_group=False)
+
+    def feed(token_ids: Tensor) -> None:
+        token_ids[len(flat.token_ids) - 1] = 11
+
+    decoded = graphs_of(Passes()).replay(flat, feed)
+    assert decoded is not None
+    assert decoded.likeliest.tolist() == [*flat.token_ids[flat.sampled_indexes][:-1], 11]
+
+
 @pytest.mark.parametrize("lengths", [[1], [3, 2]])
 def test_tokens_of_images_get_their_rows(lengths: list[int]) -> None:
     flat = step(lengths, has_sliding_group=False)
-    decoded = graphs_of(Passes()).replay(flat, place_eleven)
+    decoded = graphs_of(Passes()).replay(flat, nothing_to_feed, place_eleven)
     assert decoded is not None
     assert decoded.likeliest.tolist() == [*flat.token_ids[flat.sampled_indexes][:-1], 11]
-    assert graphs_of(Passes(records_rows=False)).replay(flat, place_eleven) is None
+    assert graphs_of(Passes(records_rows=False)).replay(flat, nothing_to_feed, place_eleven) is None
 
 
 def test_a_single_token_that_sees_later_ones_is_a_chunk() -> None:
     passes = Passes()
     graphs = graphs_of(passes)
     flat = replace(step([1], has_sliding_group=False), mutual_spans=((Span(0, 30),),))
-    assert graphs.replay(flat, None) is not None
+    assert graphs.replay(flat, nothing_to_feed) is not None
     assert passes.ran[-1] == "chunks 8"
 
 
 def test_only_some_tokens_of_single_token_steps_are_sampled() -> None:
     flat = step([1, 1, 1], has_sliding_group=False)
     flat = replace(flat, sampled_indexes=flat.sampled_indexes[1:])
-    decoded = graphs_of(Passes()).replay(flat, None)
+    decoded = graphs_of(Passes()).replay(flat, nothing_to_feed)
     assert decoded is not None
     assert decoded.likeliest.tolist() == flat.token_ids[1:].tolist()
 
@@ -110,7 +123,7 @@ def test_only_some_tokens_of_single_token_steps_are_sampled() -> None:
 def test_all_results_share_memory() -> None:
     graphs = graphs_of(Passes())
     steps = [step(lengths, has_sliding_group=False) for lengths in ([1], [1, 1, 1], [5, 2])]
-    found = [graphs.replay(flat, None) for flat in steps]
+    found = [graphs.replay(flat, nothing_to_feed) for flat in steps]
     assert len({decoded.logits.data_ptr() for decoded in found if decoded is not None}) == 1
 
 
@@ -119,6 +132,6 @@ def test_chunks_that_cannot_be_recorded_leave_steps_of_single_tokens(caplog: pyt
         graphs = graphs_of(Passes(waits_for_chunks=True))
     assert "no graphs of steps with prompt chunks: a chunk waits" in caplog.text
     assert graphs.sizes == GraphSizes((1, 2, 4), ())
-    assert graphs.replay(step([3], has_sliding_group=False), None) is None
-    assert graphs.replay(step([1], has_sliding_group=False), None) is not None
-    assert graphs_of(Passes(), GraphSizes((1,), ())).replay(step([3], has_sliding_group=False), None) is None
+    assert graphs.replay(step([3], has_sliding_group=False), nothing_to_feed) is None
+    assert graphs.replay(step([1], has_sliding_group=False), nothing_to_feed) is not None
+    assert graphs_of(Passes(), GraphSizes((1,), ())).replay(step([3], has_sliding_group=False), nothing_to_feed) is None

@@ -1,0 +1,91 @@
+"""A launched step, and its sampled tokens once the device has computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoder_svc.runner.input_batch import RequestRow
+from decoder_svc.runner.sampler import PendingSample, SampleRow
+from decoder_svc.scheduling.request import RequestId
+from decoder_svc.scheduling.scheduler_output import SampledToken
+
+
+def sample_rows(rows: Sequence[RequestRow]) -> list[SampleRow]:
+    """Returns the sampling parameters and preceding tokens for each row of logits."""
+    return [
+        SampleRow(row.params, ids, row.num_prompt_tokens, row.sampling, num_drafts)
+        for row in rows
+        for num_drafts, ids in enumerate(row.contexts())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingTokens:
+    """The sampled tokens of one request."""
+
+    request_id: RequestId
+    # The batch may have dropped the row before the tokens are known.
+    row: RequestRow
+    # Index of the token in the request. None for a request with drafts, whose tokens are appended when they are known.
+    index: int | None
+    # The row's `num_corrections` at the launch: with another number, the token was taken back.
+    num_corrections: int
+
+
+class PendingStep:
+    """The tokens of a step that was launched. The step before it must have given its tokens first."""
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[PendingSample, list[_PendingTokens]]] = []
+        self._num_sampled = 0
+        # Whether the next step can be launched before this one has given its tokens.
+        self.may_run_ahead = True
+
+    @property
+    def sampled_ids(self) -> list[Tensor]:
+        """The sampled ids of each forward pass, on the device."""
+        return [sample.token_ids for sample, _ in self._passes]
+
+    def add(self, sample: PendingSample, request_ids: Sequence[RequestId], rows: Sequence[RequestRow]) -> None:
+        """Adds a forward pass with these requests: each of them expects a token from now on, except with drafts."""
+        pending = []
+        for request_id, row in zip(request_ids, rows, strict=True):
+            index = None if row.draft_ids else row.expect(self._num_sampled)
+            pending.append(_PendingTokens(request_id, row, index, row.num_corrections))
+            self._num_sampled += 1 + len(row.draft_ids)
+            self.may_run_ahead &= index is not None
+        self.may_run_ahead &= sample.may_run_ahead
+        self._passes.append((sample, pending))
+
+    def tokens(self) -> list[SampledToken]:
+        """Waits for the device and returns the sampled tokens, in order. Call it once.
+
+        A request with drafts gets the drafts that were accepted and one more token. A request gets none if its chunk
+        was computed behind an id that the host has corrected.
+        """
+        with torch.inference_mode():
+            return [token for sample, pending in self._passes for token in _taken(sample, pending)]
+
+
+def _taken(sample: PendingSample, pending: Sequence[_PendingTokens]) -> list[SampledToken]:
+    token_ids, logprobs, repeated = sample.result()
+    tokens: list[SampledToken] = []
+    stop = 0
+    for each in pending:
+        first, row = stop, each.row
+        stop += 1 + len(row.draft_ids)
+        if each.index is None:
+            taken = range(first, first + row.accept(token_ids[first:stop]))
+            tokens += [SampledToken(each.request_id, token_ids[place], logprobs[place]) for place in taken]
+        elif each.num_corrections == row.num_corrections:
+            is_corrected = False
+            if first in repeated:
+                is_corrected = row.correct(each.index, token_ids[first])
+            else:
+                row.learn(each.index, token_ids[first])
+            tokens.append(SampledToken(each.request_id, token_ids[first], logprobs[first], is_corrected))
+    return tokens
