@@ -107,7 +107,7 @@ class Sampler:
         if likeliest is not None and not batch.groups and not batch.changes_logits and batch.asking is None:
             # The memory of `likeliest` may be a graph's, which the next step overwrites.
             chosen = likeliest.clone()
-            return PendingSample(chosen, True, functools.partial(_ids_alone, self.fetch(chosen)))
+            return PendingSample(chosen, True, functools.partial(_finished, self.fetch(chosen), None, batch))
         may_repeat = any(group.has_open_rows for group in batch.groups)
         if may_repeat and likeliest is not None:
             # A repeated draw needs the logits, whose memory may be a graph's, too.
@@ -120,13 +120,18 @@ class Sampler:
             chosen = chosen.clamp(min=0)
         logprobs = None if batch.asking is None else self.fetch(_logprobs(logits, chosen, batch))
 
+        if not may_repeat:
+            # The result holds no logits, so the next step can use their memory.
+            finish = functools.partial(_finished, ids, logprobs, batch)
+            return PendingSample(chosen, not batch.penalised, finish)
+
         def result() -> SampledRows:
             token_ids: list[int] = ids().tolist()
-            repeated = self._repeat(token_ids, adjusted, rows) if may_repeat else ()
+            repeated = self._repeat(token_ids, adjusted, rows)
             numbers = logprobs
             if repeated and batch.asking is not None:
                 numbers = self.fetch(_logprobs(logits, self.move(torch.tensor(token_ids)), batch))
-            return SampledRows(token_ids, _listed(None if numbers is None else numbers().tolist(), batch), repeated)
+            return SampledRows(token_ids, _listed(numbers, batch), repeated)
 
         return PendingSample(chosen, not batch.penalised, result)
 
@@ -201,9 +206,9 @@ class Sampler:
         return beyond
 
 
-def _ids_alone(ids: Callable[[], Tensor]) -> SampledRows:
+def _finished(ids: Callable[[], Tensor], logprobs: Callable[[], Tensor] | None, batch: SamplingBatch) -> SampledRows:
     token_ids: list[int] = ids().tolist()
-    return SampledRows(token_ids, [None] * len(token_ids))
+    return SampledRows(token_ids, _listed(logprobs, batch))
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Tensor:
@@ -218,10 +223,10 @@ def _logprobs(logits: Tensor, token_ids: Tensor, batch: SamplingBatch) -> Tensor
     return torch.stack([torch.cat([ids, likeliest.indices], dim=1).double(), values], dim=-1)
 
 
-def _listed(numbers: list[list[tuple[float, float]]] | None, batch: SamplingBatch) -> list[TokenLogprobs | None]:
+def _listed(numbers: Callable[[], Tensor] | None, batch: SamplingBatch) -> list[TokenLogprobs | None]:
     """Returns per row the chosen token and the requested number of likeliest ones; None if not requested."""
     found: list[TokenLogprobs | None] = [None] * len(batch.params)
-    for (index, number), of_row in zip(batch.wanted, numbers or (), strict=True):
+    for (index, number), of_row in zip(batch.wanted, () if numbers is None else numbers().tolist(), strict=True):
         found[index] = TokenLogprobs(tuple((int(each), value) for each, value in of_row[: 1 + number]))
     return found
 
