@@ -212,13 +212,18 @@ class ModelRunnerBase(ABC):
     def _step_shape(self) -> StepShape:
         text = self.model.config.get_text_config()
         spec = self.get_kv_cache_spec()
-        num_blocks, num_sliding_blocks = self.batch.num_blocks, self.batch.num_sliding_blocks
-        max_blocks = min(num_blocks, -(-text.max_position_embeddings // spec.block_size))
+        longest = -(-text.max_position_embeddings // spec.block_size)
+        # Padding is a sequence as well, even in a pool of a few blocks: all its entries are the unread block.
+        padding = -(-max(self.chunk_graph_sizes, default=1) // spec.block_size)
+
+        def pool(num_blocks: int) -> PoolShape:
+            return PoolShape(max(min(num_blocks, longest), padding), num_blocks)
+
         return StepShape(
             num_position_axes=self.family.num_position_axes,
             block_size=spec.block_size,
-            full=PoolShape(max_blocks, num_blocks),
-            sliding=None if spec.window is None else PoolShape(min(max_blocks, num_sliding_blocks), num_sliding_blocks),
+            full=pool(self.batch.num_blocks),
+            sliding=None if spec.window is None else pool(self.batch.num_sliding_blocks),
         )
 
     def _chunk_shape(self) -> ChunkShape:

@@ -24,7 +24,16 @@ from torch import Tensor
 
 from decoder_svc.runner.attention import LayerOptions
 from decoder_svc.runner.cuda.paged_backend import PagedBackend
-from decoder_svc.runner.cuda.triton_splits import StepShape, divided, found, join, partial_start, split_grid
+from decoder_svc.runner.cuda.triton_splits import (
+    StepShape,
+    divided,
+    entry,
+    join,
+    owner,
+    partial_counts,
+    split_grid,
+    starts_of,
+)
 from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 # Smallest side of a matrix that the matrix units multiply.
@@ -121,8 +130,12 @@ def _attend(
     # Row r is new token r // NUM_GROUPS of the tile, query head r % NUM_GROUPS of the key head.
     rows = tl.arange(0, NUM_ROWS)
     all_pieces = all_tiles * all_parts
+    piece_starts, partial_starts = starts_of(all_pieces), starts_of(partial_counts(all_new, all_parts))
     for piece in range(tl.program_id(0), tl.sum(all_pieces, 0) * NUM_KV_HEADS, tl.num_programs(0)):
-        sequence, own_piece, num_parts = found(piece // NUM_KV_HEADS, all_pieces, all_parts, PADDED_SEQUENCES)
+        is_owner = owner(piece // NUM_KV_HEADS, piece_starts, all_pieces)
+        own_piece = piece // NUM_KV_HEADS - entry(is_owner, piece_starts)
+        num_parts = entry(is_owner, all_parts)
+        sequence = entry(is_owner, tl.arange(0, PADDED_SEQUENCES))
         kv_head = piece % NUM_KV_HEADS
         first_token = tl.load(query_starts + sequence)
         num_new = tl.load(query_starts + sequence + 1) - first_token
@@ -154,8 +167,11 @@ def _attend(
             tl.store(output + place, result, mask=is_stored)
         else:
             # Partial results are [tokens of divided sequences, heads, parts, …].
-            before = partial_start(all_new, all_parts, sequence, PADDED_SEQUENCES)
-            part = (before + token * num_parts).to(tl.int64) * num_heads + head * num_parts + own_piece % num_parts
+            part = (
+                (entry(is_owner, partial_starts) + token * num_parts).to(tl.int64) * num_heads
+                + head * num_parts
+                + own_piece % num_parts
+            )
             tl.store(partial_sums + part[:, None] * PADDED_DIM + dims[None, :], sums, mask=is_row[:, None])
             tl.store(partial_stats + part * 2, largest, mask=is_row)
             tl.store(partial_stats + part * 2 + 1, total, mask=is_row)

@@ -110,23 +110,27 @@ def divided(
 
 
 @triton.jit
-def found(place, counts, values, PADDED_SEQUENCES: tl.constexpr):
-    """Finds the sequence that has piece number `place` if each has `counts` of them.
-
-    Returns the sequence, its number among the sequence's own pieces, and the sequence's entry of `values`.
-    """
-    starts = tl.cumsum(counts, 0) - counts
-    is_own = (place >= starts) & (place < starts + counts)
-    sequence = tl.sum(tl.where(is_own, tl.arange(0, PADDED_SEQUENCES), 0), 0)
-    own_place = place - tl.sum(tl.where(is_own, starts, 0), 0)
-    return sequence, own_place, tl.sum(tl.where(is_own, values, 0), 0)
+def starts_of(counts):
+    """Returns per sequence the sum of the counts before it."""
+    return tl.cumsum(counts, 0) - counts
 
 
 @triton.jit
-def partial_start(num_new, parts, sequence, PADDED_SEQUENCES: tl.constexpr):
-    """Returns the number of partial results, per head, of the sequences before this one."""
-    counts = tl.where((parts > 1) & (tl.arange(0, PADDED_SEQUENCES) < sequence), num_new * parts, 0)
-    return tl.sum(counts, 0)
+def owner(place, starts, counts):
+    """Returns per sequence whether it has piece number `place`, given the starts and counts of pieces."""
+    return (place >= starts) & (place < starts + counts)
+
+
+@triton.jit
+def entry(is_owner, values):
+    """Returns the owner's entry of `values`."""
+    return tl.sum(tl.where(is_owner, values, 0), 0)
+
+
+@triton.jit
+def partial_counts(num_new, parts):
+    """Returns per sequence the number of its partial results, per head."""
+    return tl.where(parts > 1, num_new * parts, 0)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "window", "wanted_each"])
@@ -144,12 +148,16 @@ def join(
         TOKENS_EACH, PADDED_SEQUENCES, HAS_WINDOW,
     )  # fmt: skip
     counts = tl.where(parts > 1, num_new, 0)
+    starts, partial_starts = starts_of(counts), starts_of(partial_counts(num_new, parts))
+    sequences = tl.arange(0, PADDED_SEQUENCES)
     dims = tl.arange(0, PADDED_DIM)
     each = tl.arange(0, _MAX_PARTS)
     for pair in range(tl.program_id(0), tl.sum(counts, 0) * NUM_HEADS, tl.num_programs(0)):
-        sequence, token, num_parts = found(pair // NUM_HEADS, counts, parts, PADDED_SEQUENCES)
+        is_owner = owner(pair // NUM_HEADS, starts, counts)
+        token = pair // NUM_HEADS - entry(is_owner, starts)
+        num_parts = entry(is_owner, parts)
         head = pair % NUM_HEADS
-        start = partial_start(num_new, parts, sequence, PADDED_SEQUENCES) + token * num_parts
+        start = entry(is_owner, partial_starts) + token * num_parts
         first = start.to(tl.int64) * NUM_HEADS + head * num_parts
         largest = tl.max(
             tl.load(partial_stats + (first + each) * 2, mask=each < num_parts, other=float("-inf")), 0
@@ -164,6 +172,6 @@ def join(
             total += tl.sum(tl.load(partial_stats + place * 2 + 1, mask=is_part, other=0.0) * scales, 0)
             sums = tl.load(partial_sums + place[:, None] * PADDED_DIM + dims[None, :], mask=is_part[:, None], other=0.0)
             result += tl.sum(sums * scales[:, None], 0)
-        flat_token = (tl.load(query_starts + sequence) + token).to(tl.int64)
+        flat_token = (tl.load(query_starts + entry(is_owner, sequences)) + token).to(tl.int64)
         target = output + (flat_token * NUM_HEADS + head) * HEAD_DIM + dims
         tl.store(target, (result / total).to(output.dtype.element_ty), mask=dims < HEAD_DIM)

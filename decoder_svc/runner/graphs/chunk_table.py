@@ -85,8 +85,13 @@ class ChunkGraphTable:
         tables: Sequence[BlockTable],
         transfer: HostTransfer,
     ) -> None:
-        """`tables` are those of decode passes; the last row of each belongs to padding."""
+        """`tables` are those of decode passes; the last row of each belongs to padding.
+
+        Raises ValueError if a row is too short for the largest size, which consists of padding when it is recorded.
+        """
         self.sizes = tuple(sorted(sizes))
+        if any(table.width * shape.block_size < self.sizes[-1] for table in tables):
+            raise ValueError(f"a row of a block table does not hold {self.sizes[-1]} tokens of padding")
         self._shape = shape
         self._chunk_shape = chunk_shape
         self._tables = tables
@@ -195,7 +200,7 @@ class ChunkGraphTable:
             kv_lens=parts["kv_lens"],
             mutual=mutual,
             max_query_len=size,
-            max_kv_len=max(size, self._shape.max_kv_len),
+            max_kv_len=self._shape.max_kv_len,
         )
         changes = tuple(
             table.recorded_changes(parts[f"places_{index}"], parts[f"blocks_{index}"])

@@ -277,6 +277,14 @@ def test_a_graph_of_chunks_gives_the_bits_of_the_same_pass_at_once(recording: Su
     assert at_once.logprobs == recorded.logprobs
 
 
+def test_graphs_can_be_recorded_over_a_pool_that_is_smaller_than_a_graph(recording: Subject) -> None:
+    """Start-up measures their memory so."""
+    recording.runner.initialize_kv_cache(1)
+    recording.runner.capture_model()
+    assert recording.runner.graphs is not None
+    assert recording.runner.graphs.sizes.chunks == recording.runner.chunk_graph_sizes
+
+
 def test_graphs_of_an_earlier_cache_are_forgotten(recording: Subject) -> None:
     """Old graphs hold the addresses of the old pools."""
     recording.session()

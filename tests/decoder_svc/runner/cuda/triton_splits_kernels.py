@@ -10,7 +10,12 @@ from tests.decoder_svc.runner.cuda.interpreted_triton import triton_splits  # is
 import triton
 import triton.language as tl
 
-divided, found = triton_splits.divided, triton_splits.found
+divided, starts_of, owner, entry = (
+    triton_splits.divided,
+    triton_splits.starts_of,
+    triton_splits.owner,
+    triton_splits.entry,
+)
 
 
 @triton.jit
@@ -34,8 +39,9 @@ def report_pieces(counts, values, output, PADDED_SEQUENCES: tl.constexpr):
     """Stores sequence, own number and value of each piece, `[number of pieces, 3]`."""
     sequences = tl.arange(0, PADDED_SEQUENCES)
     all_counts, all_values = tl.load(counts + sequences), tl.load(values + sequences)
+    starts = starts_of(all_counts)
     for piece in range(tl.sum(all_counts, 0)):
-        sequence, place, value = found(piece, all_counts, all_values, PADDED_SEQUENCES)
-        tl.store(output + piece * 3, sequence)
-        tl.store(output + piece * 3 + 1, place)
-        tl.store(output + piece * 3 + 2, value)
+        is_owner = owner(piece, starts, all_counts)
+        tl.store(output + piece * 3, entry(is_owner, sequences))
+        tl.store(output + piece * 3 + 1, piece - entry(is_owner, starts))
+        tl.store(output + piece * 3 + 2, entry(is_owner, all_values))

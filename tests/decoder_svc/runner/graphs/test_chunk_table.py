@@ -26,9 +26,11 @@ FULL, SLIDING = PoolShape(max_blocks=50, unread_block=300), PoolShape(max_blocks
 SIZES = (8, 16, 40)
 
 
-def table_of(*, has_sliding_group: bool = True, is_mutual_beyond_window: bool | None = None) -> ChunkGraphTable:
+def table_of(
+    *, has_sliding_group: bool = True, is_mutual_beyond_window: bool | None = None, full: PoolShape = FULL
+) -> ChunkGraphTable:
     transfer = HostTransfer(torch.device("cpu"))
-    shape = StepShape(3, BLOCK_SIZE, FULL, SLIDING if has_sliding_group else None)
+    shape = StepShape(3, BLOCK_SIZE, full, SLIDING if has_sliding_group else None)
     tables = [BlockTable(NUM_SEQUENCES + 1, pool, transfer) for pool in shape.pools]
     return ChunkGraphTable(
         SIZES, shape, ChunkShape(ROW_ELEMENTS, torch.float32, is_mutual_beyond_window), tables, transfer
@@ -167,6 +169,12 @@ def test_rows_and_inputs_stay_where_they_were_recorded() -> None:
     filled = [table.fill(step([3], seed), 8) for seed in range(3)]
     assert len({each.token_ids.data_ptr() for each in filled}) == 1
     assert {each.rows.data_ptr() for each in filled} == {table.rows_of(3).data_ptr()}
+
+
+def test_padding_must_fit_into_a_row_of_a_block_table() -> None:
+    table_of(full=PoolShape(max_blocks=10, unread_block=1))
+    with pytest.raises(ValueError, match="does not hold 40 tokens of padding"):
+        table_of(full=PoolShape(max_blocks=9, unread_block=1))
 
 
 def test_a_step_wider_than_the_tables_is_refused() -> None:
