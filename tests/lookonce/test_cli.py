@@ -1,4 +1,4 @@
-"""The `lookonce` command, run as a process, and what it takes from its environment."""
+"""The `lookonce` command, as a process where the process matters, and what it takes from its environment."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     )
 
 
-async def _run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return await asyncio.to_thread(run, environment, *arguments)
+async def _run_here(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a thread, because the servers that it calls need this one."""
+    return await asyncio.to_thread(run_here, environment, *arguments)
 
 
 @pytest.fixture
@@ -60,7 +61,9 @@ async def test_generate_streams_the_answer_to_stdout_and_the_cost_to_stderr(
     system: System, environment: dict[str, str], picture: pathlib.Path
 ) -> None:
     target = ["--target", system.decoder_target]
-    finished = await _run(environment, "generate", "hello there", "--image", str(picture), "--seed", "3", *target)
+    finished = await asyncio.to_thread(
+        run, environment, "generate", "hello there", "--image", str(picture), "--seed", "3", *target
+    )
     assert (finished.returncode, finished.stdout) == (0, "hello there +1\n")
     assert "2 prompt tokens" in finished.stderr
     assert "first token after 250 ms" in finished.stderr
@@ -73,19 +76,19 @@ async def test_a_raw_prompt_with_images_has_one_deadline_for_both_calls(
 ) -> None:
     system.decoder.info_delay_s = 4.0
     arguments = ["hello", "--raw", "--image", str(picture), "--target", system.decoder_target]
-    assert (await _run(environment, "generate", *arguments, "--timeout-s", "20")).stdout == "hello +1\n"
+    assert (await _run_here(environment, "generate", *arguments, "--timeout-s", "20")).stdout == "hello +1\n"
     left_s = {method: left for method, _, left in system.knowledge.calls}
     assert left_s["GetModelInfo"] <= 20
     # gRPC rounds deadlines, by some percent.
     assert left_s["GenerateStream"] <= left_s["GetModelInfo"] - 3
     system.knowledge.calls.clear()
     system.decoder.info_delay_s = 0.0
-    assert (await _run(environment, "generate", *arguments, "--timeout-s", "inf")).returncode == 0
+    assert (await _run_here(environment, "generate", *arguments, "--timeout-s", "inf")).returncode == 0
     assert all(left is None or left > 9e7 for _, _, left in system.knowledge.calls)
 
 
 async def test_the_target_may_come_from_the_environment(system: System, environment: dict[str, str]) -> None:
-    finished = await _run(environment | {"LOOKONCE_TARGET": system.decoder_target}, "generate", "hello")
+    finished = await _run_here(environment | {"LOOKONCE_TARGET": system.decoder_target}, "generate", "hello")
     assert finished.stdout == "hello +0\n"
 
 
@@ -93,9 +96,9 @@ async def test_encode_and_lookup_list_the_images(
     system: System, environment: dict[str, str], picture: pathlib.Path
 ) -> None:
     target = ["--target", system.decoder_target]
-    before = await _run(environment, "lookup", str(picture), *target)
-    encoded = await _run(environment, "encode", str(picture), *target)
-    after = await _run(environment, "lookup", str(picture), *target)
+    before = await _run_here(environment, "lookup", str(picture), *target)
+    encoded = await _run_here(environment, "encode", str(picture), *target)
+    after = await _run_here(environment, "lookup", str(picture), *target)
     assert [finished.returncode for finished in (before, encoded, after)] == [0, 0, 0]
     assert "no" in before.stdout.split()
     assert "computed" in encoded.stdout
@@ -141,7 +144,7 @@ def test_a_hub_name_without_network_is_a_clear_error(environment: dict[str, str]
 
 
 def test_doctor_reports_each_part_and_a_bad_model(environment: dict[str, str], tmp_path: pathlib.Path) -> None:
-    finished = run(environment, "doctor")
+    finished = run_here(environment, "doctor")
     assert finished.returncode == 0, finished.stdout
     for subject in ("Python", "torch", "transformers", "Redis", "CPU features"):
         assert subject in finished.stdout
@@ -224,7 +227,7 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
 
 
 def test_a_token_and_its_entry_belong_together(environment: dict[str, str]) -> None:
-    finished = run(environment, "token", "shop", "--tenant", "acme")
+    finished = run_here(environment, "token", "shop", "--tenant", "acme")
     assert finished.returncode == 0
     (known,) = parse_tokens(finished.stderr.encode())
     assert known.digest == hashlib.sha256(finished.stdout.strip().encode()).digest()
@@ -245,5 +248,5 @@ async def test_the_token_comes_from_the_environment(
     system: System, environment: dict[str, str], picture: pathlib.Path
 ) -> None:
     asked = {**environment, "LOOKONCE_TOKEN": "a-token", "LOOKONCE_TARGET": system.decoder_target}
-    assert (await _run(asked, "generate", "hello", "--image", str(picture))).returncode == 0
+    assert (await _run_here(asked, "generate", "hello", "--image", str(picture))).returncode == 0
     assert system.knowledge.metadata["authorization"] == "Bearer a-token"

@@ -143,13 +143,8 @@ def test_without_the_services_libraries_the_finding_names_the_extra_to_install(
     assert "pip install 'lookonce[serve]'" in last.detail
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lookonce.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
-
-
 def test_the_command_prints_one_line_per_finding(built: Callable[[str], pathlib.Path]) -> None:
-    finished = _run("doctor", "--model", str(built("gemma3")))
+    finished = run_here(os.environ, "doctor", "--model", str(built("gemma3")))
     assert finished.returncode == 0, finished.stdout + finished.stderr
     (line,) = [line for line in finished.stdout.splitlines() if "encoder fingerprint" in line]
     assert len(line.split()[-1]) == 64
@@ -283,7 +278,7 @@ def test_the_command_fails_for_a_folder_that_does_not_load(copied: Callable[...,
 
 
 def test_models_lists_every_family_in_a_line() -> None:
-    finished = _run("models")
+    finished = run_here(os.environ, "models")
     assert finished.returncode == 0, finished.stderr
     lines = [" ".join(line.split()) for line in finished.stdout.splitlines()[1:]]
     assert len(lines) == len(FAMILIES)
