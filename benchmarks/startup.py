@@ -109,8 +109,11 @@ def _start_stack(model: pathlib.Path, ask: Ask, load: Sequence[Ask], *, num_enco
         if load:
             run_burst(stack, load, 1)
         assert stack.redis is not None
-        parts = {"Redis": [stack.redis], "encoder": stack.encoders, "decoder": stack.decoders}
-        pids = {name: [process.pid for process in processes] for name, processes in parts.items()}
+        pids = {
+            "Redis": [stack.redis.pid],
+            "encoder": [process.pid for process in stack.encoders],
+            "decoder": [process.pid for process in stack.decoders],
+        }
         print(", ".join(f"{name} {memory_bytes(found) / 1e6:.0f} MB" for name, found in pids.items()), flush=True)
         return Start(ready_s, first_token_s), memory_bytes([pid for found in pids.values() for pid in found])
 

@@ -2,9 +2,9 @@
 
 A tied model's table of embeddings and its head are one matrix. The head's kernel needs a copy in its own layout
 (native_linear.py), and looking tokens up in this copy makes the table itself superfluous: 57 MB of small-llava in
-bfloat16, 467 MB of Qwen2-VL-2B. Cold
-look-ups of 1 / 8 / 32 / 512 / 2048 tokens of small-llava take 90 / 104 / 176 / 1256 / 4949 µs, those of
-`torch.nn.Embedding` 110 / 109 / 124 / 276 / 776 µs (one thread, 2 × AMD EPYC, 2026-11-24); a step takes 11 ms or more.
+bfloat16, 467 MB of Qwen2-VL-2B. Cold look-ups of 1 / 8 / 32 / 512 / 2048 tokens of small-llava take 90 / 104 / 176 /
+1256 / 4949 µs, those of `torch.nn.Embedding` 110 / 109 / 124 / 276 / 776 µs (one thread, 2 × AMD EPYC, 2026-11-24); a
+step takes 11 ms or more.
 """
 
 from __future__ import annotations

@@ -233,8 +233,8 @@ def expected_replay(runner: ModelRunnerBase, step: SchedulerOutput) -> int | Non
 
 @pytest.mark.parametrize(
     ("max_num_batched_tokens", "kinds"),
-    [(SMALL_STEP, {1, 2, 8}), (2048, {None})],
-    ids=["all steps fit", "too many tokens or sequences"],
+    [(SMALL_STEP, {1, 2, 4, 8}), (2048, {8, None})],
+    ids=["all steps fit", "at first too many tokens and sequences"],
 )
 def test_graphs_are_replayed_for_all_steps_that_they_hold(
     recording: Subject, max_num_batched_tokens: int, kinds: set[int | None]
