@@ -151,8 +151,12 @@ class KVGroup:
             self.pool.release(unused)
 
     def publish(self, request_id: RequestId, hashes: Sequence[BlockHash], start: int, stop: int) -> list[int]:
-        """Publishes the blocks [start, stop) of a table, and returns those that the table still has."""
+        """Publishes those of the blocks [start, stop) that the table still has, and returns them.
+
+        A block may have left the window before the hash of its last token was known.
+        """
         table = self.tables[request_id]
+        start, stop = max(start, table.first), max(stop, table.first)
         blocks = table.blocks[start - table.first : stop - table.first]
         for block, block_hash in zip(blocks, hashes[start:stop], strict=True):
             self.pool.publish(block, block_hash)

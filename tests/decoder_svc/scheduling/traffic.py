@@ -273,13 +273,13 @@ class Traffic:
         self.travelling += output.fetches
         for one in self.target.live_requests():
             num_blocks = len(self.target.kv_cache.block_table(one.request_id))
-            # The block of a void chunk is used by the next one.
+            # The block of a void chunk is used by the request's next one, which may come some steps later.
             num_used = one.num_computed_tokens + (one.request_id in self._void)
             assert num_blocks <= -(-num_used // BLOCK_SIZE), f"{one} keeps blocks that it has no use for"
 
     def _corrected(self, output: SchedulerOutput, sampled: list[SampledToken]) -> list[SampledToken]:
         """Lets some tokens of the step in flight be other ones than the step behind it has read."""
-        self._void = set()
+        self._void -= {chunk.request_id for chunk in output.chunks}
         if self._in_flight is None:
             return sampled
         before, tokens = self._in_flight
@@ -288,7 +288,7 @@ class Traffic:
         for request_id in corrected:
             self.oracle.take_back(readers[request_id])
         self.num_corrected += len(corrected)
-        self._void = corrected
+        self._void |= corrected
         self._in_flight = (before, [replace(one, is_corrected=one.request_id in corrected) for one in tokens])
         return [one for one in sampled if one.request_id not in corrected]
 
