@@ -20,6 +20,10 @@ PROTOS := $(wildcard protos/lookonce/*/*/*.proto)
 # No test, benchmark or demo may download a model.
 export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
+# Python keeps the modules that it compiles, as it does by default; git ignores them. The tests start hundreds of processes.
+# Where each compiles the repository's modules again, the start of a service takes 4.6 instead of 4.1 s of CPU
+# (2 × AMD EPYC, 2026-11-23).
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer wheels docs families clean
@@ -33,8 +37,8 @@ venv: $(INSTALLED) ## create the virtual environment .venv with everything insta
 demo: $(INSTALLED) ## start all services, draw three pictures, ask five questions
 	@$(BIN)/python -m demo.run
 
-test: $(INSTALLED) ## all tests, with one summary at the end
-	@$(BIN)/python -m tests.run --jobs $(JOBS) $(TESTS)
+test: $(INSTALLED) ## all tests, and at the end why some were skipped
+	@$(BIN)/python -m pytest -m "not image" -rfEs --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 image-test: $(INSTALLED) ## build and run both images with buildah, as root, from LOOKONCE_IMAGE_BASE
 	@$(BIN)/python -m pytest -m image -rs tests/k8s/test_image_build.py

@@ -41,10 +41,20 @@ KINDS = {
     ),
 }
 _VOCAB = 32_000
-# Tokens of the chunk in a step that is otherwise made of single tokens: what is left of a prompt after an image hit.
-_CHUNK_TOKENS = 30
 # Larger batches take minutes in Triton's interpreter, and the number of launches does not depend on the batch.
 _MAX_MIXED_BATCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLengths:
+    """Tokens in a step with a chunk beside single tokens."""
+
+    prompt: int
+    # This many tokens are left of a prompt after an image hit.
+    chunk: int
+
+
+_LENGTHS = MixedLengths(_PROMPT_TOKENS, 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +124,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     report.add_quick(parser)
     arguments = parser.parse_args(argv)
-    prompt_tokens = _PROMPT_TOKENS
+    prompt_tokens, lengths = _PROMPT_TOKENS, _LENGTHS
     if arguments.quick:
-        arguments.batches, prompt_tokens = [2], 3
+        arguments.batches, prompt_tokens, lengths = [2], 3, MixedLengths(8, 5)
     steps, mixed, samples = [], [], []
     with simulated_cuda() as cuda:
         for batch in arguments.batches:
             steps.append(count_step(cuda, models.demo_model(), batch, prompt_tokens))
             samples += [count_samples(cuda, batch, kind) for kind in KINDS]
         for batch in sorted({min(batch, _MAX_MIXED_BATCH) for batch in arguments.batches}):
-            mixed += [count_mixed_step(cuda, models.demo_model(), batch, each) for each in (False, True)]
+            mixed += [count_mixed_step(cuda, models.demo_model(), batch, lengths, each) for each in (False, True)]
     figures = {
         name: [asdict(each) for each in counts]
         for name, counts in (("steps", steps), ("mixed", mixed), ("samples", samples))
@@ -183,7 +193,9 @@ def count_step(cuda: Any, folder: pathlib.Path, batch: int, prompt_tokens: int =
     return StepCount(batch, per_layer[-1], num_operators - copies - returns, copies, num_waits)
 
 
-def count_mixed_step(cuda: Any, folder: pathlib.Path, batch: int, has_graphs: bool) -> MixedCount:
+def count_mixed_step(
+    cuda: Any, folder: pathlib.Path, batch: int, lengths: MixedLengths, has_graphs: bool
+) -> MixedCount:
     """Counts the launches of a step in which one request computes a chunk and all others compute a token."""
     from benchmarks.gpu import runner_of
     from decoder_svc.runner.cuda.runner import GPUModelRunner
@@ -193,10 +205,11 @@ def count_mixed_step(cuda: Any, folder: pathlib.Path, batch: int, has_graphs: bo
     runner = runner_of(folder, GPUModelRunner, torch.float16, max_num_seqs=batch)
     # Recording takes long in Triton's interpreter, so only the graphs of this step are recorded.
     runner.tokenwise_graph_batch_sizes = runner.tokenwise_graph_batch_sizes[-1:]
-    runner.chunk_graph_sizes = chunk_graph_sizes(batch - 1 + _CHUNK_TOKENS)[-1:]
+    runner.chunk_graph_sizes = chunk_graph_sizes(batch - 1 + lengths.chunk)[-1:]
     runner.config = replace(runner.config, use_graphs=has_graphs)
-    before, mixed = _mixed_steps(batch, runner.config.block_size)
-    runner.initialize_kv_cache(batch * _blocks_each(runner.config.block_size))
+    width = -(-(lengths.prompt + 4) // runner.config.block_size)
+    before, mixed = _mixed_steps(batch, lengths, width)
+    runner.initialize_kv_cache(batch * width)
     runner.capture_model()
     runner.execute_model(before)
     num_before = int(cuda.device.num_launches), FakeGraph.num_replays
@@ -209,27 +222,25 @@ def count_mixed_step(cuda: Any, folder: pathlib.Path, batch: int, has_graphs: bo
     return MixedCount(batch, has_graphs, launches, copies, len(events) - copies - returns)
 
 
-def _blocks_each(block_size: int) -> int:
-    return -(-(_PROMPT_TOKENS + 4) // block_size)
+def _mixed_steps(batch: int, lengths: MixedLengths, width: int) -> tuple[SchedulerOutput, SchedulerOutput]:
+    """Returns the step of all prompts but the end of the last one, and the step that computes this end.
 
-
-def _mixed_steps(batch: int, block_size: int) -> tuple[SchedulerOutput, SchedulerOutput]:
-    """Returns the step of all prompts but the end of the last one, and the step that computes this end."""
+    Each request has `width` blocks.
+    """
     names = [RequestId(str(index)) for index in range(batch)]
     admitted = tuple(
-        AdmittedRequest(name, (5,) * _PROMPT_TOKENS, _PROMPT_TOKENS, (), None, (), SamplingParams(max_tokens=4))
+        AdmittedRequest(name, (5,) * lengths.prompt, lengths.prompt, (), None, (), SamplingParams(max_tokens=4))
         for name in names
     )
-    width = _blocks_each(block_size)
     blocks = {name: tuple(range(index * width, (index + 1) * width)) for index, name in enumerate(names)}
-    lengths = dict.fromkeys(names, _PROMPT_TOKENS) | {names[-1]: _PROMPT_TOKENS - _CHUNK_TOKENS}
+    starts = dict.fromkeys(names, lengths.prompt) | {names[-1]: lengths.prompt - lengths.chunk}
     first = [
-        ScheduledChunk(name, 0, length, 0, 0, blocks[name], samples=length == _PROMPT_TOKENS)
-        for name, length in lengths.items()
+        ScheduledChunk(name, 0, length, 0, 0, blocks[name], samples=length == lengths.prompt)
+        for name, length in starts.items()
     ]
-    rest = {name: _CHUNK_TOKENS if name == names[-1] else 1 for name in names}
+    rest = {name: lengths.chunk if name == names[-1] else 1 for name in names}
     second = [
-        ScheduledChunk(name, lengths[name], num_tokens, lengths[name], 0, (), samples=True)
+        ScheduledChunk(name, starts[name], num_tokens, starts[name], 0, (), samples=True)
         for name, num_tokens in rest.items()
     ]
     return SchedulerOutput(admitted, tuple(first), (), (), ()), SchedulerOutput((), tuple(second), (), (), ())
@@ -269,7 +280,7 @@ def section(steps: Sequence[StepCount], mixed: Sequence[MixedCount], samples: Se
                 [[each.batch, f"{each.per_layer:g}", each.step, each.copies_to_device, each.synchronisations]
                  for each in steps],
             ),
-            f"Steps in which one request computes {_CHUNK_TOKENS} tokens of its prompt, and the others one token:",
+            f"Steps in which one request computes {_LENGTHS.chunk} tokens of its prompt, and the others one token:",
             report.table(
                 ["batch", "graphs", "launches", "copies to the device", "synchronisations"],
                 [[each.batch, "yes" if each.has_graphs else "no", each.launches, each.copies_to_device,

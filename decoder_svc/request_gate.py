@@ -3,8 +3,8 @@
 A request is refused on arrival, before any work is done for it, when its id is in use, when too many requests are live,
 or when its answer would come after its deadline. A late answer costs as much as one in time, and a queue longer than
 the deadlines allow makes all answers late. Where the server sets no default deadline, a request without one waits,
-however long. The gate also charges the
-tenant's quota and counts what was served. Limits that hold for all RPCs are in lookonce/server/admission/call_gate.py.
+however long. The gate also bounds the images of all requests in progress, charges the tenant's quota and counts what
+was served. Limits that hold for all RPCs are in lookonce/server/admission/call_gate.py.
 
 Event loop only.
 """
@@ -12,11 +12,10 @@ Event loop only.
 from __future__ import annotations
 
 import itertools
-import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 from decoder_svc.answer_time import AnswerTimeEstimator
 from decoder_svc.engine.figures import EngineLoad
@@ -25,10 +24,10 @@ from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import RequestUsage
 from lookonce.errors import InvalidParameterError, OverloadedError
-from lookonce.identity import Identity
+from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE, Identity
+from lookonce.server.admission.image_shares import ImageShares
 from lookonce.server.admission.quotas import Quotas, Resource
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Largest part of the time to the deadline that an answer may be expected to take. Half of all answers take longer than
 # expected.
 _SAFE_SHARE = 0.85
@@ -39,8 +38,8 @@ class Arrival:
     """A generate request as it arrives, before its prompt has been looked at."""
 
     identity: Identity
-    # The id that the caller chose; empty: the gate makes one.
-    request_id: str = ""
+    # The id from `RequestGate.request_id_for`.
+    request_id: str
     # Lower runs earlier.
     priority: int = 0
     # Length limit of the answer, tokens; None: the request states none.
@@ -63,6 +62,8 @@ class Ticket:
     is_aborted: bool = False
     # The request's outputs, set when it is submitted to the engine.
     stream: OutputStream | None = None
+    # Given back with the place.
+    held: ExitStack = field(default_factory=ExitStack)
 
 
 class RequestGate:
@@ -74,18 +75,20 @@ class RequestGate:
         is_healthy: Callable[[], bool],
         quotas: Quotas,
         metrics: DecoderMetrics,
+        shares: ImageShares,
         *,
         max_running_requests: int,
         max_live_requests: int,
     ) -> None:
         """`load` returns the engine's current load, and `is_healthy` whether it accepts requests.
 
-        More than `max_live_requests` requests are refused.
+        More than `max_live_requests` requests are refused. `shares` bounds their images.
         """
         self._load = load
         self._is_healthy = is_healthy
         self._quotas = quotas
         self._metrics = metrics
+        self._shares = shares
         self._max_running = max_running_requests
         self._max_live = max_live_requests
         self._answer_time = AnswerTimeEstimator(max_running_requests)
@@ -93,16 +96,28 @@ class RequestGate:
         self._tickets: dict[tuple[str, str], Ticket] = {}
         self._num_admitted = itertools.count()
 
+    def request_id_for(self, identity: Identity, chosen_id: str, call_id: str | None) -> str:
+        """Returns the id for a request that arrives now: the chosen one, else the call's if it is free, else a new one.
+
+        A caller may send one id with all calls of a session, so a call's id that is in use is no fault. Raises
+        InvalidParameterError for a malformed `chosen_id`; empty: none is chosen.
+        """
+        if chosen_id:
+            if not REQUEST_ID.fullmatch(chosen_id):
+                raise InvalidParameterError("request_id", REQUEST_ID_RULE)
+            return chosen_id
+        if call_id is None or (identity.tenant, call_id) in self._tickets:
+            return uuid.uuid4().hex
+        return call_id
+
     @contextmanager
     def admitted(self, arrival: Arrival) -> Iterator[Ticket]:
         """Admits a request for the duration of the block.
 
-        Raises InvalidParameterError for an id that is malformed or in use by the tenant, and OverloadedError when too
-        many requests are live or the answer would come too late.
+        Raises InvalidParameterError for an id that is in use by the tenant, and OverloadedError when too many requests
+        are live or the answer would come too late.
         """
-        if arrival.request_id and not _REQUEST_ID.fullmatch(arrival.request_id):
-            raise InvalidParameterError("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
-        request_id = arrival.request_id or uuid.uuid4().hex
+        request_id = arrival.request_id
         key = arrival.identity.tenant, request_id
         if key in self._tickets:
             raise InvalidParameterError("request_id", "a request with this id is being served; choose another")
@@ -111,7 +126,8 @@ class RequestGate:
         engine_id = RequestId(f"{request_id}#{next(self._num_admitted)}")
         ticket = self._tickets[key] = Ticket(RequestId(request_id), engine_id, arrival.identity, arrival.priority)
         try:
-            yield ticket
+            with ticket.held:
+                yield ticket
         finally:
             del self._tickets[key]
 
@@ -128,9 +144,16 @@ class RequestGate:
             ticket.is_aborted = True
         return found
 
-    def charge_images(self, identity: Identity, num_bytes: int) -> None:
-        """Charges the tenant's quota for images that came with a request."""
-        self._quotas.charge(identity, Resource.IMAGE_BYTES, num_bytes)
+    @contextmanager
+    def images_in_progress(self, identity: Identity, num_bytes: int) -> Iterator[None]:
+        """Counts image files of `num_bytes` as the tenant's while the block runs, and charges its quota for them.
+
+        Raises OverloadedError if the files of the tenant's requests in progress have too many bytes.
+        """
+        # Images that a request names by their digest take no memory, and requests are limited themselves.
+        with self._shares.taken(identity.tenant, 0, num_bytes):
+            self._quotas.charge(identity, Resource.IMAGE_BYTES, num_bytes)
+            yield
 
     def charge_pixels(self, identity: Identity, num_pixels: int) -> None:
         """Charges the tenant's quota for the pixels of these images, which their headers claim."""

@@ -43,6 +43,7 @@ from lookonce.model.kernels.kernel_report import report_kernels
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.admission.authentication import parse_token
+from lookonce.server.admission.image_shares import ImageShares
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.serving import ServiceEntry
 from lookonce.server.watched_files import WatchedFiles
@@ -224,6 +225,7 @@ async def open_service(
                 lambda: engine.is_healthy,
                 quotas,
                 metrics,
+                ImageShares(settings.max_queued_bytes),
                 max_running_requests=engine.limits.max_running_requests,
                 max_live_requests=settings.max_num_seqs + settings.max_waiting_requests,
             ),

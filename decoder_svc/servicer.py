@@ -29,6 +29,7 @@ from lookonce.content_key import Tenant
 from lookonce.decoder.v1 import decoder_service_pb2, decoder_service_pb2_grpc
 from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterError, LookonceError, UnsupportedError
 from lookonce.identity import CallerRole, current_identity
+from lookonce.server.telemetry import current_request_id, replace_request_id
 from lookonce.tenants import Tenants
 from lookonce.threads import run_in_thread
 
@@ -97,7 +98,10 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         self, request: decoder_service_pb2.GenerateRequest, context: Context
     ) -> decoder_service_pb2.GenerateResponse:
         """Returns the whole answer when it is complete."""
-        async with self._submitted(request.params, context) as (ticket, submitted):
+        submitting = self._submitted(request.params, context)
+        # Its images are copied from it, and an answer may take long.
+        del request
+        async with submitting as (ticket, submitted):
             await submitted.admission()
             response = decoder_service_pb2.GenerateResponse(request_id=ticket.request_id)
             choice, texts = response.choices.add(), []
@@ -117,7 +121,10 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
     ) -> AsyncIterator[decoder_service_pb2.GenerateStreamResponse]:
         """Streams Started, one Delta per increment, and Finished."""
         response = decoder_service_pb2.GenerateStreamResponse
-        async with self._submitted(request.params, context) as (ticket, submitted):
+        submitting = self._submitted(request.params, context)
+        # Its images are copied from it, and an answer may take long.
+        del request
+        async with submitting as (ticket, submitted):
             usage = wire_response.usage(await submitted.admission())
             yield response(started=decoder_service_pb2.StreamStarted(request_id=ticket.request_id, usage=usage))
             token_index = 0
@@ -139,8 +146,9 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         """Returns the prompt's tokens as Generate would see them, also when they do not fit into the context."""
         spec = wire_request.parse_prompt(request, self._engine.limits.max_context_tokens)
         identity = current_identity()
-        self._gate.charge_images(identity, num_inline_bytes(spec))
-        prompt = await self._preparer.build_prompt(spec, self._tenant(), partial(self._gate.charge_pixels, identity))
+        charge_pixels = partial(self._gate.charge_pixels, identity)
+        with self._gate.images_in_progress(identity, num_inline_bytes(spec)):
+            prompt = await self._preparer.build_prompt(spec, self._tenant(), charge_pixels)
         images = [wire_response.placeholder_range(item) for item in prompt.images]
         return decoder_service_pb2.TokenizeResponse(token_ids=prompt.token_ids, images=images)
 
@@ -211,20 +219,26 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         own_s = context.time_remaining()
         remaining_s = self._default_timeout_s if own_s is None else own_s
         deadline_s = None if remaining_s is None else arrival_s + remaining_s
-        self._check_params(params)
         identity, tenant = current_identity(), self._tenant()
+        request_id = self._gate.request_id_for(identity, params.request_id, current_request_id())
+        # Later log lines, the span, the trailers and calls to the encoder have the same id as the answer.
+        replace_request_id(request_id)
+        self._check_params(params)
         max_tokens = params.sampling.max_tokens if params.sampling.HasField("max_tokens") else None
-        arrival = Arrival(identity, params.request_id, params.priority, max_tokens, remaining_s)
+        arrival = Arrival(identity, request_id, params.priority, max_tokens, remaining_s)
         with self._gate.admitted(arrival) as ticket:
             sampling = wire_request.parse_sampling(params.sampling)
             spec = wire_request.parse_prompt(params, self._engine.limits.max_context_tokens)
-            self._gate.charge_images(identity, num_inline_bytes(spec))
-            charge_pixels = partial(self._gate.charge_pixels, identity)
-            prepared = await self._preparer.prepare(spec, sampling, tenant, charge_pixels)
-            if ticket.is_aborted:
-                raise AbortedError("the request was aborted before it began")
             scope = wire_request.parse_cache_scope(params, tenant)
             options = GenerationOptions(params.priority, arrival_s, deadline_s, scope)
+            # The prompt has copies of the images.
+            del params
+            ticket.held.enter_context(self._gate.images_in_progress(identity, num_inline_bytes(spec)))
+            charge_pixels = partial(self._gate.charge_pixels, identity)
+            prepared = await self._preparer.prepare(spec, sampling, tenant, charge_pixels)
+            del spec
+            if ticket.is_aborted:
+                raise AbortedError("the request was aborted before it began")
             async with generating(self._engine, ticket.engine_id, prepared, options, self._tokenizer) as submitted:
                 ticket.stream = submitted.stream
                 try:

@@ -161,7 +161,7 @@ def _open_fleet(
     return FleetFlight(
         EncodeLeases(store, settings.encode_lease_s),
         done,
-        tiers.find_shared,
+        tiers.find_again,
         metrics,
         num_threads=_STORE_THREADS,
         is_answering=lambda: batcher.is_answering,

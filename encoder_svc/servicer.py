@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
 
 import grpc.aio
 
@@ -14,7 +14,7 @@ from encoder_svc import wire
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.concurrent_map import map_concurrently
-from encoder_svc.image_shares import ImageShares
+from encoder_svc.held_rows import HeldRows
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
@@ -31,6 +31,7 @@ from lookonce.errors import (
 from lookonce.identity import current_identity
 from lookonce.image_file import num_file_bytes
 from lookonce.logs import get_logger
+from lookonce.server.admission.image_shares import ImageShares
 from lookonce.server.admission.quotas import Quotas, Resource
 from lookonce.server.telemetry import current_request_id
 from lookonce.status_codes import from_reason, status_row
@@ -55,6 +56,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self._quotas = quotas
         self._settings = settings
         self._shares = ImageShares(settings.max_queued_bytes)
+        self._reads = HeldRows(settings.max_queued_bytes)
         pipeline.metrics.queued_bytes.set_function(lambda: self._shares.num_bytes)
 
     async def Encode(
@@ -124,12 +126,13 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         found = await self._pipeline.read(key, request.row_offset, request.row_count)
         width = found.meta.row_bytes
         chunk_bytes = max(CHUNK_BYTES // width, 1) * width
-        for offset in range(0, found.rows.nbytes, chunk_bytes):
-            yield pb.ReadEmbeddingResponse(
-                embedding=wire.embedding_info(key, found.meta) if offset == 0 else None,
-                row_offset=found.start + offset // width,
-                data=bytes(found.rows[offset : offset + chunk_bytes]),
-            )
+        with self._held(self._reads.held(self._tenant().tag, found.rows)):
+            for offset in range(0, found.rows.nbytes, chunk_bytes):
+                yield pb.ReadEmbeddingResponse(
+                    embedding=wire.embedding_info(key, found.meta) if offset == 0 else None,
+                    row_offset=found.start + offset // width,
+                    data=bytes(found.rows[offset : offset + chunk_bytes]),
+                )
 
     async def GetEncoderInfo(
         self,
@@ -163,13 +166,17 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         self._pipeline.check_fingerprint(image.key.encoder_fingerprint)
         return parsed
 
-    @contextmanager
-    def _in_progress(self, images: Sequence[ImageInput]) -> Iterator[None]:
+    def _in_progress(self, images: Sequence[ImageInput]) -> AbstractContextManager[None]:
         """Counts the images of a call as its tenant's. Raises OverloadedError if the tenant has too many."""
         num_bytes = sum(num_file_bytes(image.data) for image in images if image.data is not None)
+        return self._held(self._shares.taken(self._tenant().tag, len(images), num_bytes))
+
+    @contextmanager
+    def _held(self, share: AbstractContextManager[None]) -> Iterator[None]:
+        """Holds a tenant's share during the block, and counts a refusal."""
         with ExitStack() as held:
             try:
-                held.enter_context(self._shares.taken(self._tenant().tag, len(images), num_bytes))
+                held.enter_context(share)
             except OverloadedError as error:
                 self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
                 raise

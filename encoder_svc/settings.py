@@ -44,12 +44,6 @@ class EncoderSettings(ServiceSettings):
         "share these places: when all are taken, a tenant gets one from the tenant with the most, whose newest waiting "
         "image is refused.",
     )
-    max_queued_bytes: int = Field(
-        1024 * MIB,
-        ge=1,
-        description="Maximum size of the files of images in all calls in progress, bytes. A tenant gets at most as "
-        "much as is free: alone half of it, and each of three a quarter.",
-    )
     max_prepared_bytes: int = Field(
         1024 * MIB,
         ge=1,
@@ -110,11 +104,6 @@ class EncoderSettings(ServiceSettings):
             raise ValueError(
                 f"max_batch_items={self.max_batch_items} images in one call can never fit into "
                 f"max_queued_images={self.max_queued_images}"
-            )
-        if self.are_given("max_queued_bytes", "max_message_bytes") and self.max_queued_bytes < self.max_message_bytes:
-            raise ValueError(
-                f"max_queued_bytes={self.max_queued_bytes} must be at least "
-                f"max_message_bytes={self.max_message_bytes}, or a large call can never be served"
             )
         if self.decode_wall_timeout_s is not None and self.decode_wall_timeout_s < self.decode_timeout_s:
             raise ValueError(

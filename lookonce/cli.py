@@ -63,8 +63,8 @@ _err = Console(stderr=True, highlight=False)
 
 def main() -> Never:
     """Entry point of the console script."""
-    # Services warn by themselves.
-    if sys.argv[1:2] != ["serve"]:
+    # Services warn by themselves, and what `token` writes to stderr goes into a file.
+    if sys.argv[1:2] not in (["serve"], ["token"]):
         for warning in unknown_variables(os.environ, ServiceSettings.model_fields):
             _err.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     try:

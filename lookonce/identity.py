@@ -1,4 +1,7 @@
-"""The identity of a caller. The server's call gate sets it for each call; code that acts for the caller reads it."""
+"""The identity of a caller, and the form of a request's id.
+
+The server's call gate sets the identity for each call; code that acts for the caller reads it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,11 @@ from dataclasses import dataclass
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")
 """Pattern of a tenant's name; the empty name is the default tenant."""
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Pattern of a request's id, in the request as in the metadata of its call."""
+REQUEST_ID_RULE = "must be 1 to 128 characters of [A-Za-z0-9._:-]"
+"""The same for people, to follow the field's name in an error."""
 
 
 class CallerRole(enum.Enum):
@@ -26,20 +34,22 @@ class CallerRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Name, tenant and role of an authenticated caller."""
+    """Name, tenant and role of a caller."""
 
     # Shown in audit lines, never in a metric.
     name: str
     # The tenant whose images and answers it may use; empty: the default tenant.
     tenant: str
     role: CallerRole
+    # False if the server asks for no token. The tenant then is one that the caller has chosen and may change at will.
+    is_authenticated: bool = True
 
 
 TENANT_KEY = "x-lookonce-tenant"
 """Metadata key with which a caller of role service or operator names the tenant it calls for."""
 
-# The identity of every caller of a server without authentication, which restricts nobody.
-ANYBODY = Identity("anybody", "", CallerRole.OPERATOR)
+# The identity of every caller of a server without authentication, which restricts nobody. A caller may name a tenant.
+ANYBODY = Identity("anybody", "", CallerRole.OPERATOR, is_authenticated=False)
 
 _current: ContextVar[Identity] = ContextVar("lookonce_identity", default=ANYBODY)
 

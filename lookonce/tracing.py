@@ -43,6 +43,7 @@ NO_SPAN: SpanBlock = nullcontext(trace.INVALID_SPAN)
 
 _SCOPE = "lookonce"
 _TRACEPARENT = "traceparent"
+_REQUEST_ID = "lookonce.request_id"
 _EXPORTERS = "opentelemetry_traces_exporter"
 # Codes that mean a fault of the server, by OpenTelemetry's conventions for gRPC.
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -97,16 +98,21 @@ def serving(
     is_ambiguous = sum(key == _TRACEPARENT for key, _ in pairs) > 1
     carrier = {} if is_ambiguous else dict(pairs)
     name = method.strip("/")
-    attributes = {"rpc.system.name": "grpc", "rpc.method": name, "lookonce.request_id": request_id}
+    attributes = {"rpc.system.name": "grpc", "rpc.method": name, _REQUEST_ID: request_id}
     parent = propagate.extract(carrier, Context())
     start_ns = None if arrived_s is None else _clock_ns(arrived_s)
     started = _tracer().start_span(name, parent, SpanKind.SERVER, attributes, start_time=start_ns)
     return trace.use_span(started, end_on_exit=True, record_exception=False, set_status_on_exception=False)
 
 
-def answered(serving_span: trace.Span, code: str) -> None:
-    """Sets the gRPC status of an incoming call; a status that means a fault of the server marks the span as failed."""
+def answered(serving_span: trace.Span, code: str, request_id: str | None) -> None:
+    """Sets the gRPC status and the final request id of an incoming call.
+
+    A status that means a fault of the server marks the span as failed.
+    """
     serving_span.set_attribute("rpc.response.status_code", code)
+    if request_id is not None:
+        serving_span.set_attribute(_REQUEST_ID, request_id)
     if code in _SERVER_FAULTS:
         _fail(serving_span, code)
 

@@ -1,9 +1,12 @@
-"""Settings that hold for every test, cache servers, and one running system that the end-to-end tests share."""
+"""Settings that hold for every test, cache servers, this process' log, and one running system for end-to-end tests."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
+import json
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Generator, Iterator
@@ -16,6 +19,8 @@ from xdist.scheduler import LoadFileScheduling
 
 from lookonce.local.local_stack import LocalStack
 from lookonce.local.redis_server import EmbeddedRedis
+from lookonce.logs import configure_plainly
+from lookonce.server.telemetry import configure_logging
 from lookonce.store.embedding_store import EmbeddingStore
 
 # Nothing is downloaded; tiny models are faster on one thread, and the servers need the other core.
@@ -86,12 +91,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-    """Leaves files out of the serial part that do not name its mark: importing all takes longer than some tests."""
-    is_idle = config.getoption("markexpr") == "services" and collection_path.name.startswith("test_")
-    return True if is_idle and "mark.services" not in collection_path.read_text("utf-8") else None
-
-
 @pytest.fixture(scope="session")
 def stack() -> Iterator[LocalStack]:
     """Redis, one encoder and two decoders with the demo model. Their logs begin with the modules that they import."""
@@ -152,3 +151,14 @@ def library() -> None:
         load_library(SOURCES)
     except NativeLibraryError as error:
         pytest.skip(f"there is no native library here: {error}")
+
+
+@pytest.fixture
+def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Everything that this process logs, parsed."""
+    stream = io.StringIO()
+    configure_logging("json", "info", stream)
+    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    configure_plainly()
+    for handler in [handler for handler in logging.getLogger().handlers if handler.name == "lookonce"]:
+        logging.getLogger().removeHandler(handler)

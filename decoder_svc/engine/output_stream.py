@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
-from decoder_svc.scheduling.request_output import RequestOutput
+from decoder_svc.scheduling.request_output import RequestOutput, TokenLogprobs
 from lookonce.errors import LookonceError
 
 
@@ -16,12 +16,13 @@ class OutputStream:
     """An async iterator of RequestOutput. All methods belong to the event loop.
 
     The first output is the admission: no tokens, prompt-side usage. The last one has a finish reason; a request that
-    fails raises its LookonceError instead, once. Outputs that a reader has not read yet are merged, so that the backlog
-    never grows beyond two outputs.
+    fails raises its LookonceError instead, once. Outputs with tokens that a reader has not read yet reach it as one.
     """
 
     def __init__(self) -> None:
+        # Unread outputs from before the first unread token, and those from it on.
         self._outputs: deque[RequestOutput] = deque()
+        self._backlog = _Backlog()
         self._error: LookonceError | None = None
         # Whether the terminal answer has been given. Set here only.
         self.is_closed = False
@@ -47,8 +48,8 @@ class OutputStream:
         if self.is_closed:
             return
         self._has_tokens = self._has_tokens or bool(output.token_ids)
-        if self._outputs and self._outputs[-1].token_ids:
-            self._outputs.append(_merged(self._outputs.pop(), output))
+        if self._backlog or output.token_ids:
+            self._backlog.add(output)
         else:
             self._outputs.append(output)
         if output.finish_reason is not None:
@@ -73,7 +74,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while not self._outputs:
+        while not (self._outputs or self._backlog):
             if self._error is not None:
                 # The traceback of the error refers to the call's frames, and these refer to the stream. If the stream
                 # kept the error, the cycle would keep the prompt's images until the next garbage collection.
@@ -83,7 +84,46 @@ class OutputStream:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        return self._outputs.popleft()
+        return self._outputs.popleft() if self._outputs else self._backlog.take()
+
+
+class _Backlog:
+    """Outputs that wait for their reader, kept as one. Adding one costs its own length, however many are waiting."""
+
+    def __init__(self) -> None:
+        self._num_outputs = 0
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._was_draft: list[bool] = []
+        self._last: RequestOutput | None = None
+
+    def __bool__(self) -> bool:
+        return self._last is not None
+
+    def add(self, output: RequestOutput) -> None:
+        """Appends an output and takes its end and usage as the latest."""
+        self._num_outputs += 1
+        self._token_ids.extend(output.token_ids)
+        self._logprobs.extend(output.logprobs)
+        self._was_draft.extend(output.was_draft or (False,) * len(output.token_ids))
+        self._last = output
+
+    def take(self) -> RequestOutput:
+        """Returns the outputs as one, with the end and the usage of the last, and forgets them. There must be one."""
+        last = self._last
+        assert last is not None, "no output is waiting"
+        if self._num_outputs > 1:
+            last = RequestOutput(
+                token_ids=tuple(self._token_ids),
+                logprobs=tuple(self._logprobs),
+                finish_reason=last.finish_reason,
+                usage=last.usage,
+                was_draft=tuple(self._was_draft),
+            )
+        self._num_outputs, self._last = 0, None
+        for waiting in (self._token_ids, self._logprobs, self._was_draft):
+            waiting.clear()
+        return last
 
 
 def slices(output: RequestOutput, num_tokens: int) -> Iterator[RequestOutput]:
@@ -100,18 +140,3 @@ def slices(output: RequestOutput, num_tokens: int) -> Iterator[RequestOutput]:
             usage=output.usage,
             was_draft=output.was_draft[start:stop],
         )
-
-
-def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    return RequestOutput(
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        finish_reason=second.finish_reason,
-        usage=second.usage,
-        was_draft=_flags(first) + _flags(second),
-    )
-
-
-def _flags(output: RequestOutput) -> tuple[bool, ...]:
-    """Returns one flag per token."""
-    return output.was_draft or (False,) * len(output.token_ids)

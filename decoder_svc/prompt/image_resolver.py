@@ -108,7 +108,14 @@ class ImageResolver:
             with located_in_image(index):
                 digest, header = await run_in_thread(self._threads, _inspect, source, self._limits)
             key = content_key(digest, fingerprint, source.options, tenant)
-            return ResolvedImage(key, header.width, header.height, source.options, source.data)
+            return ResolvedImage(
+                key,
+                header.width,
+                header.height,
+                source.options,
+                source.data,
+                num_file_pixels=header.num_pixels,
+            )
         return await self._resolve_cached(source, fingerprint, tenant)
 
     async def _resolve_cached(

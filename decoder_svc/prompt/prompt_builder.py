@@ -48,11 +48,13 @@ class ResolvedImage:
     data: ImageFile | None = field(repr=False)
     # Number of rows according to the cache; None if the cache was not asked.
     num_rows: int | None = None
+    # `ImageHeader.num_pixels` of the file if the request contained it, of a pair that of the frame that costs more.
+    num_file_pixels: int = 0
 
     @property
     def num_inline_pixels(self) -> int:
-        """The number of pixels of the files in the request; 0 for a reference by digest."""
-        return 0 if self.data is None else self.width * self.height * len(files_of(self.data))
+        """The number of pixels that decoding the files in the request costs; 0 for a reference by digest."""
+        return 0 if self.data is None else self.num_file_pixels * len(files_of(self.data))
 
 
 @dataclass(frozen=True, slots=True)

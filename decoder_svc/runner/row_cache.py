@@ -11,6 +11,7 @@ from decoder_svc.scheduling.prompt import ImageItem
 from decoder_svc.scheduling.row_range import RowRange, RowRangeSet
 from lookonce.content_key import ContentKey
 from lookonce.embedding_meta import RowDtype
+from lookonce.model.lack_of_memory import is_lack_of_memory
 from lookonce.store.int8_rows import dequantise
 
 # Element types of rows that are plain floats.
@@ -50,16 +51,17 @@ class RowCache:
         """Frees rows of a key."""
         self._transfer.wait_for_overlapping()
         kept: dict[RowRange, Tensor] = {}
-        for rows, values in self._parts.pop(key, {}).items():
+        for rows, values in self._parts.get(key, {}).items():
             outside = RowRangeSet([rows])
             outside.remove(dropped)
             for part in outside:
-                # Clone: a view would keep the memory of the dropped rows.
                 kept[part] = (
-                    values if part == rows else values[part.start - rows.start : part.stop - rows.start].clone()
+                    values if part == rows else _copied(values[part.start - rows.start : part.stop - rows.start])
                 )
         if kept:
             self._parts[key] = kept
+        else:
+            self._parts.pop(key, None)
 
     def place(self, embeddings: Tensor, first: int, item: ImageItem, start: int, stop: int) -> list[int]:
         """Writes an image's rows over its placeholders among the prompt's tokens [start, stop).
@@ -83,3 +85,13 @@ class RowCache:
         if num_placed != row_stop - row_start:
             raise KeyError(f"{row_stop - row_start - num_placed} embedding rows are not on the device")
         return tokens
+
+
+def _copied(rows: Tensor) -> Tensor:
+    """Returns a copy, since a view keeps the memory of the dropped rows; a view if no memory is left for a copy."""
+    try:
+        return rows.clone()
+    except (MemoryError, RuntimeError) as error:
+        if not is_lack_of_memory(error):
+            raise
+        return rows

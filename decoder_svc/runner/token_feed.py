@@ -33,6 +33,6 @@ class TokenFeed:
             token_ids[: len(unknown)].copy_(self._sampled)
             return
         if unknown != self._unknown:
-            self._unknown = unknown
             self._indexes, self._places = (self._move(torch.tensor(column)) for column in zip(*unknown, strict=True))
+            self._unknown = unknown
         token_ids.index_copy_(0, self._indexes, self._sampled.index_select(0, self._places))

@@ -84,7 +84,9 @@ class RowDemand:
 
     def restart(self, request: Request) -> None:
         """Releases the rows of a preempted request, which is computed again from its first token."""
-        self._give_back_counts(request)
+        if request.num_unknown_tokens == 0:
+            # Otherwise the step in flight gives it its first output.
+            self._give_back_counts(request)
         self._release(request)
         self._progress[request.request_id].num_passed = 0
 

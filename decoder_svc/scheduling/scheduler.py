@@ -144,13 +144,14 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, sampled: Iterable[SampledToken]) -> list[TokenUpdate]:
         """Applies a step's result: advances computed tokens, appends new tokens, removes finished requests."""
-        self._waiting.end_step(output.num_scheduled_tokens)
         self.kv_cache.end_step()
         if self._in_flight is not output:
             self.advance(output)
         self._in_flight = None
         tokens = tokens_by_request(sampled)
         self._void = {request_id for request_id, (token, *_) in tokens.items() if token.is_corrected}
+        # A token is drawn again behind the next step on the device.
+        self._waiting.end_step(output.num_scheduled_tokens, is_late=bool(self._void))
         return [update for chunk in output.chunks for update in self._take(chunk, tokens.get(chunk.request_id, []))]
 
     def fail_step(self, output: SchedulerOutput, behind: SchedulerOutput | None = None) -> list[Request]:

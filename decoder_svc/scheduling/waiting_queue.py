@@ -35,6 +35,7 @@ class WaitingQueue:
         self._step_ended_s = -math.inf
         # Fastest pace of all steps so far; 0 before the first.
         self._best_s_per_token = 0.0
+        self._was_late = False
 
     def __len__(self) -> int:
         """Returns the number of waiting requests."""
@@ -82,17 +83,20 @@ class WaitingQueue:
         """Notes when a step begins; `end_step` measures its pace."""
         self._step_began_s.append(self._clock())
 
-    def end_step(self, num_tokens: int) -> None:
+    def end_step(self, num_tokens: int, *, is_late: bool = False) -> None:
         """Ends the oldest step, in which `num_tokens` tokens were computed.
 
-        A step that began before the end of the one before it counts from that end.
+        A step that began before the end of the one before it counts from that end. With `is_late` the result was read
+        behind the next step on the device, so the time of that step is unknown.
         """
         began_s = max(self._step_began_s.popleft(), self._step_ended_s)
         self._step_ended_s = self._clock()
-        if num_tokens:
+        if num_tokens and not self._was_late:
             s_per_token = (self._step_ended_s - began_s) / num_tokens
             self._best_s_per_token = min(self._best_s_per_token or s_per_token, s_per_token)
+        self._was_late = is_late
 
     def fail_steps(self) -> None:
         """Ends all steps without a measurement."""
         self._step_began_s.clear()
+        self._was_late = False

@@ -134,7 +134,8 @@ class CacheControl:
         """Removes all entries of these files everywhere: of any encoder, with any options, and pairs of video frames.
 
         `keys` are entries of the files that are certain to exist under these names only, also if they carry no file
-        tags. Raises UnavailableError unless it is sure that the shared cache has none of them left.
+        tags. Raises UnavailableError unless it is sure that the shared cache has none of them left. An image that is
+        being encoded meanwhile may be stored afterwards; a further call removes it.
         """
         tags = [file_tag(digest, tenant) for digest in digests]
         pattern = pattern_of_tenant(tenant)

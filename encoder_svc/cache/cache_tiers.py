@@ -96,11 +96,19 @@ class CacheTiers:
 
     async def find_shared(self, key: ContentKey) -> EmbeddingMeta | None:
         """Description of the rows in the shared cache, or None; a hit restarts their time to live."""
-        store = self.store
-        if store is None:
-            return None
-        meta = await run_in_thread(self._threads, _stat, store, key, touch=True)
-        self._count_query(_SHARED, is_hit=meta is not None)
+        meta = await self._stat_shared(key)
+        if self.store is not None:
+            self._count_query(_SHARED, is_hit=meta is not None)
+        return meta
+
+    async def find_again(self, key: ContentKey) -> EmbeddingMeta | None:
+        """Looks as `find_shared` for rows that were missing a moment ago; only a hit is counted as a query.
+
+        Whoever waits for rows looks many times, and the hit ratio would depend on how long it waits.
+        """
+        meta = await self._stat_shared(key)
+        if meta is not None:
+            self._count_query(_SHARED, is_hit=True)
         return meta
 
     async def put(self, key: ContentKey, entry: LocalEmbedding, *, refresh: bool) -> bool:
@@ -190,6 +198,10 @@ class CacheTiers:
     def close(self) -> None:
         """Waits for the operations in progress; the store itself stays open."""
         self._threads.shutdown()
+
+    async def _stat_shared(self, key: ContentKey) -> EmbeddingMeta | None:
+        store = self.store
+        return None if store is None else await run_in_thread(self._threads, _stat, store, key, touch=True)
 
     async def _write(
         self,

@@ -72,8 +72,8 @@ class FleetFlight:
     ) -> None:
         """Owns `done`.
 
-        `find` looks into the shared cache and never raises for trouble with it. `is_answering`: whether this process's
-        model works at all; while it does not, leases are not renewed and pass to other replicas.
+        `find` looks into the shared cache again and never raises for trouble with it. `is_answering`: whether this
+        process's model works at all; while it does not, leases are not renewed and pass to other replicas.
         """
         self._leases = leases
         self._done = done

@@ -15,11 +15,10 @@ from encoder_svc.images.pixel_modes import rgb_pixels
 from encoder_svc.images.png_rows import check_rows
 from lookonce.errors import ImageDecodeLimitError, ImageUndecodableError, LookonceError
 from lookonce.media.heif_items import is_heif
-from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, open_heif, open_image
+from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits, num_jpeg_scans, open_heif, open_image
 
 # A progressive JPEG is decoded once per scan. 10 scans are usual; hundreds turn 100 kB into seconds of work.
 _MAX_JPEG_SCAN_PIXELS = 1_000_000_000
-_JPEG_START_OF_SCAN = b"\xff\xda"
 _WHITE = (255, 255, 255)
 
 _TRANSPOSE = PIL.Image.Transpose
@@ -84,13 +83,10 @@ def _gif_pixels(stored: PIL.GifImagePlugin.GifImageFile) -> PIL.Image.Image:
 
 
 def _check_effort(data: bytes, header: ImageHeader) -> None:
-    """Raises ImageDecodeLimitError for a JPEG with too many scans.
-
-    The bytes FF DA never occur inside entropy-coded data, so their count is an upper bound of the number of scans.
-    """
+    """Raises ImageDecodeLimitError for a JPEG with too many scans."""
     if header.format is not ImageFormat.JPEG:
         return
-    effort = data.count(_JPEG_START_OF_SCAN) * header.width * header.height
+    effort = num_jpeg_scans(data) * header.width * header.height
     if effort > _MAX_JPEG_SCAN_PIXELS:
         raise ImageDecodeLimitError(
             f"the JPEG takes {effort} pixel passes to decode, the limit is {_MAX_JPEG_SCAN_PIXELS}; "

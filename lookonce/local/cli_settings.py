@@ -55,8 +55,11 @@ class CliSettings(BaseSettings):
     @field_validator("target", "admin_target", "redis_url", "token", "runtime_dir", mode="before")
     @classmethod
     def _unset_if_empty(cls, value: object) -> object:
-        """Takes an empty variable for an unset one, as most programs do."""
-        return None if isinstance(value, str) and not value.strip() else value
+        """Takes an empty variable for an unset one, as most programs do.
+
+        White space around a value does not count: a Secret made from a file has the line end of the file.
+        """
+        return (value.strip() or None) if isinstance(value, str) else value
 
     @field_validator("tls_ca", "tls_cert", "tls_key", mode="before")
     @classmethod

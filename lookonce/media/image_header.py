@@ -12,7 +12,7 @@ import functools
 import io
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import PIL.Image
 import PIL.ImageFile
@@ -30,6 +30,10 @@ _MAX_PNG_TEXT_BYTES = 8 << 20
 
 # Tiles reach over the edges of an image, each by less than its own size.
 _MAX_TILE_SHARE = 2
+
+# A progressive JPEG is decoded once per scan, and ten scans are usual.
+_USUAL_JPEG_SCANS = 10
+_JPEG_START_OF_SCAN = b"\xff\xda"
 
 # EXIF orientations that swap width and height.
 _SIDEWAYS = frozenset({5, 6, 7, 8})
@@ -78,7 +82,7 @@ class ImageHeader:
     # EXIF orientation 1..8, 1 where there is none, and in AVIF and HEIC, which have transformations of their own.
     orientation: int
     # Pixels that decoding computes, if those are others than the image's: tiles reach over its border, a crop hides
-    # some, opacity is a picture of its own.
+    # some, opacity is a picture of its own, and a JPEG of unusually many scans is decoded once per scan.
     num_decoded_pixels: int = field(default=0, compare=False)
 
     @property
@@ -116,11 +120,16 @@ def probe_image(data: bytes, limits: ImageLimits) -> ImageHeader:
 def probe_file(image: ImageFile, limits: ImageLimits) -> ImageHeader:
     """Reads the header as `probe_image` does; of a pair, returns the first frame's header.
 
-    Raises InvalidParameterError for frames of different sizes.
+    Its `num_pixels` is that of the frame that costs more. Raises InvalidParameterError for frames of different sizes.
     """
-    header, *others = [probe_image(data, limits) for data in files_of(image)]
-    check_one_size([header, *others], "second_frame")
-    return header
+    headers = [probe_image(data, limits) for data in files_of(image)]
+    check_one_size(headers, "second_frame")
+    return replace(headers[0], num_decoded_pixels=max(header.num_pixels for header in headers))
+
+
+def num_jpeg_scans(data: bytes) -> int:
+    """Returns an upper bound of the number of scans in a JPEG: start markers never occur in entropy-coded data."""
+    return data.count(_JPEG_START_OF_SCAN)
 
 
 def check_one_size(frames: Sequence[ImageHeader], field: str) -> None:
@@ -161,7 +170,7 @@ def open_image(data: bytes, limits: ImageLimits) -> Iterator[tuple[PIL.ImageFile
     image = _opened(data)
     with image:
         _check_size(image.width, image.height, limits)
-        yield image, _header(image)
+        yield image, _with_scans(_header(image), data)
 
 
 def check_file_size(data: bytes, limits: ImageLimits) -> None:
@@ -188,6 +197,14 @@ def _header(image: PIL.Image.Image) -> ImageHeader:
     orientation = _orientation(image)
     width, height = image.size if orientation not in _SIDEWAYS else reversed(image.size)
     return ImageHeader(_FORMAT_OF_PILLOW[image.format or ""], width, height, orientation)
+
+
+def _with_scans(header: ImageHeader, data: bytes) -> ImageHeader:
+    """Counts the pixels of each ten scans of a JPEG, since the cost of one scan depends on what it holds."""
+    if header.format is not ImageFormat.JPEG:
+        return header
+    num_passes = num_jpeg_scans(data) // _USUAL_JPEG_SCANS
+    return replace(header, num_decoded_pixels=num_passes * header.width * header.height)
 
 
 def _orientation(image: PIL.Image.Image) -> int:

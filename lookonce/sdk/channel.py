@@ -7,7 +7,6 @@ import math
 import numbers
 import os
 import pathlib
-import re
 import time
 import uuid
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.errors import ConfigurationError, DeadlineError, InvalidParameterError
+from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
 from lookonce.sdk.channel_credentials import channel_credentials
 
 _MAX_RECEIVE_BYTES = 64 << 20
@@ -30,7 +30,6 @@ _MAX_RECONNECT_BACKOFF_MS = 5_000
 _MIN_RESOLUTION_INTERVAL_MS = 2_000
 # gRPC sends no longer deadline than 27,000 hours, about three years, and takes one of centuries for a passed one.
 _MAX_TIMEOUT_S = 27_000 * 3600.0
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"].full_name
 ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -62,8 +61,8 @@ def channel_options(service: str | None = None) -> list[tuple[str, int | str]]:
 
 def check_request_id(request_id: str | None) -> None:
     """Raises InvalidParameterError for an id that the contract does not allow; gRPC would fail in ways of its own."""
-    if request_id and not (isinstance(request_id, str) and _REQUEST_ID.fullmatch(request_id)):
-        raise InvalidParameterError("request_id", f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {request_id!r}")
+    if request_id and not (isinstance(request_id, str) and REQUEST_ID.fullmatch(request_id)):
+        raise InvalidParameterError("request_id", f"{REQUEST_ID_RULE}, got {request_id!r}")
 
 
 @dataclass(frozen=True, slots=True)

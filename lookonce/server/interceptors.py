@@ -32,7 +32,7 @@ from lookonce.server.admission.call_turns import CallTurns
 from lookonce.server.admission.inflight_calls import InflightCalls
 from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.receiving.inbox import Inbox, Receivers
-from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id
+from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id, current_request_id
 from lookonce.server.untaken_answers import note_answer
 
 REQUEST_ID_KEY = "x-request-id"
@@ -161,7 +161,7 @@ class _CallBorder:
         has_waited = await self._may_start(context, caller)
         request_id = accept_request_id(_offered_request_id(context))
         bind_request_id(request_id)
-        context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
+        _set_trailers(context)
         with self._span(context, request_id, arrived_s) as span, self._accounted(span, arrived_s) as outcome:
             bind_trace_id(tracing.trace_id())
             try:
@@ -171,6 +171,7 @@ class _CallBorder:
                 ):
                     with self._gate.passed(self.method, context.invocation_metadata() or ()):
                         result = await self._handled_in_time(context, handle)
+                _set_trailers(context)
                 outcome.code = _code_so_far(context, grpc.StatusCode.OK)
             except asyncio.CancelledError:
                 outcome.code = _cancellation_code(context)
@@ -188,7 +189,7 @@ class _CallBorder:
                     self._metrics.memory_errors.labels(self.method).inc()
                 status = _status_of(error)
                 outcome.code = _code_of(status)
-                await _abort(context, status, request_id)
+                await _abort(context, status)
                 return None
             return result
 
@@ -234,7 +235,7 @@ class _CallBorder:
             yield outcome
         finally:
             duration_s = time.monotonic() - arrived_s
-            tracing.answered(span, outcome.code.name)
+            tracing.answered(span, outcome.code.name, current_request_id())
             self._metrics.requests.labels(self.method, outcome.code.name).inc()
             self._metrics.duration.labels(self.method).observe(duration_s)
             log = _log.debug if self._is_quiet else _log.info
@@ -321,6 +322,16 @@ def _offered_request_id(context: Any) -> str | None:
     return offered[0] if len(offered) == 1 else None
 
 
+def _request_id_pair() -> tuple[str, str]:
+    """Returns the metadata of the call's request id, which its handler may have replaced."""
+    return REQUEST_ID_KEY, current_request_id() or ""
+
+
+def _set_trailers(context: Context) -> None:
+    """Sets the metadata that follow the call's answer."""
+    context.set_trailing_metadata((_request_id_pair(),))
+
+
 def _code_so_far(context: Any, default: grpc.StatusCode) -> grpc.StatusCode:
     """Returns the code that the handler set, or `default` when it set none."""
     code: grpc.StatusCode | None = context.code()
@@ -372,13 +383,16 @@ def _code_of(status: status_pb2.Status) -> grpc.StatusCode:
     return code
 
 
-async def _abort(context: Context, status: status_pb2.Status, request_id: str) -> None:
+async def _abort(context: Context, status: status_pb2.Status) -> None:
     """Sends the status of a failed call."""
-    trailing = ((REQUEST_ID_KEY, request_id), (_STATUS_DETAILS_KEY, status.SerializeToString()))
+    trailing = (_request_id_pair(), (_STATUS_DETAILS_KEY, status.SerializeToString()))
     try:
         await context.abort(_code_of(status), status.message, trailing)
     except grpc.aio.AbortError as abort:
         _detach(abort)
+    except grpc.aio.InternalError as error:
+        # gRPC takes no status while a write waits for the client. It ends such a call with its connection.
+        _log.debug("the status was not sent", reason=str(error))
 
 
 def _detach(abort: grpc.aio.AbortError) -> None:

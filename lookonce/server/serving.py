@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Never
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
@@ -38,6 +38,7 @@ from lookonce.server.admission.inflight_calls import InflightCalls
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.credentials import server_credentials
 from lookonce.server.garbage import settle
+from lookonce.server.health_servicer import HealthServicer
 from lookonce.server.interceptors import BorderInterceptor, CallMetrics
 from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES
 from lookonce.server.metrics import ServingMetrics
@@ -125,7 +126,7 @@ class GrpcService:
         self._part_states: dict[str, bool] = {}
         self._calls, self._turns = InflightCalls(), CallTurns()
         self._metrics = ServingMetrics(telemetry.registry, settings.drain_delay_s + settings.drain_timeout_s)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._server: grpc.aio.Server | None = None
         # Servers of the operators' calls and of health for probes, where these have their own addresses.
         self._side_servers: list[grpc.aio.Server] = []
@@ -162,7 +163,7 @@ class GrpcService:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._target = self._bind(self._server, "--listen", self._settings.listen, self._credentials)
-        await self._report(is_serving=False)
+        self._report(is_serving=False)
         await self._server.start()
         await self._start_side_servers(metrics)
         self._readiness = asyncio.create_task(self._follow_readiness())
@@ -209,7 +210,7 @@ class GrpcService:
         _log.info("draining", calls=self._calls.num_delaying)
         await self._stop_readiness()
         self._metrics.begin_drain()
-        await self._health.enter_graceful_shutdown()
+        self._health.begin_drain()
         await asyncio.sleep(delay_s)
         self._turns.end()
         left_s = await self._calls.refuse_new(timeout_s)
@@ -220,6 +221,11 @@ class GrpcService:
         self._calls.answer_refused()
         await self._calls.finished(left_s)
         num_expelled = self._calls.expel_all()
+        answered = asyncio.create_task(self._calls.answered())
+        await asyncio.wait({closing, answered}, return_when=asyncio.FIRST_COMPLETED)
+        answered.cancel()
+        # Without the shorter time, gRPC would wait all of it for a watch whose client takes no answer.
+        await server.stop(_FLUSH_S)
         await closing
         for side_server in self._side_servers:
             await side_server.stop(_FLUSH_S)
@@ -290,10 +296,10 @@ class GrpcService:
                 raise RuntimeError("the service has died; a new process is needed")
             now_ready = self._is_ready()
             if now_ready != was_ready:
-                await self._report(is_serving=now_ready)
+                self._report(is_serving=now_ready)
                 _log.info("ready" if now_ready else "not ready", target=self._target)
                 was_ready = now_ready
-            await self._report_parts()
+            self._report_parts()
             if now_ready and not announced:
                 announced = True
                 self._write_ready_file()
@@ -308,18 +314,18 @@ class GrpcService:
         if self._settings.ready_file is not None:
             self._settings.ready_file.unlink(missing_ok=True)
 
-    async def _report(self, *, is_serving: bool) -> None:
+    def _report(self, *, is_serving: bool) -> None:
         self._metrics.report(is_serving=is_serving)
         names = [name for entry in self._services for name in (entry.full_name, *entry.health_names)]
         for name in ("", *names):
-            await self._health.set(name, _status(is_serving=is_serving))
+            self._health.set(name, is_serving=is_serving)
 
-    async def _report_parts(self) -> None:
+    def _report_parts(self) -> None:
         for name, is_well in self._parts.items():
             state = is_well()
             if self._part_states.get(name) != state:
                 self._part_states[name] = state
-                await self._health.set(name, _status(is_serving=state))
+                self._health.set(name, is_serving=state)
                 _log.info("part is well" if state else "part is degraded", part=name)
 
     def _write_ready_file(self) -> None:
@@ -336,11 +342,6 @@ class GrpcService:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
             json.dump(record, file)
         os.replace(file.name, path)
-
-
-def _status(*, is_serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
-    response = health_pb2.HealthCheckResponse
-    return response.SERVING if is_serving else response.NOT_SERVING
 
 
 def check_files(settings: ServiceSettings) -> None:

@@ -11,7 +11,7 @@ _PREFIX = "LOOKONCE_"
 _ENCODER = frozenset({
     "decode_timeout_s", "decode_wall_timeout_s", "encode_lease_s", "local_cache_bytes", "max_batch_items",
     "max_entry_bytes", "max_forward_bytes", "max_forward_images", "max_forward_s", "max_image_aspect",
-    "max_prepared_bytes", "max_queued_bytes", "max_queued_images", "preprocess_workers", "row_format",
+    "max_prepared_bytes", "max_queued_images", "preprocess_workers", "row_format",
 })  # fmt: skip
 _DECODER = frozenset({
     "block_size", "default_max_tokens", "default_timeout_s", "encoder_cache_rows", "encoder_target", "encoder_tls_ca",

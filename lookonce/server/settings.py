@@ -144,8 +144,15 @@ class ServiceSettings(BaseSettings):
         1024 * MIB,
         ge=MIB,
         description="Memory for requests that can hold images while they are received, each counted as "
-        "max_message_bytes; at least two are received at the same time. A tenant (without authentication: a "
-        "connection) gets half of it. Further calls wait.",
+        "max_message_bytes; at least two are received at the same time. A tenant gets half of it (without "
+        "authentication: a connection, whatever tenants it names). Further calls wait.",
+    )
+    max_queued_bytes: int = Field(
+        1024 * MIB,
+        ge=1,
+        description="Maximum size of the files of images in all calls in progress, bytes, and in encoders of the rows "
+        "that ReadEmbedding holds until they are taken, which count apart. Of each, a tenant gets at most as much as "
+        "is free: alone half of it, and each of three a quarter.",
     )
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest accepted image file.")
     max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted image, width times height in pixels.")
@@ -239,6 +246,11 @@ class ServiceSettings(BaseSettings):
             raise ValueError(
                 f"max_image_bytes={self.max_image_bytes} can never arrive in a message of at most "
                 f"max_message_bytes={self.max_message_bytes}; lower the former or raise the latter"
+            )
+        if self.are_given("max_queued_bytes", "max_message_bytes") and self.max_queued_bytes < self.max_message_bytes:
+            raise ValueError(
+                f"max_queued_bytes={self.max_queued_bytes} must be at least "
+                f"max_message_bytes={self.max_message_bytes}, or a large call can never be served"
             )
         return self
 

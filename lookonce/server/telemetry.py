@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import uuid
 from typing import Literal, Self, TextIO
@@ -17,6 +16,7 @@ import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from lookonce.errors import ConfigurationError
+from lookonce.identity import REQUEST_ID
 from lookonce.logs import get_logger
 from lookonce.server.metrics_endpoint import MetricsEndpoint
 from lookonce.server.setting_names import unknown_variables
@@ -27,7 +27,6 @@ _HANDLER_NAME = "lookonce"
 _OWN_LOGGERS = ("lookonce", "encoder_svc", "decoder_svc", "__main__")
 # Always logs at info level, because an audit record must be complete.
 _AUDIT_LOGGER = "lookonce.audit"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 # Libraries that log through a handler of their own, which is removed.
 _CAPTIVE_LOGGERS = ("transformers",)
@@ -89,8 +88,8 @@ def _install_handler(formatter: logging.Formatter, stream: TextIO, log_level: Lo
 
 
 def accept_request_id(offered: str | None) -> str:
-    """Returns the caller's id if it is 1 to 64 characters of [A-Za-z0-9._-], else a new one."""
-    if offered is not None and _REQUEST_ID.fullmatch(offered):
+    """Returns the caller's id if it has the form of one, else a new one."""
+    if offered is not None and REQUEST_ID.fullmatch(offered):
         return offered
     return uuid.uuid4().hex
 
@@ -98,6 +97,13 @@ def accept_request_id(offered: str | None) -> str:
 def bind_request_id(request_id: str) -> None:
     """Adds the id to every later log line of this task and of tasks that it starts."""
     structlog.contextvars.bind_contextvars(request_id=request_id)
+
+
+def replace_request_id(request_id: str) -> None:
+    """Gives the call that this task serves the id of its request. Later log lines have the former one as `call_id`."""
+    call_id = current_request_id()
+    if request_id != call_id:
+        structlog.contextvars.bind_contextvars(request_id=request_id, call_id=call_id)
 
 
 def bind_trace_id(trace_id: str | None) -> None:

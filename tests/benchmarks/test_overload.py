@@ -29,12 +29,13 @@ FIGURES = Figures(
 )
 
 
-@pytest.mark.services
 def test_every_request_is_answered_and_the_decoder_has_ended_as_many(tmp_path: pathlib.Path) -> None:
     figures = asyncio.run(measure(build_llava_clip(tmp_path), SHORT))
     phases = [figures.full_batch, figures.closed, *(found for (found,) in figures.open_loop.values())]
     for one in phases:
-        assert one.num_sent == one.num_answered == one.num_seen_by_decoder > 0
+        assert one.num_sent == one.num_answered >= one.num_seen_by_decoder > 0
+        # On a busy machine a deadline can pass before the decoder has the call.
+        assert one.num_answered - one.num_seen_by_decoder <= one.outcomes.get("late", 0)
         assert set(one.outcomes) <= {"ok", "refused", "late"}
     for one in (figures.full_batch, figures.closed):
         assert set(one.outcomes) == {"ok"}

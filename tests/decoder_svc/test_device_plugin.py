@@ -85,7 +85,6 @@ def test_the_vision_half_runs_on_the_plug_ins_device(name: str, model_folder: Ca
     torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.services
 def test_a_process_is_started_with_the_plug_ins_device(
     installed: pathlib.Path, model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
 ) -> None:

@@ -15,10 +15,12 @@ from decoder_svc.request_gate import Arrival, RequestGate, Ticket
 from decoder_svc.scheduling.request_output import RequestUsage
 from lookonce.errors import InternalError, InvalidParameterError, OverloadedError, UnavailableError
 from lookonce.identity import ANYBODY, CallerRole, Identity
+from lookonce.server.admission.image_shares import ImageShares
 from lookonce.server.admission.quotas import Quotas, Resource, parse_quotas
 from tests.clock import Clock
 
 NUM_PLACES = 4
+MAX_IMAGE_BYTES = 1000
 MAX_LIVE = 2000
 SERVED_S = 2.0
 NUM_TOKENS = 20
@@ -43,6 +45,7 @@ class Service:
             lambda: self.is_healthy,
             Quotas(None, CollectorRegistry()),
             DecoderMetrics(self.registry),
+            ImageShares(MAX_IMAGE_BYTES),
             max_running_requests=NUM_PLACES,
             max_live_requests=MAX_LIVE,
         )
@@ -51,8 +54,11 @@ class Service:
         return EngineLoad(self.running, self.waiting, 0, self.kv_cache_usage, 0, self.step_s)
 
     def enter(self, number: int = 1, *, priority: int = 0, has_s: float | None = None) -> list[Ticket]:
-        arrival = Arrival(ANYBODY, priority=priority, remaining_s=has_s)
-        return [self.live.enter_context(self.gate.admitted(arrival)) for _ in range(number)]
+        return [self.live.enter_context(self._admitted(priority, has_s)) for _ in range(number)]
+
+    def _admitted(self, priority: int, has_s: float | None) -> contextlib.AbstractContextManager[Ticket]:
+        request_id = self.gate.request_id_for(ANYBODY, "", None)
+        return self.gate.admitted(Arrival(ANYBODY, request_id, priority=priority, remaining_s=has_s))
 
 
 @pytest.fixture
@@ -154,7 +160,7 @@ def test_steps_that_take_longer_than_they_did_count_at_once(service: Service) ->
 
 def test_a_request_that_leaves_is_no_longer_counted(service: Service) -> None:
     service.enter(NUM_PLACES)
-    with contextlib.suppress(InternalError), service.gate.admitted(Arrival(ANYBODY)):
+    with contextlib.suppress(InternalError), service.gate.admitted(Arrival(ANYBODY, "r")):
         assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S + SERVED_S / 2)
         raise InternalError("internal error 5")
     assert service.gate.expected_s(0, None) == pytest.approx(SERVED_S + SERVED_S / 4)
@@ -168,7 +174,7 @@ def test_a_request_that_leaves_is_no_longer_counted(service: Service) -> None:
 def test_more_live_requests_than_the_limit_are_refused_until_one_leaves(service: Service) -> None:
     service.running = 0
     service.enter(MAX_LIVE - 1)
-    with service.gate.admitted(Arrival(ANYBODY)):
+    with service.gate.admitted(Arrival(ANYBODY, "r")):
         with pytest.raises(OverloadedError, match=f"{MAX_LIVE} requests are being served, the limit") as caught:
             service.enter()
         assert caught.value.retry_after_s > 0
@@ -204,11 +210,8 @@ def test_an_engine_that_hangs_with_requests_of_callers_who_have_gone_refuses_by_
 
 @pytest.mark.parametrize("request_id", [" ", "a b", "é", "x" * 129])
 def test_a_malformed_id_is_refused(service: Service, request_id: str) -> None:
-    with (
-        pytest.raises(InvalidParameterError, match="request_id: must be 1 to 128"),
-        service.gate.admitted(Arrival(ANYBODY, request_id)),
-    ):
-        pass
+    with pytest.raises(InvalidParameterError, match="request_id: must be 1 to 128"):
+        service.gate.request_id_for(ANYBODY, request_id, "call-1")
 
 
 def test_an_id_is_the_tenants_own_until_its_request_leaves(service: Service) -> None:
@@ -223,6 +226,23 @@ def test_an_id_is_the_tenants_own_until_its_request_leaves(service: Service) -> 
             assert other.engine_id != first.engine_id
     with service.gate.admitted(Arrival(TENANT_A, "same")) as second:
         assert second.engine_id != first.engine_id, "the engine may still hold the first one"
+
+
+def test_a_chosen_id_counts_before_that_of_the_call(service: Service) -> None:
+    assert service.gate.request_id_for(TENANT_A, "chosen", "call-1") == "chosen"
+    with service.gate.admitted(Arrival(TENANT_A, "chosen")):
+        assert service.gate.request_id_for(TENANT_A, "chosen", "call-1") == "chosen", "`admitted` refuses it"
+
+
+def test_a_request_has_the_id_of_its_call_unless_another_of_the_tenant_has_it(service: Service) -> None:
+    gate = service.gate
+    assert gate.request_id_for(TENANT_A, "", "session:7") == "session:7"
+    with gate.admitted(Arrival(TENANT_A, "session:7")):
+        made = {gate.request_id_for(TENANT_A, "", "session:7") for _ in range(2)}
+        assert len(made) == 2
+        assert "session:7" not in made
+        assert gate.request_id_for(TENANT_B, "", "session:7") == "session:7"
+    assert gate.request_id_for(TENANT_A, "", "session:7") == "session:7"
 
 
 def test_a_request_without_an_id_gets_a_new_one(service: Service) -> None:
@@ -255,10 +275,12 @@ def test_images_and_tokens_are_charged_to_the_tenant_and_counted() -> None:
         lambda: True,
         quotas,
         DecoderMetrics(registry),
+        ImageShares(MAX_IMAGE_BYTES),
         max_running_requests=1,
         max_live_requests=1,
     )
-    gate.charge_images(TENANT_A, 500)
+    with gate.images_in_progress(TENANT_A, 500):
+        pass
     with pytest.raises(OverloadedError, match="image_bytes_per_s"):
         quotas.check(TENANT_A, Resource.IMAGE_BYTES)
     quotas.check(TENANT_A, Resource.IMAGE_PIXELS)
@@ -267,7 +289,7 @@ def test_images_and_tokens_are_charged_to_the_tenant_and_counted() -> None:
         quotas.check(TENANT_A, Resource.IMAGE_PIXELS)
     assert caught.value.retry_after_s == pytest.approx(5.0)
     quotas.check(TENANT_A, Resource.TOKENS)
-    with gate.admitted(Arrival(TENANT_A)) as ticket:
+    with gate.admitted(Arrival(TENANT_A, "r")) as ticket:
         gate.account(ticket, RequestUsage(prompt_tokens=20, completion_tokens=5))
     with pytest.raises(OverloadedError, match="tokens_per_s"):
         quotas.check(TENANT_A, Resource.TOKENS)
@@ -275,3 +297,16 @@ def test_images_and_tokens_are_charged_to_the_tenant_and_counted() -> None:
         quotas.check(TENANT_B, resource)
     assert registry.get_sample_value("lookonce_decoder_prompt_tokens_total") == 20
     assert registry.get_sample_value("lookonce_decoder_generated_tokens_total") == 5
+
+
+def test_the_bytes_of_images_in_progress_are_shared_by_tenants_and_given_back(service: Service) -> None:
+    """Nothing bounded them: one tenant's requests could hold 68 GB."""
+    gate = service.gate
+    with gate.admitted(Arrival(TENANT_A, "one")) as ticket:
+        ticket.held.enter_context(gate.images_in_progress(TENANT_A, MAX_IMAGE_BYTES // 2))
+        with pytest.raises(OverloadedError, match="images of your calls"), gate.images_in_progress(TENANT_A, 1):
+            pass
+        with gate.images_in_progress(TENANT_A, 0), gate.images_in_progress(TENANT_B, MAX_IMAGE_BYTES // 4):
+            pass
+    with gate.images_in_progress(TENANT_A, MAX_IMAGE_BYTES // 2):
+        pass

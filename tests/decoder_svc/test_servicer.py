@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -282,6 +282,37 @@ def endless(request_id: str = "") -> pb.GenerateStreamRequest:
     return pb.GenerateStreamRequest(params=request)
 
 
+async def test_images_of_waiting_requests_are_bounded_and_shared_by_tenants(folder: pathlib.Path) -> None:
+    def asked(to: RunningDecoder, seed: int, tenant: str) -> Any:
+        request = params("what is it", source(png(seed)), max_tokens=2)
+        metadata = [("x-lookonce-tenant", tenant)]
+        return to.stub.GenerateStream(pb.GenerateStreamRequest(params=request), metadata=metadata, timeout=60)
+
+    size = max(len(png(seed)) for seed in range(8))
+    async with (
+        running_encoder(folder) as target,
+        running_decoder(folder, target, max_num_seqs=1, max_queued_bytes=10 * size) as decoder,
+    ):
+        shares = decoder.service.servicer._gate._shares
+        running = decoder.stub.GenerateStream(endless(), timeout=60)
+        await begun(running)
+        waiting: list[Any] = []
+        for seed in range(5):
+            before = shares.num_bytes
+            waiting.append(asked(decoder, seed, "a"))
+            while shares.num_bytes == before:
+                await asyncio.sleep(0.01)
+        assert isinstance(await failure(asked(decoder, 5, "a").read()), errors.OverloadedError)
+        waiting.append(asked(decoder, 6, "b"))
+        running.cancel()
+        waiting.pop(0).cancel()
+        for call in waiting:
+            assert len(await rest(call)) > 1
+        await until_idle(decoder)
+        assert shares.num_bytes == 0
+        assert len(await rest(asked(decoder, 7, "a"))) > 1
+
+
 async def test_a_cancelled_call_frees_the_engine(decoder: RunningDecoder) -> None:
     call = decoder.stub.GenerateStream(endless(), timeout=60)
     await begun(call)
@@ -464,6 +495,85 @@ async def test_extreme_sampling_values_are_answered_and_fail_no_other_request(
 async def test_requests_without_id_get_their_own(decoder: RunningDecoder) -> None:
     responses = [await generate(decoder, params("what", max_tokens=1)) for _ in range(2)]
     assert len({response.request_id for response in responses} - {""}) == 2
+
+
+LogLines: TypeAlias = Callable[[], list[dict[str, Any]]]
+
+
+def access_lines(log_lines: LogLines, method: str) -> list[dict[str, Any]]:
+    return [line for line in log_lines() if line["event"] == "rpc" and line["method"].endswith("/" + method)]
+
+
+async def answered_id(call: Any, log_lines: LogLines) -> str:
+    """Reads a call to its end and returns its id in the answer, which must be that of the trailers and the log."""
+    if isinstance(call, grpc.aio.UnaryUnaryCall):
+        method, request_id = "Generate", (await call).request_id
+    else:
+        method, request_id = "GenerateStream", (await rest(call))[0].started.request_id
+    assert dict(await call.trailing_metadata())["x-request-id"] == request_id
+    assert [line["code"] for line in access_lines(log_lines, method) if line["request_id"] == request_id] == ["OK"]
+    return str(request_id)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("chosen", "metadata", "expected"),
+    [
+        ("order:" + "7" * 100, (), "order:" + "7" * 100),
+        ("mine", (("x-request-id", "theirs"),), "mine"),
+        ("", (("x-request-id", "a:" + "b" * 126),), "a:" + "b" * 126),
+        ("", (("x-request-id", "no spaces"),), None),
+        ("", (), None),
+    ],
+    ids=["chosen", "chosen before metadata", "metadata", "malformed metadata", "none"],
+)
+async def test_a_request_has_one_id_in_answer_and_logs_of_both_services(
+    decoder: RunningDecoder,
+    log_lines: LogLines,
+    is_streamed: bool,
+    chosen: str,
+    metadata: tuple[tuple[str, str], ...],
+    expected: str | None,
+) -> None:
+    request = params(source(png(1)), "what", max_tokens=2)
+    request.request_id = chosen
+    call: Any = (
+        decoder.stub.GenerateStream(pb.GenerateStreamRequest(params=request), timeout=60, metadata=metadata)
+        if is_streamed
+        else decoder.stub.Generate(pb.GenerateRequest(params=request), timeout=60, metadata=metadata)
+    )
+    request_id = await answered_id(call, log_lines)
+    assert expected in (None, request_id)
+    encodes = access_lines(log_lines, "Encode")
+    assert encodes
+    assert {line["request_id"] for line in encodes} == {request_id}
+
+
+async def test_a_call_whose_id_another_request_has_gets_a_new_one(decoder: RunningDecoder, log_lines: LogLines) -> None:
+    session = (("x-request-id", "session"),)
+    first = decoder.stub.GenerateStream(endless(), timeout=60, metadata=session)
+    assert (await begun(first))[0].started.request_id == "session"
+    beside = pb.GenerateRequest(params=params("what", max_tokens=2))
+    second = await answered_id(decoder.stub.Generate(beside, timeout=60, metadata=session), log_lines)
+    assert second != "session"
+    (line,) = access_lines(log_lines, "Generate")
+    assert (line["request_id"], line["call_id"]) == (second, "session")
+    await decoder.stub.AbortRequest(pb.AbortRequestRequest(request_id="session"))
+    assert (await rest(first))[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
+    third = await answered_id(decoder.stub.Generate(beside, timeout=60, metadata=session), log_lines)
+    assert third == "session", "free again"
+
+
+async def test_a_refused_request_has_its_chosen_id_in_log_and_trailers(
+    decoder: RunningDecoder, log_lines: LogLines
+) -> None:
+    request = params("what", max_tokens=2, temperature=-1.0)
+    request.request_id = "mine"
+    call = decoder.stub.Generate(pb.GenerateRequest(params=request), timeout=60)
+    assert isinstance(await failure(call), errors.InvalidParameterError)
+    assert dict(await call.trailing_metadata())["x-request-id"] == "mine"
+    (line,) = access_lines(log_lines, "Generate")
+    assert (line["request_id"], line["code"]) == ("mine", "INVALID_ARGUMENT")
 
 
 # Bad input gets its status without internals, and does not disturb the next request.

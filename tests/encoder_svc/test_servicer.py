@@ -14,16 +14,19 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from encoder_svc.cache.local_cache import LocalEmbedding
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import status_codes
 from lookonce.common.v1 import common_pb2
-from lookonce.content_key import ProcessorOptions, image_digest
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, image_digest
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.errors import OverloadedError
 from lookonce.local.redis_server import EmbeddedRedis
 from tests import image_files
 from tests.encoder_svc.conftest import RunningEncoder, SickModel, StartEncoder
-from tests.encoder_svc.encode_requests import encode_one, failure, key_of, png, request, settled, source
+from tests.encoder_svc.encode_requests import TIMEOUT_S, encode_one, failure, key_of, png, request, settled, source
+from tests.lookonce.store.entries import write
 
 LIMITS = {"max_image_bytes": 200_000, "max_image_pixels": 1_000_000, "max_image_aspect": 50.0, "max_batch_items": 8}
 
@@ -86,6 +89,69 @@ async def test_two_encoders_share_rows(start_encoder: StartEncoder, own_redis: E
         await encode_one(first, png(1))
         assert (await encode_one(second, png(1))).source == pb.RESULT_SOURCE_SHARED_CACHE
         assert await read_rows(first, key=key_of(png(1))) == await read_rows(second, key=key_of(png(1)))
+
+
+# These rows fill gRPC's buffers many times over, so a stream that nobody reads stays open.
+LARGE = b"an image of many rows"
+LARGE_META = EmbeddingMeta(8000, 64, 0, RowDtype.FLOAT32, 10, 10)
+LARGE_BYTES = LARGE_META.size_bytes
+
+
+def large_entry(encoder: RunningEncoder) -> tuple[ContentKey, memoryview]:
+    """The key and the rows of an image that no tiny model has."""
+    key = encoder.pipeline.key_of(image_digest(LARGE), ProcessorOptions(), DEFAULT_TENANT)
+    return key, memoryview(bytes(LARGE_BYTES))
+
+
+async def test_streams_that_take_no_rows_hold_no_more_than_their_tenant_s_share(
+    start_encoder: StartEncoder, own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_svc.servicer.CHUNK_BYTES", 16 << 10)
+    settings = {"redis_url": own_redis.url, "local_cache_bytes": 0, "max_queued_bytes": 8 * LARGE_BYTES}
+    async with start_encoder("llava_clip", **settings) as encoder:
+        key, rows = large_entry(encoder)
+        assert encoder.pipeline.tiers.store is not None
+        assert await asyncio.to_thread(write, encoder.pipeline.tiers.store, key, LARGE_META, rows)
+        request = pb.ReadEmbeddingRequest(key=key_of(LARGE))
+        streams = [encoder.stub.ReadEmbedding(request) for _ in range(4)]
+        for stream in streams:
+            await anext(aiter(stream))
+        code, reason, error = await failure(encoder.stub.ReadEmbedding(request))
+        assert (code, reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED")
+        assert isinstance(error, OverloadedError)
+        assert error.retry_after_s > 0
+        assert encoder.metric("lookonce_encoder_rejected_total", reason="OVERLOADED") == 1
+        other = encoder.stub.ReadEmbedding(request, metadata=(("x-lookonce-tenant", "other"),))
+        assert (await failure(other))[1] == "EMBEDDING_NOT_CACHED"
+        for stream in streams:
+            stream.cancel()
+        assert len(await read_when_free(encoder, LARGE)) == LARGE_BYTES
+
+
+async def read_when_free(encoder: RunningEncoder, data: bytes) -> bytes:
+    """Reads all rows, and tries again while streams that were cancelled have not ended yet."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                return await read_rows(encoder, key=key_of(data))
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                await asyncio.sleep(0.01)
+
+
+async def test_streams_of_rows_in_the_local_cache_hold_them_once(
+    start_encoder: StartEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_svc.servicer.CHUNK_BYTES", 16 << 10)
+    async with start_encoder("llava_clip", max_queued_bytes=2 * LARGE_BYTES) as encoder:
+        key, rows = large_entry(encoder)
+        encoder.pipeline.tiers.local.put(key.value, LocalEmbedding(LARGE_META, rows))
+        calls = [encoder.stub.ReadEmbedding(pb.ReadEmbeddingRequest(key=key_of(LARGE))) for _ in range(8)]
+        streams = [aiter(call) for call in calls]
+        firsts = [len((await anext(stream)).data) for stream in streams]
+        for first, stream in zip(firsts, streams, strict=True):
+            assert first + sum([len(chunk.data) async for chunk in stream]) == LARGE_BYTES
 
 
 async def test_read_embedding_streams_whole_rows_of_the_asked_range(

@@ -24,15 +24,13 @@ from lookonce.local.local_stack import LocalStack
 from tests.conftest import ONE_THREAD
 from tests.faults.conftest import Fingerprint, Picture, describe, tell_story
 
-pytestmark = pytest.mark.services
-
-LEASE_S = 1.0
+LEASE_S = 2.0
 # Allowance beyond a deadline or the end of a lease on a busy machine. On an idle one a takeover is done within
 # LEASE_S + 1 s of the holder's end. The tests print the time it took.
-MARGIN_S = 5.0
+MARGIN_S = 20.0
 ENCODER = (*ONE_THREAD, "--encode-lease-s", str(LEASE_S))
-# A frozen encoder is detected after 3 s. The decoder has room for two pictures, so that others are fetched again.
-DECODER = (*ONE_THREAD, "--encoder-cache-rows", "60", "--keepalive-time-s", "2", "--keepalive-timeout-s", "1")
+# A frozen encoder is detected after 5 s. The decoder has room for two pictures, so that others are fetched again.
+DECODER = (*ONE_THREAD, "--encoder-cache-rows", "60", "--keepalive-time-s", "2", "--keepalive-timeout-s", "3")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +70,7 @@ async def until_used(
     client: AsyncClient, fingerprint: Fingerprint, stack: LocalStack, processes: Sequence[ChildProcess]
 ) -> None:
     """Waits until the decoder sends calls to these encoders and no others."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while True:
             before = [num_queries(stack, process) for process in processes]
             asking = (describe(client, picture) for picture in fingerprint.fresh(8))
@@ -83,7 +81,7 @@ async def until_used(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not await asyncio.to_thread(condition):
             await asyncio.sleep(0.005)
 
@@ -208,10 +206,10 @@ async def test_an_encoder_that_freezes_with_the_lease_is_taken_over_and_spoils_n
         AsyncClient.connect(stack.decoder_targets[0], holder.ready.target) as to_holder,
         AsyncClient.connect(stack.decoder_targets[0], other.ready.target) as to_other,
     ):
-        freezing = asyncio.create_task(to_holder.encode([image], timeout_s=30))
+        freezing = asyncio.create_task(to_holder.encode([image], timeout_s=100))
         await until(lambda: is_encoding(stack, holder))
         with frozen(holder):
-            waiting = asyncio.create_task(to_other.encode([image], timeout_s=30))
+            waiting = asyncio.create_task(to_other.encode([image], timeout_s=100))
             await until_taken_over(stack, other, num_before)
             await waiting
         # On a busy machine the freeze may exceed the ping's timeout, which ends this call.
@@ -232,10 +230,10 @@ async def test_another_encoder_takes_over_from_one_that_was_killed_in_the_middle
         for _ in range(5):
             picture = fingerprint.slow()
             image = ImageRef.from_bytes(picture.data)
-            dying = asyncio.create_task(to_holder.encode([image], timeout_s=30))
+            dying = asyncio.create_task(to_holder.encode([image], timeout_s=100))
             await until(lambda: is_encoding(stack, holder))
             num_before = num_queries(stack, other)
-            waiting = asyncio.create_task(to_other.encode([image], timeout_s=30))
+            waiting = asyncio.create_task(to_other.encode([image], timeout_s=100))
             # Neither its own cache nor Redis has a row of the picture.
             await until(functools.partial(has_asked_both_caches, stack, other, num_before))
             with frozen(holder):

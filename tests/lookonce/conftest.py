@@ -1,20 +1,15 @@
-"""A proxy that breaks connections, and the log of this process, for tests of the shared package."""
+"""A proxy that breaks connections, and a client for planting values, for tests of the shared package."""
 
 from __future__ import annotations
 
-import io
-import json
-import logging
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
 
 from lookonce.local.redis_server import EmbeddedRedis
-from lookonce.logs import configure_plainly
-from lookonce.server.telemetry import configure_logging
 from tests.lookonce.store.faults import FaultProxy
 
 
@@ -31,14 +26,3 @@ def fault_proxy(shared_redis: EmbeddedRedis, shared_admin: Any) -> Iterator[Faul
     proxy = FaultProxy(urllib.parse.unquote(urllib.parse.urlsplit(shared_redis.url).path))
     yield proxy
     proxy.close()
-
-
-@pytest.fixture
-def log_lines() -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Everything that this process logs, parsed."""
-    stream = io.StringIO()
-    configure_logging("json", "info", stream)
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    configure_plainly()
-    for handler in [handler for handler in logging.getLogger().handlers if handler.name == "lookonce"]:
-        logging.getLogger().removeHandler(handler)

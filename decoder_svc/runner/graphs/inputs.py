@@ -80,6 +80,8 @@ class BlockTable:
             (self._unread_place + 1,), pool.unread_block, dtype=torch.int32, device=transfer.device
         )
         self._host = np.full((num_rows, pool.max_blocks), pool.unread_block, dtype=np.int32)
+        # Whether the device may lack changes that the host has: a launch failed between the two.
+        self.is_behind = False
 
     @property
     def entries(self) -> Tensor:
@@ -103,8 +105,9 @@ class BlockTable:
         ValueError if a sequence has more blocks than a row.
         """
         changed, new = self._changes(tables, size)
-        if len(changed) > len(places):
+        if self.is_behind or len(changed) > len(places):
             self._replace()
+            self.is_behind = False
             changed = changed[:0]
         places[: len(changed)], places[len(changed) :] = changed, self._unread_place
         blocks[: len(changed)], blocks[len(changed) :] = new[: len(changed)], self.unread_block

@@ -93,6 +93,16 @@ class StepGraphs:
         `feed` writes ids that only the device has into the step's token ids. `place_rows` is None for a step without
         tokens of images. It writes rows to `[num_tokens, row_elements]` and returns the indexes of their tokens.
         """
+        try:
+            return self._replayed(flat, feed, place_rows)
+        except Exception:
+            for table in self._decodes.tables:
+                table.is_behind = True
+            raise
+
+    def _replayed(
+        self, flat: FlatInputs, feed: Feed, place_rows: Callable[[Tensor], list[int]] | None
+    ) -> Decoded | None:
         if max(flat.query_lens) == 1 and not any(flat.mutual_spans) and place_rows is None:
             return self._replayed_decode(flat, feed)
         if self._chunks is None or (size := self._chunks.size_for(flat)) is None:

@@ -1,13 +1,15 @@
 """Times a kernel against PyTorch's once per machine, so that ours is never used where it is slower.
 
 A trial runs in one thread and counts its processor time, which other processes hardly change. The times are kept in the
-cache folder of the compiled libraries. A new processor, version of PyTorch, level or kernel source makes a new trial.
+cache folder of the compiled libraries. A new processor, version of PyTorch, level, compiler or kernel source makes a
+new trial, and so does an implementation that could not run in an earlier one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
 import platform
 import tempfile
@@ -18,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from lookonce.logs import get_logger
-from lookonce.model.kernels.native_compiler import NativeLibraryError, sources_hash
+from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_level import native_level
-from lookonce.model.kernels.native_library import trusted_cache_folder
+from lookonce.model.kernels.native_library import library_identity, trusted_cache_folder
 
 NATIVE = "native"
 PYTORCH = "pytorch"
@@ -29,6 +31,8 @@ PYTORCH = "pytorch"
 _MARGIN = 1.1
 # The fastest of so many rounds counts.
 _NUM_ROUNDS = 5
+# Environment variables that take instructions away from PyTorch's libraries.
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 _log = get_logger(__name__)
 
@@ -74,7 +78,7 @@ def choose_kernel(
         return _choices[operation]
     key = _key(operation, sources, list(candidates))
     seconds = _remembered(key)
-    if seconds is None or not _can_run(candidates, _winner(candidates, seconds)):
+    if seconds is None or not _is_complete(candidates, seconds):
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -94,10 +98,20 @@ def _winner(candidates: Iterable[str], seconds: Mapping[str, float]) -> str:
     return fastest if seconds[fastest] * _MARGIN < seconds[preferred] else preferred
 
 
-def _can_run(candidates: Mapping[str, Callable[[], Candidate]], name: str) -> bool:
-    """Whether an implementation that could run in an earlier process can in this one. Its compiler may be gone."""
+def _is_complete(candidates: Mapping[str, Callable[[], Candidate]], seconds: Mapping[str, float]) -> bool:
+    """Whether the winner of an earlier trial can run in this process, and nothing else but what was timed.
+
+    The compiler may be gone, or it may have been missing, or killed, in the earlier process.
+    """
+    untimed = [name for name in candidates if name not in seconds]
+    return _can_run(candidates[_winner(candidates, seconds)]) and not any(
+        _can_run(candidates[name]) for name in untimed
+    )
+
+
+def _can_run(prepare: Callable[[], Candidate]) -> bool:
     try:
-        candidates[name]()
+        prepare()
     except NativeLibraryError:
         return False
     return True
@@ -125,8 +139,9 @@ def _timed(candidates: Mapping[str, Callable[[], Candidate]]) -> dict[str, float
 
 def _key(operation: str, sources: pathlib.Path, names: list[str]) -> str:
     pytorch = (torch.__version__, torch.backends.cpu.get_cpu_capability())
-    parts = [operation, *names, _processor(), *pytorch, native_level().name]
-    return hashlib.sha256("\n".join([*parts, sources_hash(sources)]).encode()).hexdigest()[:32]
+    limits = (f"{name}={os.environ.get(name, '')}" for name in _LIMITS)
+    parts = [operation, *names, _processor(), *pytorch, *limits, library_identity(sources, native_level())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _processor() -> str:
@@ -156,8 +171,9 @@ def _remember(key: str, seconds: Mapping[str, float]) -> None:
     """Writes the times for the next process. Without a writable folder, each process makes its own trial."""
     try:
         folder = trusted_cache_folder()
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="trial-", delete=False) as file:
-            json.dump(dict(seconds), file)
-        pathlib.Path(file.name).replace(folder / f"trial-{key}.json")
+        with tempfile.TemporaryDirectory(dir=folder) as workplace:
+            written = pathlib.Path(workplace) / "trial"
+            written.write_text(json.dumps(dict(seconds)))
+            written.replace(folder / f"trial-{key}.json")
     except (OSError, NativeLibraryError) as error:
         _log.info("times of kernels are not remembered", reason=str(error))

@@ -22,6 +22,8 @@ HEADERS = pathlib.Path(__file__).with_name("native")
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 _SUFFIXES = (".cpp", ".h")
 _COMPILE_TIMEOUT_S = 120
+# At the end of each library, see `_seal`.
+_HASH_BYTES = 32
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _X86, _ARM = "x86_64", "aarch64"
 _V3_FEATURES = frozenset({"avx2", "fma3", "bmi2", "f16c"})
@@ -125,7 +127,26 @@ def compile_library(compiler: str, level: NativeLevel, sources: pathlib.Path, pa
         _run_all(commands)
         built = pathlib.Path(workplace) / path.name
         _run_all([[compiler, *flags, "-shared", "-o", str(built), *map(str, objects)]])
+        _seal(built)
         built.replace(path)
+
+
+def is_intact(path: pathlib.Path) -> bool:
+    """Whether a library is as `compile_library` wrote it.
+
+    Loading one that was truncated, or that has zeros where its code was, kills the process. Raises OSError.
+    """
+    content = path.read_bytes()
+    return content[-_HASH_BYTES:] == hashlib.sha256(content[:-_HASH_BYTES]).digest()
+
+
+def _seal(library: pathlib.Path) -> None:
+    """Appends a hash, which the system's loader ignores, and waits until the file is on the disk."""
+    with library.open("r+b") as file:
+        digest = hashlib.sha256(file.read()).digest()
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:

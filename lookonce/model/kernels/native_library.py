@@ -22,6 +22,7 @@ from lookonce.model.kernels.native_compiler import (
     build_fingerprint,
     compile_library,
     find_compiler,
+    is_intact,
     library_name,
 )
 from lookonce.model.kernels.native_level import native_level
@@ -64,25 +65,27 @@ def library_of_level(sources: pathlib.Path, level: NativeLevel) -> NativeLibrary
         raise NativeLibraryError(f"the compiled library cannot be loaded: {error}") from error
 
 
+def library_identity(sources: pathlib.Path, level: NativeLevel) -> str:
+    """Returns a name for what `library_of_level` loads. Sources, level, compiler and flags determine it."""
+    name = library_name(sources, level)
+    if (_COMPILED / name).exists():
+        return name
+    try:
+        return build_fingerprint(find_compiler(), level, sources)
+    except (NativeLibraryError, OSError, subprocess.TimeoutExpired):
+        return f"{name}, no compiler"
+
+
 def _compiled_here(sources: pathlib.Path, level: NativeLevel) -> pathlib.Path:
     """Returns the library's file in the cache folder, and compiles it if it is missing or damaged."""
     compiler = find_compiler()
     try:
         path = trusted_cache_folder() / f"lookonce-{build_fingerprint(compiler, level, sources)}.so"
-        if not path.exists() or not _can_be_loaded(path):
+        if not path.exists() or not is_intact(path):
             compile_library(compiler, level, sources, path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeLibraryError(f"the native library could not be compiled: {error}") from error
     return path
-
-
-def _can_be_loaded(path: pathlib.Path) -> bool:
-    """Whether the cached file is intact: a power loss may have truncated it, and it must then be rebuilt."""
-    try:
-        ctypes.CDLL(str(path))
-    except OSError:
-        return False
-    return True
 
 
 def cache_folder() -> pathlib.Path:

@@ -46,30 +46,41 @@ class InflightCalls:
 
     def __init__(self) -> None:
         self._calls: set[Call] = set()
+        # A sum over all calls at the end of each would let health watches, which need no token, slow down the others.
+        self._num_delaying = 0
         self._refusing = False
         self._num_refused = 0
         # Set when refused calls get their answers.
         self._refusals_go_out = asyncio.Event()
         self._none_delays = asyncio.Event()
         self._none_delays.set()
+        # Calls whose task, which also sends their answer, has not ended; without those that do not delay a drain.
+        self._num_unanswered = 0
+        self._none_unanswered = asyncio.Event()
+        self._none_unanswered.set()
 
     @property
     def num_delaying(self) -> int:
         """The number of calls that a drain would wait for."""
-        return sum(call.delays_drain for call in self._calls)
+        return self._num_delaying
 
     @asynccontextmanager
     async def admitted(self, *, delays_drain: bool) -> AsyncIterator[Call]:
         """Counts the current task as a call. Raises UnavailableError once calls are refused."""
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        if delays_drain:
+            self._num_unanswered += 1
+            self._none_unanswered.clear()
+            task.add_done_callback(self._note_answer)
         if self._refusing:
             self._num_refused += 1
             await self._refusals_go_out.wait()
             raise UnavailableError(_DRAINING)
-        task = asyncio.current_task()
-        assert task is not None, "calls run in tasks"
         call = Call(task, delays_drain)
         self._calls.add(call)
         if delays_drain:
+            self._num_delaying += 1
             self._none_delays.clear()
         try:
             yield call
@@ -80,7 +91,8 @@ class InflightCalls:
             raise UnavailableError(_DRAINING) from None
         finally:
             self._calls.discard(call)
-            if self.num_delaying == 0:
+            self._num_delaying -= delays_drain
+            if self._num_delaying == 0:
                 self._none_delays.set()
 
     async def refuse_new(self, timeout_s: float) -> float:
@@ -114,6 +126,15 @@ class InflightCalls:
             async with asyncio.timeout(timeout_s):
                 await self._none_delays.wait()
         return self._none_delays.is_set()
+
+    async def answered(self) -> None:
+        """Waits until gRPC has sent the answers of all calls, refused ones too, that delay the drain."""
+        await self._none_unanswered.wait()
+
+    def _note_answer(self, task: asyncio.Task[object]) -> None:
+        self._num_unanswered -= 1
+        if self._num_unanswered == 0:
+            self._none_unanswered.set()
 
     def expel_all(self) -> int:
         """Cancels the remaining calls, which end with UnavailableError. Returns how many of them delayed the drain."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 import grpc.aio
 
 from lookonce.errors import InvalidInputError
-from lookonce.identity import ANYBODY, current_identity
+from lookonce.identity import current_identity
 from lookonce.server.receiving.receive_slots import ReceiveSlots, SlotLimits
 from lookonce.server.receiving.unfinished_reads import ReadLimits, UnfinishedReads
 
@@ -95,8 +95,8 @@ class Inbox:
         return await self._receiver.receive(self._caller(), self._context.read, may_pause=may_pause)
 
     def _caller(self) -> str:
-        """Returns the tenant, or else the connection, if there is no authentication."""
+        """Returns the tenant, or the connection if there is no authentication: a caller can name any tenants then."""
         identity = current_identity()
-        if identity is ANYBODY:
+        if not identity.is_authenticated:
             return str(self._context.peer())
         return f"tenant {identity.tenant}"

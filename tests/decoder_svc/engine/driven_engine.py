@@ -115,7 +115,7 @@ class DrivenEngine:
         self._loop = StepLoop(runner, self.scheduler, self._inbox, self._take)
         self._served: dict[RequestId, Served] = {}
         self._travelling: list[tuple[int, RowFetch]] = []
-        self._round = 0
+        self.round = 0
         # Launches, and those of them that came while the tokens of another step were unread.
         self.num_launches = self.num_ahead = 0
         self._num_unread = 0
@@ -131,14 +131,14 @@ class DrivenEngine:
         launch = self._runner.launch
         vars(self._runner)["launch"] = lambda output: self._launch(launch, output)
         try:
-            for self._round in range(MAX_ROUNDS):
-                self._put(by_round[self._round], workload)
+            for self.round in range(MAX_ROUNDS):
+                self._put(by_round[self.round], workload)
                 try:
                     self._loop._take_messages()
                 except Idle:
                     assert self._loop._in_flight is None, "a step is in flight and nobody waits for it"
                     assert not self.scheduler.can_be_stalled(), "no request can advance"
-                    if self._round > last and not self._travelling:
+                    if self.round > last and not self._travelling:
                         break
                     continue
                 self._loop._step()
@@ -155,13 +155,13 @@ class DrivenEngine:
         for one in asked:
             arrival_s = float(int(one.request_id[1:]))
             self._inbox.put(Request(one.request_id, one.prompt, one.params, arrival_s=arrival_s))
-        if self._round in workload.aborts:
-            self._inbox.put(Abort(workload.aborts[self._round], FinishReason.ABORT))
-        if self._round in workload.forgetting:
+        if self.round in workload.aborts:
+            self._inbox.put(Abort(workload.aborts[self.round], FinishReason.ABORT))
+        if self.round in workload.forgetting:
             self._inbox.put_forgotten(EVERYTHING)
-        self._fails_at = workload.failures.get(self._round)
-        arrived = [fetch for at_round, fetch in self._travelling if at_round <= self._round]
-        self._travelling = [each for each in self._travelling if each[0] > self._round]
+        self._fails_at = workload.failures.get(self.round)
+        arrived = [fetch for at_round, fetch in self._travelling if at_round <= self.round]
+        self._travelling = [each for each in self._travelling if each[0] > self.round]
         for fetch in arrived:
             values = self._model.rows[fetch.key][fetch.rows.start : fetch.rows.stop]
             data = bytearray(values.numpy().tobytes())
@@ -169,7 +169,7 @@ class DrivenEngine:
 
     def _take(self, message: ToEventLoop) -> None:
         if isinstance(message, RowFetch):
-            self._travelling.append((self._round + 1 + message.rows.start % 3, message))
+            self._travelling.append((self.round + 1 + message.rows.start % 3, message))
             return
         assert isinstance(message, Answers), message
         for request_id, answer in message.by_request:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -34,6 +37,67 @@ async def test_a_reader_that_is_behind_gets_the_admission_and_one_merged_output(
     assert merged.was_draft == (False, True, False, False)
     assert merged.finish_reason is FinishReason.LENGTH
     assert merged.usage.completion_tokens == 4
+
+
+class CountingTuple(tuple[Any, ...]):
+    """A tuple that counts in `copied` the items that are read from it, or copied into a longer tuple."""
+
+    copied: Counter[str]
+
+    def __new__(cls, items: Iterable[Any], copied: Counter[str]) -> CountingTuple:
+        made = super().__new__(cls, items)
+        made.copied = copied
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        self.copied["items"] += len(self)
+        return super().__iter__()
+
+    def __add__(self, other: tuple[Any, ...]) -> CountingTuple:
+        self.copied["items"] += len(self) + len(other)
+        return CountingTuple(tuple.__add__(self, other), self.copied)
+
+
+async def test_a_token_that_waits_for_its_reader_costs_the_same_however_long_the_backlog_is() -> None:
+    num_tokens, copied, stream = 2000, Counter[str](), OutputStream()
+    for index in range(num_tokens):
+        token_ids, logprobs = (CountingTuple((index,), copied) for _ in range(2))
+        stream.push(RequestOutput(token_ids, logprobs, None, RequestUsage()))
+    merged = await anext(aiter(stream))
+    for merged_items in (merged.token_ids, merged.logprobs):
+        assert list[object](merged_items) == [*range(num_tokens)]
+    assert 0 < copied["items"] <= 2 * 3 * num_tokens
+
+
+def merged_at_each_push(waiting: deque[RequestOutput], added: RequestOutput) -> None:
+    """Adds an output to the waiting ones, by the rule for what a reader sees: what follows tokens is merged to them."""
+    if not (waiting and waiting[-1].token_ids):
+        waiting.append(added)
+        return
+    last = waiting.pop()
+    flags = [one.was_draft or (False,) * len(one.token_ids) for one in (last, added)]
+    token_ids, logprobs = last.token_ids + added.token_ids, last.logprobs + added.logprobs
+    waiting.append(RequestOutput(token_ids, logprobs, added.finish_reason, added.usage, flags[0] + flags[1]))
+
+
+@given(turns=st.lists(st.one_of(st.just("read"), st.lists(st.booleans(), max_size=4)), max_size=30))
+async def test_a_reader_gets_what_merging_at_each_push_gives(turns: list[str | list[bool]]) -> None:
+    stream, waiting, num_tokens = OutputStream(), deque[RequestOutput](), 0
+    reader = aiter(stream)
+    for turn in turns:
+        if isinstance(turn, str):
+            if waiting:
+                assert await anext(reader) == waiting.popleft()
+            continue
+        token_ids = range(num_tokens, num_tokens + len(turn))
+        num_tokens = token_ids.stop
+        pushed = output(*token_ids, drafts=tuple(turn) if any(turn) else (), completion=num_tokens)
+        stream.push(pushed)
+        merged_at_each_push(waiting, pushed)
+    last = output(reason=FinishReason.STOP, completion=num_tokens)
+    stream.push(last)
+    merged_at_each_push(waiting, last)
+    assert [one async for one in reader] == list(waiting)
 
 
 async def test_a_push_does_not_wake_the_reader_and_a_wake_does() -> None:

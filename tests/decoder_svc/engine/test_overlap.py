@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from decoder_svc.runner import sampling_batch
 from decoder_svc.runner.cuda.runner import GPUModelRunner
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from lookonce.errors import InternalError
+from lookonce.errors import InternalError, OverloadedError
 from tests import tiny_models
 from tests.decoder_svc.engine.driven_engine import Asked, DrivenEngine, Served, Workload, random_workload
 from tests.decoder_svc.runner.cuda.fake_cuda import FakeCuda, installed
@@ -39,7 +40,9 @@ def cuda() -> Iterator[FakeCuda]:
 @pytest.fixture
 def cuda_model(model: offline.OfflineModel, cuda: FakeCuda) -> offline.OfflineModel:
     runner = model.runner
-    return replace(model, runner=GPUModelRunner(replace(runner.config, max_num_seqs=6), runner.family))
+    # The largest graph holds what the engine computes in a step. A larger one takes gigabytes on the simulated device.
+    config = replace(runner.config, max_num_seqs=6, max_num_batched_tokens=40)
+    return replace(model, runner=GPUModelRunner(config, runner.family))
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +153,31 @@ def test_no_step_is_launched_for_a_request_that_certainly_ends(model: offline.Of
     engine = DrivenEngine(model, overlaps=True, num_blocks=LARGE_POOL)
     engine.serve(Workload([Asked(RequestId("r0"), model.questions[0].prompt, SamplingParams(max_tokens=5), 0)]))
     assert engine.num_launches == 5
+
+
+def test_after_a_launch_that_failed_half_way_requests_read_their_own_blocks(cuda_model: offline.OfflineModel) -> None:
+    """The device's block tables lacked what the failed launch should have written. The retry read another's blocks."""
+    runner = cuda_model.runner
+    first, second = cuda_model.questions[:2]
+    prompts = {"r0": first, "r1": second, "r2": first, "r3": first}
+    params = SamplingParams(max_tokens=8)
+    asked = [
+        Asked(RequestId(name), question.prompt, params, 30 * number)
+        for number, (name, question) in enumerate(prompts.items())
+    ]
+    engine = DrivenEngine(cuda_model, overlaps=True, num_blocks=LARGE_POOL)
+    write = runner.feed.write
+    failures: list[int] = []
+
+    def fails_once(unknown: tuple[tuple[int, int], ...], token_ids: torch.Tensor) -> None:
+        if engine.round >= 60 and not failures:
+            failures.append(engine.round)
+            raise torch.OutOfMemoryError
+        write(unknown, token_ids)
+
+    vars(runner.feed)["write"] = fails_once
+    served = engine.serve(Workload(asked))
+    assert failures
+    assert isinstance(served[RequestId("r2")].end, OverloadedError)
+    for name in ("r0", "r1", "r3"):
+        assert served[RequestId(name)].token_ids == prompts[name].expected[:8]

@@ -22,7 +22,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.local.redis_server import EmbeddedRedis
-from lookonce.media.image_header import ImageLimits
+from lookonce.media.image_header import ImageLimits, probe_image
 from lookonce.store.embedding_store import EmbeddingStore
 from tests import heif_files, image_files
 from tests.decoder_svc.encoders import client, running_encoder
@@ -75,6 +75,15 @@ async def test_a_phones_picture_has_its_upright_size(encoder: EncoderClient) -> 
     (image,) = await resolver(encoder).resolve([inline(data)], DEFAULT_TENANT)
     assert (image.width, image.height) == (60, 80)
     await put(encoder, data)
+
+
+async def test_pixels_count_as_the_encoder_counts_them(encoder: EncoderClient) -> None:
+    costly = image_files.jpeg_of_many_scans(512, 512, 3800)
+    sources: list[ImageSource] = [inline(data) for data in (png(1, 90, 40), costly)]
+    images = await resolver(encoder).resolve(sources, DEFAULT_TENANT)
+    headers = [probe_image(data, LIMITS) for data in (png(1, 90, 40), costly)]
+    assert [image.num_inline_pixels for image in images] == [header.num_pixels for header in headers]
+    assert images[0].num_inline_pixels == 90 * 40 < images[1].num_inline_pixels
 
 
 async def test_options_and_tenant_are_part_of_the_key(encoder: EncoderClient) -> None:

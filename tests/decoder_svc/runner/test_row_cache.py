@@ -104,3 +104,17 @@ def test_dropping_an_unknown_key_changes_nothing() -> None:
     cache = cache_with((0, 2))
     cache.drop(OTHER_KEY, RowRange(0, 2))
     assert len(cache) == 2
+
+
+def test_without_memory_for_a_copy_rows_that_stay_are_kept_and_others_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of the image were lost, while the scheduler counted on those that stay."""
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    cache = cache_with((0, NUM_ROWS))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", no_memory)
+        cache.drop(KEY, RowRange(5, NUM_ROWS))
+    assert len(cache) == 5
+    assert placed(cache, OFFSET, OFFSET + 5) == [1, 2, 3, 4, 5]

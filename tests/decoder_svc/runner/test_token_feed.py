@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from decoder_svc.runner.token_feed import TokenFeed
@@ -46,3 +47,21 @@ def test_a_step_whose_tokens_are_known_is_left_alone() -> None:
     token_ids = torch.tensor([1, 2])
     feed.write((), token_ids)
     assert token_ids.tolist() == [1, 2]
+
+
+def test_places_whose_copy_failed_are_copied_again() -> None:
+    move = Moves()
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    feed = TokenFeed(move)
+    feed.keep([torch.tensor([5, 6, 7])])
+    feed.write(((1, 2), (3, 0)), torch.zeros(4, dtype=torch.int64))
+    feed._move = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        feed.write(((0, 1), (2, 2)), torch.zeros(4, dtype=torch.int64))
+    feed._move = move
+    token_ids = torch.zeros(4, dtype=torch.int64)
+    feed.write(((0, 1), (2, 2)), token_ids)
+    assert token_ids.tolist() == [6, 0, 7, 0]

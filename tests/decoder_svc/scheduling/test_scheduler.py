@@ -8,7 +8,7 @@ from decoder_svc.scheduling.request import CacheScope, Request, RequestId, Reque
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.row_range import RowRange
 from decoder_svc.scheduling.scheduler import Scheduler
-from decoder_svc.scheduling.scheduler_output import SchedulerOutput
+from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
 from lookonce.content_key import ContentKey
 from lookonce.families.base import Mask
 from tests.decoder_svc.scheduling.simulation import chunks, finish_step, image, key, request, rows, scheduler, step
@@ -520,3 +520,21 @@ def test_requests_that_arrive_at_the_same_moment_never_wait_for_each_other(first
     for _ in range(30):
         step(target)
     assert not target.has_requests()
+
+
+def test_a_request_preempted_with_its_last_token_in_flight_keeps_the_count_of_its_encode() -> None:
+    target = scheduler(token_budget=16, num_blocks=4, cache_rows=8, max_num_seqs=2)
+    ahead = request("ahead", 7, max_tokens=8, arrival_s=0)
+    last = request("last", 8, (image("x", 0, 4),), max_tokens=1, arrival_s=1)
+    target.add(ahead)
+    target.add(last)
+    step(target)
+    output = target.schedule()
+    assert [chunk.request_id for chunk in output.chunks] == ["ahead", "last"]
+    target.advance(output)
+    # The other one needs a block.
+    target.schedule()
+    assert last.num_preemptions == 1
+    target.update(output, [SampledToken(chunk.request_id, 7, None) for chunk in output.chunks])
+    assert last.finish_reason is FinishReason.LENGTH
+    assert (last.usage.encoded_image_tokens, last.usage.cached_image_tokens) == (4, 0)

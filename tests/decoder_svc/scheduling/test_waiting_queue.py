@@ -175,3 +175,18 @@ def test_a_step_that_began_during_another_one_counts_from_its_end(cache: Countin
     queue.fail_steps()
     queue.begin_step()
     queue.end_step(1)
+
+
+def test_a_step_behind_one_that_was_read_late_has_no_pace(cache: CountingCache) -> None:
+    """Its prompt chunk seemed to take no time, and no deadline was hopeless any more."""
+    clock = Clock()
+    queue = WaitingQueue(cache, clock)
+    queue.begin_step()
+    queue.begin_step()
+    clock.now_s = 101.0
+    queue.end_step(1, is_late=True)
+    clock.now_s = 101.1
+    queue.end_step(2000)
+    assert queue.must_miss_deadline(request("a", 2000, deadline_s=clock.now_s + 10), NO_HIT)
+    run_step(queue, clock, 2000, 5.0)
+    assert not queue.must_miss_deadline(request("a", 2000, deadline_s=clock.now_s + 10), NO_HIT)

@@ -381,6 +381,36 @@ async def test_four_replicas_and_fifty_requests_each_for_one_cold_image_encode_o
             assert all(answer.results[0].stored for answer in answers)
 
 
+async def test_looks_while_waiting_are_no_queries_and_the_hit_is_one(
+    start_encoder: StartEncoder, sick_model: SickModel, own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_svc.cache.fleet_flight._LOOK_S", 0.01)
+    looks: list[ContentKey] = []
+    stat = EmbeddingStore.stat
+
+    def counted(store: EmbeddingStore, one: ContentKey) -> EmbeddingMeta | None:
+        looks.append(one)
+        return stat(store, one)
+
+    async with AsyncExitStack() as stack:
+        encoders = [
+            await stack.enter_async_context(start_encoder("llava_clip", redis_url=own_redis.url)) for _ in range(2)
+        ]
+        first, second = encoders
+        sick_model.gate.clear()
+        holding = asyncio.ensure_future(first.stub.Encode(request_of(9250)))
+        await until(lambda: first.pipeline._encoder._batcher.running_s > 0)
+        monkeypatch.setattr(EmbeddingStore, "stat", counted)
+        waiting = asyncio.ensure_future(second.stub.Encode(request_of(9250)))
+        await until(lambda: len(looks) >= 10)
+        assert second.metric("lookonce_encoder_cache_queries_total", tier="shared") == 1
+        sick_model.gate.set()
+        await asyncio.gather(holding, waiting)
+        assert encodes(encoders) == 1
+        assert first.pipeline.tiers.num_hits_and_misses("shared") == (0, 1)
+        assert second.pipeline.tiers.num_hits_and_misses("shared") == (1, 1)
+
+
 async def test_an_image_that_everybody_left_is_encoded_by_the_replica_that_is_asked_next(
     start_encoder: StartEncoder, sick_model: SickModel, own_redis: EmbeddedRedis
 ) -> None:

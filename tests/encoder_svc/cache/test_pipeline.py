@@ -17,6 +17,8 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from encoder_svc.cache.cache_admin import CacheAdmin
+from encoder_svc.cache.cache_control import CacheControl
 from encoder_svc.cache.cache_tiers import CacheTiers
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput, Origin
 from encoder_svc.cache.image_encoder import ImageEncoder
@@ -618,3 +620,23 @@ async def test_pixels_are_charged_for_each_image_that_is_sent_before_it_is_decod
         with pytest.raises(OverloadedError, match="4800"):
             await harness.encode(png(2), charge_pixels=refuse)
         assert harness.num_encoded == 1
+
+
+async def test_an_upload_that_was_being_encoded_during_a_removal_gets_its_rows_and_a_second_removal_drops_them(
+    open_harness: Callable[..., Any], own_redis: EmbeddedRedis
+) -> None:
+    async with open_harness(own_redis.url) as harness:
+        tiers, fingerprint = harness.pipeline.tiers, harness.pipeline.model.fingerprint
+        control = CacheControl(tiers, CacheAdmin(own_redis.url), fingerprint, ttl_s=60, restore_s=0.0)
+        key = harness.pipeline.key_of(image_digest(png(1)), ProcessorOptions(), DEFAULT_TENANT)
+        harness.gate.clear()
+        uploading = asyncio.create_task(harness.encode(png(1)))
+        await settled(lambda: harness.pipeline._encoder._batcher.running_s > 0)
+        assert (await control.evict([key.digest], [key], DEFAULT_TENANT)).num_entries == 0
+        harness.gate.set()
+        outcome = await uploading
+        assert len(await harness.rows(outcome)) == outcome.meta.size_bytes
+        assert (await control.evict([key.digest], [key], DEFAULT_TENANT)).num_entries == 1
+        assert not tiers.holds(key)
+        assert await asyncio.to_thread(harness.store.stat, key) is None
+        await asyncio.to_thread(control.close)

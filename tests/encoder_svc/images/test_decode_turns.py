@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.decode_turns import MIN_PIXELS, DecodeRequest, DecodeTurns
 from encoder_svc.images.decode_worker import DecodeWorker
-from lookonce.media.image_header import ImageHeader
+from lookonce.media.image_header import ImageHeader, ImageLimits, probe_image
+from tests import image_files
 from tests.encoder_svc.conftest import StartEncoder
 from tests.encoder_svc.encode_requests import TIMEOUT_S, png, settled, source
 from tests.encoder_svc.encode_requests import request as encode_request
@@ -238,3 +239,16 @@ async def test_an_encoder_decodes_a_small_picture_before_the_giants_that_wait(
         gate.set()
         await asyncio.gather(*calls)
     assert begun == [1600, 80, 1600, 1600, 1600, 1600]
+
+
+def test_another_tenant_s_photo_is_decoded_before_the_rest_of_the_jpegs_of_many_scans_that_wait() -> None:
+    limits = ImageLimits(max_bytes=1 << 20, max_pixels=100_000_000, max_aspect=50.0)
+    # The photo has more pixels than each of the files, and takes less time to decode.
+    photo = probe_image(image_files.encoded(PIL.Image.new("RGB", (4000, 3000)), "JPEG", progressive=True), limits)
+    costly = probe_image(image_files.jpeg_of_many_scans(512, 512, 3800), limits)
+    turns: Turns = DecodeTurns()
+    put(turns, *line("a", 64, costly.num_pixels))
+    assert turns.take().tenant == "a"
+    put(turns, *line("b", 1, photo.num_pixels, start=100))
+    assert turns.take().tenant == "b"
+    assert {request.tenant for request in taken(turns)} == {"a"}

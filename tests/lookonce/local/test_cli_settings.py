@@ -91,6 +91,11 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
     assert settings.record_dir.name == f"lookonce-{os.getuid()}"
 
 
+def test_the_line_end_of_a_token_from_a_file_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOKONCE_TOKEN", "abc\n")
+    assert CliSettings().connection()["token"] == "abc"
+
+
 def test_an_empty_name_of_a_certificate_is_refused_since_unset_would_mean_plaintext(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from lookonce.process import heap
+
 _RETURNS = """
 import asyncio
 from lookonce.process.heap import FreedMemory, resident_bytes
@@ -85,6 +87,25 @@ def test_a_process_that_grows_no_more_returns_what_it_has_freed() -> None:
 def test_large_blocks_are_used_again() -> None:
     """Its second copy of 64 MiB had as many page faults as the first."""
     subprocess.run([sys.executable, "-c", _REUSES], check=True, timeout=60)
+
+
+def test_an_old_glibc_gets_the_largest_size_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer was not looked at: with a trim threshold alone, all blocks from 128 KiB on were mapped each time."""
+    accepted: list[tuple[int, int]] = []
+
+    def mallopt(parameter: ctypes.c_int, value: ctypes.c_int) -> int:
+        is_taken = parameter.value != heap._MMAP_THRESHOLD or value.value <= most
+        accepted.extend([(parameter.value, value.value)] * is_taken)
+        return int(is_taken)
+
+    monkeypatch.setattr(heap, "_glibc_function", lambda _: mallopt)
+    most = 32 << 20
+    heap.set_up_heap()
+    assert accepted == [(heap._ARENA_MAX, 1), (heap._MMAP_THRESHOLD, most), (heap._TRIM_THRESHOLD, 256 << 20)]
+    accepted.clear()
+    most = 0
+    heap.set_up_heap()
+    assert accepted == [(heap._ARENA_MAX, 1)]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc alone can be asked for memory")

@@ -13,16 +13,21 @@ import sys
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING = 0, 1, 3, 4, 6
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _CANCEL = 8
+_INITIAL_WINDOW_SIZE = 4
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _EMPTY_MESSAGE = bytes(5)
 _TIMEOUT_S = 60.0
 
 
-def connect(target: str) -> socket.socket:
-    """Returns a connection that accepts what the server asks for, and may receive 64 KiB of all answers."""
+def connect(target: str, *, window_bytes: int | None = None) -> socket.socket:
+    """Returns a connection that accepts what the server asks for, and may receive 64 KiB of all answers.
+
+    The server may send `window_bytes` of each answer. With 0 it can send headers only.
+    """
     host, _, port = target.rpartition(":")
     connection = socket.create_connection((host, int(port)), _TIMEOUT_S)
-    connection.sendall(_PREFACE + _frame(_SETTINGS, 0, 0))
+    settings = b"" if window_bytes is None else struct.pack(">HI", _INITIAL_WINDOW_SIZE, window_bytes)
+    connection.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
     # The first frame is the server's settings. It lets only some calls pass until they are acknowledged.
     head = connection.recv(9, socket.MSG_WAITALL)
     connection.recv(int.from_bytes(head[:3], "big"), socket.MSG_WAITALL)
@@ -62,10 +67,28 @@ def _text(value: str) -> bytes:
 def wait_until_read(connection: socket.socket) -> None:
     """Waits until the server has read all that was sent to it. Raises ConnectionError if it has closed instead."""
     connection.sendall(_frame(_PING, 0, 0, bytes(8)))
+    _wait_for(connection, _PING, _ACK)
+
+
+def wait_until_answered(connection: socket.socket) -> None:
+    """Waits for the headers of an answer. Raises ConnectionError if the server has closed instead."""
+    _wait_for(connection, _HEADERS, _END_HEADERS)
+
+
+def answer_pings(connection: socket.socket) -> None:
+    """Acknowledges each PING until the server closes the connection, as it does to ask whether a client is there."""
+    with connection.makefile("rb") as received:
+        while head := received.read(9):
+            payload = received.read(int.from_bytes(head[:3], "big"))
+            if (head[3], head[4]) == (_PING, 0):
+                connection.sendall(_frame(_PING, _ACK, 0, payload))
+
+
+def _wait_for(connection: socket.socket, kind: int, flags: int) -> None:
     with connection.makefile("rb") as received:
         while head := received.read(9):
             received.read(int.from_bytes(head[:3], "big"))
-            if (head[3], head[4]) == (_PING, _ACK):
+            if (head[3], head[4]) == (kind, flags):
                 return
     raise ConnectionError("the server has closed the connection")
 

@@ -157,13 +157,13 @@ async def test_garbage_instead_of_a_request_is_invalid_input_and_the_next_call_w
 async def test_a_valid_request_id_comes_back_and_an_invalid_one_is_replaced() -> None:
     async with running_server() as running:
         returned = []
-        for offered in ("turn-7.a_B", "no spaces allowed", "x" * 65):
+        for offered in ("turn:7.a_B", "no spaces allowed", "x" * 129):
             call = running.encoder.GetEncoderInfo(
                 pb.GetEncoderInfoRequest(), metadata=(("x-request-id", offered),), timeout=5
             )
             await call
             returned.append(dict(await call.trailing_metadata())["x-request-id"])
-        assert returned[0] == "turn-7.a_B"
+        assert returned[0] == "turn:7.a_B"
         assert all(len(str(made_up)) == 32 for made_up in returned[1:])
         assert returned[1] != returned[2]
 

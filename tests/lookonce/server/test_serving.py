@@ -6,10 +6,11 @@ import asyncio
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.server.serving import GrpcService, check_files
 from lookonce.server.settings import MIB
 from lookonce.server.telemetry import Telemetry
+from tests.lookonce.server import raw_calls
 from tests.lookonce.server.program_process import PROGRAM, ROOT, ProgramProcess
 from tests.lookonce.server.running_server import (
     CHANNEL_OPTIONS,
@@ -83,6 +85,45 @@ async def test_the_ready_file_appears_when_ready_and_goes_at_the_drain(tmp_path:
         assert record["target"] == running.service.target
         assert record["metrics_port"] == running.telemetry.metrics_port
     assert not ready_file.exists()
+
+
+@asynccontextmanager
+async def silent_watch(target: str) -> AsyncIterator[None]:
+    """Watches the health of the server, which has begun to answer, and takes no byte of the answer.
+
+    The client acknowledges pings, so that gRPC does not take it for dead.
+    """
+    with await asyncio.to_thread(raw_calls.connect, target, window_bytes=0) as connection:
+        connection.sendall(raw_calls.call(1, "/grpc.health.v1.Health/Watch"))
+        await asyncio.to_thread(raw_calls.wait_until_answered, connection)
+        pings = asyncio.create_task(asyncio.to_thread(raw_calls.answer_pings, connection))
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            await asyncio.gather(pings, return_exceptions=True)
+
+
+async def test_a_watch_whose_client_takes_no_answer_stops_neither_other_watches_nor_readiness(
+    tmp_path: pathlib.Path,
+) -> None:
+    ready_file, ready = tmp_path / "ready.json", False
+    async with (
+        running_server(is_ready=lambda: ready, ready_file=ready_file) as running,
+        silent_watch(running.service.target),
+    ):
+        watch = running.health.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        assert (await watch.read()).status == Health.NOT_SERVING
+        ready = True
+        assert (await watch.read()).status == Health.SERVING
+
+        async def written() -> bool:
+            return ready_file.exists()
+
+        await until(written)
+        ready = False
+        assert (await watch.read()).status == Health.NOT_SERVING
 
 
 @pytest.mark.parametrize(
@@ -250,6 +291,14 @@ async def test_an_idle_health_watcher_does_not_hold_the_drain(processes: Any) ->
         assert (await watch.read()).status == Health.SERVING
         process.popen.send_signal(signal.SIGINT)
         assert await process.exit_status() == 0, process.log()
+
+
+async def test_a_watch_whose_client_takes_no_answer_does_not_hold_the_drain(processes: Any) -> None:
+    process = processes("--drain-timeout-s", "600")
+    async with silent_watch(await process.target()):
+        process.popen.send_signal(signal.SIGTERM)
+        assert await process.exit_status() == 0, process.log()
+    assert "Traceback" not in process.log()
 
 
 async def test_a_second_signal_ends_the_process_at_once(processes: Any) -> None:

@@ -24,6 +24,7 @@ from lookonce.server.telemetry import (
     bind_request_id,
     configure_logging,
     current_request_id,
+    replace_request_id,
 )
 
 
@@ -133,13 +134,30 @@ async def test_a_request_id_is_on_the_lines_of_its_task_only() -> None:
     assert all(line["request_id"] == line["expected"] for line in _lines(stream))
 
 
-@pytest.mark.parametrize("offered", [None, "", "x" * 65, "new\nline", "sp ace", "ünï"])
+@pytest.mark.parametrize("offered", [None, "", "x" * 129, "new\nline", "sp ace", "ünï"])
 def test_an_unusable_request_id_is_replaced(offered: str | None) -> None:
     assert re.fullmatch(r"[0-9a-f]{32}", accept_request_id(offered))
 
 
-def test_a_usable_request_id_is_kept() -> None:
-    assert accept_request_id("Turn-7.b_c") == "Turn-7.b_c"
+@pytest.mark.parametrize("offered", ["Turn-7.b_c", "order:17", "x" * 128])
+def test_a_usable_request_id_is_kept(offered: str) -> None:
+    assert accept_request_id(offered) == offered
+
+
+async def test_a_request_with_an_id_of_its_own_has_it_on_its_lines_beside_that_of_the_call() -> None:
+    stream = io.StringIO()
+    configure_logging("json", "info", stream)
+
+    async def serve() -> None:
+        bind_request_id("call")
+        for request_id in ("call", "own"):
+            replace_request_id(request_id)
+            structlog.get_logger("lookonce.test").info("served")
+
+    await asyncio.create_task(serve())
+    kept, replaced = _lines(stream)
+    assert (kept["request_id"], "call_id" in kept) == ("call", False)
+    assert (replaced["request_id"], replaced["call_id"]) == ("own", "call")
 
 
 def test_the_endpoint_serves_the_registry_until_it_is_stopped() -> None:

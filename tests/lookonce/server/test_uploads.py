@@ -258,6 +258,21 @@ async def test_silent_uploads_of_a_tenant_do_not_keep_out_another_one(tmp_path: 
             assert failure.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_without_tokens_a_connection_is_one_caller_whatever_tenants_it_names(reads: MostReads) -> None:
+    async with running_server(max_message_bytes=MIB, max_image_bytes=MIB, max_receive_bytes=4 * MIB) as server:
+        method: Any = server.channel.stream_unary(ENCODE)
+        silent = [method(metadata=((TENANT_KEY, f"tenant-{number}"),), timeout=60) for number in range(8)]
+        await until(lambda: _is_true(lambda: reads.now >= 2))
+        async with channel_to(server.service.target) as channel:
+            stub: Any = pb_grpc.EncoderServiceStub(channel)
+            # A free slot is there at once. An overdue one would be free after a second.
+            for _ in range(4):
+                await stub.Encode(pb.EncodeRequest(), timeout=30)
+        assert reads.now == 2, "the connection has half of the slots"
+        for call in silent:
+            call.cancel()
+
+
 async def test_a_stream_may_pause_while_others_upload(reads: MostReads) -> None:
     async with running_server(max_receive_bytes=MIB) as server, channel_to(server.service.target) as channel:
         method: Any = channel.stream_stream(f"/{KINDS}/StreamStream")

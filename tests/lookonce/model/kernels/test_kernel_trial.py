@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import stat
 import time
 from collections.abc import Callable
 
@@ -93,6 +92,45 @@ def test_a_winner_that_can_no_longer_run_loses(monkeypatch: pytest.MonkeyPatch) 
     assert chosen({NATIVE: impossible, PYTORCH: Timed(4)}).implementation == PYTORCH
 
 
+def test_an_implementation_that_could_not_run_is_timed_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start before the compiler was installed, or whose compiler was killed, kept our kernels away for ever."""
+
+    def impossible() -> Candidate:
+        raise NativeLibraryError("the compiler was killed")
+
+    pytorch = Timed(4)
+    for number in (1, 2):
+        forget_choices(monkeypatch)
+        assert chosen({NATIVE: impossible, PYTORCH: pytorch}).implementation == PYTORCH
+        assert pytorch.num_prepared == number, "while it cannot run, the times of the others hold"
+    forget_choices(monkeypatch)
+    assert chosen({NATIVE: Timed(1), PYTORCH: pytorch}).implementation == NATIVE
+
+
+@pytest.mark.parametrize("name", ["CXX", "ONEDNN_MAX_CPU_ISA"])
+def test_another_compiler_or_limit_of_instructions_is_timed_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    other = tmp_path / "other-c++"
+    other.write_text("#!/bin/sh\necho another compiler\n")
+    other.chmod(0o700)
+    candidates = {NATIVE: Timed(1), PYTORCH: Timed(2)}
+    chosen({**candidates})
+    monkeypatch.setenv(name, str(other))
+    forget_choices(monkeypatch)
+    chosen({**candidates})
+    assert candidates[PYTORCH].num_prepared == 2
+
+
+def test_a_full_disk_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "replace", fail)
+    assert chosen({NATIVE: Timed(1), PYTORCH: Timed(2)}).implementation == NATIVE
+    assert list(cache_folder().iterdir()) == []
+
+
 def test_another_pytorch_or_level_is_timed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = {NATIVE: Timed(1), PYTORCH: Timed(2)}
     chosen({**candidates})
@@ -116,7 +154,7 @@ def test_a_damaged_file_is_replaced(content: str, monkeypatch: pytest.MonkeyPatc
     forget_choices(monkeypatch)
     assert chosen({**candidates}).implementation == NATIVE
     assert set(json.loads(file.read_text())) == {NATIVE, PYTORCH}
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert file.stat().st_mode & 0o022 == 0
 
 
 def test_without_a_safe_folder_every_process_makes_its_own_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -62,7 +63,23 @@ def test_a_folder_is_compiled_with_the_shared_headers_once_and_anew_when_it_chan
     assert written(folder) == 32.0
 
 
-def test_a_damaged_library_is_compiled_again(tmp_path: pathlib.Path, cache: pathlib.Path) -> None:
+def cut(content: bytes, share: float) -> bytes:
+    return content[: int(share * len(content))]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(functools.partial(cut, share=share) for share in (0.0, 0.01, 0.5, 0.99)),
+        lambda content: content[:4096] + bytes(len(content) - 4096),
+        lambda content: content + b"x",
+    ],
+    ids=["empty", "1 %", "half", "99 %", "zeros", "longer"],
+)
+def test_a_damaged_library_is_compiled_again(
+    tmp_path: pathlib.Path, cache: pathlib.Path, damage: Callable[[bytes], bytes]
+) -> None:
+    """Loading half of a library killed the process, again at each start."""
     folder = sources(tmp_path / "sources", "0.5f")
     # In another process, because this one would reuse the library that it has loaded.
     program = (
@@ -71,7 +88,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: pathlib.Path, cache: path
     )
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
     (library,) = cache.iterdir()
-    library.write_bytes(b"")
+    library.write_bytes(damage(library.read_bytes()))
     assert written(folder) == 8.0
 
 

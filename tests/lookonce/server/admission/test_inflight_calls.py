@@ -203,3 +203,61 @@ async def test_a_call_that_fails_is_no_longer_in_flight() -> None:
             raise ValueError("oops")
     assert calls.num_delaying == 0
     assert await calls.finished(60.0)
+
+
+async def test_the_end_of_a_call_looks_at_no_other_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Health watches need no token and last. With 25,000 of them, the end of each call had taken 0.6 ms."""
+    num_looks = 0
+
+    class Watched(inflight_calls.Call):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal num_looks
+            num_looks += name == "delays_drain"
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(inflight_calls, "Call", Watched)
+    calls = InflightCalls()
+    watches = [Handler(calls, delays_drain=False) for _ in range(100)]
+    handler = Handler(calls)
+    await started(*watches, handler)
+    num_looks = 0
+    handler.release.set()
+    await handler.task
+    assert num_looks <= 1
+    assert await calls.finished(0.0)
+    assert calls.expel_all() == 0
+    await asyncio.gather(*(watch.task for watch in watches), return_exceptions=True)
+
+
+async def test_a_call_is_answered_when_its_task_has_ended_which_sends_the_answer() -> None:
+    calls, sent = InflightCalls(), asyncio.Event()
+
+    async def answer(*, delays_drain: bool) -> None:
+        async with calls.admitted(delays_drain=delays_drain):
+            pass
+        await sent.wait()
+
+    sending = asyncio.create_task(answer(delays_drain=True))
+    watch = asyncio.create_task(answer(delays_drain=False))
+    await asyncio.sleep(0)
+    assert await calls.finished(60.0)
+    waiting = asyncio.create_task(calls.answered())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    watch.cancel()
+    sent.set()
+    await asyncio.gather(sending, waiting)
+
+
+async def test_refused_calls_are_answered_too() -> None:
+    calls = InflightCalls()
+    await calls.refuse_new(0.0)
+    late = Handler(calls)
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(calls.answered())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    calls.answer_refused()
+    await waiting
+    assert late.task.done()
+    await asyncio.gather(late.task, return_exceptions=True)

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from encoder_svc.image_shares import ImageShares
 from lookonce.errors import OverloadedError
+from lookonce.server.admission.image_shares import ImageShares
 
 
 def test_one_tenant_gets_half_of_the_bytes_and_the_next_one_half_of_the_rest() -> None:
