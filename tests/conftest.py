@@ -57,7 +57,8 @@ _STACK_FILES = frozenset(
         "test_videos.py",
     }
 )
-_LONG_FILES = REPOSITORY / "tests" / "e2e"
+# Folders whose files take up to a minute each.
+_LONG_FOLDERS = tuple(REPOSITORY / "tests" / name for name in ("e2e", "benchmarks", "faults", "decoder_svc/runner"))
 
 
 class _Schedule(LoadFileScheduling):  # type: ignore[misc]
@@ -76,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Schedule:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, so that at the end no process works alone on one of them."""
-    items.sort(key=lambda item: not item.path.is_relative_to(_LONG_FILES))
+    items.sort(key=lambda item: not any(item.path.is_relative_to(folder) for folder in _LONG_FOLDERS))
 
 
 @pytest.hookimpl(wrapper=True)
