@@ -24,7 +24,7 @@ from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 
 
 @dataclass(frozen=True, slots=True)

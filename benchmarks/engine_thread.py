@@ -18,7 +18,7 @@ from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 
 _STOP_TIMEOUT_S = 60.0
 _Result = TypeVar("_Result")

@@ -30,7 +30,7 @@ from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.model.model_folder import ModelFolder
 from lookonce.model.pretrained_tokenizer import load_pretrained
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 
 _NAME = "gpu"
 # Largest accepted distance of a log probability from that of the CPU in float32.

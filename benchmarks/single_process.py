@@ -24,7 +24,7 @@ from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
 from lookonce.server import serving
 from lookonce.server.admission.quotas import load_quotas
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import load_tenants
 

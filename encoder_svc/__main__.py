@@ -10,7 +10,8 @@ from lookonce.local.serve_extra import require_serve_packages
 from lookonce.model.kernels.openmp import set_openmp_spin_count
 from lookonce.model.lean_transformers import import_lean_transformers
 from lookonce.model.model_folder import ModelFolder
-from lookonce.server.settings import TracingVariables, exit_with, parse_settings
+from lookonce.server.settings import TracingVariables
+from lookonce.server.settings_parser import exit_with, parse_settings
 from lookonce.tenants import load_tenants
 
 

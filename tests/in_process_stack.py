@@ -26,7 +26,7 @@ from encoder_svc.vision.vision_model import VisionModel
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.serving import GrpcService
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 from lookonce.server.telemetry import Telemetry
 from lookonce.store.health import watched_cache
 from lookonce.tenants import Tenants

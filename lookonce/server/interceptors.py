@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -21,15 +20,15 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
-from grpc_status import rpc_status
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from lookonce import errors, status_codes, tracing
+from lookonce import errors, tracing
 from lookonce.logs import get_logger
 from lookonce.server.admission.call_gate import CallGate, values_of
 from lookonce.server.admission.call_turns import CallTurns
 from lookonce.server.admission.inflight_calls import InflightCalls
+from lookonce.server.error_statuses import code_of, status_of
 from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.receiving.inbox import Inbox, Receivers
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id, current_request_id
@@ -37,9 +36,6 @@ from lookonce.server.untaken_answers import note_answer
 
 REQUEST_ID_KEY = "x-request-id"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
-# A status travels in HTTP/2 headers, which peers limit to 8 KiB. One character may take 12 bytes there.
-_MAX_MESSAGE_CHARS = 400
-_MAX_STATUS_BYTES = 3072
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 _log = get_logger(__name__)
@@ -187,8 +183,8 @@ class _CallBorder:
                 # gRPC would leave a call unanswered that ends with a panic of a library in Rust, which is no Exception.
                 if isinstance(error, MemoryError):
                     self._metrics.memory_errors.labels(self.method).inc()
-                status = _status_of(error)
-                outcome.code = _code_of(status)
+                status = status_of(error)
+                outcome.code = code_of(status)
                 await _abort(context, status)
                 return None
             return result
@@ -344,50 +340,11 @@ def _cancellation_code(context: Any) -> grpc.StatusCode:
     return grpc.StatusCode.DEADLINE_EXCEEDED if remaining_s == 0 else grpc.StatusCode.CANCELLED
 
 
-def _status_of(error: BaseException) -> status_pb2.Status:
-    """Returns the status from the table of errors. For any other error, a fault of ours, it holds an opaque id only.
-
-    A lack of memory ends with the calls that need it, so the caller is asked to come back.
-    """
-    if isinstance(error, MemoryError):
-        _log.error("no memory for a call", exc_info=error)
-        error = errors.OverloadedError("the server has no memory left for this call; retry later, or send less at once")
-    if not isinstance(error, errors.LookonceError):
-        return _opaque_status(error)
-    is_fault = status_codes.status_row(error).exception is errors.InternalError
-    if is_fault and not isinstance(error, errors.InternalError):
-        return _opaque_status(error)
-    if is_fault:
-        _log.error("internal error in a call", exc_info=error)
-    return _shortened(status_codes.to_status(error))
-
-
-def _shortened(status: status_pb2.Status) -> status_pb2.Status:
-    """Cuts a status to a size that fits the headers. ErrorInfo, the first detail, always stays."""
-    if len(status.message) > _MAX_MESSAGE_CHARS:
-        status.message = status.message[: _MAX_MESSAGE_CHARS - 1] + "…"
-    if status.ByteSize() > _MAX_STATUS_BYTES:
-        del status.details[1:]
-    return status
-
-
-def _opaque_status(error: BaseException) -> status_pb2.Status:
-    """Logs the traceback under a new id, and returns INTERNAL with that id."""
-    fault_id = uuid.uuid4().hex
-    _log.error("unexpected error in a call", fault_id=fault_id, exc_info=error)
-    return status_codes.to_status(errors.InternalError(f"internal error {fault_id}"))
-
-
-def _code_of(status: status_pb2.Status) -> grpc.StatusCode:
-    code: grpc.StatusCode = rpc_status.to_status(status).code
-    return code
-
-
 async def _abort(context: Context, status: status_pb2.Status) -> None:
     """Sends the status of a failed call."""
     trailing = (_request_id_pair(), (_STATUS_DETAILS_KEY, status.SerializeToString()))
     try:
-        await context.abort(_code_of(status), status.message, trailing)
+        await context.abort(code_of(status), status.message, trailing)
     except grpc.aio.AbortError as abort:
         _detach(abort)
     except grpc.aio.InternalError as error:

@@ -44,7 +44,8 @@ from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES
 from lookonce.server.metrics import ServingMetrics
 from lookonce.server.receiving.inbox import Receivers
 from lookonce.server.server_options import server_options
-from lookonce.server.settings import ServiceSettings, exit_with
+from lookonce.server.settings import ServiceSettings
+from lookonce.server.settings_parser import exit_with
 from lookonce.server.telemetry import Telemetry
 from lookonce.server.untaken_answers import drop_from_log
 

@@ -18,7 +18,7 @@ from decoder_svc.settings import DecoderSettings
 from lookonce.devices import registry
 from lookonce.devices.base import Availability, DevicePlatform
 from lookonce.errors import ConfigurationError, ModelFolderError
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 from tests import tiny_models
 from tests.decoder_svc.decoders import running_decoder
 

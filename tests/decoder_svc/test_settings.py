@@ -6,7 +6,7 @@ import pytest
 
 from decoder_svc.settings import DecoderSettings
 from lookonce.errors import ConfigurationError
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 
 TARGET = ("--encoder-target", "dns:///encoder:50051")
 

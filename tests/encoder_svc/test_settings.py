@@ -10,7 +10,7 @@ from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_config import VisionConfig
 from lookonce.errors import ConfigurationError
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 
 
 def parsed(*arguments: str) -> EncoderSettings:

@@ -15,7 +15,8 @@ from decoder_svc.settings import DecoderSettings
 from encoder_svc.settings import EncoderSettings
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.encoder.v1 import encoder_service_pb2
-from lookonce.server.settings import ServiceSettings, parse_settings
+from lookonce.server.settings import ServiceSettings
+from lookonce.server.settings_parser import parse_settings
 from tests.k8s.render import Manifest
 
 APP = "app.kubernetes.io/name"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import lookonce
-from lookonce.server.settings import parse_settings
+from lookonce.server.settings_parser import parse_settings
 from tests.k8s.manifests import CASES, ENCODER, ServiceCase, container, find, patience_s
 from tests.k8s.test_image import STAGES, arguments, target
 from tests.k8s.variants import BASE, rendered

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from structlog.testing import capture_logs
 
 from lookonce.local.redis_server import EmbeddedRedis
-from lookonce.server.settings import ServiceSettings, parse_settings
+from lookonce.server.settings import ServiceSettings
+from lookonce.server.settings_parser import parse_settings
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.miss_reason import MissReason
 from lookonce.store.refusal_log import RefusalLog
