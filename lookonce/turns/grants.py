@@ -22,6 +22,10 @@ class Grants:
 
     async def wait(self, request: TurnRequest) -> None:
         """Returns when the item has a grant. Cancelling the caller gives up the wait."""
+        if not self._waiting and self._has_room():
+            # The same as below, 12 µs faster: with nothing that waits, `cost_turns.py` keeps no counts.
+            self._count(1)
+            return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.put(request, granted)
         self.give()

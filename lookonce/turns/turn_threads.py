@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
-from lookonce.threads import run_in_thread
+from lookonce.threads import begin_in_thread
 from lookonce.turns.cost_turns import TurnRequest
 from lookonce.turns.grants import Grants
 
@@ -37,25 +37,32 @@ class TurnThreads:
     ) -> ResultT:
         """Calls `function` in a thread when it is the turn of this piece of work.
 
-        Cancelling the caller gives up a wait. A piece that has begun keeps its thread until it ends.
+        Cancelling the caller gives up a wait. A piece that has begun keeps its thread until it ends. Raises
+        RuntimeError if the threads are closed.
         """
         await self._grants.wait(request)
-        running = asyncio.ensure_future(run_in_thread(self._threads, function, *arguments, **keywords))
+        try:
+            running = begin_in_thread(self._threads, function, *arguments, **keywords)
+        except RuntimeError:
+            # The threads are closed. The next one that waits learns it, too.
+            self._num_free += 1
+            self._grants.give()
+            raise
         running.add_done_callback(self._give_back)
         try:
             return await asyncio.shield(running)
         finally:
-            # The task keeps its exception, whose traceback refers to this frame, and so to the arguments.
+            # The future keeps its exception, whose traceback refers to this frame, and so to the arguments.
             del running
 
-    def close(self) -> None:
-        """Waits for the pieces in progress and drops the others."""
-        self._threads.shutdown(cancel_futures=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Drops the pieces that have not begun. Waits for those in progress unless `wait` is False."""
+        self._threads.shutdown(wait=wait, cancel_futures=True)
 
     def _count(self, change: int) -> None:
         self._num_free -= change
 
-    def _give_back(self, running: asyncio.Task[Any]) -> None:
+    def _give_back(self, running: asyncio.Future[Any]) -> None:
         self._num_free += 1
         self._grants.give()
         if not running.cancelled():

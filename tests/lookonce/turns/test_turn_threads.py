@@ -140,3 +140,18 @@ async def test_no_thread_is_lost_whoever_leaves(seed: int) -> None:
     await idle()
     assert (most[0], threads._num_free, len(threads._grants._waiting)) == (3, 3, 0)
     await asyncio.to_thread(threads.close)
+
+
+async def test_all_that_wait_for_closed_threads_are_told(threads: TurnThreads) -> None:
+    gate = threading.Event()
+    busy = asyncio.create_task(threads.run(turn("a"), gate.wait, TIMEOUT_S))
+    await idle()
+    waiting = [asyncio.create_task(threads.run(turn("b"), gate.wait, TIMEOUT_S)) for _ in range(3)]
+    await idle()
+    threads.close(wait=False)
+    gate.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await busy
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(error) for error in found} == {RuntimeError}
+    assert (threads._num_free, len(threads._grants._waiting)) == (1, 0)
