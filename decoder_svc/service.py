@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from decoder_svc.prompt.chat_template import ChatTemplate
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
+from decoder_svc.prompt.preparation_threads import PreparationThreads
 from decoder_svc.prompt.prompt_builder import PromptBuilder, PromptLimits
 from decoder_svc.prompt.sampling_check import SamplingLimits
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
@@ -57,12 +57,6 @@ _log = get_logger(__name__)
 
 # Largest ratio of an image's sides, the encoder's default. The encoder decides; the check here only saves it a call.
 _MAX_IMAGE_ASPECT = 200.0
-# Threads that hash images, read their headers and ask the shared cache. They are separate from the threads that
-# tokenize, so that a slow cache delays no text prompt.
-_NUM_IMAGE_THREADS = 4
-# Threads that split videos, render chat templates and tokenize: one long prompt does not hold up the next one, and few
-# threads compete with the engine thread for the interpreter.
-_NUM_PROMPT_THREADS = 2
 # Pause between two looks for an encoder after the start, and after _MAX_SEARCH_S, seconds.
 _LOOK_S = 0.1
 _LATER_LOOK_S = 2.0
@@ -211,12 +205,12 @@ async def open_service(
         metrics = DecoderMetrics(registry)
         report_kernels(registry)
         metrics.watch(engine.load, engine.counters, engine.attention_backend, engine.weight_bytes)
-        threads = _open_threads(stack, _NUM_PROMPT_THREADS, "prompt")
-        image_threads = _open_threads(stack, _NUM_IMAGE_THREADS, "image")
+        threads = PreparationThreads()
+        stack.callback(threads.close)
         servicer = DecoderServicer(
             model=_served_model(settings, text),
             engine=engine,
-            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, image_threads),
+            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads),
             tokenizer=text.tokenizer,
             encoder=encoder,
             tenants=tenants,
@@ -246,8 +240,7 @@ def build_preparer(
     limits: EngineLimits,
     encoder: EncoderClient | None,
     store: EmbeddingStore | None,
-    threads: Executor,
-    image_threads: Executor,
+    threads: PreparationThreads,
 ) -> RequestPreparer:
     """Returns the part that turns a parsed request into the prompt and the sampling parameters for the engine."""
     image_limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, _MAX_IMAGE_ASPECT)
@@ -266,7 +259,7 @@ def build_preparer(
     return RequestPreparer(
         PromptBuilder(text.tokenizer, text.template, text.family, prompt_limits),
         VideoSplitter(text.family, image_limits),
-        ImageResolver(encoder, store, image_limits, image_threads),
+        ImageResolver(encoder, store, image_limits, threads),
         text.defaults,
         sampling_limits,
         limits.max_context_tokens,
@@ -340,9 +333,3 @@ def _own_fingerprints(device: DeviceChoice, text: LoadedText) -> OwnFingerprints
     dtype = None if device.dtype is None else RowDtype(device.dtype)
     fingerprint, dtype = folder_fingerprint(text.folder, text.family.model, dtype)
     return OwnFingerprints(text.folder.path, fingerprint, dtype)
-
-
-def _open_threads(stack: AsyncExitStack, num_threads: int, name: str) -> Executor:
-    threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-    stack.callback(threads.shutdown, wait=False, cancel_futures=True)
-    return threads

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from decoder_svc import wire_request, wire_response
 from decoder_svc.answer.generation import GenerationOptions, SubmittedRequest, generating
 from decoder_svc.engine.engine import Engine
 from decoder_svc.prompt.preparation import RequestPreparer
+from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_spec import num_inline_bytes
 from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.request_gate import Arrival, RequestGate, Ticket
@@ -31,7 +31,6 @@ from lookonce.errors import AbortedError, ContextTooLongError, InvalidParameterE
 from lookonce.identity import CallerRole, current_identity
 from lookonce.server.telemetry import current_request_id, replace_request_id
 from lookonce.tenants import Tenants
-from lookonce.threads import run_in_thread
 
 SERVICE_NAME = "lookonce.decoder.v1.DecoderService"
 GENERATE_METHODS = ("Generate", "GenerateStream")
@@ -76,7 +75,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         encoder: EncoderClient | None,
         tenants: Tenants,
         gate: RequestGate,
-        threads: Executor,
+        threads: PreparationThreads,
         default_timeout_s: float | None = None,
     ) -> None:
         """`encoder` None: text only. Detokenize runs in `threads`.
@@ -148,7 +147,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         identity = current_identity()
         charge_pixels = partial(self._gate.charge_pixels, identity)
         with self._gate.images_in_progress(identity, num_inline_bytes(spec)):
-            prompt = await self._preparer.build_prompt(spec, self._tenant(), charge_pixels)
+            prompt = await self._preparer.build_prompt(spec, self._tenant(), _call_id(), charge_pixels)
         images = [wire_response.placeholder_range(item) for item in prompt.images]
         return decoder_service_pb2.TokenizeResponse(token_ids=prompt.token_ids, images=images)
 
@@ -163,7 +162,10 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         unknown_ids = self._tokenizer.unknown_ids(token_ids)
         if unknown_ids:
             raise InvalidParameterError("token_ids", f"{min(unknown_ids)} is not in the vocabulary")
-        text = await run_in_thread(self._threads, self._tokenizer.decode, token_ids, skip_special_tokens=False)
+        caller = caller_of(self._tenant(), _call_id())
+        text = await self._threads.compute_text(
+            caller, len(token_ids), self._tokenizer.decode, token_ids, skip_special_tokens=False
+        )
         return decoder_service_pb2.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
@@ -235,7 +237,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
             del params
             ticket.held.enter_context(self._gate.images_in_progress(identity, num_inline_bytes(spec)))
             charge_pixels = partial(self._gate.charge_pixels, identity)
-            prepared = await self._preparer.prepare(spec, sampling, tenant, charge_pixels)
+            prepared = await self._preparer.prepare(spec, sampling, tenant, request_id, charge_pixels)
             del spec
             if ticket.is_aborted:
                 raise AbortedError("the request was aborted before it began")
@@ -266,3 +268,10 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                 return (await self._encoder.info()).fingerprint
         except (LookonceError, TimeoutError):
             return ""
+
+
+def _call_id() -> str:
+    """Returns the id of the call that this task serves."""
+    request_id = current_request_id()
+    assert request_id is not None, "an interceptor gives every call an id"
+    return request_id

@@ -4,7 +4,7 @@ A decoder computes a prompt up to the first image that it lacks, so a prompt's f
 Look-ups and decoding take longer for one image than for another, in the decoder and in the encoder. So an image that is
 ready waits for the earlier ones of its caller, but not for long.
 
-This is no queue: it neither limits images nor lets callers take turns. The encoder's queues (encoder_svc/fair_queue.py)
+This is no queue: it neither limits images nor lets callers take turns. The queues (lookonce/turns/fair_queue.py)
 do that, and sort by the numbers given here.
 """
 

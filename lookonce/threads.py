@@ -23,6 +23,16 @@ async def run_in_thread(
     The thread sees the caller's context variables, so log lines and spans keep the request they belong to. Cancelling
     the caller does not interrupt a call that has begun. `asyncio.to_thread` does the same in the loop's own threads.
     """
+    return await begin_in_thread(threads, function, *arguments, **keywords)
+
+
+def begin_in_thread(
+    threads: Executor,
+    function: Callable[ArgumentsT, ResultT],
+    *arguments: ArgumentsT.args,
+    **keywords: ArgumentsT.kwargs,
+) -> asyncio.Future[ResultT]:
+    """Hands the call to one of `threads`, as `run_in_thread` does, and returns the future of its result."""
     context = contextvars.copy_context()
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(threads, lambda: context.run(function, *arguments, **keywords))
+    return loop.run_in_executor(threads, lambda: context.run(function, *arguments, **keywords))

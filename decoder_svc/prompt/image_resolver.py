@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from typing import Protocol
 
+from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_builder import ResolvedImage
-from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage
+from decoder_svc.prompt.prompt_spec import CachedImage, FileFacts, ImageSource, InlineImage
 from decoder_svc.rows.encoder_client import EncoderClient
 from lookonce import tracing
 from lookonce.content_key import (
     ContentKey,
     EncoderFingerprint,
-    ImageDigest,
     ProcessorOptions,
     Tenant,
     content_key,
@@ -32,8 +31,8 @@ from lookonce.errors import (
     located_in_image,
 )
 from lookonce.image_file import file_digest, files_of
-from lookonce.media.image_header import ImageHeader, ImageLimits, check_file_size, probe_file
-from lookonce.threads import run_in_thread
+from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
+from lookonce.turns.fair_queue import CallerId
 
 
 class MetadataSource(Protocol):
@@ -52,16 +51,15 @@ class ImageResolver:
         encoder: EncoderClient | None,
         metadata: MetadataSource | None,
         limits: ImageLimits,
-        threads: Executor,
+        threads: PreparationThreads,
     ) -> None:
-        """`threads` run hashing, header parsing and shared cache look-ups."""
         self._encoder = encoder
         self._metadata = metadata
         self._limits = limits
         self._threads = threads
 
-    async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant) -> list[ResolvedImage]:
-        """Returns one resolved image per source, in order.
+    async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant, request_id: str) -> list[ResolvedImage]:
+        """Returns one resolved image per source, in order. Each file and each look-up takes a turn of its own.
 
         Raises the first of DigestMismatchError, ImageUndecodableError, ImageTooLargeError (each with the image's index
         in its metadata), FingerprintMismatchError and UnavailableError. If the only problem is unknown digests, raises
@@ -75,12 +73,14 @@ class ImageResolver:
                     for file in files_of(source.data):
                         check_file_size(file, self._limits)
         with tracing.span("generate.lookup", num_images=len(sources)):
-            return await self._resolve_all(sources, tenant)
+            return await self._resolve_all(sources, tenant, caller_of(tenant, request_id))
 
-    async def _resolve_all(self, sources: Sequence[ImageSource], tenant: Tenant) -> list[ResolvedImage]:
+    async def _resolve_all(
+        self, sources: Sequence[ImageSource], tenant: Tenant, caller: CallerId
+    ) -> list[ResolvedImage]:
         fingerprint = await self._fingerprint()
         found = await asyncio.gather(
-            *(self._resolve(index, source, fingerprint, tenant) for index, source in enumerate(sources)),
+            *(self._resolve(index, source, fingerprint, tenant, caller) for index, source in enumerate(sources)),
             return_exceptions=True,
         )
         resolved = [result for result in found if isinstance(result, ResolvedImage)]
@@ -102,12 +102,14 @@ class ImageResolver:
         return resolved
 
     async def _resolve(
-        self, index: int, source: ImageSource, fingerprint: EncoderFingerprint, tenant: Tenant
+        self, index: int, source: ImageSource, fingerprint: EncoderFingerprint, tenant: Tenant, caller: CallerId
     ) -> ResolvedImage:
         if isinstance(source, InlineImage):
-            with located_in_image(index):
-                digest, header = await run_in_thread(self._threads, _inspect, source, self._limits)
-            key = content_key(digest, fingerprint, source.options, tenant)
+            facts = source.facts
+            if facts is None:
+                with located_in_image(index):
+                    facts = await self._threads.read_file(caller, _inspect, source, self._limits)
+            key, header = content_key(facts.digest, fingerprint, source.options, tenant), facts.header
             return ResolvedImage(
                 key,
                 header.width,
@@ -116,24 +118,24 @@ class ImageResolver:
                 source.data,
                 num_file_pixels=header.num_pixels,
             )
-        return await self._resolve_cached(source, fingerprint, tenant)
+        return await self._resolve_cached(source, fingerprint, tenant, caller)
 
     async def _resolve_cached(
-        self, source: CachedImage, fingerprint: EncoderFingerprint, tenant: Tenant
+        self, source: CachedImage, fingerprint: EncoderFingerprint, tenant: Tenant, caller: CallerId
     ) -> ResolvedImage:
         if source.fingerprint is not None and source.fingerprint != fingerprint:
             raise FingerprintMismatchError(
                 "the key names another encoder fingerprint than the one served here; leave it empty or ask GetModelInfo"
             )
         key = content_key(source.digest, fingerprint, source.options, tenant)
-        meta = await self._stored_meta(key, source.options)
+        meta = await self._stored_meta(key, source.options, caller)
         if meta is None:
             raise EmbeddingNotCachedError("the image is not cached; send its bytes")
         return ResolvedImage(key, meta.image_width, meta.image_height, source.options, None, meta.num_rows)
 
-    async def _stored_meta(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
+    async def _stored_meta(self, key: ContentKey, options: ProcessorOptions, caller: CallerId) -> EmbeddingMeta | None:
         if self._metadata is not None:
-            meta = await run_in_thread(self._threads, self._metadata.metadata, key)
+            meta = await self._threads.look_up(caller, self._metadata.metadata, key)
             if meta is not None:
                 return meta
         return None if self._encoder is None else await self._encoder.lookup(key, options)
@@ -144,8 +146,8 @@ class ImageResolver:
         return (await self._encoder.info()).fingerprint
 
 
-def _inspect(source: InlineImage, limits: ImageLimits) -> tuple[ImageDigest, ImageHeader]:
+def _inspect(source: InlineImage, limits: ImageLimits) -> FileFacts:
     digest = file_digest(source.data)
     if source.expected_digest is not None and source.expected_digest != digest:
         raise DigestMismatchError("the image's bytes do not hash to its expected_digest; send them again")
-    return digest, probe_file(source.data, limits)
+    return FileFacts(digest, probe_file(source.data, limits))

@@ -1,14 +1,17 @@
-"""Turns a caller's request into the engine's: resolves images, builds the prompt, checks sampling values."""
+"""Turns a caller's request into the engine's: resolves images, builds the prompt, checks sampling values.
+
+The work is cut into pieces that take turns with those of other calls (preparation_threads.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from decoder_svc.prompt.image_resolver import ImageResolver
+from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_builder import PromptBuilder
-from decoder_svc.prompt.prompt_spec import ChatPrompt, PromptSpec
+from decoder_svc.prompt.prompt_spec import ChatPrompt, FileFacts, PromptSpec, TextPart, TextPrompt
 from decoder_svc.prompt.sampling_check import (
     CheckedSampling,
     SamplingLimits,
@@ -16,12 +19,16 @@ from decoder_svc.prompt.sampling_check import (
     check_sampling,
     fit_to_context,
 )
-from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes
+from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.sampling_params import SamplingParams
 from lookonce.content_key import Tenant
+from lookonce.errors import located_in_image
 from lookonce.model.generation_defaults import GenerationDefaults
-from lookonce.threads import run_in_thread
+from lookonce.turns.fair_queue import CallerId
+
+# Characters that a message, a part of it or a frame counts for. Rendering one takes up to 60 µs.
+_CHARS_PER_PART = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,8 @@ class RequestPreparer:
         defaults: GenerationDefaults,
         limits: SamplingLimits,
         max_context_tokens: int,
-        threads: Executor,
+        threads: PreparationThreads,
     ) -> None:
-        """`threads` run video splitting, templating and tokenizing."""
         self._builder = builder
         self._splitter = splitter
         self._resolver = resolver
@@ -61,29 +67,59 @@ class RequestPreparer:
         spec: PromptSpec,
         sampling: SamplingSpec,
         tenant: Tenant,
+        request_id: str,
         charge_pixels: Callable[[int], None] | None = None,
     ) -> PreparedRequest:
         """Returns the checked request.
+
+        The tenant's requests take turns with those of other tenants, and with one another, by `request_id`. Cancelling
+        the caller gives up what waits; a piece of work that has begun is finished in its thread.
 
         `charge_pixels`, if given, is called with the number of pixels of the images that the request contains.
 
         Raises a subclass of InvalidInputError, EmbeddingNotCachedError or another LookonceError that names the problem.
         """
         checked = check_sampling(sampling, self._defaults, self._limits)
-        prompt = await self.build_prompt(spec, tenant, charge_pixels)
+        prompt = await self.build_prompt(spec, tenant, request_id, charge_pixels)
         params = fit_to_context(checked, len(prompt.token_ids), self._max_context_tokens)
         return PreparedRequest(prompt, params, checked)
 
     async def build_prompt(
-        self, spec: PromptSpec, tenant: Tenant, charge_pixels: Callable[[int], None] | None = None
+        self,
+        spec: PromptSpec,
+        tenant: Tenant,
+        request_id: str,
+        charge_pixels: Callable[[int], None] | None = None,
     ) -> Prompt:
         """Returns the prompt alone, without checking that an answer fits behind it."""
         self._builder.check(spec)
-        videos: list[SplitVideo] = []
-        if isinstance(spec, ChatPrompt) and spec.videos:
-            videos = await run_in_thread(self._threads, self._splitter.split_all, spec.visuals)
-        images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant)
+        caller = caller_of(tenant, request_id)
+        videos = await self._split_videos(spec, caller) if isinstance(spec, ChatPrompt) and spec.videos else []
+        images = await self._resolver.resolve(self._builder.image_sources(spec, videos), tenant, request_id)
         check_sizes(videos, ((image.width, image.height) for image in images if image.options.frame_size is not None))
         if charge_pixels is not None:
             charge_pixels(sum(image.num_inline_pixels for image in images))
-        return await run_in_thread(self._threads, self._builder.build, spec, images, videos)
+        return await self._threads.compute_text(caller, _text_cost(spec), self._builder.build, spec, images, videos)
+
+    async def _split_videos(self, spec: ChatPrompt, caller: CallerId) -> list[SplitVideo]:
+        """Reads the frames, one after the other, and splits the videos."""
+        facts: list[FileFacts | None] = []
+        for index, frame in frames_of(spec.visuals):
+            with located_in_image(index):
+                known = None
+                if frame.data is not None:
+                    known = await self._threads.read_file(caller, self._splitter.read, frame.data)
+            facts.append(known)
+        num_chars = _CHARS_PER_PART * len(facts)
+        return await self._threads.compute_text(caller, num_chars, self._splitter.split_all, spec.visuals, facts)
+
+
+def _text_cost(spec: PromptSpec) -> int:
+    """Returns the number of characters that take as long to tokenize as this prompt takes to build."""
+    if isinstance(spec, TextPrompt):
+        return len(spec.text)
+    if not isinstance(spec, ChatPrompt):
+        return len(spec.token_ids)
+    parts = [part for message in spec.messages for part in message.parts]
+    num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    return num_chars + _CHARS_PER_PART * (len(spec.messages) + len(parts))

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from lookonce.content_key import ImageDigest, ProcessorOptions
 from lookonce.image_file import ImageFile, num_file_bytes
+from lookonce.media.image_header import ImageHeader
 
 
 class ChatRole(enum.Enum):
@@ -19,6 +20,16 @@ class ChatRole(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Digest and header of an image file, or of a pair of video frames."""
+
+    # SHA-256 of the file; of a pair, the digest that names its rows.
+    digest: ImageDigest
+    # The header of a pair is the first frame's, with the pixels of the frame that costs more.
+    header: ImageHeader
+
+
+@dataclass(frozen=True, slots=True)
 class InlineImage:
     """An image, or a pair of video frames, contained in the request."""
 
@@ -27,6 +38,8 @@ class InlineImage:
     options: ProcessorOptions
     # The digest that `data` must have; None: not checked.
     expected_digest: ImageDigest | None = None
+    # Set if the files were read and their digests compared already, as those of video frames are.
+    facts: FileFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

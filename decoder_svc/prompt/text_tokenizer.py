@@ -193,15 +193,16 @@ class _AliasedTokenizer:
         """Returns the indices of the stretches whose alias the tokenizer did not find."""
         num_aliases = sum(stretch.alias is not None for stretch in stretches)
         found = [
-            offsets
-            for token_id, offsets, is_post_processed in zip(
-                encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True
+            index
+            for index, (token_id, is_post_processed) in enumerate(
+                zip(encoding.ids, encoding.special_tokens_mask, strict=True)
             )
             if token_id in self._alias_ids and not is_post_processed
         ]
         if len(found) == num_aliases:
             return set()
-        covered = {position for start, stop in found for position in range(start, stop)}
+        offsets = encoding.offsets
+        covered = {position for index in found for position in range(*offsets[index])}
         hidden: set[int] = set()
         start = 0
         for index, stretch in enumerate(stretches):
@@ -240,7 +241,9 @@ def _encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: 
     tables that end too early, which makes them panic.
     """
     try:
-        return call_rust(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        # `encode` keeps all other threads of the interpreter waiting until it ends, 1 s per megabyte; this does not.
+        (encoding,) = call_rust(tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
+        return encoding
     except MemoryError:
         raise
     except Exception as error:

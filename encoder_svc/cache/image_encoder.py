@@ -14,7 +14,7 @@ from encoder_svc.cache.encode_job import EncodeJob
 from encoder_svc.cache.local_cache import LocalEmbedding
 from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.cache.single_flight import Flight
-from encoder_svc.images.decode_turns import DecodeRequest
+from encoder_svc.images.decode_turns import decode_request
 from encoder_svc.images.file_readers import FileReaders
 from encoder_svc.images.pixel_budget import PixelBudget
 from encoder_svc.images.preprocess import Preprocessor
@@ -28,6 +28,7 @@ from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import ImagePoisonousError
 from lookonce.image_file import files_of
 from lookonce.media.image_header import ImageHeader
+from lookonce.turns.cost_turns import TurnRequest
 
 
 class ImageEncoder:
@@ -143,6 +144,5 @@ class ImageEncoder:
         )
 
 
-def _decode_request(job: EncodeJob, header: ImageHeader) -> DecodeRequest:
-    num_pixels = header.num_pixels * len(files_of(job.data))
-    return DecodeRequest(job.turn.caller, job.turn.number, num_pixels)
+def _decode_request(job: EncodeJob, header: ImageHeader) -> TurnRequest:
+    return decode_request(job.turn.caller, job.turn.number, header.num_pixels * len(files_of(job.data)))

@@ -16,7 +16,6 @@ from encoder_svc.cache.encode_job import CachePolicy, EncodeJob, EncodeOutcome, 
 from encoder_svc.cache.fleet_flight import FleetFlight
 from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.single_flight import Flight, SingleFlight
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.caller_order import CallerOrder, Turn
@@ -25,6 +24,7 @@ from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import DigestMismatchError, FingerprintMismatchError, InvalidParameterError, LookonceError
 from lookonce.image_file import FileDigests, ImageFile, file_digests, files_of, num_file_bytes
 from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
+from lookonce.turns.fair_queue import CallerId
 from lookonce.uncounted_rows import UncountedRows
 
 # SHA-256 of 64 KiB takes about a quarter of a millisecond without hardware support. Larger files go to a thread.

@@ -7,16 +7,13 @@ same. Event loop only.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from encoder_svc.fair_queue import CallerId
-from encoder_svc.images.decode_turns import DecodeRequest
-from encoder_svc.images.grants import Grants
 from lookonce.caller_order import Turn
-from lookonce.threads import run_in_thread
+from lookonce.turns.cost_turns import TurnRequest
+from lookonce.turns.fair_queue import CallerId
+from lookonce.turns.turn_threads import TurnThreads
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
@@ -28,10 +25,8 @@ _NUM_THREADS = 2
 class FileReaders:
     """A few threads, and the files that wait for one of them."""
 
-    def __init__(self, num_threads: int = _NUM_THREADS) -> None:
-        self._num_free = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="read")
-        self._grants = Grants(lambda: self._num_free > 0, self._count)
+    def __init__(self) -> None:
+        self._threads = TurnThreads(_NUM_THREADS, "read")
 
     async def run(
         self,
@@ -44,25 +39,8 @@ class FileReaders:
 
         An image has one call here at a time. Cancelling the caller gives up a wait, and ends no call that has begun.
         """
-        await self._grants.wait(DecodeRequest(turn.caller, turn.number, num_pixels=0))
-        running = asyncio.ensure_future(run_in_thread(self._threads, function, *arguments, **keywords))
-        running.add_done_callback(self._give_back)
-        try:
-            return await asyncio.shield(running)
-        finally:
-            # The task keeps its exception, whose traceback refers to this frame, and so to the file.
-            del running
+        return await self._threads.run(TurnRequest(turn.caller, turn.number, 1), function, *arguments, **keywords)
 
     def close(self) -> None:
         """Waits for the calls in progress and drops the others."""
-        self._threads.shutdown(cancel_futures=True)
-
-    def _count(self, change: int) -> None:
-        self._num_free -= change
-
-    def _give_back(self, running: asyncio.Task[Any]) -> None:
-        self._num_free += 1
-        self._grants.give()
-        if not running.cancelled():
-            # Marks the exception as retrieved: if the caller has left, asyncio would report it as lost.
-            running.exception()
+        self._threads.close()

@@ -2,7 +2,7 @@
 
 Images are preprocessed faster than they are encoded, and pixels are large: one image of 12.8 million pixels, the most
 that Qwen2-VL takes, is 308 MB of patches. While the budget is used up or all decoding processes are busy, images wait
-as compressed files, and `decode_turns.py` says which is next.
+as compressed files, and `lookonce/turns/cost_turns.py` says which is next.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from encoder_svc.images.decode_turns import DecodeRequest
-from encoder_svc.images.grants import Grants
+from lookonce.turns.cost_turns import TurnRequest
+from lookonce.turns.grants import Grants
 
 
 class Reservation:
@@ -50,7 +50,7 @@ class PixelBudget:
         return self._num_bytes
 
     @asynccontextmanager
-    async def reserved(self, request: DecodeRequest) -> AsyncIterator[Reservation]:
+    async def reserved(self, request: TurnRequest) -> AsyncIterator[Reservation]:
         """Waits for a reservation and holds it until the block ends."""
         await self._grants.wait(request)
         reservation = Reservation(self)

@@ -27,13 +27,13 @@ from dataclasses import dataclass
 
 import torch
 
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.forward_queue import EncodedRows, ForwardJob, ForwardQueue
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
 from lookonce.logs import get_logger
 from lookonce.model.lack_of_memory import is_lack_of_memory
+from lookonce.turns.fair_queue import CallerId
 
 Forward = Callable[[Sequence[PixelInputs]], list[torch.Tensor]]
 

@@ -26,8 +26,8 @@ from typing import TypeVar
 
 import torch
 
-from encoder_svc.fair_queue import CallerId, FairQueue
 from encoder_svc.images.image_inputs import PixelInputs
+from lookonce.turns.fair_queue import CallerId, FairQueue
 
 NameT = TypeVar("NameT", bound=Hashable)
 

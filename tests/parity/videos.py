@@ -33,7 +33,7 @@ from decoder_svc.prompt.prompt_spec import (
     VideoPart,
     VideoSource,
 )
-from decoder_svc.prompt.video_frames import VideoSplitter
+from decoder_svc.prompt.video_frames import VideoSplitter, frames_of
 from decoder_svc.runner.base import RunnerConfig
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from encoder_svc.images.image_inputs import VisionAdapter
@@ -132,7 +132,9 @@ class VideoModel:
         """Builds the prompt from a chat as the decoder does."""
         spec = ChatPrompt((ChatMessage(ChatRole.USER, tuple(map(_said, parts))),))
         self.builder.check(spec)
-        videos = self.splitter.split_all(spec.visuals)
+        frames = [frame.data for _, frame in frames_of(spec.visuals)]
+        facts = [None if data is None else self.splitter.read(data) for data in frames]
+        videos = self.splitter.split_all(spec.visuals, facts)
         resolved = [self._resolved(source) for source in self.builder.image_sources(spec, videos)]
         return self.builder.build(spec, resolved, videos)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation import RequestPreparer
+from decoder_svc.prompt.preparation_threads import PreparationThreads
 from decoder_svc.prompt.prompt_builder import PromptBuilder
 from decoder_svc.prompt.prompt_spec import PromptSpec, TextPrompt, TokenPrompt
 from decoder_svc.prompt.sampling_check import SamplingLimits, SamplingSpec
@@ -35,12 +35,13 @@ TOKENS = TokenPrompt(tuple(range(20, 30)))
 
 
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as threads:
-        yield threads
+def threads() -> Iterator[PreparationThreads]:
+    threads = PreparationThreads()
+    yield threads
+    threads.close()
 
 
-def preparer(text: LoadedText, threads: ThreadPoolExecutor, prompts: PromptBuilder | None = None) -> RequestPreparer:
+def preparer(text: LoadedText, threads: PreparationThreads, prompts: PromptBuilder | None = None) -> RequestPreparer:
     """Returns the preparer of a decoder without an encoder."""
     return RequestPreparer(
         builder(text, CONTEXT) if prompts is None else prompts,
@@ -55,19 +56,21 @@ def preparer(text: LoadedText, threads: ThreadPoolExecutor, prompts: PromptBuild
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, CONTEXT - 10), (5, 5)])
 async def test_the_default_number_of_tokens_is_the_rest_of_the_context(
-    llava_text: LoadedText, threads: ThreadPoolExecutor, max_tokens: int | None, expected: int
+    llava_text: LoadedText, threads: PreparationThreads, max_tokens: int | None, expected: int
 ) -> None:
-    prepared = await preparer(llava_text, threads).prepare(TOKENS, SamplingSpec(max_tokens=max_tokens), DEFAULT_TENANT)
+    prepared = await preparer(llava_text, threads).prepare(
+        TOKENS, SamplingSpec(max_tokens=max_tokens), DEFAULT_TENANT, "request"
+    )
     assert prepared.prompt.token_ids == TOKENS.token_ids
     assert prepared.params.max_tokens == expected
     assert prepared.sampling.params.max_tokens == (max_tokens or LIMITS.default_max_tokens)
 
 
-async def test_a_prompt_alone_needs_no_room_for_an_answer(llava_text: LoadedText, threads: ThreadPoolExecutor) -> None:
+async def test_a_prompt_alone_needs_no_room_for_an_answer(llava_text: LoadedText, threads: PreparationThreads) -> None:
     full = TokenPrompt(tuple(range(20, 20 + CONTEXT)))
-    assert len((await preparer(llava_text, threads).build_prompt(full, DEFAULT_TENANT)).token_ids) == CONTEXT
+    assert len((await preparer(llava_text, threads).build_prompt(full, DEFAULT_TENANT, "one")).token_ids) == CONTEXT
     with pytest.raises(ContextTooLongError):
-        await preparer(llava_text, threads).prepare(full, SamplingSpec(), DEFAULT_TENANT)
+        await preparer(llava_text, threads).prepare(full, SamplingSpec(), DEFAULT_TENANT, "one")
 
 
 @pytest.mark.parametrize(
@@ -84,17 +87,17 @@ async def test_a_prompt_alone_needs_no_room_for_an_answer(llava_text: LoadedText
 )
 async def test_the_cheapest_check_that_fails_names_the_error(
     llava_text: LoadedText,
-    threads: ThreadPoolExecutor,
+    threads: PreparationThreads,
     spec: PromptSpec,
     sampling: SamplingSpec,
     error: type[LookonceError],
 ) -> None:
     with pytest.raises(error):
-        await preparer(llava_text, threads).prepare(spec, sampling, DEFAULT_TENANT)
+        await preparer(llava_text, threads).prepare(spec, sampling, DEFAULT_TENANT, "one")
 
 
 async def test_threads_know_for_whom_they_work(
-    llava_text: LoadedText, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    llava_text: LoadedText, threads: PreparationThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Log lines and spans of the threads belong to the caller's request."""
     callers: list[Identity] = []
@@ -107,5 +110,5 @@ async def test_threads_know_for_whom_they_work(
     monkeypatch.setattr(PromptBuilder, "build", build)
     caller = Identity("shop", "acme", CallerRole.CLIENT)
     with acting_for(caller):
-        await preparer(llava_text, threads).build_prompt(TOKENS, DEFAULT_TENANT)
+        await preparer(llava_text, threads).build_prompt(TOKENS, DEFAULT_TENANT, "one")
     assert callers == [caller]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import transformers
@@ -10,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from decoder_svc.prompt import text_tokenizer
 from decoder_svc.prompt.text_tokenizer import TextPiece, TextTokenizer
 from decoder_svc.service import LoadedText
 from lookonce.errors import InvalidParameterError
@@ -216,3 +220,27 @@ def test_a_panic_while_ids_become_text_is_an_ordinary_error() -> None:
     backend.decoder = decoders.Strip("a", 1, 1)
     with pytest.raises(RustPanicError):
         wrapped(backend).decode(backend.encode("a", add_special_tokens=False).ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_other_threads_run_while_a_long_text_is_tokenized(is_chat: bool) -> None:
+    """One thread of the decoder is the event loop: a megabyte kept it waiting for a second."""
+    tokenizer = wrapped(byte_level())
+    text = "what is in the picture " * 50_000
+    begun, ended = threading.Event(), threading.Event()
+    # Only Rust is at work between the two events: Python code would let other threads run in any case.
+    backend = tokenizer._aliased._tokenizer if is_chat else tokenizer.backend
+
+    def work() -> None:
+        begun.set()
+        text_tokenizer._encoding(backend, text, True, "text.text")
+        ended.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(work)
+        assert begun.wait(60)
+        num_pauses = 0
+        while not ended.is_set():
+            time.sleep(0.001)
+            num_pauses += 1
+    assert num_pauses > 5

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage, VideoFrame, VideoSource
-from decoder_svc.prompt.video_frames import VideoSplitter, check_sizes
+from decoder_svc.prompt.video_frames import SplitVideo, VideoSplitter, check_sizes, frames_of
 from decoder_svc.service import LoadedText
 from lookonce.content_key import ImageDigest, ProcessorOptions, image_digest, pair_digest
 from lookonce.errors import (
@@ -18,9 +18,10 @@ from lookonce.errors import (
     InvalidParameterError,
     LookonceError,
     UnsupportedError,
+    located_in_image,
 )
 from lookonce.image_file import FramePair
-from lookonce.media.image_header import ImageLimits
+from lookonce.media.image_header import ImageLimits, probe_image
 from tests import image_files, tiny_models
 from tests.decoder_svc.conftest import loaded
 
@@ -56,12 +57,30 @@ def video(frames: list[VideoFrame], size: tuple[int, int] | None = None, max_pix
     return VideoSource(tuple(frames), 2.0, max_pixels, size)
 
 
-def digest_of(source: ImageSource) -> ImageDigest | None:
-    return source.digest if isinstance(source, CachedImage) else source.expected_digest
+def digest_of(source: ImageSource) -> ImageDigest:
+    if isinstance(source, CachedImage):
+        return source.digest
+    assert source.facts is not None
+    return source.facts.digest
+
+
+def split_all(splitter: VideoSplitter, visuals: list[ImageSource | VideoSource]) -> list[SplitVideo]:
+    """Reads all frames and splits the videos, as a decoder does."""
+    facts = []
+    for index, frame in frames_of(visuals):
+        with located_in_image(index):
+            facts.append(None if frame.data is None else splitter.read(frame.data))
+    return splitter.split_all(visuals, facts)
+
+
+def split_one(splitter: VideoSplitter, source: VideoSource) -> SplitVideo:
+    """Splits the only video of a prompt."""
+    (video,) = split_all(splitter, [source])
+    return video
 
 
 def test_frames_become_pairs_and_an_odd_last_one_is_alone(splitter: VideoSplitter) -> None:
-    split = splitter.split(video(by_bytes(0, 1, 2)), 0)
+    split = split_one(splitter, video(by_bytes(0, 1, 2)))
     pairs = [source.data for source in split.sources if isinstance(source, InlineImage)]
     assert pairs == [FramePair(FRAMES[0], FRAMES[1]), FramePair(FRAMES[2], None)]
     assert len(split.layouts) == 2
@@ -72,28 +91,31 @@ def test_frames_become_pairs_and_an_odd_last_one_is_alone(splitter: VideoSplitte
 
 
 def test_fewer_pixels_give_fewer_rows(splitter: VideoSplitter) -> None:
-    large, small = (splitter.split(video(by_bytes(0, 1), max_pixels=pixels), 0) for pixels in (None, 4 * 28 * 28))
+    large, small = (split_one(splitter, video(by_bytes(0, 1), max_pixels=pixels)) for pixels in (None, 4 * 28 * 28))
     assert small.layouts[0].num_rows < large.layouts[0].num_rows
 
 
 def test_a_pair_with_a_frame_by_digest_is_looked_up(splitter: VideoSplitter) -> None:
     frames = [*by_bytes(0), *by_digest(1, 2, fingerprint="f")]
-    split = splitter.split(video(frames, (WIDTH, HEIGHT)), 0)
+    split = split_one(splitter, video(frames, (WIDTH, HEIGHT)))
     assert [type(source) for source in split.sources] == [CachedImage, CachedImage]
     expected = [pair_digest(DIGESTS[0], DIGESTS[1]), pair_digest(DIGESTS[2], DIGESTS[2])]
     assert [digest_of(source) for source in split.sources] == expected
     assert [source.fingerprint for source in split.sources if isinstance(source, CachedImage)] == ["f", "f"]
 
 
-@pytest.mark.parametrize(("stated", "is_expected"), [((None, None), False), ((None, 1), True), ((0, 1), True)])
-def test_stated_digests_become_the_digest_that_the_pair_must_have(
-    splitter: VideoSplitter, stated: tuple[int | None, int | None], is_expected: bool
+@pytest.mark.parametrize("stated", [(None, None), (None, 1), (0, 1)])
+def test_a_pair_has_the_digest_of_its_bytes_and_the_pixels_of_the_frame_that_costs_more(
+    splitter: VideoSplitter, stated: tuple[int | None, int | None]
 ) -> None:
-    frames = [
-        VideoFrame(FRAMES[number], None if which is None else DIGESTS[which]) for number, which in enumerate(stated)
-    ]
-    (source,) = splitter.split(video(frames), 0).sources
-    assert digest_of(source) == (pair_digest(DIGESTS[0], DIGESTS[1]) if is_expected else None)
+    costly = image_files.jpeg_of_many_scans(WIDTH, HEIGHT, 100)
+    files = [FRAMES[0], costly]
+    digests = [None if which is None else image_digest(files[which]) for which in stated]
+    (source,) = split_one(splitter, video([*map(VideoFrame, files, digests)])).sources
+    assert digest_of(source) == pair_digest(*map(image_digest, files))
+    assert isinstance(source, InlineImage)
+    assert source.facts is not None
+    assert source.facts.header.num_pixels == probe_image(costly, LIMITS).num_pixels > WIDTH * HEIGHT
 
 
 OTHER_SIZE = image_files.encoded(image_files.noise(9, WIDTH + 1, HEIGHT))
@@ -123,29 +145,29 @@ def test_a_wrong_video_is_refused(
     splitter: VideoSplitter, source: VideoSource, error: type[LookonceError], reason: str
 ) -> None:
     with pytest.raises(error, match=reason):
-        splitter.split(source, 0)
+        split_one(splitter, source)
 
 
 def test_an_error_names_the_pair_among_the_prompts_images_and_the_video(splitter: VideoSplitter) -> None:
     image = InlineImage(FRAMES[0], ProcessorOptions())
     broken = video([*by_bytes(0, 1, 2), VideoFrame(b"no image")])
     with pytest.raises(ImageUndecodableError) as undecodable:
-        splitter.split_all([image, video(by_bytes(0, 1)), broken])
+        split_all(splitter, [image, video(by_bytes(0, 1)), broken])
     # The image, one pair of the first video, one good pair of the second.
     assert undecodable.value.metadata["index"] == "3"
     with pytest.raises(InvalidParameterError) as wrong_size:
-        splitter.split_all([image, video(by_bytes(0, 1)), video(by_bytes(0, 1), (1, 1))])
+        split_all(splitter, [image, video(by_bytes(0, 1)), video(by_bytes(0, 1), (1, 1))])
     assert wrong_size.value.field == "videos[1].size"
 
 
 def test_a_model_without_videos_refuses_them(llava_text: LoadedText) -> None:
     with pytest.raises(UnsupportedError, match="send single images"):
-        VideoSplitter(llava_text.family, LIMITS).split(video(by_bytes(0, 1)), 0)
+        split_one(VideoSplitter(llava_text.family, LIMITS), video(by_bytes(0, 1)))
 
 
 def test_the_size_of_each_video_is_compared_with_that_of_its_own_cached_frames(splitter: VideoSplitter) -> None:
     other = video(by_digest(0, 1), (WIDTH + 1, HEIGHT))
-    videos = splitter.split_all([video(by_bytes(0, 1, 2)), other])
+    videos = split_all(splitter, [video(by_bytes(0, 1, 2)), other])
     size = (WIDTH, HEIGHT)
     check_sizes(videos, [size, size, (WIDTH + 1, HEIGHT)])
     with pytest.raises(InvalidParameterError, match=r"is 81×60, but the frames have 80×60 pixels") as wrong:

@@ -18,7 +18,6 @@ from encoder_svc.cache.encode_job import CachePolicy, EncodeJob
 from encoder_svc.cache.image_encoder import ImageEncoder
 from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.cache.single_flight import SingleFlight
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.images.pixel_budget import PixelBudget
@@ -36,6 +35,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.media.image_header import ImageLimits
+from lookonce.turns.fair_queue import CallerId
 from tests import image_files
 from tests.clock import Clock
 

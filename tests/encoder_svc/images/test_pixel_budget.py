@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from encoder_svc.fair_queue import CallerId
-from encoder_svc.images.decode_turns import DecodeRequest
 from encoder_svc.images.pixel_budget import PixelBudget
+from lookonce.turns.cost_turns import TurnRequest
+from lookonce.turns.fair_queue import CallerId
 
 HANG_S = 30.0
-ONE = DecodeRequest(CallerId("tenant", "a"), 0, 1)
+ONE = TurnRequest(CallerId("tenant", "a"), 0, 1)
 
 
 _numbers = itertools.count()
@@ -24,7 +24,7 @@ class Image:
 
     def __init__(self, budget: PixelBudget, num_bytes: int, caller: str = "a", number: int | None = None) -> None:
         self.num_bytes = num_bytes
-        self.request = DecodeRequest(CallerId("tenant", caller), next(_numbers) if number is None else number, 1)
+        self.request = TurnRequest(CallerId("tenant", caller), next(_numbers) if number is None else number, 1)
         self.is_in = asyncio.Event()
         self.is_prepared, self.is_encoded = asyncio.Event(), asyncio.Event()
         self.task = asyncio.create_task(self._pass_through(budget))

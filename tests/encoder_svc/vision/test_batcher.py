@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision import batcher as batcher_module
@@ -22,6 +21,7 @@ from encoder_svc.vision.forward_queue import EncodedRows
 from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ProcessorOptions
 from lookonce.errors import ImagePoisonousError, OverloadedError, UnavailableError
+from lookonce.turns.fair_queue import CallerId
 from tests import image_files
 
 POISON = 666.0

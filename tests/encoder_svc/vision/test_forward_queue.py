@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from encoder_svc.fair_queue import CallerId
 from encoder_svc.images.image_inputs import PixelInputs
 from encoder_svc.vision.forward_queue import ForwardJob, ForwardQueue
+from lookonce.turns.fair_queue import CallerId
 
 PIXEL_BYTES = 4
 TENANTS = ["x", "y", "z"]

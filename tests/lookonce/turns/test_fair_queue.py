@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_svc.fair_queue import CallerId, FairQueue
+from lookonce.turns.fair_queue import CallerId, FairQueue
 
 A, B, C = CallerId("one", "a"), CallerId("one", "b"), CallerId("other", "a")
 

@@ -1,11 +1,11 @@
-"""The queue for waiting images: callers take turns, and each caller's images leave in the order of asking.
+"""The queue for waiting work: callers take turns, and each caller's items leave in the order of asking.
 
-Three parts of the encoder let images wait, each for something else: `images/file_readers.py` for a thread that reads
-files, `images/pixel_budget.py` for a decoding process and for memory, `vision/forward_queue.py` for a forward pass. The
-last one keeps the images of each tenant in a FairQueue; the others use `images/decode_turns.py`, which has one for each
-tenant and range of sizes. The numbers by which it orders come from `lookonce/caller_order.py`, which is no queue: it
-gives each image its number when it is asked for, and lets an image that is ready early wait a moment for the earlier
-ones of its caller.
+Both services let work wait, each for something else: the encoder's `images/file_readers.py` for a thread that reads
+files, its `images/pixel_budget.py` for a decoding process and for memory, its `vision/forward_queue.py` for a forward
+pass. The last one keeps the images of each tenant in a FairQueue; the others use `cost_turns.py`, which has one for
+each tenant and range of costs. In the encoder, the numbers by which it orders come from `lookonce/caller_order.py`,
+which is no queue: it gives each image its number when it is asked for, and lets an image that is ready early wait a
+moment for the earlier ones of its caller.
 
 No thread, no clock; not safe for threads.
 """
@@ -20,12 +20,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 
 class CallerId(NamedTuple):
-    """The call that an image belongs to. Images of one caller take turns with those of others.
+    """The call that an item belongs to. Items of one caller take turns with those of others.
 
     Clients choose request ids, so the calls of two tenants may have the same one.
     """
 
-    # `Tenant.tag` of the image's owner.
+    # `Tenant.tag` of the call's tenant.
     tenant: str
     # A decoder passes its own id on, so all images of one prompt have the same caller.
     request_id: str
