@@ -194,8 +194,8 @@ print(site, cache_folder().exists())
 """
 
 
-# Compiling all libraries takes a minute. This compiler takes those that are there. Of the others it compiles the products
-# of matrices, where levels differ most, without optimisation, and it checks the syntax of the rest.
+# Compiling all libraries takes a minute. This compiler takes those that are there. Of the others, it compiles the
+# products of matrices without optimisation, since levels differ most there, and checks the syntax of the rest.
 _COMPILER = """\
 #!/bin/sh
 set -e
