@@ -76,7 +76,7 @@ async def run_requests(engine: Engine, requests: TokenRequests, name: str) -> Re
 
 async def serve(arguments: Sequence[str]) -> None:
     """Runs the sets of requests from standard input, one after another, until end of file."""
-    # As the services do.
+    # The services import it this way, too.
     import_lean_transformers()
     from decoder_svc.assembly import build_engine, choose_device
     from decoder_svc.rows.fetch_metrics import FetchMetrics

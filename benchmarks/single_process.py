@@ -95,7 +95,7 @@ class InProcessEncoder(EncoderClient):
 
 async def serve(arguments: Sequence[str]) -> None:
     """Runs decoder and encoder until SIGTERM."""
-    # As the services do.
+    # The services import it this way, too.
     import_lean_transformers()
     from decoder_svc.service import open_service
     from encoder_svc.service import open_pipeline

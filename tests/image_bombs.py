@@ -55,7 +55,7 @@ def _packed(part: bytes, count: int) -> bytes:
     num_in_block = max(1, min(count, (1 << 20) // len(part)))
     block, rest = part * num_in_block, part * (count % num_in_block)
     packer = zlib.compressobj(9)
-    # What follows a full flush does not depend on what was before it, but for the checksum of all at the end.
+    # A full flush makes the bytes after it independent of those before. The checksum at the end covers all of them.
     first = packer.compress(block) + packer.flush(zlib.Z_FULL_FLUSH)
     following = packer.compress(block) + packer.flush(zlib.Z_FULL_FLUSH)
     end = packer.compress(rest) + packer.flush()

@@ -67,7 +67,7 @@ COMPILED = """
 
 @pytest.fixture(scope="module")
 def lean_lines() -> list[str]:
-    """What one process prints: files opened, names, a mask, and at last the work of the compiler."""
+    """The lines that one process prints: files opened, names, a mask, and the work of the compiler."""
     return output_of(LEAN + NAMES_AND_MASKS + COMPILED).splitlines()
 
 
