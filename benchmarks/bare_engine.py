@@ -13,18 +13,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.assembly import build_engine, choose_device
-from decoder_svc.engine.engine import Engine
-from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.service import load_text
 from decoder_svc.settings import DecoderSettings
+from lookonce.model.lean_transformers import import_lean_transformers
 from lookonce.server.settings_parser import parse_settings
+
+if TYPE_CHECKING:
+    from decoder_svc.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,12 @@ async def run_requests(engine: Engine, requests: TokenRequests, name: str) -> Re
 
 async def serve(arguments: Sequence[str]) -> None:
     """Runs the sets of requests from standard input, one after another, until end of file."""
+    # The services import it this way, too.
+    import_lean_transformers()
+    from decoder_svc.assembly import build_engine, choose_device
+    from decoder_svc.rows.fetch_metrics import FetchMetrics
+    from decoder_svc.service import load_text
+
     settings = parse_settings(DecoderSettings, arguments, "bare_engine")
     engine = build_engine(
         settings, choose_device(settings), load_text(settings).family, None, None, FetchMetrics(CollectorRegistry())

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient, EncoderInfo
-from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
 from encoder_svc.cache.encode_job import CachePolicy, ImageInput, Origin
-from encoder_svc.cache.pipeline import EncodePipeline
-from encoder_svc.service import open_pipeline
 from encoder_svc.settings import EncoderSettings
-from encoder_svc.vision.vision_model import VisionModel
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
+from lookonce.model.lean_transformers import import_lean_transformers
 from lookonce.server import serving
 from lookonce.server.admission.quotas import load_quotas
 from lookonce.server.settings_parser import parse_settings
 from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import load_tenants
+
+if TYPE_CHECKING:
+    from encoder_svc.cache.pipeline import EncodePipeline
 
 _REQUEST_ID = "this process"
 
@@ -94,6 +95,12 @@ class InProcessEncoder(EncoderClient):
 
 async def serve(arguments: Sequence[str]) -> None:
     """Runs decoder and encoder until SIGTERM."""
+    # The services import it this way, too.
+    import_lean_transformers()
+    from decoder_svc.service import open_service
+    from encoder_svc.service import open_pipeline
+    from encoder_svc.vision.vision_model import VisionModel
+
     settings = parse_settings(DecoderSettings, arguments, "single_process")
     telemetry = Telemetry.from_settings(settings)
     quotas = load_quotas(settings, telemetry.registry)

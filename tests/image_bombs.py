@@ -27,8 +27,7 @@ def png_of_rows(
 ) -> bytes:
     """A PNG whose rows (with their filter byte) are all equal, in IDAT chunks of so many bytes."""
     header = struct.pack(">IIBBBBB", width, height, bit_depth, colour_type, 0, 0, 0)
-    packer = zlib.compressobj(9)
-    packed = b"".join([*(packer.compress(row) for _ in range(height)), packer.flush()])
+    packed = _packed(row, height)
     pieces = [packed[start : start + chunk] for start in range(0, len(packed), chunk)]
     return (
         _SIGNATURE + _chunk(b"IHDR", header) + b"".join(_chunk(b"IDAT", one) for one in pieces) + _chunk(b"IEND", b"")
@@ -47,8 +46,24 @@ def png_of_many_pieces(num_pieces: int) -> bytes:
 
 @functools.cache
 def _packed_zeros(num_bytes: int) -> bytes:
-    """Two bombs unpack to the same gigabyte, which takes seconds to pack."""
-    return zlib.compress(bytes(num_bytes), 9)
+    """Compressed zeros. Two bombs unpack to the same gigabyte."""
+    return _packed(bytes(1), num_bytes)
+
+
+def _packed(part: bytes, count: int) -> bytes:
+    """Compresses equal parts. Only about a megabyte goes to zlib, which takes seconds for a gigabyte."""
+    num_in_block = max(1, min(count, (1 << 20) // len(part)))
+    block, rest = part * num_in_block, part * (count % num_in_block)
+    packer = zlib.compressobj(9)
+    # A full flush makes the bytes after it independent of those before. The checksum at the end covers all of them.
+    first = packer.compress(block) + packer.flush(zlib.Z_FULL_FLUSH)
+    following = packer.compress(block) + packer.flush(zlib.Z_FULL_FLUSH)
+    end = packer.compress(rest) + packer.flush()
+    checksum = 1
+    for _ in range(count // num_in_block):
+        checksum = zlib.adler32(block, checksum)
+    checksum = zlib.adler32(rest, checksum)
+    return first + following * (count // num_in_block - 1) + end[:-4] + checksum.to_bytes(4, "big")
 
 
 def png_with_text(num_texts: int, text_bytes: int) -> bytes:

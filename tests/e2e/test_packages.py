@@ -36,6 +36,8 @@ _SDIST_ROOT |= {"PKG-INFO", ".gitignore"}
 _SUFFIXES = {".py", ".pyi", ".typed", ".cpp", ".h", ".proto"}
 _MAX_FILE_BYTES = 1 << 20
 _NOTHING: Mapping[str, str] = {}
+# Folders of C++ sources; each becomes a library.
+_KERNELS = ("lookonce/model/kernels/native", "decoder_svc/runner/cpu/native", "encoder_svc/vision/native")
 _STUB_TYPES = ("types-grpcio", "types-protobuf")
 # Leftovers of work in a checkout, which no package may hold.
 _LEFTOVERS = (
@@ -55,8 +57,12 @@ _LEFTOVERS = (
 def _run(
     *command: object, cwd: pathlib.Path, check: bool = True, variables: Mapping[str, str] = _NOTHING
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder of its own, without the repository on the import path, with more `variables`."""
-    kept = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "MYPYPATH"}}
+    """Runs a command in a folder of its own, without the repository on the import path, with more `variables`.
+
+    Python keeps the modules that it compiles, so that pip need not compile all of them.
+    """
+    removed = {"PYTHONPATH", "MYPYPATH", "PYTHONDONTWRITEBYTECODE"}
+    kept = {name: value for name, value in os.environ.items() if name not in removed}
     kept = {name: value for name, value in kept.items() if not name.startswith("LOOKONCE_")}
     finished = subprocess.run(
         [str(part) for part in command],
@@ -78,7 +84,7 @@ def _environment(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _install(python: pathlib.Path, *packages: object) -> subprocess.CompletedProcess[str]:
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *packages)
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile", *packages)
     return _run(*pip, cwd=python.parent, check=False)
 
 
@@ -86,8 +92,7 @@ def _install(python: pathlib.Path, *packages: object) -> subprocess.CompletedPro
 def builder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """The interpreter of an environment that has what a build needs."""
     python = _environment(tmp_path_factory.mktemp("builder") / "venv")
-    # A build imports few of the modules.
-    installed = _install(python, "--no-compile", *_PROJECT["build-system"]["requires"])
+    installed = _install(python, *_PROJECT["build-system"]["requires"])
     if installed.returncode != 0:
         pytest.skip(f"the packages that a build needs cannot be had here: {installed.stderr.strip()[-200:]}")
     return python
@@ -172,24 +177,25 @@ def test_both_hold_all_sources_of_kernels(wheel: pathlib.Path, sdist: pathlib.Pa
     assert all((sdist / name).is_file() for name in sources)
 
 
+# Services name the same folders, see `_compiler`. Importing the services would take three seconds of CPU.
 _LOADS_KERNELS = """\
 import pathlib
+import sys
 
 import lookonce
-from decoder_svc.runner.cpu import attention
-from encoder_svc.vision import dense_attention
-from lookonce.model.kernels import native_linear
 from lookonce.model.kernels.native_level import processor_levels
 from lookonce.model.kernels.native_library import cache_folder, library_of_level
 
+site = pathlib.Path(lookonce.__file__).parents[1]
 for level in processor_levels():
-    for sources in (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES):
-        library_of_level(sources, level)
-print(pathlib.Path(lookonce.__file__).parents[1], cache_folder().exists())
+    for sources in sys.argv[1:]:
+        library_of_level(site / sources, level)
+print(site, cache_folder().exists())
 """
 
 
-# Compiling all libraries takes a minute. This compiler takes those that are there, and optimises no other.
+# Compiling all libraries takes a minute. This compiler takes those that are there. Of the others, it compiles the
+# products of matrices without optimisation, since levels differ most there, and checks the syntax of the rest.
 _COMPILER = """\
 #!/bin/sh
 set -e
@@ -199,7 +205,10 @@ case " $* " in *" -c "*) echo "$@" > "$to"; exit;; esac
 ready={ready}/$(basename "$to")
 if test -e "$ready"; then exec cp "$ready" "$to"; fi
 for object; do
-    case "$object" in *.o) {compiler} $(cat "$object") -O0;; esac
+    case "$object" in
+        */linear.o) {compiler} $(cat "$object") -O0;;
+        *.o) {compiler} $(cat "$object") -fsyntax-only; cp {empty} "$object";;
+    esac
 done
 exec {compiler} "$@"
 """
@@ -217,14 +226,17 @@ def _compiler(folder: pathlib.Path) -> pathlib.Path:
     from lookonce.model.kernels.native_level import processor_levels
     from lookonce.model.kernels.native_library import library_of_level, trusted_cache_folder
 
+    all_sources = (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES)
+    assert [str(sources.relative_to(REPOSITORY)) for sources in all_sources] == list(_KERNELS)
     (folder / "ready").mkdir(parents=True)
     for level in processor_levels():
-        for sources in (native_linear.SOURCES, attention.SOURCES, dense_attention.SOURCES):
+        for sources in all_sources:
             library_of_level(sources, level)
             built = trusted_cache_folder() / f"lookonce-{build_fingerprint(find_compiler(), level, sources)}.so"
             shutil.copyfile(built, folder / "ready" / library_name(sources, level))
-    compiler = folder / "compiler"
-    compiler.write_text(_COMPILER.format(ready=folder / "ready", compiler=find_compiler()))
+    compiler, empty = folder / "compiler", folder / "empty.o"
+    _run(find_compiler(), "-x", "c++", "-c", "-o", empty, "/dev/null", cwd=folder)
+    compiler.write_text(_COMPILER.format(ready=folder / "ready", compiler=find_compiler(), empty=empty))
     compiler.chmod(0o755)
     return compiler
 
@@ -247,7 +259,7 @@ def test_a_wheel_with_compiled_kernels_needs_no_compiler(
     levels = [level.name for level in machine_levels()]
     assert sorted(path.name.rpartition("-")[0] for path in libraries) == sorted(levels * 3)
     nowhere = {"PATH": "", "CXX": "none", "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(site)}
-    ran = _run(sys.executable, "-c", _LOADS_KERNELS, cwd=tmp_path, variables=nowhere)
+    ran = _run(sys.executable, "-c", _LOADS_KERNELS, *_KERNELS, cwd=tmp_path, variables=nowhere)
     assert ran.stdout.split() == [str(site), "False"]
     # The platform tag promises this (https://peps.python.org/pep-0600/, policy of manylinux_2_28).
     optimised = [path for path in libraries if (tmp_path / "compiler/ready" / path.name).exists()]
@@ -333,12 +345,15 @@ def test_mypy_checks_a_users_program(clean: pathlib.Path, tmp_path: pathlib.Path
 
 
 def test_mypy_checks_a_program_with_the_stubs(
-    wheel: pathlib.Path, tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+    clean: pathlib.Path, tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     python = _environment(tmp_path_factory.mktemp("typed") / "venv")
-    # Nothing of this environment runs.
-    installed = _install(python, "--no-compile", wheel, *_STUB_TYPES)
+    installed = _install(python, *_STUB_TYPES)
     assert installed.returncode == 0, installed.stderr
+    # The wheel is in the clean environment. Another installation of it would take five seconds of CPU.
+    (packages,) = clean.parent.glob("lib/python*/site-packages")
+    (own_packages,) = python.parent.parent.glob("lib/python*/site-packages")
+    (own_packages / "clean.pth").write_text(f"{packages}\n")
     (program,) = [program for program in _readme_programs() if "import grpc" in program]
     wrong = program + "    event.delta.text + 1\n    event.nothing\n"
     of_right, of_wrong = _checked([program, wrong], python.parent, tmp_path)
@@ -351,12 +366,29 @@ def _command(clean: pathlib.Path, folder: pathlib.Path, *arguments: str) -> subp
     return _run(clean / "lookonce", *arguments, cwd=folder, check=False)
 
 
+# Runs commands one after another. A process for each would import the same libraries again.
+_SHOWS_HELP = """\
+import sys
+
+from lookonce.cli import main
+
+for name in sys.argv[1:]:
+    sys.argv = ["lookonce", name, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        print("status", name, end.code)
+"""
+
+
 def test_without_extras_the_command_explains_itself(clean: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shown = _command(clean, tmp_path, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
-    for name in ("up", "serve", "generate", "encode", "lookup", "models", "token", "doctor"):
+    names = ("up", "serve", "generate", "encode", "lookup", "models", "token", "doctor")
+    for name in names:
         assert re.search(rf"^\W*{name} ", shown.stdout, re.MULTILINE), name
-        assert _command(clean, tmp_path, name, "--help").returncode == 0
+    of_each = _run(clean / "python", "-P", "-c", _SHOWS_HELP, *names, cwd=tmp_path)
+    assert re.findall(r"^status (\w+) (\w+)$", of_each.stdout, re.MULTILINE) == [(name, "0") for name in names]
 
 
 @pytest.mark.parametrize(

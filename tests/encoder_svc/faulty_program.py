@@ -5,27 +5,17 @@ Usage: `python -m tests.encoder_svc.faulty_program FILE …`, followed by the se
 
 from __future__ import annotations
 
-import pathlib
 import sys
-from collections.abc import Sequence
-
-import torch
 
 from encoder_svc.__main__ import serve
-from encoder_svc.images.image_inputs import PixelInputs
-from encoder_svc.vision import vision_model
+from lookonce.model.lean_transformers import import_lean_transformers
 from lookonce.server import serving
-from tests.fault_file import FaultFile
-
-
-class FaultyModel(vision_model.VisionModel):
-    """A vision model that obeys the fault file before each pass."""
-
-    def forward(self, batch: Sequence[PixelInputs]) -> list[torch.Tensor]:
-        FaultFile(pathlib.Path(sys.argv[1])).obey()
-        return super().forward(batch)
-
 
 if __name__ == "__main__":
+    # The service imports it this way, too. A plain import, as in the file of the model, takes two seconds more of CPU.
+    import_lean_transformers()
+    from encoder_svc.vision import vision_model
+    from tests.encoder_svc.faulty_model import FaultyModel
+
     vision_model.VisionModel = FaultyModel  # type: ignore[misc]
     serving.run(serve(sys.argv[2:]))

@@ -210,20 +210,20 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
         assert lines[-1], running_up.stderr.read() if running_up.stderr else ""
     targets = [line.split()[1] for line in lines if line.startswith("decoder")]
     assert len(targets) == 2
-    again = run(environment, "up", "--model", str(picture.parent / "tiny"))
+    again = run_here(environment, "up", "--model", str(picture.parent / "tiny"))
     assert (again.returncode, again.stdout) == (2, "")
     assert f"running already: decoder at {targets[0]}, process {running_up.pid}" in again.stderr
     assert len(again.stderr.splitlines()) == 1
     asked = ["generate", "What is it?", "--image", str(picture), "--max-tokens", "4", "--temperature", "0"]
-    first, second = run(environment, *asked), run(environment, *asked)
+    first, second = run(environment, *asked), run_here(environment, *asked)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout == second.stdout
     assert "16 encoded" in first.stderr
     assert "0 encoded" in second.stderr
-    assert "yes" in run(environment, "lookup", str(picture)).stdout.split()
+    assert "yes" in run_here(environment, "lookup", str(picture)).stdout.split()
     running_up.send_signal(signal.SIGINT)
     assert running_up.wait(60) == 0
-    assert run(environment, "generate", "anyone there?").returncode == 2
+    assert run_here(environment, "generate", "anyone there?").returncode == 2
 
 
 def test_a_token_and_its_entry_belong_together(environment: dict[str, str]) -> None:

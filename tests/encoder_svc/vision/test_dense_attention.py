@@ -18,6 +18,7 @@ from encoder_svc.vision.dense_attention import NAME, DenseAttention, use_dense_a
 from lookonce.content_key import ProcessorOptions
 from lookonce.model.half_model import load_vision_half
 from lookonce.model.kernels.native_compiler import NativeLibraryError
+from lookonce.model.kernels.native_level import processor_levels
 from lookonce.model.model_folder import ModelFolder
 from tests import image_files
 from tests.tiny_families import FAMILIES
@@ -75,6 +76,20 @@ def test_it_is_as_exact_as_sdpa(
     assert found.is_contiguous()
     assert relative_error(found, exact) < TOLERANCES[dtype]
     assert relative_error(found, exact) <= 1.2 * relative_error(sdpa(parts, 0.2), exact) + 1e-7
+
+
+@pytest.mark.parametrize("level", [level.name for level in processor_levels()])
+def test_the_library_of_each_level_is_exact(
+    level: str, native: DenseAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOOKONCE_NATIVE_LEVEL", level)
+    of_level = DenseAttention()
+    for shape in SHAPES[:-1]:
+        for dtype, tolerance in TOLERANCES.items():
+            parts = heads(shape, dtype)
+            found = of_level.attend(*parts, scale=0.2)
+            assert found is not None
+            assert relative_error(found, sdpa([part.double() for part in parts], 0.2)) < tolerance, (shape, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

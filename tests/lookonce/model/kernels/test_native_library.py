@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lookonce.model.kernels.native_compiler import NativeLibraryError
+from lookonce.model.kernels.native_compiler import NativeLibraryError, is_intact
 from lookonce.model.kernels.native_library import library_of_level, load_library
 
 SOURCE = """
 #include "lanes.h"
 #pragma GCC visibility push(default)
 extern "C" void write_number(float* to) { *to = lookonce::sum_of_lanes(lookonce::Floats(%s)); }
+"""
+# Without the headers, which take a second to compile.
+SHORT_SOURCE = """
+extern "C" __attribute__((visibility("default"))) void write_number(float* to) { *to = 16 * %s; }
 """
 
 pytestmark = pytest.mark.skipif(
@@ -35,10 +39,10 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[p
     library_of_level.cache_clear()
 
 
-def sources(folder: pathlib.Path, number: str) -> pathlib.Path:
+def sources(folder: pathlib.Path, number: str, source: str = SHORT_SOURCE) -> pathlib.Path:
     """Returns a folder with a C++ function that writes 16 · `number`."""
     folder.mkdir(exist_ok=True)
-    (folder / "number.cpp").write_text(SOURCE % number)
+    (folder / "number.cpp").write_text(source % number)
     return folder
 
 
@@ -51,14 +55,14 @@ def written(folder: pathlib.Path) -> float:
 def test_a_folder_is_compiled_with_the_shared_headers_once_and_anew_when_it_changes(
     tmp_path: pathlib.Path, cache: pathlib.Path
 ) -> None:
-    folder = sources(tmp_path / "sources", "0.5f")
+    folder = sources(tmp_path / "sources", "0.5f", SOURCE)
     assert written(folder) == 8.0
     (library,) = cache.iterdir()
     built_s = library.stat().st_mtime_ns
     library_of_level.cache_clear()
     assert written(folder) == 8.0
     assert library.stat().st_mtime_ns == built_s
-    sources(folder, "2.0f")
+    sources(folder, "2.0f", SOURCE)
     library_of_level.cache_clear()
     assert written(folder) == 32.0
 
@@ -77,19 +81,20 @@ def cut(content: bytes, share: float) -> bytes:
     ids=["empty", "1 %", "half", "99 %", "zeros", "longer"],
 )
 def test_a_damaged_library_is_compiled_again(
-    tmp_path: pathlib.Path, cache: pathlib.Path, damage: Callable[[bytes], bytes]
+    tmp_path: pathlib.Path, cache: pathlib.Path, damage: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading half of a library killed the process, again at each start."""
     folder = sources(tmp_path / "sources", "0.5f")
-    # In another process, because this one would reuse the library that it has loaded.
-    program = (
-        "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; "
-        "load_library(pathlib.Path(sys.argv[1]))"
-    )
-    subprocess.run([sys.executable, "-c", program, str(folder)], check=True)
-    (library,) = cache.iterdir()
-    library.write_bytes(damage(library.read_bytes()))
     assert written(folder) == 8.0
+    (library,) = cache.iterdir()
+    # In another cache, because this process would reuse the library that it has loaded from a path.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    library_of_level.cache_clear()
+    damaged = tmp_path / "other/lookonce" / library.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(damage(library.read_bytes()))
+    assert written(folder) == 8.0
+    assert is_intact(damaged)
 
 
 def test_two_folders_in_one_process_keep_their_own_functions(tmp_path: pathlib.Path) -> None:
@@ -98,14 +103,21 @@ def test_two_folders_in_one_process_keep_their_own_functions(tmp_path: pathlib.P
 
 
 def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> None:
-    folder = sources(tmp_path / "sources", "1.0f")
+    folder = sources(tmp_path / "sources", "1.0f", SOURCE)
     script = (
-        "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; "
+        "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; print('ready'); input(); "
         "print(load_library(pathlib.Path(sys.argv[1])).function('write_number').__name__)"
     )
-    command = [sys.executable, "-c", script, str(folder)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["write_number"] * 2
+    # The other process is this one. It begins when the imports of the first are done.
+    command = [sys.executable, "-u", "-c", script, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert written(folder) == 16.0
+        assert process.communicate(timeout=120)[0] == "write_number\n"
 
 
 def test_a_failing_compiler_is_reported_with_its_first_line(

@@ -59,6 +59,13 @@ constexpr double tolerance() {
   return sizeof(typename Type::Element) == 2 ? 2e-2 : 2e-5;
 }
 
+template <typename Type>
+std::vector<double> numbers(const std::vector<typename Type::Element>& elements) {
+  std::vector<double> all;
+  for (const auto element : elements) all.push_back(number<Type>(element));
+  return all;
+}
+
 // Returns the largest difference, relative to the largest wanted number.
 template <typename Type>
 double difference(const std::vector<typename Type::Element>& found, const std::vector<double>& wanted) {
@@ -86,13 +93,12 @@ void check_linear(const std::string& type, int64_t rows, int64_t inputs, int64_t
   std::vector<float> bias(num_panels * kTileColumns, 0.0f);
   for (int64_t o = 0; o < outputs; ++o) bias[o] = 0.25f * o;
   const Linear layer{reinterpret_cast<const uint32_t*>(panels.data()), bias.data(), inputs, outputs};
+  const auto exact_weights = numbers<Type>(weights), exact_input = numbers<Type>(input);
   std::vector<double> wanted(rows * outputs);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t o = 0; o < outputs; ++o) {
       double sum = bias[o];
-      for (int64_t i = 0; i < inputs; ++i) {
-        sum += number<Type>(input[r * inputs + i]) * number<Type>(weights[o * inputs + i]);
-      }
+      for (int64_t i = 0; i < inputs; ++i) sum += exact_input[r * inputs + i] * exact_weights[o * inputs + i];
       wanted[r * outputs + o] = sum;
     }
   }
@@ -145,14 +151,13 @@ void check_activations() {
 }
 
 // Attention of one row over keys and values [keys, dim], in double.
-template <typename Type>
-void attend_plainly(const typename Type::Element* query, const std::vector<const typename Type::Element*>& keys,
-                    const std::vector<const typename Type::Element*>& values, int64_t dim, double scale, double* to) {
+void attend_plainly(const double* query, const std::vector<const double*>& keys,
+                    const std::vector<const double*>& values, int64_t dim, double scale, double* to) {
   std::vector<double> scores;
   double top = -std::numeric_limits<double>::infinity(), total = 0;
-  for (const auto* key : keys) {
+  for (const double* key : keys) {
     double score = 0;
-    for (int64_t d = 0; d < dim; ++d) score += number<Type>(query[d]) * number<Type>(key[d]);
+    for (int64_t d = 0; d < dim; ++d) score += query[d] * key[d];
     scores.push_back(score * scale);
     top = std::max(top, scores.back());
   }
@@ -160,7 +165,7 @@ void attend_plainly(const typename Type::Element* query, const std::vector<const
   for (size_t k = 0; k < keys.size(); ++k) {
     const double weight = std::exp(scores[k] - top);
     total += weight;
-    for (int64_t d = 0; d < dim; ++d) to[d] += weight * number<Type>(values[k][d]);
+    for (int64_t d = 0; d < dim; ++d) to[d] += weight * values[k][d];
   }
   for (int64_t d = 0; d < dim; ++d) to[d] /= total;
 }
@@ -174,16 +179,18 @@ void check_dense_attention(const std::string& type, int64_t tokens, int64_t dim)
   const Shape shape{1, heads, tokens, dim, 0.2f, strides, strides, strides};
   std::vector<typename Type::Element> found(size);
   attend<Type>(shape, 2, queries.data(), keys.data(), values.data(), found.data());
+  const auto exact_queries = numbers<Type>(queries), exact_keys = numbers<Type>(keys),
+             exact_values = numbers<Type>(values);
   std::vector<double> wanted(size);
   for (int64_t head = 0; head < heads; ++head) {
-    std::vector<const typename Type::Element*> all_keys, all_values;
+    std::vector<const double*> all_keys, all_values;
     for (int64_t t = 0; t < tokens; ++t) {
-      all_keys.push_back(keys.data() + (t * heads + head) * dim);
-      all_values.push_back(values.data() + (t * heads + head) * dim);
+      all_keys.push_back(exact_keys.data() + (t * heads + head) * dim);
+      all_values.push_back(exact_values.data() + (t * heads + head) * dim);
     }
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t at = (t * heads + head) * dim;
-      attend_plainly<Type>(queries.data() + at, all_keys, all_values, dim, shape.scale, wanted.data() + at);
+      attend_plainly(exact_queries.data() + at, all_keys, all_values, dim, shape.scale, wanted.data() + at);
     }
   }
   check(difference<Type>(found, wanted) < tolerance<Type>(),
@@ -216,17 +223,19 @@ void check_paged_attention(const std::string& type, int64_t tokens, int64_t dim,
                  keys.data() + first * num_kv_heads * dim, values.data() + first * num_kv_heads * dim,
                  found.data() + first * num_heads * dim);
   }
+  const auto exact_queries = numbers<Type>(queries), exact_keys = numbers<Type>(keys),
+             exact_values = numbers<Type>(values);
   std::vector<double> wanted(found.size());
   for (int64_t t = 0; t <= tokens; ++t) {
     for (int64_t head = 0; head < num_heads; ++head) {
-      std::vector<const Element*> seen_keys, seen_values;
+      std::vector<const double*> seen_keys, seen_values;
       for (int64_t k = 0; k <= t; ++k) {
         const int64_t at = (k * num_kv_heads + head / (num_heads / num_kv_heads)) * dim;
-        seen_keys.push_back(keys.data() + at);
-        seen_values.push_back(values.data() + at);
+        seen_keys.push_back(exact_keys.data() + at);
+        seen_values.push_back(exact_values.data() + at);
       }
       const int64_t at = (t * num_heads + head) * dim;
-      attend_plainly<Type>(queries.data() + at, seen_keys, seen_values, dim, options.scale, wanted.data() + at);
+      attend_plainly(exact_queries.data() + at, seen_keys, seen_values, dim, options.scale, wanted.data() + at);
     }
   }
   check(difference<Type>(found, wanted) < tolerance<Type>(), "paged attention " + type + " " + std::to_string(tokens) +
