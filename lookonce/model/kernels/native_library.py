@@ -7,11 +7,13 @@ PyTorch. Needs torch, so only the services import this module.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import os
 import pathlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 # Import torch before loading our libraries: all of them then use the OpenMP runtime, and the threads, that it loads.
 import torch  # noqa: F401
@@ -81,11 +83,31 @@ def _compiled_here(sources: pathlib.Path, level: NativeLevel) -> pathlib.Path:
     compiler = find_compiler()
     try:
         path = trusted_cache_folder() / f"lookonce-{build_fingerprint(compiler, level, sources)}.so"
-        if not path.exists() or not is_intact(path):
-            compile_library(compiler, level, sources, path)
+        if not _is_usable(path):
+            with _only_compiler(path.parent):
+                if not _is_usable(path):
+                    compile_library(compiler, level, sources, path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeLibraryError(f"the native library could not be compiled: {error}") from error
     return path
+
+
+def _is_usable(path: pathlib.Path) -> bool:
+    return path.exists() and is_intact(path)
+
+
+@contextmanager
+def _only_compiler(folder: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process compiles into the folder, so that services that start together share the work.
+
+    The lock ends with its process. Where the file system has no locks, several processes may do the same work.
+    """
+    with ExitStack() as opened:
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def cache_folder() -> pathlib.Path:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lookonce.model.kernels.native_compiler import NativeLibraryError, is_intact
+from lookonce.model.kernels.native_compiler import NativeLibraryError, find_compiler, is_intact
 from lookonce.model.kernels.native_library import library_of_level, load_library
 
 SOURCE = """
@@ -102,8 +102,16 @@ def test_two_folders_in_one_process_keep_their_own_functions(tmp_path: pathlib.P
     assert (written(one), written(other), written(one)) == (16.0, 48.0, 16.0)
 
 
-def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> None:
-    folder = sources(tmp_path / "sources", "1.0f", SOURCE)
+def test_of_processes_that_start_together_one_compiles_and_all_get_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, compiler, log = sources(tmp_path / "sources", "1.0f"), tmp_path / "slow-c++", tmp_path / "log"
+    # Slow enough that the second process asks before the first is done.
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*) echo >>"{log}"; sleep 1 ;; esac\nexec {find_compiler()} "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
     script = (
         "import pathlib, sys; from lookonce.model.kernels.native_library import load_library; print('ready'); input(); "
         "print(load_library(pathlib.Path(sys.argv[1])).function('write_number').__name__)"
@@ -118,6 +126,7 @@ def test_processes_that_start_together_all_get_it(tmp_path: pathlib.Path) -> Non
         process.stdin.flush()
         assert written(folder) == 16.0
         assert process.communicate(timeout=120)[0] == "write_number\n"
+    assert log.read_text() == "\n"
 
 
 def test_a_failing_compiler_is_reported_with_its_first_line(
