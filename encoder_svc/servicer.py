@@ -270,13 +270,15 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         """Puts the rows into the result when the shared cache lacks them and they fit. Returns their size in bytes."""
         if outcome.stored or outcome.meta.size_bytes > left_bytes:
             return 0
-        try:
-            found = await self._pipeline.read(outcome.key, 0, 0)
-        except EmbeddingNotCachedError:
-            # The local cache has evicted them already. The client will get the same answer from ReadEmbedding.
-            return 0
-        result.rows = bytes(found.rows)
-        return found.rows.nbytes
+        rows = outcome.rows
+        if rows is None:
+            try:
+                rows = (await self._pipeline.read(outcome.key, 0, 0)).rows
+            except EmbeddingNotCachedError:
+                # The local cache has evicted them already. The client will get the same answer from ReadEmbedding.
+                return 0
+        result.rows = bytes(rows)
+        return rows.nbytes
 
 
 def _request_id() -> str:
