@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from prometheus_client import CollectorRegistry
 
@@ -81,6 +82,10 @@ async def open_pipeline(
         if listener is not None:
             listener.start()
             stack.push_async_callback(listener.close)
+            # The first look at the token of removals takes encodes in progress for forgotten. There are none yet.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * settings.redis_budget_s):
+                    await listener.wait_until_listening()
         batcher = ForwardBatcher(
             stored_forward(model, metrics), model.warm_up, batch_limits(settings, model.platform), metrics
         )
