@@ -13,7 +13,7 @@ import grpc.aio
 from google.protobuf import duration_pb2
 
 from encoder_svc import wire
-from encoder_svc.cache.cache_admin import EntryStatistics
+from encoder_svc.cache.admin_commands import EntryStatistics
 from encoder_svc.cache.cache_control import CacheControl, Eviction, TierStatistics
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.servicer import MAX_LOOKUP_KEYS

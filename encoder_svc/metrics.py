@@ -112,7 +112,8 @@ class EncoderMetrics(CacheMetrics, ForwardMetrics):
         )
         self.rejected = Counter(
             "lookonce_encoder_rejected_total",
-            "Images answered with an error, by its reason; OVERLOADED means that the queue or the memory was full.",
+            "Images answered with an error, or without rows that were asked for, by the reason; OVERLOADED means that "
+            "the queue or the memory was full.",
             ["reason"],
             registry=registry,
         )

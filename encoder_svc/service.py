@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from prometheus_client import CollectorRegistry
 
@@ -63,16 +64,28 @@ async def open_pipeline(
     report_kernels(registry)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
     async with AsyncExitStack() as stack:
-        local = LocalCache(settings.local_cache_bytes)
         store = _open_store(settings)
         listener = None
         if store is not None:
             stack.callback(store.close)
             registry.register(StoreCollector(store, "encoder"))
-            listener = ForgetListener(_redis_url(settings), settings.redis_budget_s, local.forget)
+            # The tiers exist before the first message, since it starts below.
+            listener = ForgetListener(_redis_url(settings), settings.redis_budget_s, lambda one: tiers.forget(one))
+        tiers = CacheTiers(
+            LocalCache(settings.local_cache_bytes),
+            store,
+            metrics,
+            num_threads=_STORE_THREADS,
+            forget_watch=listener,
+            settle_s=_settle_s(settings),
+        )
+        if listener is not None:
             listener.start()
             stack.push_async_callback(listener.close)
-        tiers = CacheTiers(local, store, metrics, num_threads=_STORE_THREADS, forget_watch=listener)
+            # The first look at the token of removals takes encodes in progress for forgotten. There are none yet.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * settings.redis_budget_s):
+                    await listener.wait_until_listening()
         batcher = ForwardBatcher(
             stored_forward(model, metrics), model.warm_up, batch_limits(settings, model.platform), metrics
         )
@@ -87,9 +100,8 @@ async def open_pipeline(
 async def open_control(settings: EncoderSettings, pipeline: EncodePipeline) -> AsyncIterator[CacheControl]:
     """Opens the operators' control over the caches of a running pipeline, and closes it after the block."""
     admin = None if settings.redis_url is None else CacheAdmin(_redis_url(settings))
-    # A replica writes a copy back by two operations, a touch and a write.
-    restore_s = 2 * _STORE_ATTEMPTS * settings.redis_budget_s
-    control = CacheControl(pipeline.tiers, admin, pipeline.model.fingerprint, ttl_s=settings.ttl_s, restore_s=restore_s)
+    settle_s = _settle_s(settings)
+    control = CacheControl(pipeline.tiers, admin, pipeline.model.fingerprint, ttl_s=settings.ttl_s, restore_s=settle_s)
     try:
         yield control
     finally:
@@ -166,6 +178,11 @@ def _open_fleet(
         num_threads=_STORE_THREADS,
         is_answering=lambda: batcher.is_answering,
     )
+
+
+def _settle_s(settings: EncoderSettings) -> float:
+    """Longest time of two operations of a replica: it makes sure that an image was not removed, and writes its rows."""
+    return 2 * _STORE_ATTEMPTS * settings.redis_budget_s
 
 
 def _redis_url(settings: EncoderSettings) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
@@ -14,7 +15,7 @@ from encoder_svc import wire
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.concurrent_map import map_concurrently
-from encoder_svc.held_rows import HeldRows
+from encoder_svc.held_rows import HeldRows, RowCopies
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
@@ -80,9 +81,10 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             outcomes = await self._encode_all(images, cache_policy)
         results = [wire.encode_result(outcome) for outcome in outcomes]
         left_bytes = self._settings.max_message_bytes // 2
+        copies = self._copies_until_answered()
         for is_wanted, outcome, result in zip(wants_rows, outcomes, results, strict=True):
             if is_wanted:
-                left_bytes -= await self._add_rows(result, outcome, left_bytes)
+                left_bytes -= await self._add_rows(result, outcome, left_bytes, copies)
         return pb.EncodeResponse(results=results)
 
     async def EncodeStream(
@@ -92,9 +94,13 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
     ) -> AsyncIterator[pb.EncodeStreamResponse]:
         """Answers items in order of completion. Reads the next one only while few enough are in progress."""
         max_running = _STREAM_BATCHES * self._settings.max_forward_images
-        async with aclosing(map_concurrently(aiter(requests), self._answer_item, max_running)) as answers:
-            async for answer in answers:
-                yield answer
+        with self._reads.copies(self._tenant().tag) as copies:
+            work = functools.partial(self._answer_item, copies)
+            async with aclosing(map_concurrently(aiter(requests), work, max_running)) as answers:
+                async for answer, num_row_bytes in answers:
+                    yield answer
+                    if num_row_bytes:
+                        copies.give_back(num_row_bytes)
 
     async def LookupEmbeddings(
         self,
@@ -240,8 +246,13 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             self._pipeline.metrics.rejected.labels(status_row(_no_memory()).reason).inc()
             raise
 
-    async def _answer_item(self, request: pb.EncodeStreamRequest) -> pb.EncodeStreamResponse:
-        """Answers one item of a stream. Never raises: a failure is the item's answer."""
+    async def _answer_item(
+        self, copies: RowCopies, request: pb.EncodeStreamRequest
+    ) -> tuple[pb.EncodeStreamResponse, int]:
+        """Answers one item of a stream: returns the answer and the size of its rows, which `copies` counts, in bytes.
+
+        Never raises: a failure is the item's answer.
+        """
         item_id, wants_rows = request.item_id, request.item.rows_if_not_stored
         try:
             for resource in (Resource.IMAGE_BYTES, Resource.IMAGE_PIXELS):
@@ -252,31 +263,59 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             with self._in_progress([image]):
                 outcome = await self._encode_one(image, CachePolicy.READ_AND_WRITE, charge_pixels)
         except LookonceError as error:
-            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(error))
+            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(error)), 0
         except MemoryError as error:
             _log.error("no memory for an item", exc_info=error)
-            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(_no_memory()))
+            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(_no_memory())), 0
         except Exception as fault:
             fault_id = uuid.uuid4().hex
             _log.error("unexpected error in an item", fault_id=fault_id, exc_info=fault)
             opaque = InternalError(f"internal error {fault_id}")
-            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(opaque))
+            return pb.EncodeStreamResponse(item_id=item_id, error=wire.item_error(opaque)), 0
         result = wire.encode_result(outcome)
+        num_row_bytes = 0
         if wants_rows:
-            await self._add_rows(result, outcome, self._settings.max_message_bytes // 2)
-        return pb.EncodeStreamResponse(item_id=item_id, result=result)
+            num_row_bytes = await self._add_rows(result, outcome, self._settings.max_message_bytes // 2, copies)
+        return pb.EncodeStreamResponse(item_id=item_id, result=result), num_row_bytes
 
-    async def _add_rows(self, result: pb.EncodeResult, outcome: EncodeOutcome, left_bytes: int) -> int:
-        """Puts the rows into the result when the shared cache lacks them and they fit. Returns their size in bytes."""
-        if outcome.stored or outcome.meta.size_bytes > left_bytes:
+    def _copies_until_answered(self) -> RowCopies:
+        """Returns the copies of rows in the answer of this call. They count until its task ends, which also sends it.
+
+        The task ends when gRPC has written the answer, or when the call was cancelled.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        held = ExitStack()
+        copies = held.enter_context(self._reads.copies(self._tenant().tag))
+        task.add_done_callback(lambda _: held.close())
+        return copies
+
+    async def _add_rows(
+        self, result: pb.EncodeResult, outcome: EncodeOutcome, left_bytes: int, copies: RowCopies
+    ) -> int:
+        """Puts the rows into the result if the shared cache lacks them and they fit. Returns their size in bytes.
+
+        `copies` counts the rows. Without room for them, the result goes without rows, since all else is done: the
+        client can read them with ReadEmbedding later.
+        """
+        num_bytes = outcome.meta.size_bytes
+        if outcome.stored or num_bytes > left_bytes:
             return 0
         try:
-            found = await self._pipeline.read(outcome.key, 0, 0)
-        except EmbeddingNotCachedError:
-            # The local cache has evicted them already. The client will get the same answer from ReadEmbedding.
+            copies.take(num_bytes)
+        except OverloadedError as error:
+            self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
             return 0
-        result.rows = bytes(found.rows)
-        return found.rows.nbytes
+        rows = outcome.rows
+        if rows is None:
+            try:
+                rows = (await self._pipeline.read(outcome.key, 0, 0)).rows
+            except EmbeddingNotCachedError:
+                # The local cache has evicted them already. The client will get the same answer from ReadEmbedding.
+                copies.give_back(num_bytes)
+                return 0
+        result.rows = bytes(rows)
+        return num_bytes
 
 
 def _request_id() -> str:

@@ -3,7 +3,7 @@
 These calls are rare and never part of a request, so each of them may take seconds. Unlike the store they raise when
 Redis fails, since an operator who removes an image must know whether it is gone. Synchronous: call them from threads.
 
-Commands in use: GETRANGE, STRLEN, PTTL, OBJECT FREQ, PERSIST, PEXPIRE, EXISTS, UNLINK, SCAN, INFO, SET, PUBLISH.
+Commands in use: GETRANGE, STRLEN, PTTL, OBJECT FREQ, PERSIST, PEXPIRE, EXISTS, UNLINK, SCAN, INFO, SET, GET, PUBLISH.
 """
 
 from __future__ import annotations
@@ -15,11 +15,21 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from encoder_svc.cache import admin_commands as commands
+from encoder_svc.cache.admin_commands import EntryStatistics
 from lookonce.content_key import ContentKey
 from lookonce.errors import CacheAccessError, UnavailableError
 from lookonce.forgotten import Forgotten, new_token, to_message
-from lookonce.store.cache_names import FORGET_CHANNEL, FORGET_TOKEN, data_key, metadata_key, tag_of_name
-from lookonce.store.codec import FILE_TAG_BYTES, FILE_TAGS_OFFSET, MAX_FILE_TAGS, parse_file_tags
+from lookonce.store.cache_names import (
+    DATA_SUFFIX,
+    FORGET_CHANNEL,
+    FORGET_TOKEN,
+    METADATA_SUFFIX,
+    data_key,
+    lease_key,
+    leases_in,
+    tag_of_name,
+)
 from lookonce.store.redis.exchange import Exchange
 from lookonce.store.redis.link import RedisLink
 from lookonce.store.redis.miss_reason import UNREACHABLE_REASONS, MissReason, RedisReplyError, RedisTroubleError
@@ -29,30 +39,10 @@ from lookonce.store.redis.url import Address
 ResultT = TypeVar("ResultT")
 
 _SCAN_COUNT = 500
-# A server may return more names than SCAN asked for, but not without limit.
-_MAX_SCANNED = 1 << 20
-_MAX_DIGITS = 20
 # Longest time of one attempt of one step. There are two attempts, so a server that hangs costs twice this time.
 ATTEMPT_S = 2.0
 # Reasons that stay until somebody changes the user's rights or the password.
 _REFUSED_REASONS = frozenset({MissReason.NOPERM, MissReason.AUTH})
-_LAST_TAG_BYTE = FILE_TAGS_OFFSET + MAX_FILE_TAGS * FILE_TAG_BYTES - 1
-# PTTL returns this for a key that does not exist, and -1 for one that never expires.
-_NO_SUCH_KEY_MS = -2
-_DATA_SUFFIX = b":e"
-_METADATA_SUFFIX = b":m"
-
-
-@dataclass(frozen=True, slots=True)
-class EntryStatistics:
-    """Figures that Redis keeps about one entry."""
-
-    # Header and rows.
-    num_bytes: int
-    # Seconds until the entry expires; None for a pinned one.
-    ttl_s: float | None
-    # Redis' logarithmic count of recent uses, 0..255; None where its eviction policy keeps none.
-    frequency: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +101,21 @@ class CacheAdmin:
 
     def describe(self, keys: Sequence[ContentKey], *, until_s: float = math.inf) -> list[EntryStatistics | None]:
         """Returns the figures of each entry, None for one that does not exist."""
-        return [self._run(functools.partial(_describe, key), data_key(key), until_s) for key in keys]
+        return [self._run(functools.partial(commands.describe, key), data_key(key), until_s) for key in keys]
 
     def pin(self, keys: Sequence[ContentKey], *, until_s: float = math.inf) -> list[bool]:
         """Keeps the entries until they are unpinned or removed. Returns which of them exist."""
-        return [self._run(functools.partial(_pin, key), data_key(key), until_s) for key in keys]
+        return [self._run(functools.partial(commands.pin, key), data_key(key), until_s) for key in keys]
 
     def unpin(self, keys: Sequence[ContentKey], ttl_s: int, *, until_s: float = math.inf) -> list[bool]:
         """Lets the entries expire in `ttl_s` seconds, as if they had just been used. Returns which of them exist."""
-        return [self._run(functools.partial(_expire, key, ttl_s * 1000), data_key(key), until_s) for key in keys]
+        return [
+            self._run(functools.partial(commands.expire, key, ttl_s * 1000), data_key(key), until_s) for key in keys
+        ]
 
     def evict(self, keys: Sequence[ContentKey], *, until_s: float = math.inf) -> list[bool]:
         """Removes rows and metadata of these entries. Returns which of them had rows."""
-        return [self._run(functools.partial(_remove, key), data_key(key), until_s) for key in keys]
+        return [self._run(functools.partial(commands.remove, key), data_key(key), until_s) for key in keys]
 
     def evict_files(self, pattern: bytes, file_tags: Sequence[bytes], *, until_s: float = math.inf) -> Removal:
         """Removes the entries with a matching name (see cache_names.py) that were made from one of these files.
@@ -144,6 +136,29 @@ class CacheAdmin:
                         removal.by_file[tag].num_images += had_rows and len(tags) == 1
         return removal
 
+    def revoke_leases(self, keys: Sequence[ContentKey], *, until_s: float = math.inf) -> None:
+        """Keeps the encodes of these entries that are in progress from storing their rows (entry_writer.py)."""
+        for key in keys:
+            self._run(functools.partial(commands.revoke, key), lease_key(key), until_s)
+
+    def revoke_leases_in(
+        self, pattern: bytes, file_tags: Sequence[bytes] | None = None, *, until_s: float = math.inf
+    ) -> None:
+        """Does the same for all encodes with a matching name (see cache_names.py), or those of these files.
+
+        Encodes whose files are not known go as well. Scans every name in the cache.
+        """
+        for node in self._nodes(until_s):
+            for names in self._scan(node, leases_in(pattern), until_s):
+                leases = names
+                if file_tags is not None:
+                    tags = self._each(node, names, commands.ask_for_lease, commands.read_lease_tags, until_s)
+                    pairs = zip(names, tags, strict=True)
+                    leases = [name for name, its in pairs if not its or not set(file_tags).isdisjoint(its)]
+                # In this order, as the writer expects it.
+                self._unlink(node, leases, until_s)
+                self._each(node, leases, commands.ask_to_change_revocation, Exchange.read_status, until_s)
+
     def agreed_primaries(self, *, until_s: float = math.inf) -> tuple[Address, ...]:
         """Returns the addresses of the primaries in use. Raises UnavailableError also while a failover is in progress.
 
@@ -157,8 +172,8 @@ class CacheAdmin:
         num_entries = used_bytes = max_bytes = num_evictions = 0
         for node in self._nodes(until_s):
             batches = self._scan(node, pattern, until_s)
-            num_entries += sum(name.endswith(_DATA_SUFFIX) for names in batches for name in names)
-            info = self._run_on(node, _read_info, until_s)
+            num_entries += sum(name.endswith(DATA_SUFFIX) for names in batches for name in names)
+            info = self._run_on(node, commands.read_info, until_s)
             used_bytes += info.get(b"used_memory", 0)
             max_bytes += info.get(b"maxmemory", 0)
             num_evictions += info.get(b"evicted_keys", 0)
@@ -169,9 +184,9 @@ class CacheAdmin:
         num_images = 0
         for node in self._nodes(until_s):
             for names in self._scan(node, pattern, until_s):
-                rows = [name for name in names if name.endswith(_DATA_SUFFIX)]
+                rows = [name for name in names if name.endswith(DATA_SUFFIX)]
                 num_images += sum(self._unlink(node, rows, until_s))
-                self._unlink(node, [name for name in names if name.endswith(_METADATA_SUFFIX)], until_s)
+                self._unlink(node, [name for name in names if name.endswith(METADATA_SUFFIX)], until_s)
         return num_images
 
     def tell_to_forget(self, forgotten: Forgotten, *, until_s: float = math.inf) -> None:
@@ -211,7 +226,7 @@ class CacheAdmin:
 
             def scan(exchange: Exchange, cursor: bytes = cursor) -> tuple[bytes, list[bytes]]:
                 exchange.send(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT)
-                return _read_batch(exchange)
+                return commands.read_batch(exchange)
 
             cursor, names = self._run_on(node, scan, until_s)
             yield names
@@ -220,18 +235,18 @@ class CacheAdmin:
 
     def _entries_of(self, node: RedisNode, names: Sequence[bytes], wanted: Set[bytes], until_s: float) -> _Batch:
         """Returns those of the names that belong to entries of the wanted files, or whose files are not known."""
-        rows = [name for name in names if name.endswith(_DATA_SUFFIX)]
-        alone = [name for name in names if name.endswith(_METADATA_SUFFIX)]
-        found = dict(zip(rows, self._each(node, rows, _ask_for_tags, _read_tags, until_s), strict=True))
+        rows = [name for name in names if name.endswith(DATA_SUFFIX)]
+        alone = [name for name in names if name.endswith(METADATA_SUFFIX)]
+        found = dict(zip(rows, self._each(node, rows, commands.ask_for_tags, commands.read_tags, until_s), strict=True))
         batch = _Batch({name: tags for name, tags in found.items() if not tags or not wanted.isdisjoint(tags)})
-        have_rows = self._each(node, alone, _ask_for_rows, Exchange.read_integer, until_s)
+        have_rows = self._each(node, alone, commands.ask_for_rows, Exchange.read_integer, until_s)
         batch.metadata.extend(name for name, has_rows in zip(alone, have_rows, strict=True) if not has_rows)
-        batch.metadata.extend(tag_of_name(name) + _METADATA_SUFFIX for name in batch.rows)
+        batch.metadata.extend(tag_of_name(name) + METADATA_SUFFIX for name in batch.rows)
         return batch
 
     def _unlink(self, node: RedisNode, names: Sequence[bytes], until_s: float) -> list[bool]:
         """Removes keys that a scan found on this server. Returns which of them existed."""
-        replies = self._each(node, names, _ask_to_unlink, Exchange.read_integer, until_s)
+        replies = self._each(node, names, commands.ask_to_unlink, Exchange.read_integer, until_s)
         return [num_removed > 0 for num_removed in replies]
 
     def _each(
@@ -296,86 +311,3 @@ def _tried_twice(step: Callable[[], ResultT], until_s: float) -> ResultT:
         raise UnavailableError(
             "the shared cache did not complete the call, which may be done in part: call again"
         ) from None
-
-
-def _describe(key: ContentKey, exchange: Exchange) -> EntryStatistics | None:
-    exchange.send(b"STRLEN", data_key(key))
-    exchange.send(b"PTTL", data_key(key))
-    exchange.send(b"OBJECT", b"FREQ", data_key(key))
-    num_bytes, ttl_ms = exchange.read_integer(), exchange.read_integer()
-    try:
-        frequency = exchange.read_nested(max_values=1)
-    except RedisReplyError:
-        # The eviction policy is not LFU, or the key does not exist.
-        frequency = None
-    if not num_bytes or ttl_ms == _NO_SUCH_KEY_MS:
-        return None
-    ttl_s = None if ttl_ms < 0 else ttl_ms / 1000
-    return EntryStatistics(num_bytes, ttl_s, frequency if isinstance(frequency, int) else None)
-
-
-def _pin(key: ContentKey, exchange: Exchange) -> bool:
-    exchange.send(b"PERSIST", metadata_key(key))
-    exchange.send(b"PERSIST", data_key(key))
-    exchange.send(b"EXISTS", data_key(key))
-    _, _, is_there = exchange.read_integer(), exchange.read_integer(), exchange.read_integer()
-    return is_there == 1
-
-
-def _expire(key: ContentKey, ttl_ms: int, exchange: Exchange) -> bool:
-    exchange.send(b"PEXPIRE", metadata_key(key), ttl_ms)
-    exchange.send(b"PEXPIRE", data_key(key), ttl_ms)
-    _, is_there = exchange.read_integer(), exchange.read_integer()
-    return is_there == 1
-
-
-def _remove(key: ContentKey, exchange: Exchange) -> bool:
-    """Removes rows and metadata. Returns whether there were rows."""
-    _ask_to_unlink(exchange, data_key(key))
-    _ask_to_unlink(exchange, metadata_key(key))
-    had_rows, _ = exchange.read_integer(), exchange.read_integer()
-    return had_rows > 0
-
-
-def _ask_to_unlink(exchange: Exchange, name: bytes) -> None:
-    exchange.send(b"UNLINK", name)
-
-
-def _ask_for_rows(exchange: Exchange, name: bytes) -> None:
-    """Asks whether the entry of this metadata has rows."""
-    exchange.send(b"EXISTS", tag_of_name(name) + _DATA_SUFFIX)
-
-
-def _ask_for_tags(exchange: Exchange, name: bytes) -> None:
-    # The seal is not verified: rows are served only if it is right, and it covers the tags.
-    exchange.send(b"GETRANGE", name, FILE_TAGS_OFFSET, _LAST_TAG_BYTE)
-
-
-def _read_tags(exchange: Exchange) -> tuple[bytes, ...]:
-    """Returns the tags of an entry's files, empty if they are not known."""
-    try:
-        return parse_file_tags(exchange.read_bulk() or b"")
-    except RedisReplyError as refusal:
-        if refusal.reason is MissReason.WRONG_TYPE:
-            return ()
-        raise
-
-
-def _read_batch(exchange: Exchange) -> tuple[bytes, list[bytes]]:
-    """Reads the reply to SCAN: (next cursor, names)."""
-    match exchange.read_nested(_MAX_SCANNED):
-        case [bytes(cursor), list(values)]:
-            names = [value for value in values if isinstance(value, bytes)]
-            if len(names) == len(values):
-                return cursor, names
-    raise RedisTroubleError(MissReason.PROTOCOL)
-
-
-def _read_info(exchange: Exchange) -> dict[bytes, int]:
-    """Returns the whole numbers that INFO tells about memory and evictions, by field."""
-    # Two commands: before Redis 7.0 INFO takes one section only.
-    exchange.send(b"INFO", b"memory")
-    exchange.send(b"INFO", b"stats")
-    lines = ((exchange.read_bulk() or b"") + b"\r\n" + (exchange.read_bulk() or b"")).splitlines()
-    fields = (line.partition(b":") for line in lines)
-    return {name: int(value) for name, _, value in fields if len(value) <= _MAX_DIGITS and value.isdigit()}

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
-from encoder_svc.cache.cache_admin import CacheAdmin, CacheTotals, EntryStatistics, Removal, RemovedEntries
+from encoder_svc.cache.admin_commands import EntryStatistics
+from encoder_svc.cache.cache_admin import CacheAdmin, CacheTotals, Removal, RemovedEntries
 from encoder_svc.cache.cache_tiers import CacheTiers
 from lookonce.content_key import ContentKey, EncoderFingerprint, ImageDigest, Tenant, file_tag
 from lookonce.errors import UnavailableError
@@ -66,7 +67,7 @@ class CacheControl:
         """Owns `admin`; None: there is no shared cache.
 
         `ttl_s`: time to live of an entry that is unpinned, seconds. `restore_s`: the longest time that a replica takes
-        to write a local copy back, seconds.
+        to write a local copy back, and the `settle_s` of all replicas, seconds.
         """
         self._tiers = tiers
         self._admin = admin
@@ -134,8 +135,8 @@ class CacheControl:
         """Removes all entries of these files everywhere: of any encoder, with any options, and pairs of video frames.
 
         `keys` are entries of the files that are certain to exist under these names only, also if they carry no file
-        tags. Raises UnavailableError unless it is sure that the shared cache has none of them left. An image that is
-        being encoded meanwhile may be stored afterwards; a further call removes it.
+        tags. Raises UnavailableError unless it is sure that the shared cache has none of them left. An encode that
+        began before the call does not store its rows after it.
         """
         tags = [file_tag(digest, tenant) for digest in digests]
         pattern = pattern_of_tenant(tenant)
@@ -149,8 +150,11 @@ class CacheControl:
                 removal.by_file[file_tag(key.digest, tenant)].num_images += had_rows
             return removal
 
+        def revoke(admin: CacheAdmin) -> None:
+            admin.revoke_leases_in(pattern, tags, until_s=until_s)
+
         nothing = Removal({tag: RemovedEntries() for tag in tags})
-        removal = await self._evict(remove, nothing, Forgotten.of_files(tags), until_s)
+        removal = await self._evict(remove, revoke, nothing, Forgotten.of_files(tags), until_s)
         return Eviction(removal.num_entries, [removal.by_file[tag] for tag in tags])
 
     async def evict_pairs(self, keys: Sequence[ContentKey], *, until_s: float = math.inf) -> Eviction:
@@ -159,18 +163,19 @@ class CacheControl:
         def remove(admin: CacheAdmin) -> list[bool]:
             return admin.evict(keys, until_s=until_s)
 
-        found = await self._evict(remove, [False] * len(keys), Forgotten.of(keys), until_s)
+        def revoke(admin: CacheAdmin) -> None:
+            admin.revoke_leases(keys, until_s=until_s)
+
+        found = await self._evict(remove, revoke, [False] * len(keys), Forgotten.of(keys), until_s)
         return Eviction(sum(found), [RemovedEntries(num_pairs=int(had_rows)) for had_rows in found])
 
     async def evict_all(self, *, until_s: float = math.inf) -> int:
         """Removes all images of this encoder everywhere. Returns how many there were; raises as `evict`."""
-        pattern = pattern_of_fingerprint(self._fingerprint)
-        return await self._evict(lambda admin: admin.evict_matching(pattern, until_s=until_s), 0, EVERYTHING, until_s)
+        return await self._evict_matching(pattern_of_fingerprint(self._fingerprint), until_s)
 
     async def evict_tenant(self, tenant: Tenant, *, until_s: float = math.inf) -> int:
         """Removes all images of a tenant everywhere, those of other encoders too. Returns and raises as `evict_all`."""
-        pattern = pattern_of_tenant(tenant)
-        return await self._evict(lambda admin: admin.evict_matching(pattern, until_s=until_s), 0, EVERYTHING, until_s)
+        return await self._evict_matching(pattern_of_tenant(tenant), until_s)
 
     def close(self) -> None:
         """Ends the threads without waiting for operations in progress."""
@@ -190,14 +195,30 @@ class CacheControl:
             return without
         return await run_in_thread(self._threads, function, self._admin, *arguments, **keywords)
 
+    async def _evict_matching(self, pattern: bytes, until_s: float) -> int:
+        def remove(admin: CacheAdmin) -> int:
+            return admin.evict_matching(pattern, until_s=until_s)
+
+        def revoke(admin: CacheAdmin) -> None:
+            admin.revoke_leases_in(pattern, until_s=until_s)
+
+        return await self._evict(remove, revoke, 0, EVERYTHING, until_s)
+
     async def _evict(
-        self, remove: Callable[[CacheAdmin], ResultT], nothing: ResultT, forgotten: Forgotten, until_s: float
+        self,
+        remove: Callable[[CacheAdmin], ResultT],
+        revoke: Callable[[CacheAdmin], None],
+        nothing: ResultT,
+        forgotten: Forgotten,
+        until_s: float,
     ) -> ResultT:
         """Removes entries, and announces it before and after: a process that copied rows in between drops them, too.
 
-        The removal is repeated a little later, for a replica that was writing a copy back and had not heard of it.
-        Returns the result of the first pass, `nothing` without a shared cache. Raises UnavailableError if the shared
-        cache had another primary at the end than at the beginning: entries may have survived on the new one.
+        A little later, every encode that began before has its lease, and a replica that was writing a copy back has
+        finished. Then the leases are revoked, and after that the removal is repeated: an encode whose lease was gone by
+        the time it was looked for has stored its rows before. Returns the result of the first pass, `nothing` without a
+        shared cache. Raises UnavailableError if the shared cache had another primary at the end than at the beginning:
+        entries may have survived on the new one.
         """
         self._tiers.forget(forgotten)
         if self._admin is None:
@@ -207,6 +228,7 @@ class CacheControl:
         removed = await run_in_thread(threads, _evict_announced, admin, remove, forgotten, until_s)
         self._tiers.forget(forgotten)
         await asyncio.sleep(self._restore_s)
+        await run_in_thread(threads, revoke, admin)
         await run_in_thread(threads, remove, admin)
         if await run_in_thread(threads, admin.agreed_primaries, until_s=until_s) != primaries:
             raise UnavailableError("the shared cache changed its primary during the removal: call again")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from encoder_svc.cache.local_cache import LocalCache, LocalEmbedding
+from encoder_svc.cache.removals import EncodeInProgress, ForgetWatch, Removals
 from encoder_svc.cache.store_admission import StoreAdmission
 from encoder_svc.metrics import EncoderMetrics
 from lookonce import tracing
@@ -29,15 +30,6 @@ _LOCAL = "local"
 _SHARED = "shared"
 
 _log = get_logger(__name__)
-
-
-class ForgetWatch(Protocol):
-    """A subscription to operators' removals of images; see lookonce/store/forget_channel.py."""
-
-    @property
-    def last_token(self) -> bytes | None:
-        """Token of the last message, empty where there never was one; None while messages may be missed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +64,18 @@ class CacheTiers:
         *,
         num_threads: int,
         forget_watch: ForgetWatch | None = None,
+        settle_s: float = 0.0,
     ) -> None:
         """`store` None: there is no shared cache. `num_threads`: threads that talk to it.
 
-        `forget_watch` None: no operator can remove images, so local copies may always be written back.
+        `forget_watch` None: no operator can remove images, so local copies may always be written back. `settle_s`: time
+        that a removal waits before its second pass, seconds.
         """
         self.local = local
         self.store = store
         self._metrics = metrics
         self._admission = StoreAdmission()
-        self._forget_watch = forget_watch
+        self.removals = Removals(forget_watch, settle_s)
         self._num_queries: Counter[str] = Counter()
         self._num_hits: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="store")
@@ -111,13 +105,28 @@ class CacheTiers:
             self._count_query(_SHARED, is_hit=True)
         return meta
 
-    async def put(self, key: ContentKey, entry: LocalEmbedding, *, refresh: bool) -> bool:
+    @asynccontextmanager
+    async def encoding(self, key: ContentKey, file_tags: tuple[bytes, ...]) -> AsyncIterator[EncodeInProgress]:
+        """Notices removals of the image during the block, for `put`."""
+        with self.removals.noticed(key, file_tags) as encode:
+            if encode.token is None and self.store is not None:
+                # Messages may be missed now, so the last one before the encode is asked for.
+                encode.token = await run_in_thread(self._threads, token_in, self.store)
+            yield encode
+
+    async def put(
+        self, key: ContentKey, entry: LocalEmbedding, *, refresh: bool, encode: EncodeInProgress | None = None
+    ) -> bool:
         """Keeps new rows in both tiers. Returns whether the shared cache holds rows of this key now.
 
-        `refresh` overwrites rows that are there.
+        `refresh` overwrites rows that are there. Keeps nothing if the image was removed since `encode` began.
         """
+        if encode is not None and encode.is_forgotten:
+            return False
         self.local.put(key.value, entry)
-        return await self._write(key, entry, refresh=refresh)
+        is_stored = await self._write(key, entry, refresh=refresh, encode=encode)
+        # A removal that came during the write finds the rows.
+        return is_stored and not (encode is not None and encode.is_forgotten)
 
     async def keep_stored(self, key: ContentKey, entry: LocalEmbedding) -> bool:
         """Prolongs the shared entry's life, or writes it again if it was evicted. Returns whether it is there now.
@@ -133,8 +142,8 @@ class CacheTiers:
         if not self.holds(key):
             return False
         token = None
-        if self._forget_watch is not None:
-            token = self._forget_watch.last_token
+        if self.removals.watch is not None:
+            token = self.removals.watch.last_token
             if token is None:
                 return False
         return await self._write(key, entry, unless_changed=_ForgetState(self.local.num_forgets, token))
@@ -169,8 +178,9 @@ class CacheTiers:
         return key.value in self.local
 
     def forget(self, forgotten: Forgotten) -> None:
-        """Drops rows from this process."""
+        """Drops rows from this process, and keeps those of encodes in progress from being stored."""
         self.local.forget(forgotten)
+        self.removals.forget(forgotten)
 
     def num_hits_and_misses(self, tier: str) -> tuple[int, int]:
         """Hits and misses of one tier, "local" or "shared", since the start."""
@@ -209,12 +219,13 @@ class CacheTiers:
         entry: LocalEmbedding,
         *,
         refresh: bool = False,
+        encode: EncodeInProgress | None = None,
         unless_changed: _ForgetState | None = None,
     ) -> bool:
         """Returns whether the shared cache holds rows of this key now.
 
         Never raises: rows that cannot be written can still be read from this process. Writes nothing when images were
-        removed since `unless_changed`.
+        removed since `unless_changed`, or this image since `encode` began.
         """
         store = self.store
         if store is None:
@@ -224,7 +235,7 @@ class CacheTiers:
             return False
         with tracing.span("encode.store", num_bytes=entry.rows.nbytes):
             outcome, duration_s = await run_in_thread(
-                self._threads, self._try_write, store, key, entry, refresh, unless_changed
+                self._threads, self._try_write, store, key, entry, refresh, encode, unless_changed
             )
             tracing.annotate(outcome=outcome.value)
         self._metrics.store_seconds.observe(duration_s)
@@ -241,6 +252,7 @@ class CacheTiers:
         key: ContentKey,
         entry: LocalEmbedding,
         refresh: bool,
+        encode: EncodeInProgress | None,
         unless_changed: _ForgetState | None,
     ) -> tuple[WriteOutcome, float]:
         """The outcome and its duration in seconds. Runs in a thread."""
@@ -249,11 +261,21 @@ class CacheTiers:
             # Checked here, at the last moment: a write may wait long for its thread.
             if unless_changed is not None and not self._is_unchanged(store, unless_changed):
                 return WriteOutcome.FAILED, 0.0
-            outcome = store.try_write(key, entry.meta, entry.rows, overwrite=refresh)
+            if encode is not None and encode.is_forgotten:
+                return WriteOutcome.FAILED, 0.0
+            outcome = WriteOutcome.LEASE_LOST
+            if encode is not None and encode.lease_token:
+                outcome = store.try_write(key, entry.meta, entry.rows, lease_token=encode.lease_token)
+            if outcome is WriteOutcome.LEASE_LOST and self._may_write(store, encode):
+                outcome = store.try_write(key, entry.meta, entry.rows, overwrite=refresh)
         except Exception:
             _log.exception("writing to the shared cache failed")
             outcome = WriteOutcome.FAILED
         return outcome, time.monotonic() - started_s
+
+    def _may_write(self, store: EmbeddingStore, encode: EncodeInProgress | None) -> bool:
+        """Whether rows may be written without a lease. In this order: what was heard is forgotten by then."""
+        return encode is None or (self.removals.are_known_to(encode, store) and not encode.is_forgotten)
 
     def _is_unchanged(self, store: EmbeddingStore, state: _ForgetState) -> bool:
         """Whether no image was removed since. Asks Redis, since a subscription may be dead without any sign of it."""

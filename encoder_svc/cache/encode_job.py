@@ -66,7 +66,7 @@ class EncodeJob:
 
 @dataclass(frozen=True, slots=True)
 class EncodeOutcome:
-    """The result for one image. Its rows are read by key."""
+    """The result for one image. Its rows are read by key, unless it has them."""
 
     key: ContentKey
     meta: EmbeddingMeta
@@ -75,3 +75,5 @@ class EncodeOutcome:
     compute_s: float
     # Whether the shared cache holds the rows.
     stored: bool
+    # All rows, if no cache keeps them because an operator removed the image during the encode; else None.
+    rows: memoryview | None = field(default=None, repr=False)

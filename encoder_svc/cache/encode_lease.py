@@ -3,9 +3,13 @@
 Synchronous: call it from threads. Correctness never depends on a lease: entries are content-addressed and written once,
 so two holders cost an extra encode and nothing else. A replica that cannot reach Redis encodes.
 
-A lease is a token under `…:l` with a time to live. Only its holder renews and releases it: both compare the token under
-WATCH and act in MULTI/EXEC, as access rules often forbid server-side scripts. The end of an encode is announced on the
-channel `…:d`, which wakes the waiting replicas.
+A lease is a token under `…:l` with a time to live. Behind the token stand the tags of the image's files, so that an
+operator who removes a file finds the encodes in progress and revokes their leases (cache_admin.py). Rows are stored
+under a lease only as long as it is held (lookonce/store/entry_writer.py).
+
+Only its holder renews and releases a lease: both compare the token under WATCH and act in MULTI/EXEC, as access rules
+often forbid server-side scripts. The end of an encode is announced on the channel `…:d`, which wakes the waiting
+replicas.
 
 Commands in use: SET, PTTL, WATCH, UNWATCH, GET, MULTI, EXEC, PEXPIRE, UNLINK, PUBLISH.
 """
@@ -26,6 +30,8 @@ from lookonce.store.redis.miss_reason import CacheMissError, CorruptEntryError, 
 from lookonce.store.stats import StoreOperation
 
 _TOKEN_BYTES = 16
+# Bytes of the token as text. The tags of the files follow it.
+TOKEN_CHARS = 2 * _TOKEN_BYTES
 # PTTL returns this for a key that never expires, which cannot be a lease.
 _NEVER_EXPIRES = -1
 
@@ -45,7 +51,7 @@ class LeaseAttempt:
     """Result of `acquire` with the token and remaining time."""
 
     state: LeaseState
-    # Proof of holding the lease; empty unless HELD.
+    # Proof of holding the lease, with the tags of the image's files; empty unless HELD.
     token: bytes = b""
     # Longest time until the lease ends if its holder dies now, seconds; 0 when UNAVAILABLE.
     remaining_s: float = 0.0
@@ -60,9 +66,9 @@ class EncodeLeases:
         self.ttl_s = ttl_s
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
-    def acquire(self, key: ContentKey) -> LeaseAttempt:
-        """Takes the lease if it is free. One round trip."""
-        token = secrets.token_hex(_TOKEN_BYTES).encode()
+    def acquire(self, key: ContentKey, file_tags: tuple[bytes, ...] = ()) -> LeaseAttempt:
+        """Takes the lease if it is free. One round trip. `file_tags`: `file_tag` of each of the image's files."""
+        token = secrets.token_hex(_TOKEN_BYTES).encode() + b"".join(file_tags)
 
         def take(exchange: Exchange) -> LeaseAttempt:
             exchange.send(b"SET", lease_key(key), token, b"NX", b"PX", self._ttl_ms)

@@ -42,6 +42,8 @@ _RENEWALS_PER_LIFE = 3
 class Claim:
     """The claim to encode an image, or the rows that made encoding unnecessary. Made by `FleetFlight.claimed`."""
 
+    # Proof of the lease that is held during the block; empty without one.
+    lease_token: bytes = b""
     # Description of the rows that the shared cache holds by now; None: encode.
     found: EmbeddingMeta | None = None
     # Whether another replica was at work meanwhile.
@@ -86,11 +88,15 @@ class FleetFlight:
 
     @contextlib.asynccontextmanager
     async def claimed(
-        self, key: ContentKey, waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self,
+        key: ContentKey,
+        file_tags: tuple[bytes, ...] = (),
+        waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> AsyncIterator[Claim]:
         """Enters the block with rows that were found or with the claim to encode them.
 
-        Call it for a key that the shared cache did not have a moment ago. Waits inside `waiting()` while another
+        Call it for a key that the shared cache did not have a moment ago. `file_tags`: those of the image's files, by
+        which an operator's removal finds the encode. Waits inside `waiting()` while another
         replica encodes. There and in the block the caller may be cancelled, and nowhere else: a lease that is being
         acquired would be lost. The block sets `Claim.stored` after encoding; its exceptions are announced as a failure
         and pass through.
@@ -101,7 +107,7 @@ class FleetFlight:
         if key.value in self._releases:
             await asyncio.wait([self._releases[key.value]])
         while time.monotonic() < give_up_s:
-            attempt = await run_in_thread(self._threads, self._leases.acquire, key)
+            attempt = await run_in_thread(self._threads, self._leases.acquire, key, file_tags)
             if attempt.state is LeaseState.UNAVAILABLE:
                 break
             if attempt.state is LeaseState.HELD:
@@ -113,7 +119,7 @@ class FleetFlight:
                 found, must_encode = await self._follow(key, attempt)
             if found is not None:
                 self._metrics.coalesced.labels("fleet").inc()
-                yield Claim(found, has_waited=True)
+                yield Claim(found=found, has_waited=True)
                 return
             if must_encode:
                 break
@@ -129,7 +135,7 @@ class FleetFlight:
     @contextlib.asynccontextmanager
     async def _held(self, key: ContentKey, token: bytes, *, has_waited: bool) -> AsyncIterator[Claim]:
         """Keeps the lease alive during the block, then releases it and announces the outcome."""
-        claim = Claim(has_waited=has_waited)
+        claim = Claim(token, has_waited=has_waited)
         try:
             async with self._renewed(key, token):
                 # The previous holder may have ended between the last look and the lease.

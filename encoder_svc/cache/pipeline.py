@@ -15,6 +15,7 @@ from encoder_svc.cache.cache_tiers import CachedRows, CacheTiers, not_cached
 from encoder_svc.cache.encode_job import CachePolicy, EncodeJob, EncodeOutcome, ImageInput, Origin
 from encoder_svc.cache.fleet_flight import FleetFlight
 from encoder_svc.cache.image_encoder import ImageEncoder
+from encoder_svc.cache.removals import EncodeInProgress
 from encoder_svc.cache.single_flight import Flight, SingleFlight
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.vision_model import VisionModel
@@ -74,7 +75,7 @@ class EncodePipeline:
         request_id: str,
         charge_pixels: Callable[[int], None] | None = None,
     ) -> EncodeOutcome:
-        """Makes sure that the image's rows can be read from a cache.
+        """Makes sure that the image's rows can be read from a cache, or from the outcome if it was removed meanwhile.
 
         Images of one tenant's `request_id` are encoded in the order of these calls and take turns with others; an image
         that several callers ask for has the turn of the first. When all of them have left, an image that waits is
@@ -117,7 +118,13 @@ class EncodePipeline:
 
     async def _fly(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Runs once per flight: ends with rows that may be counted by one caller if they were computed here."""
-        outcome = await self._find_or_encode(flight, job)
+        async with self.tiers.encoding(job.key, job.file_tags) as encode:
+            outcome = await self._find_or_encode(flight, job, encode)
+        if not encode.is_forgotten:
+            outcome = replace(outcome, rows=None)
+        elif outcome.rows is not None:
+            # No cache keeps them, or not for long: a removal that came during the write finds them.
+            outcome = replace(outcome, stored=False)
         if outcome.origin is Origin.COMPUTED:
             # Nothing is awaited from here on, so the caller who began the flight is the first to wake up.
             self._uncounted.add(job.key.value, outcome.meta.num_rows)
@@ -128,28 +135,29 @@ class EncodePipeline:
         is_open = self._uncounted.take(outcome.key.value, outcome.meta.num_rows) > 0
         return replace(outcome, origin=Origin.COMPUTED) if is_open else outcome
 
-    async def _find_or_encode(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
+    async def _find_or_encode(self, flight: Flight, job: EncodeJob, encode: EncodeInProgress) -> EncodeOutcome:
         """Takes the rows from the shared cache or from another replica, else encodes."""
         if job.refresh:
-            return await self._encode(flight, job)
+            return await self._encode(flight, job, encode)
         found = await self._find_shared(job.key)
         if found is not None:
             return found
         if self._fleet is None:
-            return await self._encode(flight, job)
-        async with self._fleet.claimed(job.key, flight.waiting) as claim:
+            return await self._encode(flight, job, encode)
+        async with self._fleet.claimed(job.key, job.file_tags, flight.waiting) as claim:
             if claim.found is not None:
                 origin = Origin.COALESCED if claim.has_waited else Origin.SHARED_CACHE
                 return EncodeOutcome(job.key, claim.found, origin, 0.0, stored=True)
-            outcome = await self._encode(flight, job)
+            self.tiers.removals.hold(encode, claim.lease_token)
+            outcome = await self._encode(flight, job, encode)
             claim.stored = outcome.stored
             return outcome
 
-    async def _encode(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
-        """Runs the model and puts the rows into both caches."""
+    async def _encode(self, flight: Flight, job: EncodeJob, encode: EncodeInProgress) -> EncodeOutcome:
+        """Runs the model and puts the rows into both caches, unless the image was removed meanwhile."""
         entry = await self._encoder.encode(job, flight)
-        stored = await self.tiers.put(job.key, entry, refresh=job.refresh)
-        return EncodeOutcome(job.key, entry.meta, Origin.COMPUTED, entry.encode_s, stored)
+        stored = await self.tiers.put(job.key, entry, refresh=job.refresh, encode=encode)
+        return EncodeOutcome(job.key, entry.meta, Origin.COMPUTED, entry.encode_s, stored, entry.rows)
 
     async def lookup(self, keys: Sequence[ContentKey], *, touch: bool) -> list[EmbeddingMeta | None]:
         """The description of each key's rows, None where no cache holds them; `touch` prolongs their lives."""
@@ -219,9 +227,12 @@ class EncodePipeline:
         return EncodeOutcome(key, entry.meta, Origin.LOCAL_CACHE, 0.0, stored)
 
     async def _find_in_flight(self, key: ContentKey) -> EncodeOutcome | None:
-        """None also when the encode in flight fails: the error concerns those who sent the bytes."""
+        """None also when the encode in flight fails: the error concerns those who sent the bytes.
+
+        None, too, after the image was removed: only requests with the bytes may get its rows.
+        """
         name = (key.value, False)
-        if name not in self._flights:
+        if name not in self._flights or self.tiers.removals.is_forgotten(key):
             return None
         self.metrics.coalesced.labels("process").inc()
         try:

@@ -27,7 +27,7 @@ from lookonce import errors, tracing
 from lookonce.logs import get_logger
 from lookonce.server.admission.call_gate import CallGate, values_of
 from lookonce.server.admission.call_turns import CallTurns
-from lookonce.server.admission.inflight_calls import InflightCalls
+from lookonce.server.admission.inflight_calls import Call, InflightCalls
 from lookonce.server.error_statuses import code_of, status_of
 from lookonce.server.message_bounds import MessageBounds
 from lookonce.server.receiving.inbox import Inbox, Receivers
@@ -146,7 +146,7 @@ class _CallBorder:
         self.method = method
         self._is_quiet = is_quiet
         self._default_timeout_s = default_timeout_s
-        self._calls = calls
+        self.calls = calls
         self._turns = turns
         self._gate = gate
         self._metrics = metrics
@@ -163,7 +163,7 @@ class _CallBorder:
             try:
                 async with (
                     self._turns.in_progress(caller, has_waited=has_waited, is_working=not self._is_quiet),
-                    self._calls.admitted(delays_drain=not self._is_quiet),
+                    self.calls.admitted(delays_drain=not self._is_quiet),
                 ):
                     with self._gate.passed(self.method, context.invocation_metadata() or ()):
                         result = await self._handled_in_time(context, handle)
@@ -273,7 +273,7 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
         inbox = Inbox(context, receiver, parse)
 
         async def handle() -> None:
-            await _write_all(behaviour(await received(inbox), context), context)
+            await _write_all(behaviour(await received(inbox), context), context, border.calls.current())
 
         await border.cross(context, handle)
 
@@ -282,7 +282,7 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
     return grpc.stream_unary_rpc_method_handler(answer_once, None, None)
 
 
-async def _write_all(responses: Any, context: Context) -> None:
+async def _write_all(responses: Any, context: Context, call: Call) -> None:
     """Runs a streaming handler: an async generator of responses, or a coroutine that writes by itself.
 
     Raises asyncio.CancelledError when the client has disconnected: a write may notice that before gRPC cancels the
@@ -294,7 +294,7 @@ async def _write_all(responses: Any, context: Context) -> None:
             return
         async with aclosing(responses):
             async for response in responses:
-                await context.write(response)
+                await call.written(context.write(response))
     except grpc.aio.InternalError:
         raise asyncio.CancelledError("the client has disconnected") from None
 

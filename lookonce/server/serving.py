@@ -1,8 +1,8 @@
 """The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
 
 SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, for at most
-`drain_timeout_s` → the rest get UNAVAILABLE → exit 0. A second signal kills the process, and so does the first one
-while the model is being loaded.
+`drain_timeout_s` → the rest get UNAVAILABLE → exit 0. A call whose client takes nothing of its answer for five seconds
+does not hold the drain. A second signal kills the process, and so does the first one while the model is being loaded.
 
 A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → calls in flight get their
 answers within two seconds → exit 1, so that the supervisor starts a new process.

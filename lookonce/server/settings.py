@@ -143,8 +143,8 @@ class ServiceSettings(BaseSettings):
         1024 * MIB,
         ge=1,
         description="Maximum size of the files of images in all calls in progress, bytes, and in encoders of the rows "
-        "that ReadEmbedding holds until they are taken, which count apart. Of each, a tenant gets at most as much as "
-        "is free: alone half of it, and each of three a quarter.",
+        "that answers hold until they are taken, which count apart. Of each, a tenant gets at most as much as is free: "
+        "alone half of it, and each of three a quarter.",
     )
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest accepted image file.")
     max_image_pixels: int = Field(50_000_000, ge=1, description="Largest accepted image, width times height in pixels.")

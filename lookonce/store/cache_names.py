@@ -3,6 +3,7 @@
     lookonce:<encoder fingerprint>:<tenant tag>:{<key>}:e    header and rows of one image
                                                       :m    its metadata, which outlives the rows
                                                       :l    its encode lease (encode_lease.py)
+                                                      :r    written when an operator revokes the lease
                                                       :d    channel: the end of an encode
     lookonce:forget                                         channel: images to forget (forget_channel.py)
     lookonce:forgets                                        token of the last such message
@@ -17,6 +18,8 @@ from lookonce.content_key import ContentKey, Tenant
 
 FORGET_CHANNEL = b"lookonce:forget"
 FORGET_TOKEN = b"lookonce:forgets"
+DATA_SUFFIX = b":e"
+METADATA_SUFFIX = b":m"
 
 
 def data_key(key: ContentKey) -> bytes:
@@ -34,6 +37,16 @@ def lease_key(key: ContentKey) -> bytes:
     return _name(key, "l")
 
 
+def revocation_key(key: ContentKey) -> bytes:
+    """Returns the key that changes when an operator revokes the encode lease of an image."""
+    return _name(key, "r")
+
+
+def revocation_of(lease: bytes) -> bytes:
+    """Returns the `revocation_key` of the image whose `lease_key` is given."""
+    return tag_of_name(lease) + b":r"
+
+
 def done_channel(key: ContentKey) -> bytes:
     """Returns the channel on which the end of an encode is announced."""
     return _name(key, "d")
@@ -47,6 +60,11 @@ def pattern_of_fingerprint(fingerprint: str) -> bytes:
 def pattern_of_tenant(tenant: Tenant) -> bytes:
     """Returns a SCAN pattern for all keys of one tenant, of any encoder."""
     return f"lookonce:*:{tenant.tag}:*".encode()
+
+
+def leases_in(pattern: bytes) -> bytes:
+    """Returns a SCAN pattern for the encode leases among the keys of `pattern`, which is one of the patterns above."""
+    return pattern + b":l"
 
 
 def tag_of_name(name: bytes) -> bytes:

@@ -5,8 +5,8 @@ server, missing rights, foreign values) is a miss or a False within `budget_s` s
 and never raised.
 
 Commands in use, for access rules on `lookonce:*`: reading needs GETRANGE, STRLEN, PING, HELLO and, on Valkey, GET;
-writing also needs EXISTS, SET, PEXPIRE, PTTL, UNLINK and, to read maxmemory, INFO. Without HELLO entries are read in
-pieces. Without INFO no limit of the server is known.
+writing also needs EXISTS, SET, PEXPIRE, PTTL, UNLINK and, to read maxmemory, INFO; under a lease also GET, WATCH,
+UNWATCH, MULTI and EXEC. Without HELLO entries are read in pieces. Without INFO no limit of the server is known.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lookonce.store import codec as embedding_codec
 from lookonce.store.cache_names import data_key, metadata_key
 from lookonce.store.codec import MAX_ENTRY_BYTES, NONCE_BYTES, EmbeddingCodec, PackedEntry
 from lookonce.store.entry_reader import EntryReader
+from lookonce.store.entry_writer import EXISTS, LEASE_LOST, METADATA_TTL_FACTOR, STORED, EntryWriter
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.exchange import Exchange
 from lookonce.store.redis.link import RedisLink
@@ -47,12 +48,8 @@ _LATE_REASONS = frozenset({MissReason.TIMEOUT, MissReason.SLOW})
 # Over TCP larger entries are read in pieces. That is faster there (1.2 × for 24 MB), and a reply of 24 MB delayed a
 # small GET by 19 ms. Over a Unix socket one command is better at any size (benchmarks/fetch_speed.py).
 _MAX_WHOLE_BYTES_OVER_TCP = 4 << 20
-# PTTL returns this for a key that never expires, and -2 for one that does not exist.
-_NEVER_EXPIRES = -1
 # One value larger than maxmemory would evict everything and then fail.
 _MAX_MEMORY_SHARE = 8
-# The metadata of an image outlives its rows: prompts can still be laid out after an eviction.
-_METADATA_TTL_FACTOR = 7
 
 
 class WriteOutcome(enum.Enum):
@@ -63,12 +60,14 @@ class WriteOutcome(enum.Enum):
     EXISTS = "exists"
     # The time budget ended during the transfer.
     LATE = "late"
+    # Nothing was written, because the encode's lease is not held any more: it has expired, or was revoked.
+    LEASE_LOST = "lease_lost"
     # The entry exceeds a limit, or Redis refused it or was unreachable.
     FAILED = "failed"
 
 
 # Outcomes by their label in the counters.
-_WRITE_OUTCOMES = {"ok": WriteOutcome.STORED, "exists": WriteOutcome.EXISTS}
+_WRITE_OUTCOMES = {STORED: WriteOutcome.STORED, EXISTS: WriteOutcome.EXISTS, LEASE_LOST: WriteOutcome.LEASE_LOST}
 
 
 class EmbeddingStore:
@@ -149,12 +148,19 @@ class EmbeddingStore:
         return attempt.reason
 
     def try_write(
-        self, key: ContentKey, meta: EmbeddingMeta, rows: memoryview, *, overwrite: bool = False
+        self,
+        key: ContentKey,
+        meta: EmbeddingMeta,
+        rows: memoryview,
+        *,
+        overwrite: bool = False,
+        lease_token: bytes = b"",
     ) -> WriteOutcome:
         """Stores `rows` ([num_rows, (1 + num_levels) * hidden_size], `meta.size_bytes` bytes) if the key is free.
 
-        Of two writers the first one's rows stay. `overwrite` replaces an entry; a pinned one stays pinned. Failures of
-        Redis are outcomes. Raises ValueError when `rows` and `meta` do not fit together.
+        Of two writers the first one's rows stay. `overwrite` replaces an entry; a pinned one stays pinned. With
+        `lease_token`, an entry is added only under this encode lease, see entry_writer.py. Failures of Redis are
+        outcomes. Raises ValueError when `rows` and `meta` do not fit together.
         """
         rows = embedding_codec.as_bytes(rows)
         entry = self._codec.pack(key.value, meta, rows, secrets.token_bytes(NONCE_BYTES), int(time.time()))
@@ -163,7 +169,9 @@ class EmbeddingStore:
             try:
                 # A slow write is not repeated: it would send all bytes once more over a link that is too slow.
                 label = self._ask_again(
-                    lambda exchange: self._write(exchange, key, meta, entry, overwrite=overwrite),
+                    lambda exchange: self._write(
+                        exchange, key, meta, entry, overwrite=overwrite, lease_token=lease_token
+                    ),
                     data_key(key),
                     frozenset({MissReason.TIMEOUT}),
                 )
@@ -182,7 +190,7 @@ class EmbeddingStore:
             # XX: a pinned entry has no time to live and must not get one.
             exchange.send(b"EXISTS", data_key(key))
             exchange.send(b"PEXPIRE", data_key(key), self._ttl_ms, b"XX")
-            exchange.send(b"PEXPIRE", metadata_key(key), self._ttl_ms * _METADATA_TTL_FACTOR, b"XX")
+            exchange.send(b"PEXPIRE", metadata_key(key), self._ttl_ms * METADATA_TTL_FACTOR, b"XX")
             is_there, _, _ = exchange.read_integer(), exchange.read_integer(), exchange.read_integer()
             return is_there == 1
 
@@ -303,33 +311,28 @@ class EmbeddingStore:
         return attempt
 
     def _write(
-        self, exchange: Exchange, key: ContentKey, meta: EmbeddingMeta, entry: PackedEntry, *, overwrite: bool
+        self,
+        exchange: Exchange,
+        key: ContentKey,
+        meta: EmbeddingMeta,
+        entry: PackedEntry,
+        *,
+        overwrite: bool,
+        lease_token: bytes,
     ) -> str:
         """Writes the entry and its metadata. Returns the label of the outcome for the counters."""
-        is_pinned = False
-        if overwrite:
-            # One SET replaces the entry. It is never absent in between, and the command may be repeated.
-            exchange.send(b"PTTL", data_key(key))
-            is_pinned = exchange.read_integer() == _NEVER_EXPIRES
-        else:
-            exchange.send(b"EXISTS", data_key(key))
-            if exchange.read_integer() and _holds_bytes(exchange, data_key(key)):
-                # SET NX alone would send all rows before the server could refuse them.
-                return "exists"
-        max_memory_bytes = self._link.max_memory_bytes(exchange)
-        limit_bytes = self._max_entry_bytes
-        if max_memory_bytes is not None:
-            limit_bytes = min(limit_bytes, max_memory_bytes // _MAX_MEMORY_SHARE)
-        if entry.size_bytes > limit_bytes:
-            return "too_large"
         metadata = self._codec.pack_metadata(key.value, meta)
-        life = () if is_pinned else (b"PX", self._ttl_ms)
-        metadata_life = () if is_pinned else (b"PX", self._ttl_ms * _METADATA_TTL_FACTOR)
-        first_only = () if overwrite else (b"NX",)
-        exchange.send(b"SET", data_key(key), (entry.header, *entry.blocks), *first_only, *life)
-        exchange.send(b"SET", metadata_key(key), metadata, *metadata_life)
-        was_first, _ = exchange.read_status(), exchange.read_status()
-        return "ok" if was_first else "exists"
+        writer = EntryWriter(exchange, key, entry, metadata, self._ttl_ms, lambda: self._limit_bytes(exchange))
+        if overwrite:
+            return writer.replace()
+        return writer.add_under(lease_token) if lease_token else writer.add()
+
+    def _limit_bytes(self, exchange: Exchange) -> int:
+        """Returns the size of the largest entry that may be written."""
+        max_memory_bytes = self._link.max_memory_bytes(exchange)
+        if max_memory_bytes is None:
+            return self._max_entry_bytes
+        return min(self._max_entry_bytes, max_memory_bytes // _MAX_MEMORY_SHARE)
 
     def _reader(self, exchange: Exchange, key: ContentKey) -> EntryReader:
         return EntryReader(exchange, self._codec, data_key(key), key.value)
@@ -376,13 +379,3 @@ class _ReadAttempt:
     # Nonce of the write that was read; None without a valid header.
     nonce: bytes | None = None
     is_corrupt: bool = False
-
-
-def _holds_bytes(exchange: Exchange, name: bytes) -> bool:
-    """Returns whether an existing value is not empty, and removes an empty one, which readers treat as absent."""
-    exchange.send(b"STRLEN", name)
-    if exchange.read_integer():
-        return True
-    exchange.send(b"UNLINK", name)
-    exchange.read_integer()
-    return False

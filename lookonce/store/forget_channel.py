@@ -77,8 +77,10 @@ class ForgetListener:
             while True:
                 message = await subscription.get_message(timeout=_POLL_S)
                 if message is not None and message["type"] == "message":
-                    self._token, forgotten = parse_message(message["data"])
+                    token, forgotten = parse_message(message["data"])
+                    # In this order: who reads the token in another thread relies on what was forgotten by then.
                     self._forget(forgotten)
+                    self._token = token
                 elif time.monotonic() - checked_s >= self._check_s:
                     checked_s = time.monotonic()
                     if await self._check_token(client):
@@ -90,8 +92,8 @@ class ForgetListener:
             token = await client.get(FORGET_TOKEN) or b""
         if token == self._token:
             return False
-        self._token = token
         self._forget(EVERYTHING)
+        self._token = token
         return True
 
 

@@ -23,8 +23,9 @@ class StoreOperation(enum.Enum):
 class StoreStats:
     """Counts by (operation, outcome). Thread-safe.
 
-    An outcome is "ok" or a value of MissReason. Writes also end as "exists", when rows were there already, and as
-    "too_large". The outcome "discarded" of "delete" counts removed corrupt entries. The set of labels is bounded.
+    An outcome is "ok" or a value of MissReason. Writes also end as "exists", when rows were there already, as
+    "too_large", and as "lease_lost". The outcome "discarded" of "delete" counts removed corrupt entries. The set of
+    labels is bounded.
     """
 
     def __init__(self) -> None:

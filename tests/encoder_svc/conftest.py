@@ -72,6 +72,8 @@ class RunningEncoder:
     stub: EncoderServiceAsyncStub
     pipeline: EncodePipeline
     telemetry: Telemetry
+    # The host:port of the service.
+    target: str
 
     def metric(self, name: str, **labels: str) -> float:
         """Current value of a metric, 0 before its first use."""
@@ -104,7 +106,7 @@ def start_encoder(
             options += channel_options
             try:
                 async with grpc.aio.insecure_channel(target, options=options) as channel:
-                    yield RunningEncoder(EncoderServiceStub(channel), pipeline, telemetry)
+                    yield RunningEncoder(EncoderServiceStub(channel), pipeline, telemetry, target)
             finally:
                 await service.stop()
 

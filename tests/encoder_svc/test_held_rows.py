@@ -36,3 +36,17 @@ def test_a_buffer_counts_for_each_tenant_that_holds_it() -> None:
     held, rows = HeldRows(100), memoryview(bytearray(30))
     with held.held("a", rows), held.held("b", rows):
         assert held.num_bytes == 60
+
+
+def test_copies_in_answers_count_each_until_they_are_given_back_or_their_call_ends() -> None:
+    held = HeldRows(100)
+    with held.copies("a") as copies:
+        copies.take(20)
+        copies.take(20)
+        copies.take(10)
+        with pytest.raises(OverloadedError):
+            copies.take(1)
+        assert held.num_bytes == 50
+        copies.give_back(20)
+        assert held.num_bytes == 30
+    assert held.num_bytes == 0

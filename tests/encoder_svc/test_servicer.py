@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -26,6 +27,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from tests import image_files
 from tests.encoder_svc.conftest import RunningEncoder, SickModel, StartEncoder
 from tests.encoder_svc.encode_requests import TIMEOUT_S, encode_one, failure, key_of, png, request, settled, source
+from tests.lookonce.server import raw_calls
 from tests.lookonce.store.entries import write
 
 LIMITS = {"max_image_bytes": 200_000, "max_image_pixels": 1_000_000, "max_image_aspect": 50.0, "max_batch_items": 8}
@@ -440,3 +442,34 @@ async def test_files_of_calls_that_join_an_encode_count_for_their_tenant_alone(
             assert len(answer.results) == 1
         assert encoder.metric("lookonce_encoder_queued_bytes") == 0
         assert encoder.metric("lookonce_encoder_rejected_total", reason="OVERLOADED") == 1
+
+
+@pytest.mark.parametrize("method", ["Encode", "EncodeStream"])
+async def test_rows_in_answers_that_nobody_takes_are_bounded_and_given_back(
+    start_encoder: StartEncoder, vision_model: Callable[[str], VisionModel], method: str
+) -> None:
+    async with start_encoder("llava_clip") as encoder:
+        (result,) = (await encoder.stub.Encode(request(source(png(1))))).results
+    # Enough for two unread answers of a tenant, but not for a third.
+    async with start_encoder("llava_clip", max_queued_bytes=3 * result.embedding.size_bytes) as encoder:
+        item = pb.EncodeItem(image=source(png(1)), rows_if_not_stored=True)
+        message = pb.EncodeRequest(items=[item]) if method == "Encode" else pb.EncodeStreamRequest(item=item)
+
+        async def num_row_bytes() -> int:
+            (one,) = (await encoder.stub.Encode(pb.EncodeRequest(items=[item]), timeout=TIMEOUT_S)).results
+            return len(one.rows)
+
+        with contextlib.ExitStack() as unread:
+            for _ in range(2):
+                connection = unread.enter_context(
+                    await asyncio.to_thread(raw_calls.connect, encoder.target, window_bytes=0)
+                )
+                path = f"/lookonce.encoder.v1.EncoderService/{method}"
+                connection.sendall(raw_calls.call(1, path, message.SerializeToString()))
+                await asyncio.to_thread(raw_calls.wait_until_answered, connection)
+            assert await num_row_bytes() == 0
+            # The answer is complete without its rows, and the refusal is counted.
+            assert encoder.metric("lookonce_encoder_rejected_total", reason="OVERLOADED") == 1
+        async with asyncio.timeout(TIMEOUT_S):
+            while await num_row_bytes() == 0:
+                await asyncio.sleep(0.01)

@@ -9,7 +9,7 @@ calls; their callers cannot send new ones meanwhile. Before, 64 busy callers got
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -28,6 +28,12 @@ _LOOK_S = 0.005
 # seconds is taken from that limit. Beside five busy processes it took 3.8 s to hand over 1000 calls.
 _SETTLE_S = 3.0
 _SETTLE_PART = 1 / 3
+# A client that takes no part of an answer for so many seconds does not hold a drain any longer. gRPC tells only when a
+# whole message is written, so it is the time for a message on a slow link: 1 MiB over 1.7 Mbit/s, and 32 MiB, the
+# largest by default, over 54 Mbit/s.
+STALL_S = 5.0
+# Time between two looks for stalled calls during a drain.
+_STALL_LOOK_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
@@ -39,13 +45,22 @@ class Call:
     delays_drain: bool
     # Whether the drain, not the client, cancelled the task.
     expelled: bool = field(default=False)
+    # Time at which the message that is being written was begun, on the event loop's clock; None while none is.
+    writing_since_s: float | None = field(default=None)
+
+    async def written(self, write: Awaitable[None]) -> None:
+        """Waits for the write of a message of the answer."""
+        self.writing_since_s = asyncio.get_running_loop().time()
+        await write
+        self.writing_since_s = None
 
 
 class InflightCalls:
     """Admits calls until a drain begins, then waits for the admitted ones."""
 
     def __init__(self) -> None:
-        self._calls: set[Call] = set()
+        # By their task.
+        self._calls: dict[asyncio.Task[object], Call] = {}
         # A sum over all calls at the end of each would let health watches, which need no token, slow down the others.
         self._num_delaying = 0
         self._refusing = False
@@ -78,7 +93,7 @@ class InflightCalls:
             await self._refusals_go_out.wait()
             raise UnavailableError(_DRAINING)
         call = Call(task, delays_drain)
-        self._calls.add(call)
+        self._calls[task] = call
         if delays_drain:
             self._num_delaying += 1
             self._none_delays.clear()
@@ -90,10 +105,16 @@ class InflightCalls:
             task.uncancel()
             raise UnavailableError(_DRAINING) from None
         finally:
-            self._calls.discard(call)
+            del self._calls[task]
             self._num_delaying -= delays_drain
             if self._num_delaying == 0:
                 self._none_delays.set()
+
+    def current(self) -> Call:
+        """Returns the call that the current task has been admitted as."""
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        return self._calls[task]
 
     async def refuse_new(self, timeout_s: float) -> float:
         """Refuses every new call from now on. Waits until gRPC has handed over those that it had received.
@@ -120,16 +141,35 @@ class InflightCalls:
         self._refusals_go_out.set()
 
     async def finished(self, timeout_s: float) -> bool:
-        """Waits until no call delays the drain. Returns False when `timeout_s` seconds are over first."""
-        # With a timeout of 0, `asyncio.wait_for` would not even look at the event.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._none_delays.wait()
+        """Waits until no call delays the drain, apart from those whose clients have stopped to take their answers.
+
+        Returns False when calls are left: of such clients, or because `timeout_s` seconds are over.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while not self._none_delays.is_set() and not self._are_stalled() and loop.time() < until_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_STALL_LOOK_S, until_s - loop.time())):
+                    await self._none_delays.wait()
         return self._none_delays.is_set()
 
+    def _are_stalled(self) -> bool:
+        """Whether each call that delays the drain waits for its client to take a message, and has for long."""
+        begun_before_s = asyncio.get_running_loop().time() - STALL_S
+        delaying = (call for call in self._calls.values() if call.delays_drain)
+        return all(call.writing_since_s is not None and call.writing_since_s <= begun_before_s for call in delaying)
+
     async def answered(self) -> None:
-        """Waits until gRPC has sent the answers of all calls, refused ones too, that delay the drain."""
-        await self._none_unanswered.wait()
+        """Waits until gRPC has sent the answers of all calls, refused ones too, that delay the drain.
+
+        Their handlers have ended. Returns sooner if not one answer was sent for as long as a message may take.
+        """
+        num_before = self._num_unanswered + 1
+        while 0 < self._num_unanswered < num_before:
+            num_before = self._num_unanswered
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STALL_S):
+                    await self._none_unanswered.wait()
 
     def _note_answer(self, task: asyncio.Task[object]) -> None:
         self._num_unanswered -= 1
@@ -138,7 +178,7 @@ class InflightCalls:
 
     def expel_all(self) -> int:
         """Cancels the remaining calls, which end with UnavailableError. Returns how many of them delayed the drain."""
-        for call in self._calls:
+        for call in self._calls.values():
             call.expelled = True
             call.task.cancel()
         return self.num_delaying

@@ -93,19 +93,25 @@ class Exchange:
 
     def send(self, *arguments: Argument) -> None:
         """Sends one command. Large buffers are sent from where they are, without a copy."""
-        self._num_outstanding += 1
-        pending = b"*%d\r\n" % len(arguments)
-        for argument in arguments:
-            parts = argument if isinstance(argument, tuple) else (_encode(argument),)
-            pending += b"$%d\r\n" % sum(map(len, parts))
-            for part in parts:
-                if len(part) <= _INLINE_BYTES:
-                    pending += part
-                else:
-                    self._send_all(memoryview(pending))
-                    self._send_all(memoryview(part))
-                    pending = b""
-            pending += b"\r\n"
+        self.send_together(arguments)
+
+    def send_together(self, *commands: tuple[Argument, ...]) -> None:
+        """Sends commands one after the other, by one call of the system unless they have large buffers."""
+        self._num_outstanding += len(commands)
+        pending = b""
+        for arguments in commands:
+            pending += b"*%d\r\n" % len(arguments)
+            for argument in arguments:
+                parts = argument if isinstance(argument, tuple) else (_encode(argument),)
+                pending += b"$%d\r\n" % sum(map(len, parts))
+                for part in parts:
+                    if len(part) <= _INLINE_BYTES:
+                        pending += part
+                    else:
+                        self._send_all(memoryview(pending))
+                        self._send_all(memoryview(part))
+                        pending = b""
+                pending += b"\r\n"
         self._send_all(memoryview(pending))
 
     def read_integer(self) -> int:

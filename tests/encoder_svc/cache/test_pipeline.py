@@ -622,7 +622,7 @@ async def test_pixels_are_charged_for_each_image_that_is_sent_before_it_is_decod
         assert harness.num_encoded == 1
 
 
-async def test_an_upload_that_was_being_encoded_during_a_removal_gets_its_rows_and_a_second_removal_drops_them(
+async def test_an_upload_that_was_being_encoded_during_a_removal_gets_its_rows_and_no_cache_keeps_them(
     open_harness: Callable[..., Any], own_redis: EmbeddedRedis
 ) -> None:
     async with open_harness(own_redis.url) as harness:
@@ -630,13 +630,24 @@ async def test_an_upload_that_was_being_encoded_during_a_removal_gets_its_rows_a
         control = CacheControl(tiers, CacheAdmin(own_redis.url), fingerprint, ttl_s=60, restore_s=0.0)
         key = harness.pipeline.key_of(image_digest(png(1)), ProcessorOptions(), DEFAULT_TENANT)
         harness.gate.clear()
-        uploading = asyncio.create_task(harness.encode(png(1)))
+        # Another caller, who knows the digest only, came before the removal.
+        callers = [asyncio.create_task(harness.encode(png(1)))]
         await settled(lambda: harness.pipeline._encoder._batcher.running_s > 0)
+        callers.append(asyncio.create_task(harness.find(png(1))))
+        await settled(lambda: len(next(iter(harness.pipeline._flights._flights.values()))._results) == len(callers))
         assert (await control.evict([key.digest], [key], DEFAULT_TENANT)).num_entries == 0
+        # One who brings the bytes afterwards joins the encode. One who knows the digest only finds nothing.
+        callers.append(asyncio.create_task(harness.encode(png(1))))
+        with pytest.raises(EmbeddingNotCachedError):
+            await harness.find(png(1))
         harness.gate.set()
-        outcome = await uploading
-        assert len(await harness.rows(outcome)) == outcome.meta.size_bytes
-        assert (await control.evict([key.digest], [key], DEFAULT_TENANT)).num_entries == 1
+        outcomes = await asyncio.gather(*callers)
+        assert [outcome.origin for outcome in outcomes] == [Origin.COMPUTED, Origin.COALESCED, Origin.COALESCED]
+        assert len({bytes(outcome.rows) for outcome in outcomes}) == 1
+        assert not any(outcome.stored for outcome in outcomes)
         assert not tiers.holds(key)
         assert await asyncio.to_thread(harness.store.stat, key) is None
+        again = await harness.encode(png(1))
+        assert (again.stored, again.rows, harness.num_encoded) == (True, None, 2)
+        assert await harness.rows(again) == bytes(outcomes[0].rows)
         await asyncio.to_thread(control.close)

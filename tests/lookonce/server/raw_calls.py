@@ -15,7 +15,6 @@ _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _CANCEL = 8
 _INITIAL_WINDOW_SIZE = 4
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_EMPTY_MESSAGE = bytes(5)
 _TIMEOUT_S = 60.0
 
 
@@ -35,8 +34,8 @@ def connect(target: str, *, window_bytes: int | None = None) -> socket.socket:
     return connection
 
 
-def call(stream: int, method: str) -> bytes:
-    """Returns the frames of a call of `method` ("/package.Service/Method") with an empty request message."""
+def call(stream: int, method: str, message: bytes = b"") -> bytes:
+    """Returns the frames of a call of `method` ("/package.Service/Method") with one request message of up to 16 KB."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -46,7 +45,8 @@ def call(stream: int, method: str) -> bytes:
         "te": "trailers",
     }
     block = b"".join(b"\0" + _text(name) + _text(value) for name, value in headers.items())
-    return _frame(_HEADERS, _END_HEADERS, stream, block) + _frame(_DATA, _END_STREAM, stream, _EMPTY_MESSAGE)
+    data = struct.pack(">BI", 0, len(message)) + message
+    return _frame(_HEADERS, _END_HEADERS, stream, block) + _frame(_DATA, _END_STREAM, stream, data)
 
 
 def reset(stream: int) -> bytes:

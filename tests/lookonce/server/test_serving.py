@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
+from lookonce.server.admission import inflight_calls
 from lookonce.server.serving import GrpcService, check_files
 from lookonce.server.settings import MIB
 from lookonce.server.telemetry import Telemetry
@@ -88,13 +89,13 @@ async def test_the_ready_file_appears_when_ready_and_goes_at_the_drain(tmp_path:
 
 
 @asynccontextmanager
-async def silent_watch(target: str) -> AsyncIterator[None]:
-    """Watches the health of the server, which has begun to answer, and takes no byte of the answer.
+async def silent_watch(target: str, method: str = "/grpc.health.v1.Health/Watch") -> AsyncIterator[None]:
+    """Watches the health of the server, or calls another method, and takes no byte of the answer, which has begun.
 
     The client acknowledges pings, so that gRPC does not take it for dead.
     """
     with await asyncio.to_thread(raw_calls.connect, target, window_bytes=0) as connection:
-        connection.sendall(raw_calls.call(1, "/grpc.health.v1.Health/Watch"))
+        connection.sendall(raw_calls.call(1, method))
         await asyncio.to_thread(raw_calls.wait_until_answered, connection)
         pings = asyncio.create_task(asyncio.to_thread(raw_calls.answer_pings, connection))
         try:
@@ -124,6 +125,26 @@ async def test_a_watch_whose_client_takes_no_answer_stops_neither_other_watches_
         await until(written)
         ready = False
         assert (await watch.read()).status == Health.NOT_SERVING
+
+
+@pytest.mark.parametrize("method", ["Flood", "Large"])
+async def test_a_call_whose_client_takes_no_answer_does_not_hold_the_drain(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inflight_calls, "STALL_S", 0.5)
+    async with (
+        running_server(drain_timeout_s=600) as running,
+        silent_watch(running.service.target, f"/{KINDS}/{method}"),
+    ):
+        # A call whose client reads is finished, however long it takes.
+        working = running.encoder.ReadEmbedding(pb.ReadEmbeddingRequest())
+        await working.read()
+        async with asyncio.timeout(30):
+            stopping = asyncio.create_task(running.service.stop())
+            done, _ = await asyncio.wait({stopping}, timeout=2.0)
+            assert not done
+            working.cancel()
+            await stopping
 
 
 @pytest.mark.parametrize(

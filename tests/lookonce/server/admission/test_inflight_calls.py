@@ -61,6 +61,30 @@ async def test_a_drain_waits_until_the_last_call_has_ended() -> None:
     assert await last.task == "answered"
 
 
+async def test_a_drain_waits_for_a_call_that_writes_unless_one_message_takes_very_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inflight_calls, "STALL_S", 0.5)
+    calls, taken = InflightCalls(), asyncio.Event()
+
+    async def stream() -> None:
+        async with calls.admitted(delays_drain=True):
+            # Each message takes long, and all of them together longer than one may take.
+            for _ in range(8):
+                await calls.current().written(asyncio.sleep(0.1))
+            taken.set()
+            await calls.current().written(asyncio.sleep(3600))
+
+    task = asyncio.create_task(stream())
+    await asyncio.sleep(0)
+    assert not await calls.finished(60.0)
+    assert taken.is_set()
+    assert calls.expel_all() == 1
+    with pytest.raises(UnavailableError):
+        await task
+    await calls.answered()
+
+
 async def test_health_watches_do_not_delay_a_drain() -> None:
     calls = InflightCalls()
     watch = Handler(calls, delays_drain=False)

@@ -13,10 +13,12 @@ import pytest
 import trustme
 from redis.crc import key_slot
 
+from encoder_svc.cache.cache_admin import CacheAdmin
 from encoder_svc.cache.done_channel import DoneChannel
 from encoder_svc.cache.encode_lease import EncodeLeases, LeaseState
 from lookonce.content_key import ContentKey
-from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.cache_names import pattern_of_fingerprint
+from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.miss_reason import MissReason
 from tests.lookonce.server.certificates import Files
@@ -137,6 +139,21 @@ def test_leases_are_on_the_node_of_their_image(shared_cluster: ClusterFleet, mak
         assert mine.renew(key, held.token)
         assert mine.release(key, held.token, b"stored")
         assert others.acquire(key).state is LeaseState.HELD
+
+
+def test_rows_are_stored_under_a_lease_on_every_node_until_it_is_revoked(
+    shared_cluster: ClusterFleet, make_store: MakeStore
+) -> None:
+    store, rows = make_store(shared_cluster.url), memoryview(make_rows(SMALL))
+    leases = EncodeLeases(store, ttl_s=30.0)
+    keys = [key_at(shared_cluster, index) for index in range(3)]
+    tokens = [leases.acquire(key, (bytes([index + 1]) * 32,)).token for index, key in enumerate(keys)]
+    with contextlib.closing(CacheAdmin(shared_cluster.url)) as admin:
+        # Those of the first file, by their tags, and then one by its name.
+        admin.revoke_leases_in(pattern_of_fingerprint(keys[0].fingerprint), [bytes([1]) * 32])
+        admin.revoke_leases(keys[1:2])
+    outcomes = [store.try_write(key, SMALL, rows, lease_token=token) for key, token in zip(keys, tokens, strict=True)]
+    assert outcomes == [WriteOutcome.LEASE_LOST, WriteOutcome.LEASE_LOST, WriteOutcome.STORED]
 
 
 def test_concurrent_threads_find_the_nodes(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:

@@ -19,7 +19,7 @@ from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
 from lookonce.local.redis_server import EmbeddedRedis, find_server
 from lookonce.store.cache_names import pattern_of_fingerprint
-from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.store.embedding_store import EmbeddingStore, WriteOutcome
 from lookonce.store.forget_channel import ForgetListener
 from tests.lookonce.store.entries import SMALL, data_key, fresh_key, make_rows, read, write
 
@@ -95,6 +95,12 @@ def test_encoders_write_read_and_take_leases(
     assert attempt.state is LeaseState.HELD
     assert leases.acquire(key).state is LeaseState.BUSY
     assert leases.renew(key, attempt.token)
+    other = fresh_key()
+    held = leases.acquire(other)
+    rows = memoryview(make_rows(SMALL))
+    assert store.try_write(other, SMALL, rows, lease_token=b"another's") is WriteOutcome.LEASE_LOST
+    assert store.try_write(other, SMALL, rows, lease_token=held.token) is WriteOutcome.STORED
+    assert store.try_write(other, SMALL, rows, lease_token=held.token) is WriteOutcome.EXISTS
     assert leases.release(key, attempt.token, b"stored")
     assert refusals(operator) == []
 
@@ -187,6 +193,13 @@ def test_janitors_look_at_pin_and_remove_entries(server: EmbeddedRedis, operator
     assert entry is not None
     assert entry.ttl_s is None
     assert janitor.unpin([key], 60) == [True]
+    leases = EncodeLeases(make_store(url_of(server, "encoder")), ttl_s=30)
+    held = leases.acquire(key)
+    janitor.revoke_leases([key])
+    assert not leases.renew(key, held.token)
+    held = leases.acquire(key)
+    janitor.revoke_leases_in(pattern, [bytes(32)])
+    assert not leases.renew(key, held.token)
     assert janitor.evict_matching(pattern) == 1
     janitor.close()
     assert refusals(operator) == []
