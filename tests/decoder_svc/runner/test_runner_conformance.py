@@ -26,7 +26,6 @@ from tests import tiny_models
 from tests.decoder_svc.runner.recording_runner import RecordingRunner
 from tests.example_device.fixed_steps.runner import FixedStepsRunner
 from tests.parity import families, offline
-from tests.tiny_families import FAMILIES
 
 RUNNERS: dict[str, type[ModelRunnerBase]] = {
     "cpu": CPUModelRunner,
@@ -89,23 +88,18 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[pathlib.Path, families.Conformance]]:
-    base = tmp_path_factory.mktemp("conformance")
-    return functools.cache(lambda name: (base / name, families.build(FAMILIES[name], base / name)))
-
-
-@pytest.fixture(scope="module")
-def subjects(
-    built: Callable[[str], tuple[pathlib.Path, families.Conformance]],
-) -> Callable[[str, str], Subject]:
+def subjects(tiny_family: Callable[[str], families.Conformance]) -> Callable[[str, str], Subject]:
     @functools.cache
     def subject(device: str, name: str) -> Subject:
-        folder, family = built(name)
+        family = tiny_family(name)
         made = RUNNERS[device](family.offline.runner.config, family.offline.runner.family)
         model = replace(family.offline, runner=made)
         questions = family.offline.questions
         return Subject(
-            folder, model, [question.prompt for question in questions], [question.expected for question in questions]
+            family.offline.runner.config.folder,
+            model,
+            [question.prompt for question in questions],
+            [question.expected for question in questions],
         )
 
     return subject
