@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -103,6 +104,20 @@ def stack() -> Iterator[LocalStack]:
                 LocalStack(DEMO_MODEL, num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS)
             )
         yield stack
+
+
+@pytest.fixture(scope="session")
+def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """`tiny_family(name)` returns the `Conformance` of a family of `tests/tiny_families`, built once per process.
+
+    Tests share its folder, questions and runner. A test that changes a runner makes one of its own.
+    """
+    # They import torch, which reads the settings above.
+    from tests.parity import families
+    from tests.tiny_families import FAMILIES
+
+    base = tmp_path_factory.mktemp("families")
+    return functools.cache(lambda name: families.build(FAMILIES[name], base / name))
 
 
 @pytest.fixture(scope="session")

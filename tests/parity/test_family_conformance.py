@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -29,15 +28,9 @@ SMALL_STEP = 23
 WINDOWED = ("aya_vision", "gemma3", "paligemma2")
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], families.Conformance]:
-    base = tmp_path_factory.mktemp("families")
-    return functools.cache(lambda name: families.build(FAMILIES[name], base / name))
-
-
 @pytest.fixture(params=sorted(FAMILIES))
-def family(request: pytest.FixtureRequest, built: Callable[[str], families.Conformance]) -> families.Conformance:
-    return built(request.param)
+def family(request: pytest.FixtureRequest, tiny_family: Callable[[str], families.Conformance]) -> families.Conformance:
+    return tiny_family(request.param)
 
 
 @pytest.fixture
@@ -165,9 +158,9 @@ def test_families_with_a_window_are_those_tested_below(family: families.Conforma
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_long_answer_holds_no_more_than_a_window_where_layers_have_one(
-    name: str, built: Callable[[str], families.Conformance]
+    name: str, tiny_family: Callable[[str], families.Conformance]
 ) -> None:
-    family = built(name)
+    family = tiny_family(name)
     long_question = family.long_question
     assert long_question is not None
     prompt, num_tokens = long_question.prompt, len(long_question.expected)
@@ -193,10 +186,10 @@ def test_a_long_answer_holds_no_more_than_a_window_where_layers_have_one(
 @pytest.mark.parametrize("name", [name for name in WINDOWED if name != "paligemma2"])
 @pytest.mark.parametrize("num_lost_blocks", [0, 2, 100])
 def test_a_prefix_is_used_where_layers_with_a_window_have_it_too(
-    name: str, num_lost_blocks: int, built: Callable[[str], families.Conformance]
+    name: str, num_lost_blocks: int, tiny_family: Callable[[str], families.Conformance]
 ) -> None:
     """Asks the prompt with half of its answer; the other half must be the answer."""
-    family = built(name)
+    family = tiny_family(name)
     long_question = family.long_question
     assert long_question is not None
     prompt, half = long_question.prompt, len(long_question.expected) // 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETUR
 from tests.parity import offline
 
 # Blocks of the pool: too few for all requests together, and enough for each.
-SMALL_POOL, LARGE_POOL = 15, 300
+SMALL_POOL, LARGE_POOL = 15, 100
 NUM_CPU_SEEDS, NUM_CUDA_SEEDS = 60, 6
 
 
@@ -29,6 +30,17 @@ NUM_CPU_SEEDS, NUM_CUDA_SEEDS = 60, 6
 def model(tmp_path_factory: pytest.TempPathFactory) -> offline.OfflineModel:
     folder = tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
     return offline.build(folder, num_prompts=5, images_per_prompt=(0, 1, 2))
+
+
+@pytest.fixture(scope="module")
+def expected(model: offline.OfflineModel) -> Callable[[int], dict[RequestId, Served]]:
+    """The answers to a random workload without mishaps and overlap, by seed. Many tests compare with the same ones."""
+
+    @functools.cache
+    def answers(seed: int) -> dict[RequestId, Served]:
+        return DrivenEngine(model, overlaps=False, num_blocks=LARGE_POOL).serve(random_workload(model, seed).quiet)
+
+    return answers
 
 
 @pytest.fixture
@@ -79,21 +91,24 @@ def check(served: dict[RequestId, Served], expected: dict[RequestId, Served], wo
 
 @pytest.mark.parametrize("num_blocks", [SMALL_POOL, LARGE_POOL])
 @pytest.mark.parametrize("seed", range(NUM_CPU_SEEDS))
-def test_answers_are_those_without_overlap(model: offline.OfflineModel, seed: int, num_blocks: int) -> None:
+def test_answers_are_those_without_overlap(
+    model: offline.OfflineModel, expected: Callable[[int], dict[RequestId, Served]], seed: int, num_blocks: int
+) -> None:
     workload = random_workload(model, seed)
-    expected = DrivenEngine(model, overlaps=False, num_blocks=LARGE_POOL).serve(workload.quiet)
     served = DrivenEngine(model, overlaps=True, num_blocks=num_blocks).serve(workload)
-    check(served, expected, workload)
+    check(served, expected(seed), workload)
 
 
 @pytest.mark.parametrize("seed", range(NUM_CUDA_SEEDS))
 def test_answers_on_a_simulated_device_are_those_of_the_cpu(
-    model: offline.OfflineModel, cuda_model: offline.OfflineModel, seed: int
+    model: offline.OfflineModel,
+    cuda_model: offline.OfflineModel,
+    expected: Callable[[int], dict[RequestId, Served]],
+    seed: int,
 ) -> None:
     workload = random_workload(model, seed)
-    expected = DrivenEngine(model, overlaps=False, num_blocks=LARGE_POOL).serve(workload.quiet)
     served = DrivenEngine(cuda_model, overlaps=True, num_blocks=SMALL_POOL).serve(workload)
-    check(served, expected, workload)
+    check(served, expected(seed), workload)
 
 
 def test_workloads_are_worth_testing_with(model: offline.OfflineModel) -> None:

@@ -16,6 +16,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from decoder_svc.runner.cuda import graph_recorder
 from tests.decoder_svc.runner.cuda import simulated_device
 from tests.decoder_svc.runner.cuda.simulated_device import SimulatedDevice, SimulatedKernel
 from tests.decoder_svc.runner.operator_tape import OperatorTape
@@ -104,6 +105,8 @@ def installed(*kernel_modules: types.ModuleType) -> Iterator[FakeCuda]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         device = simulated_device.activate(monkeypatch)
         pools = _install(monkeypatch, device)
+        # No library of the fake initialises itself, so the last warm-up, in which waiting raises, is enough.
+        monkeypatch.setattr(graph_recorder, "_NUM_WARM_UPS", 1)
         for module in kernel_modules:
             for name, function in list(vars(module).items()):
                 if type(function).__name__ == "InterpretedFunction":

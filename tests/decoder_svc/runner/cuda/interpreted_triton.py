@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 import os
 import pathlib
 import sys
@@ -23,6 +25,7 @@ if find_spec("triton") is None:
     assert TRITON_FOLDER.is_dir(), f"Triton is not in {TRITON_FOLDER}; `make venv` installs it"
     sys.path.append(str(TRITON_FOLDER))
 
+from triton import language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 # Triton must be found first.
@@ -65,8 +68,110 @@ def _drop_overflow_checks() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
+def _remember_types() -> None:
+    """Makes the interpreter derive each type of block once, instead of for every operation of every program.
+
+    Types are never changed, and two with the same name are the same. Deriving them takes half of the time that is left.
+    """
+    core = tl.core
+    make_block_type, find_numpy_type = core.block_type.__init__, interpreter._get_np_dtype
+    block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    shapes: dict[str, tuple[Any, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def init_block_type(self: Any, element_type: Any, shape: Any) -> None:
+        key = (element_type.name, *shape)
+        if key not in block_types:
+            make_block_type(self, element_type, shape)
+            block_types[key] = vars(self).copy()
+        vars(self).update(block_types[key])
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        if kind.name not in shapes:
+            sizes = list(kind.shape) if kind.is_block() else []
+            shapes[kind.name] = core.tuple(map(core.constexpr, sizes)), core.constexpr(math.prod(sizes))
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shapes[kind.name]
+
+    def numpy_type(kind: Any) -> Any:
+        if kind.name not in numpy_types:
+            numpy_types[kind.name] = find_numpy_type(kind)
+        return numpy_types[kind.name]
+
+    core.block_type.__init__ = init_block_type
+    core.tensor.__init__ = init_tensor
+    interpreter._get_np_dtype = numpy_type
+
+
+def _take_short_cuts() -> None:
+    """Makes the interpreter's most frequent functions return at once where they have nothing to do."""
+    core, semantic = tl.core, interpreter.TritonSemantic
+    unwrap, broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
+    check_types, make_constant = semantic.binary_op_type_checking_impl, semantic.scalar_constant
+    plain = frozenset({core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)})
+    # Types of two operands that every operator takes as they are.
+    unchanged = frozenset({"int32", "int64", "fp32"})
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
+        first, second = one.type, other.type
+        if first.is_block() and second.is_block() and first.shape.values == second.shape.values:
+            return one, other
+        return broadcast(self, one, other)
+
+    def binary_op_type_checking_impl(self: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(one) is type(other) is core.tensor and one.dtype.name == other.dtype.name in unchanged:
+            return self.broadcast_impl_value(one, other)
+        return check_types(self, one, other, *args, **kwargs)
+
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = (type(value), value, dtype.name)
+        if key not in constants:
+            constants[key] = make_constant(self, value, dtype)
+        return constants[key]
+
+    core._unwrap_if_constexpr = tl._unwrap_if_constexpr = unwrap_if_constexpr
+    semantic.broadcast_impl_value = broadcast_impl_value
+    semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+    semantic.scalar_constant = scalar_constant
+
+
+def _call_builtins_directly() -> None:
+    """Makes the interpreter find the functions of Triton's language once, and call them through one function, not two.
+
+    By itself it lists the members of every module for each launch.
+    """
+    found: dict[int, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if id(package) not in found:
+            members = inspect.getmembers(package)
+            found[id(package)] = [(name, direct(member)) for name, member in members if tl.core.is_builtin(member)]
+        for name, function in found[id(package)]:
+            scope.set_attr(package, name, function)
+
+    def direct(member: Any) -> Any:
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return function(*args, **kwargs, _semantic=semantic)
+
+        return call
+
+    interpreter._patch_builtin = patch_builtin
+
+
 _patch_once_per_launch()
 _drop_overflow_checks()
+_call_builtins_directly()
+_remember_types()
+_take_short_cuts()
 
 
 def interpreted(num_processors: int = FEW) -> TritonBackend:

@@ -33,6 +33,8 @@ from tests.decoder_svc.runner.cuda.fake_cuda import (
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN, Event
 from tests.parity import offline
 
+# All questions at once, and some to spare: the fake's attention reads the whole pool for each token of a graph.
+NUM_BLOCKS = 40
 WORST = WorstCase(64, 4, 300, 2, 16, tiny_models.HIDDEN_SIZE, RowDtype.FLOAT32)
 
 
@@ -63,7 +65,7 @@ def model(reference: offline.OfflineModel, cuda: FakeCuda) -> Iterator[offline.O
 
 
 def test_answers_with_graphs_are_the_references(model: offline.OfflineModel) -> None:
-    session = offline.Session(model, max_num_batched_tokens=23)
+    session = offline.Session(model, num_blocks=NUM_BLOCKS, max_num_batched_tokens=23)
     model.runner.capture_model()
     graphs = model.runner.graphs
     assert graphs is not None
@@ -78,7 +80,7 @@ def test_chunks_with_images_are_replayed_and_give_the_bits_of_the_same_passes_at
     model: offline.OfflineModel, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answers() -> tuple[offline.Answers, int]:
-        session = offline.Session(model, max_num_batched_tokens=23)
+        session = offline.Session(model, num_blocks=NUM_BLOCKS, max_num_batched_tokens=23)
         model.runner.capture_model()
         monkeypatch.setattr(model.runner, "_forward", lambda *_: pytest.fail("a step without a graph"))
         return session.ask([question.prompt for question in model.questions[:4]], logprobs=5), len(cuda.pools)
@@ -129,7 +131,7 @@ def test_steps_wait_for_rows_before_they_read_them(
 ) -> None:
     """Only a step that reads rows waits: the copy of rows for a later step runs concurrently."""
     settled: list[int] = []
-    session = offline.Session(model)
+    session = offline.Session(model, num_blocks=NUM_BLOCKS)
     monkeypatch.setattr(model.runner.transfer, "wait_for_overlapping", lambda: settled.append(len(session.steps)))
     with_images = next(question for question in model.questions if question.prompt.images)
     text_only = next(question for question in model.questions if not question.prompt.images)
@@ -141,7 +143,7 @@ def test_steps_wait_for_rows_before_they_read_them(
 
 def test_memory_of_rows_is_not_reused_before_steps_have_read_them(model: offline.OfflineModel) -> None:
     """Rows are allocated on their own stream, so the allocator must learn that the steps' stream uses them."""
-    session = offline.Session(model)
+    session = offline.Session(model, num_blocks=NUM_BLOCKS)
     with_images = next(question for question in model.questions if question.prompt.images)
     assert session.ask([with_images.prompt]).token_ids == [with_images.expected]
     kept = [values for parts in model.runner.row_cache._parts.values() for values in parts.values()]
@@ -156,7 +158,7 @@ def events_of_steps(
     model: offline.OfflineModel, cuda: FakeCuda, params: SamplingParams | None
 ) -> list[tuple[SchedulerOutput, list[Event]]]:
     """Answers all questions; returns each step with its copies and the operators that the host waited for."""
-    session = offline.Session(model, max_num_batched_tokens=23)
+    session = offline.Session(model, num_blocks=NUM_BLOCKS, max_num_batched_tokens=23)
     model.runner.capture_model()
     execute, found = model.runner.execute_model, []
 
@@ -207,7 +209,7 @@ def test_rows_are_copied_without_waiting(model: offline.OfflineModel, cuda: Fake
             put(fetched)
         kinds.update(event.kind for event in events)
 
-    session = offline.Session(model)
+    session = offline.Session(model, num_blocks=NUM_BLOCKS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.runner, "put_rows", noted)
         session.ask([question.prompt for question in model.questions])
@@ -256,7 +258,7 @@ def test_after_a_failed_recording_nothing_uses_its_pool(
     assert free == FREE_BYTES - (PEAK_BYTES - ALLOCATED_BYTES), "no memory is kept for graphs"
     assert len(cuda.pools) == 1
     assert FakeStream.current is FakeStream.steps
-    session = offline.Session(model)
+    session = offline.Session(model, num_blocks=NUM_BLOCKS)
     model.runner.capture_model()
     assert model.runner.graphs is None
     assert len(cuda.pools) == 1, "no further recording begins"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import pathlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,6 @@ from tests.decoder_svc.runner.cuda.fake_cuda import installed
 from tests.decoder_svc.runner.cuda.interpreted_triton import TritonBackend, fused_stack, triton_attention, triton_layers
 from tests.decoder_svc.runner.cuda.simulated_device import PINNED, RESULT, RETURN
 from tests.parity import families, offline
-from tests.tiny_families import FAMILIES
 
 # The prompt's step and two steps of single tokens: in the interpreter each step takes a second.
 NUM_TOKENS = 3
@@ -53,10 +52,10 @@ def test_answers_are_the_references(reference: offline.OfflineModel) -> None:
 # take as well; with a window.
 @pytest.mark.parametrize(("name", "use_graphs"), [("qwen2_vl", False), ("qwen3_vl", True), ("mistral3", False)])
 def test_other_families_have_a_fused_stack_and_the_references_answers(
-    name: str, use_graphs: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, use_graphs: bool, tiny_family: Callable[[str], families.Conformance], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_threads = torch.get_num_threads()
-    family = families.build(FAMILIES[name], tmp_path / name).offline
+    family = tiny_family(name).offline
     config = replace(family.runner.config, max_num_seqs=2, max_num_batched_tokens=16, use_graphs=use_graphs)
     with installed(triton_attention, triton_layers) as cuda:
         model = replace(family, runner=GPUModelRunner(config, family.runner.family))
@@ -78,9 +77,9 @@ def test_other_families_have_a_fused_stack_and_the_references_answers(
 
 # A family without mutual spans; one with spans of images and a sliding group; and one whose prompts are spans.
 @pytest.mark.parametrize("name", ["llava_clip", "gemma3", "paligemma2"])
-def test_nothing_is_compiled_while_serving(name: str, tmp_path: pathlib.Path) -> None:
+def test_nothing_is_compiled_while_serving(name: str, tiny_family: Callable[[str], families.Conformance]) -> None:
     num_threads = torch.get_num_threads()
-    family = families.build(FAMILIES[name], tmp_path / name).offline
+    family = tiny_family(name).offline
     config = replace(family.runner.config, max_num_seqs=2, use_graphs=False)
     with installed(triton_attention, triton_layers) as cuda:
         model = replace(family, runner=GPUModelRunner(config, family.runner.family))
