@@ -103,7 +103,8 @@ def start_encoder(
             )
             target = await service.start()
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
-            options += channel_options
+            # Otherwise gRPC's buffers grow with the measured speed, and may hold all of an answer that nobody reads.
+            options += [("grpc.http2.bdp_probe", 0), *channel_options]
             try:
                 async with grpc.aio.insecure_channel(target, options=options) as channel:
                     yield RunningEncoder(EncoderServiceStub(channel), pipeline, telemetry, target)
