@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient, EncoderInfo
+from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient
+from decoder_svc.rows.encoder_info import EncoderInfo
 from decoder_svc.settings import DecoderSettings
 from encoder_svc.cache.encode_job import CachePolicy, ImageInput, Origin
 from encoder_svc.settings import EncoderSettings
@@ -70,8 +71,9 @@ class InProcessEncoder(EncoderClient):
         timeout_s: float,
         *,
         refresh: bool = False,
+        removal_token: bytes | None = None,
     ) -> EncodedImage:
-        """All rows come with the answer."""
+        """All rows come with the answer. Nobody removes images here."""
         use = CachePolicy.REFRESH if refresh else CachePolicy.READ_AND_WRITE
         outcome = await self._pipeline.encode(ImageInput(data, key.digest, options), use, self._tenant, _REQUEST_ID)
         found = await self._pipeline.read(outcome.key, 0, 0)

@@ -26,7 +26,8 @@ from decoder_svc.prompt.text_tokenizer import TextTokenizer
 from decoder_svc.prompt.video_frames import VideoSplitter
 from decoder_svc.request_gate import RequestGate
 from decoder_svc.rows.encoder_channel import ChannelSettings, watched_credentials
-from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
+from decoder_svc.rows.encoder_client import EncoderClient
+from decoder_svc.rows.encoder_info import ExpectedRows
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.rows.own_fingerprints import OwnFingerprints
 from decoder_svc.servicer import GENERATE_METHODS, SERVICE_NAME, DecoderServicer, ServedModel
@@ -201,7 +202,7 @@ async def open_service(
         engine = build_engine(settings, device, text.family, store, encoder, FetchMetrics(registry))
         engine.start()
         stack.push_async_callback(engine.stop)
-        _listen_for_forgotten(settings, engine, stack)
+        heard_removal = _listen_for_forgotten(settings, engine, stack)
         metrics = DecoderMetrics(registry)
         report_kernels(registry)
         metrics.watch(engine.load, engine.counters, engine.attention_backend, engine.weight_bytes)
@@ -210,7 +211,7 @@ async def open_service(
         servicer = DecoderServicer(
             model=_served_model(settings, text),
             engine=engine,
-            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads),
+            preparer=build_preparer(settings, text, engine.limits, encoder, store, threads, heard_removal),
             tokenizer=text.tokenizer,
             encoder=encoder,
             tenants=tenants,
@@ -241,6 +242,7 @@ def build_preparer(
     encoder: EncoderClient | None,
     store: EmbeddingStore | None,
     threads: PreparationThreads,
+    heard_removal: Callable[[], bytes | None] = lambda: None,
 ) -> RequestPreparer:
     """Returns the part that turns a parsed request into the prompt and the sampling parameters for the engine."""
     image_limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, _MAX_IMAGE_ASPECT)
@@ -264,16 +266,23 @@ def build_preparer(
         sampling_limits,
         limits.max_context_tokens,
         threads,
+        heard_removal,
     )
 
 
-def _listen_for_forgotten(settings: DecoderSettings, engine: Engine, stack: AsyncExitStack) -> None:
-    """Tells the engine of images that an operator removed from the shared cache."""
+def _listen_for_forgotten(
+    settings: DecoderSettings, engine: Engine, stack: AsyncExitStack
+) -> Callable[[], bytes | None]:
+    """Tells the engine of images that an operator removes from the shared cache.
+
+    Returns a function for the token of the last removal that was heard of, if it is known.
+    """
     if settings.redis_url is None:
-        return
+        return lambda: None
     listener = ForgetListener(settings.redis_url.get_secret_value(), settings.redis_budget_s, engine.forget)
     listener.start()
     stack.push_async_callback(listener.close)
+    return lambda: listener.heard_token
 
 
 def _served_model(settings: DecoderSettings, text: LoadedText) -> ServedModel:

@@ -7,6 +7,7 @@ import functools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
+from dataclasses import replace
 
 import grpc.aio
 
@@ -73,7 +74,10 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             raise InvalidParameterError(
                 "items", f"must hold 1 … {self._settings.max_batch_items} images, not {len(request.items)}"
             )
-        images = [self._image(item.image, f"items[{index}].image") for index, item in enumerate(request.items)]
+        token = (
+            request.removal_token if request.HasField("removal_token") else self._pipeline.tiers.removals.heard_token
+        )
+        images = [self._image(item.image, f"items[{index}].image", token) for index, item in enumerate(request.items)]
         wants_rows = [item.rows_if_not_stored for item in request.items]
         # The files are copied from it, and calls may wait for long.
         del request
@@ -165,8 +169,8 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
     def _tenant(self) -> Tenant:
         return self._tenants.named(current_identity().tenant)
 
-    def _image(self, image: common_pb2.ImageSource, field: str) -> ImageInput:
-        parsed = wire.parse_image(image, field)
+    def _image(self, image: common_pb2.ImageSource, field: str, removal_token: bytes | None) -> ImageInput:
+        parsed = replace(wire.parse_image(image, field), removal_token=removal_token)
         if parsed.data is not None:
             self._quotas.charge(current_identity(), Resource.IMAGE_BYTES, num_file_bytes(parsed.data))
         self._pipeline.check_fingerprint(image.key.encoder_fingerprint)
@@ -257,7 +261,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         try:
             for resource in (Resource.IMAGE_BYTES, Resource.IMAGE_PIXELS):
                 self._quotas.check(current_identity(), resource)
-            image = self._image(request.item.image, "item.image")
+            image = self._image(request.item.image, "item.image", self._pipeline.tiers.removals.heard_token)
             del request
             charge_pixels = self._pixel_charge(in_stream=True)
             with self._in_progress([image]):

@@ -59,6 +59,7 @@ class Forgotten:
 
 
 EVERYTHING = Forgotten(None)
+NOTHING = Forgotten(frozenset())
 
 
 def new_token() -> bytes:

@@ -6,7 +6,7 @@ The work is cut into pieces that take turns with those of other calls (preparati
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
@@ -53,7 +53,9 @@ class RequestPreparer:
         limits: SamplingLimits,
         max_context_tokens: int,
         threads: PreparationThreads,
+        heard_removal: Callable[[], bytes | None] = lambda: None,
     ) -> None:
+        """`heard_removal` returns the token of the last removal of images that this process has heard of."""
         self._builder = builder
         self._splitter = splitter
         self._resolver = resolver
@@ -61,6 +63,7 @@ class RequestPreparer:
         self._limits = limits
         self._max_context_tokens = max_context_tokens
         self._threads = threads
+        self._heard_removal = heard_removal
 
     async def prepare(
         self,
@@ -92,6 +95,8 @@ class RequestPreparer:
         charge_pixels: Callable[[int], None] | None = None,
     ) -> Prompt:
         """Returns the prompt alone, without checking that an answer fits behind it."""
+        # Before anything waits: an image that is removed from here on is stored in no cache.
+        removal_token = self._heard_removal()
         self._builder.check(spec)
         caller = caller_of(tenant, request_id)
         videos = await self._split_videos(spec, caller) if isinstance(spec, ChatPrompt) and spec.videos else []
@@ -99,7 +104,9 @@ class RequestPreparer:
         check_sizes(videos, ((image.width, image.height) for image in images if image.options.frame_size is not None))
         if charge_pixels is not None:
             charge_pixels(sum(image.num_inline_pixels for image in images))
-        return await self._threads.compute_text(caller, _text_cost(spec), self._builder.build, spec, images, videos)
+        cost = _text_cost(spec)
+        prompt = await self._threads.compute_text(caller, cost, self._builder.build, spec, images, videos)
+        return replace(prompt, removal_token=removal_token)
 
     async def _split_videos(self, spec: ChatPrompt, caller: CallerId) -> list[SplitVideo]:
         """Reads the frames, one after the other, and splits the videos."""

@@ -14,7 +14,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from decoder_svc.rows.encoder_client import EncoderClient, EncoderInfo
+from decoder_svc.rows.encoder_client import EncoderClient
+from decoder_svc.rows.encoder_info import EncoderInfo
 from decoder_svc.rows.fetch_metrics import FetchMetrics, FetchTier
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.rows.ttl_refresher import TtlRefresher
@@ -143,7 +144,9 @@ class EmbeddingFetcher:
     ) -> FetchedRows:
         for number in range(_MAX_ENCODES):
             refresh = number >= _TRUSTING_ENCODES
-            encoded = await encoder.encode(fetch.key, data, fetch.options, self._timeout_s, refresh=refresh)
+            encoded = await encoder.encode(
+                fetch.key, data, fetch.options, self._timeout_s, refresh=refresh, removal_token=fetch.removal_token
+            )
             if encoded.was_computed:
                 self._uncounted.add(fetch.key.value, encoded.meta.num_rows)
             if encoded.meta.num_rows != fetch.num_image_rows:

@@ -17,11 +17,11 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from decoder_svc.rows.encoder_channel import ChannelSettings, EncoderChannel
+from decoder_svc.rows.encoder_info import EncoderInfo, ExpectedRows, checked_info
 from decoder_svc.rows.encoder_wire import (
     SENDER,
     check_key,
     embedding_meta,
-    row_dtype,
     wire_key,
     wire_options,
     without_position,
@@ -31,8 +31,8 @@ from decoder_svc.rows.reach_log import ReachLog
 from decoder_svc.rows.row_stream import RowStreamReader
 from lookonce import tracing
 from lookonce.common.v1 import common_pb2
-from lookonce.content_key import DEFAULT_TENANT, ContentKey, EncoderFingerprint, ProcessorOptions
-from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.content_key import ContentKey, ProcessorOptions
+from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
 from lookonce.errors import FingerprintMismatchError, LookonceError, UnavailableError
 from lookonce.identity import TENANT_KEY, current_identity
@@ -49,41 +49,6 @@ _MAX_REPLICAS_ASKED = 16
 _DIGEST_KEY = "x-lookonce-digest"
 
 ReplyT = TypeVar("ReplyT")
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedRows:
-    """The kind of rows that the decoder's language model needs."""
-
-    # Hugging Face model type, e.g. "llava".
-    model_type: str
-    # Width of one level of one row.
-    hidden_size: int
-    # Extra levels per row.
-    num_levels: int = 0
-    # Tag of the tenant whose secret the encoder uses to store rows.
-    tenant_tag: str = DEFAULT_TENANT.tag
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderInfo:
-    """An encoder's description of itself, checked against the decoder's `ExpectedRows`."""
-
-    fingerprint: EncoderFingerprint
-    model_type: str
-    hidden_size: int
-    num_levels: int
-    # Element type of the rows.
-    dtype: RowDtype
-    # Largest image file, bytes.
-    max_image_bytes: int
-    # Largest image in pixels, width times height.
-    max_image_pixels: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, including its extra levels."""
-        return self.dtype.row_bytes(self.hidden_size, self.num_levels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +146,10 @@ class EncoderClient:
     async def _ask_info(self) -> EncoderInfo:
         """Finds a replica that belongs to the folder, and uses the channel to its like."""
         if self._own is None:
-            return self._checked(await self._described(self._channel))
+            return checked_info(await self._described(self._channel), self._expected)
         usual = self._channel_to(health_name(self._own.fingerprint))
         try:
-            info = self._checked(await self._described(usual))
+            info = checked_info(await self._described(usual), self._expected)
         except UnavailableError:
             return await self._found_among_all(self._own)
         self._channel = usual
@@ -196,7 +161,7 @@ class EncoderClient:
         stranger = FingerprintMismatchError("")
         for _ in range(_MAX_REPLICAS_ASKED):
             try:
-                info = self._checked(await self._described(everybody))
+                info = checked_info(await self._described(everybody), self._expected)
             except FingerprintMismatchError as error:
                 stranger = error
                 continue
@@ -260,16 +225,20 @@ class EncoderClient:
         timeout_s: float,
         *,
         refresh: bool = False,
+        removal_token: bytes | None = None,
     ) -> EncodedImage:
         """Makes sure that the image's rows exist, and encodes them if they do not.
 
-        `refresh` forces a new encode of `data` even if a cache has the rows.
+        `refresh` forces a new encode of `data` even if a cache has the rows. `removal_token`: the one of the last
+        removal that was heard of when the image arrived here.
 
         Raises EmbeddingNotCachedError without `data` if no cache has the rows; the encoder's own error for a bad image;
         else UnavailableError, OverloadedError or FingerprintMismatchError.
         """
         policy = encoder_service_pb2.CACHE_POLICY_REFRESH if refresh else encoder_service_pb2.CACHE_POLICY_UNSPECIFIED
-        request = encoder_service_pb2.EncodeRequest(cache_policy=policy, expected_encoder_fingerprint=key.fingerprint)
+        request = encoder_service_pb2.EncodeRequest(
+            cache_policy=policy, expected_encoder_fingerprint=key.fingerprint, removal_token=removal_token
+        )
         # Filled in place: assigning a message to a field of another one copies it, including the image bytes.
         image = request.items.add(image=common_pb2.ImageSource(**wire_options(options)), rows_if_not_stored=True).image
         if data is None:
@@ -353,28 +322,6 @@ class EncoderClient:
             raise self._noted(self._reach.error_of(error, timeout_s)) from None
         except UnavailableError as error:
             raise self._noted(error) from None
-
-    def _checked(self, response: encoder_service_pb2.GetEncoderInfoResponse) -> EncoderInfo:
-        found = ExpectedRows(response.model_type, response.hidden_size, response.num_levels, response.tenant_tag)
-        if found.tenant_tag != self._expected.tenant_tag:
-            raise FingerprintMismatchError(
-                "the encoder service uses another tenant secret; tenant_secret_file must be the same on both services"
-            )
-        if found != self._expected:
-            raise FingerprintMismatchError(
-                f"the encoder service makes rows for {found.model_type} of width {found.hidden_size} with "
-                f"{found.num_levels} levels; this decoder serves {self._expected.model_type} of width "
-                f"{self._expected.hidden_size} with {self._expected.num_levels} levels"
-            )
-        return EncoderInfo(
-            fingerprint=EncoderFingerprint(response.encoder_fingerprint),
-            model_type=response.model_type,
-            hidden_size=response.hidden_size,
-            num_levels=response.num_levels,
-            dtype=row_dtype(response.dtype),
-            max_image_bytes=response.max_image_bytes,
-            max_image_pixels=response.max_image_pixels,
-        )
 
     def _metadata(self, key: ContentKey | None = None) -> tracing.Metadata:
         """Returns the call's metadata: credentials, tenant, request id and trace context.

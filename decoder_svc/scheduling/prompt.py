@@ -81,6 +81,8 @@ class Prompt:
     # None: positions are 0, 1, 2, …
     positions: Positions | None = None
     mask: Mask = Mask.CAUSAL
+    # Token of the last removal of images that this process had heard of when it received the request; None: unknown.
+    removal_token: bytes | None = None
 
     @property
     def mutual_spans(self) -> tuple[Span, ...]:

@@ -109,7 +109,7 @@ class RowDemand:
             is_first_missing = item.token_of_row(rows.start) < start + least
             displacing = user if is_first_missing and may_displace else None
             for part in self._cache.unasked(item.key, rows):
-                if not self._reserve(item, part, displacing, request.request_id):
+                if not self._reserve(item, part, displacing, request):
                     self._is_short |= is_first_missing and is_first
                     return
 
@@ -199,7 +199,7 @@ class RowDemand:
     def _is_any_arriving(self, request: Request, start: int) -> bool:
         return any(self._cache.is_any_arriving(item.key, rows) for _, item, rows in self._images_from(request, start))
 
-    def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, request_id: RequestId) -> bool:
+    def _reserve(self, item: ImageItem, rows: RowRange, displacing: RowUser | None, request: Request) -> bool:
         """Reserves room for rows and adds their fetch to the step. Returns False if budget or room is short."""
         if self._is_short or (self._fetches and len(rows) > self._row_budget):
             self._has_deferred = True
@@ -208,7 +208,10 @@ class RowDemand:
             return False
         self._cache.reserve(item.key, rows, displacing)
         self._row_budget -= len(rows)
-        self._fetches.append(RowFetch(item.key, rows, item.num_rows, item.options, item.data, request_id))
+        token = request.prompt.removal_token
+        self._fetches.append(
+            RowFetch(item.key, rows, item.num_rows, item.options, item.data, request.request_id, token)
+        )
         return True
 
     def _images_from(self, request: Request, start: int) -> Iterator[tuple[int, ImageItem, RowRange]]:

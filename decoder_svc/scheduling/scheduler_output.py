@@ -89,6 +89,8 @@ class RowFetch:
     data: ImageFile | None
     # The first request that needs the rows; others may share the fetch.
     request_id: RequestId
+    # `Prompt.removal_token` of this request: the encoder stores no image that was removed since.
+    removal_token: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

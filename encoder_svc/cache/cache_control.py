@@ -216,9 +216,11 @@ class CacheControl:
 
         A little later, every encode that began before has its lease, and a replica that was writing a copy back has
         finished. Then the leases are revoked, and after that the removal is repeated: an encode whose lease was gone by
-        the time it was looked for has stored its rows before. Returns the result of the first pass, `nothing` without a
-        shared cache. Raises UnavailableError if the shared cache had another primary at the end than at the beginning:
-        entries may have survived on the new one.
+        the time it was looked for has stored its rows before. A healthy process may have copied these rows, so the
+        repetition is announced, too.
+
+        Returns the result of the first pass, `nothing` without a shared cache. Raises UnavailableError if the shared
+        cache had another primary at the end than at the beginning: entries may have survived on the new one.
         """
         self._tiers.forget(forgotten)
         if self._admin is None:
@@ -229,7 +231,8 @@ class CacheControl:
         self._tiers.forget(forgotten)
         await asyncio.sleep(self._restore_s)
         await run_in_thread(threads, revoke, admin)
-        await run_in_thread(threads, remove, admin)
+        await run_in_thread(threads, _evict_announced, admin, remove, forgotten, until_s)
+        self._tiers.forget(forgotten)
         if await run_in_thread(threads, admin.agreed_primaries, until_s=until_s) != primaries:
             raise UnavailableError("the shared cache changed its primary during the removal: call again")
         return removed

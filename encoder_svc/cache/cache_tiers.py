@@ -106,12 +106,15 @@ class CacheTiers:
         return meta
 
     @asynccontextmanager
-    async def encoding(self, key: ContentKey, file_tags: tuple[bytes, ...]) -> AsyncIterator[EncodeInProgress]:
-        """Notices removals of the image during the block, for `put`."""
-        with self.removals.noticed(key, file_tags) as encode:
+    async def encoding(
+        self, key: ContentKey, file_tags: tuple[bytes, ...], arrival_token: bytes | None
+    ) -> AsyncIterator[EncodeInProgress]:
+        """Notices removals of the image since its arrival and during the block, for `put`; see `Removals.noticed`."""
+        with self.removals.noticed(key, file_tags, arrival_token) as encode:
             if encode.token is None and self.store is not None:
                 # Messages may be missed now, so the last one before the encode is asked for.
                 encode.token = await run_in_thread(self._threads, token_in, self.store)
+                encode.is_forgotten |= None not in (encode.token, arrival_token) and encode.token != arrival_token
             yield encode
 
     async def put(

@@ -40,6 +40,8 @@ class ImageInput:
     # With `data`: the digest that the file must have. Without: the image that is meant.
     digest: ImageDigest | None
     options: ProcessorOptions
+    # Token of the last removal that was heard of when the image arrived, here or in a decoder; None: it arrives now.
+    removal_token: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class EncodeJob:
     # Checked against the model.
     options: ProcessorOptions
     cache_policy: CachePolicy
+    # Token of the last removal that was heard of before the image arrived; None if it is not known.
+    arrival_token: bytes | None
     # Position among all images asked for, and the order within its caller.
     turn: Turn[CallerId]
 
@@ -75,5 +79,5 @@ class EncodeOutcome:
     compute_s: float
     # Whether the shared cache holds the rows.
     stored: bool
-    # All rows, if no cache keeps them because an operator removed the image during the encode; else None.
+    # All rows, if the shared cache does not have them: an operator removed the image, or a copy could not be stored.
     rows: memoryview | None = field(default=None, repr=False)

@@ -90,6 +90,7 @@ class EncodePipeline:
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds,
         DigestMismatchError, InvalidParameterError, and the errors of `ImageEncoder.encode`.
         """
+        arrival_token = self.tiers.removals.heard_token if image.removal_token is None else image.removal_token
         with self._order.entered(CallerId(tenant.tag, request_id)) as turn:
             self.model.adapter.check_options(image.options)
             if image.data is None and cache_policy is CachePolicy.REFRESH:
@@ -102,7 +103,7 @@ class EncodePipeline:
             if charge_pixels is not None:
                 charge_pixels(await self._encoder.readers.run(turn, _num_pixels, image.data, self._limits))
             tags = tuple(file_tag(file, tenant) for file in digests.files)
-            job = EncodeJob(key, image.data, tags, image.options, cache_policy, turn)
+            job = EncodeJob(key, image.data, tags, image.options, cache_policy, arrival_token, turn)
             if not job.refresh and (found := await self._find_local(key)) is not None:
                 return self._counted(found)
             return self._counted(await self._join_or_start(job))
@@ -118,7 +119,7 @@ class EncodePipeline:
 
     async def _fly(self, flight: Flight, job: EncodeJob) -> EncodeOutcome:
         """Runs once per flight: ends with rows that may be counted by one caller if they were computed here."""
-        async with self.tiers.encoding(job.key, job.file_tags) as encode:
+        async with self.tiers.encoding(job.key, job.file_tags, job.arrival_token) as encode:
             outcome = await self._find_or_encode(flight, job, encode)
         if not encode.is_forgotten:
             outcome = replace(outcome, rows=None)
@@ -224,7 +225,8 @@ class EncodePipeline:
         if entry is None:
             return None
         stored = await self.tiers.keep_stored(key, entry)
-        return EncodeOutcome(key, entry.meta, Origin.LOCAL_CACHE, 0.0, stored)
+        # The image may have been removed meanwhile, and its copy with it.
+        return EncodeOutcome(key, entry.meta, Origin.LOCAL_CACHE, 0.0, stored, None if stored else entry.rows)
 
     async def _find_in_flight(self, key: ContentKey) -> EncodeOutcome | None:
         """None also when the encode in flight fails: the error concerns those who sent the bytes.

@@ -11,7 +11,7 @@ Redis is either that of the last message that was heard, or the same as when the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,6 +30,15 @@ class ForgetWatch(Protocol):
         """Token of the last message, empty where there never was one; None while messages may be missed."""
         ...
 
+    @property
+    def heard_token(self) -> bytes | None:
+        """Token of the last message that was heard, also while messages may be missed; None if nothing is known."""
+        ...
+
+    def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
+        """Returns whether an image was removed after the message with this token; True where that is not known."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class EncodeInProgress:
@@ -42,7 +51,7 @@ class EncodeInProgress:
     began_s: float = field(default_factory=time.monotonic)
     # Proof of the encode lease under which the rows are stored; empty without one.
     lease_token: bytes = b""
-    # Whether an operator has removed the image since. Set on the event loop, read in threads, too.
+    # Whether an operator has removed the image since it arrived. Set on the event loop, read in threads, too.
     is_forgotten: bool = False
 
 
@@ -59,10 +68,23 @@ class Removals:
         # By ContentKey.value. A refresh may run beside another encode of its image.
         self._in_progress: dict[bytes, set[EncodeInProgress]] = {}
 
+    @property
+    def heard_token(self) -> bytes | None:
+        """Token of the last removal that this process heard of, if known. Take it when an image arrives."""
+        return None if self.watch is None else self.watch.heard_token
+
     @contextmanager
-    def noticed(self, key: ContentKey, file_tags: tuple[bytes, ...]) -> Iterator[EncodeInProgress]:
-        """Marks the encode of the block as forgotten when its image is removed meanwhile."""
+    def noticed(
+        self, key: ContentKey, file_tags: tuple[bytes, ...], arrival_token: bytes | None
+    ) -> Iterator[EncodeInProgress]:
+        """Marks the encode of the block as forgotten if its image was or is removed since it arrived.
+
+        `arrival_token` is the one of the last removal that was heard of before the image arrived here, or in the
+        decoder that passes it on; None if it is not known.
+        """
         encode = EncodeInProgress(key, file_tags, b"" if self.watch is None else self.watch.last_token)
+        if self.watch is not None and arrival_token is not None:
+            encode.is_forgotten = self.watch.removed_since(arrival_token, key.value, file_tags)
         encodes = self._in_progress.setdefault(key.value, set())
         encodes.add(encode)
         try:

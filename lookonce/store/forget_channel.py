@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lookonce.forgotten import EVERYTHING, TOKEN_BYTES, Forgotten, parse_message
+from lookonce.forgotten import EVERYTHING, NOTHING, TOKEN_BYTES, Forgotten, parse_message
 from lookonce.store.cache_names import FORGET_CHANNEL, FORGET_TOKEN
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.exchange import Exchange
@@ -22,6 +23,8 @@ from lookonce.store.redis.subscriber import RedisSubscriber
 _POLL_S = 1.0
 # Interval of checks of the stored token while no message arrives, since a dead connection may look idle.
 _CHECK_S = 5.0
+# Messages that are remembered for `removed_since`. Older requests are taken for ones whose images were removed.
+_MAX_RECENT = 1024
 
 
 class ForgetListener:
@@ -40,7 +43,10 @@ class ForgetListener:
         self._check_s = check_s
         # Token of the last message that was received or found to be missed; empty when there was none yet.
         self._token = b""
+        # The last messages with their tokens, and what was forgotten when messages were missed. Oldest first.
+        self._recent = deque([(self._token, NOTHING)], _MAX_RECENT)
         self._is_listening = asyncio.Event()
+        self._has_listened = False
 
     @property
     def is_listening(self) -> bool:
@@ -51,6 +57,23 @@ class ForgetListener:
     def last_token(self) -> bytes | None:
         """Token of the last message, empty when there was none yet; None while messages might be missed."""
         return self._token if self.is_listening else None
+
+    @property
+    def heard_token(self) -> bytes | None:
+        """Token of the last message that was heard, also while messages might be missed; None before the first look."""
+        return self._token if self._has_listened else None
+
+    def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
+        """Returns whether an image was removed after the message with this token; True where that is not known.
+
+        `key` is its ContentKey.value, and `file_tags` are those of its files.
+        """
+        for heard, forgotten in reversed(self._recent):
+            if heard == token:
+                return False
+            if forgotten.includes(key, file_tags):
+                return True
+        return True
 
     def start(self) -> None:
         """Starts to listen; call this on the event loop."""
@@ -72,6 +95,7 @@ class ForgetListener:
                 while not _is_confirmation(await subscription.get_message(timeout=_POLL_S)):
                     pass
             await self._check_token(client)
+            self._has_listened = True
             self._is_listening.set()
             checked_s = time.monotonic()
             while True:
@@ -80,7 +104,7 @@ class ForgetListener:
                     token, forgotten = parse_message(message["data"])
                     # In this order: who reads the token in another thread relies on what was forgotten by then.
                     self._forget(forgotten)
-                    self._token = token
+                    self._note(token, forgotten)
                 elif time.monotonic() - checked_s >= self._check_s:
                     checked_s = time.monotonic()
                     if await self._check_token(client):
@@ -93,8 +117,12 @@ class ForgetListener:
         if token == self._token:
             return False
         self._forget(EVERYTHING)
-        self._token = token
+        self._note(token, EVERYTHING)
         return True
+
+    def _note(self, token: bytes, forgotten: Forgotten) -> None:
+        self._token = token
+        self._recent.append((token, forgotten))
 
 
 def token_in(store: EmbeddingStore) -> bytes | None:

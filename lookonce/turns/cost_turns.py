@@ -4,8 +4,9 @@ The owner of the queue says what one item costs, in a unit of its own: pixels to
 must know the cost in advance. One rule orders the tenants, and then the ranges of costs of the chosen tenant's items:
 
     Each member has a count of the cost of its items that were begun. Next is the member whose count will be lowest
-    after its next item; of several, the one served longest ago. A member that begins to wait gets at least the lowest
-    count of those that wait already, so that it saves up nothing while it is away.
+    after its next item; of several, the one served longest ago, where one that was away may count as never served. A
+    member that begins to wait gets at least the lowest count of those that wait already, so that it saves up nothing
+    while it is away.
 
 The members of the second level are ranges of costs, a factor of four wide. A tenant's small items thus share with its
 giants and do not queue behind them, and a giant waits for a bounded cost of small items. Within a range, calls take

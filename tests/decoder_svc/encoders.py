@@ -10,7 +10,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from decoder_svc.rows.encoder_channel import ChannelSettings
-from decoder_svc.rows.encoder_client import EncoderClient, ExpectedRows
+from decoder_svc.rows.encoder_client import EncoderClient
+from decoder_svc.rows.encoder_info import ExpectedRows
 from encoder_svc.service import open_pipeline, service_entry
 from encoder_svc.settings import EncoderSettings
 from encoder_svc.vision.vision_config import VisionConfig

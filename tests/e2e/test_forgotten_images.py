@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
 
+from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient
 from lookonce.aio import AsyncClient
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import image_digest, pair_digest
@@ -129,3 +132,33 @@ async def test_no_row_of_a_removed_frame_is_served_by_any_replica(fleet: Fleet, 
     for client in decoders:
         shown = await ask(client, video_of(frames))
         assert shown.usage.skipped_image_tokens == 0, "no keys and values that follow from the image were kept"
+
+
+async def test_an_image_in_a_decoder_s_queue_is_not_stored_after_its_removal(
+    fleet: Fleet, decoders: list[AsyncClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder hears of it for the first time after the removal, but it has not been sent anew."""
+    (file,) = files(61, 1)
+    is_waiting, may_go_on = threading.Event(), threading.Event()
+    encode = EncoderClient.encode
+
+    async def encode_late(*arguments: Any, **keywords: Any) -> EncodedImage:
+        is_waiting.set()
+        assert await asyncio.to_thread(may_go_on.wait, TIMEOUT_S)
+        return await encode(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EncoderClient, "encode", encode_late)
+        answer = asyncio.create_task(ask(decoders[0], ImageRef.from_bytes(file)))
+        assert await asyncio.to_thread(is_waiting.wait, TIMEOUT_S)
+        with grpc.insecure_channel(fleet.stack.admin_targets[0]) as channel:
+            evict = pb.EvictEmbeddingsRequest(keys=[common_pb2.ContentKey(digest=image_digest(file))])
+            await asyncio.to_thread(EncoderAdminServiceStub(channel).EvictEmbeddings, evict, timeout=TIMEOUT_S)
+        may_go_on.set()
+        late = await answer
+    assert late.usage.encoded_image_tokens > 0
+    await gone_everywhere(decoders, by_digest(file))
+    anew = await ask(decoders[0], ImageRef.from_bytes(file))
+    assert anew.token_ids == late.token_ids
+    assert anew.usage.encoded_image_tokens > 0
+    assert await ask(decoders[1], by_digest(file)), "a new upload is stored"

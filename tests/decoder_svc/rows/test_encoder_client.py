@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient, ExpectedRows
+from decoder_svc.rows.encoder_client import EncodedImage, EncoderClient
+from decoder_svc.rows.encoder_info import ExpectedRows
 from lookonce import errors
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -33,6 +33,13 @@ class Watch:
     """A subscription to removals; tests set the token it heard last."""
 
     last_token: bytes | None = None
+
+    @property
+    def heard_token(self) -> bytes | None:
+        return self.last_token
+
+    def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
+        return token != self.last_token
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ class Bench:
         key = content_key(image_digest(data), self.model.fingerprint, options, DEFAULT_TENANT)
         order: CallerOrder[CallerId] = CallerOrder()
         with order.entered(CallerId("tenant", "me")) as turn:
-            job = EncodeJob(key, data, (), options, CachePolicy.READ_AND_WRITE, turn)
+            job = EncodeJob(key, data, (), options, CachePolicy.READ_AND_WRITE, None, turn)
             async with asyncio.timeout(TIMEOUT_S):
                 return await SingleFlight[Any]().start("key", lambda flight: self.encoder.encode(job, flight))
 

@@ -22,7 +22,7 @@ from encoder_svc.cache.cache_control import CacheControl
 from encoder_svc.cache.cache_tiers import CacheTiers
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput, Origin
 from encoder_svc.cache.image_encoder import ImageEncoder
-from encoder_svc.cache.local_cache import LocalCache
+from encoder_svc.cache.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.images.decode_clock import DecodeTimeLimits
@@ -35,7 +35,7 @@ from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.vision.forward_queue import ForwardJob, ForwardQueue
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import caller_order, tracing
-from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions, Tenant, image_digest
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, Tenant, image_digest
 from lookonce.errors import (
     DigestMismatchError,
     EmbeddingNotCachedError,
@@ -45,6 +45,7 @@ from lookonce.errors import (
     InvalidParameterError,
     OverloadedError,
 )
+from lookonce.forgotten import EVERYTHING
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
@@ -651,3 +652,20 @@ async def test_an_upload_that_was_being_encoded_during_a_removal_gets_its_rows_a
         assert (again.stored, again.rows, harness.num_encoded) == (True, None, 2)
         assert await harness.rows(again) == bytes(outcomes[0].rows)
         await asyncio.to_thread(control.close)
+
+
+async def test_a_copy_that_is_removed_while_it_is_looked_at_comes_with_the_answer(
+    open_harness: Callable[..., Any], own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_harness(own_redis.url) as harness:
+        tiers = harness.pipeline.tiers
+        rows = await harness.rows(await harness.encode(png(1)))
+
+        async def removed_meanwhile(_key: ContentKey, _entry: LocalEmbedding) -> bool:
+            tiers.forget(EVERYTHING)
+            return False
+
+        monkeypatch.setattr(tiers, "keep_stored", removed_meanwhile)
+        outcome = await harness.encode(png(1))
+        assert (outcome.origin, outcome.stored) == (Origin.LOCAL_CACHE, False)
+        assert bytes(outcome.rows) == rows

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import math
 import random
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import pytest
 import redis
@@ -41,6 +43,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener, token_in
 from lookonce.store.redis.exchange import Exchange
 from lookonce.tenants import Tenants
+from tests.encoder_svc.encode_requests import settled
 from tests.lookonce.store.entries import SMALL, make_rows, read
 
 FINGERPRINT = EncoderFingerprint("f" * 64)
@@ -76,7 +79,10 @@ class Picture:
 class DeafWatch:
     """A subscription that is dead without a sign, and never was told of a removal."""
 
-    last_token = b""
+    last_token = heard_token = b""
+
+    def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
+        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +92,8 @@ class Encode:
     number: int
     picture: Picture
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    # Token of the last removal that its replica, or a decoder, had heard of when the image arrived.
+    arrival_token: bytes | None = None
     # Time at which it began, on the monotonic clock; infinity before.
     began_s: float = math.inf
     # Set when it has its lease.
@@ -142,9 +150,17 @@ class Replica:
             await encode.is_claimed.wait()
         return encode
 
-    def beginning(self, number: int, picture: Picture, *, refresh: bool = False) -> Encode:
+    def beginning(
+        self,
+        number: int,
+        picture: Picture,
+        *,
+        refresh: bool = False,
+        arrival_token: bytes | Literal["now"] | None = "now",
+    ) -> Encode:
         """Begins an encode in a task of its own."""
-        encode = Encode(number, picture)
+        token = self.tiers.removals.heard_token if arrival_token == "now" else arrival_token
+        encode = Encode(number, picture, arrival_token=token)
         encode.task = asyncio.create_task(self._encode(encode, refresh=refresh))
         return encode
 
@@ -153,7 +169,9 @@ class Replica:
         picture = encode.picture
         async with contextlib.AsyncExitStack() as stack:
             encode.began_s = time.monotonic()
-            progress = await stack.enter_async_context(self.tiers.encoding(picture.key, picture.tags))
+            progress = await stack.enter_async_context(
+                self.tiers.encoding(picture.key, picture.tags, encode.arrival_token)
+            )
             claim = None
             if not refresh:
                 claim = await stack.enter_async_context(self.fleet.claimed(picture.key, picture.tags))
@@ -253,6 +271,51 @@ async def test_all_images_of_a_tenant_or_one_pair_are_removed_as_they_are_being_
             last = await other.begun(Picture(("last",)))
             assert await control.evict_all() == 2
             assert not await other.finished(last)
+
+
+async def test_an_image_that_waited_when_it_was_removed_is_not_stored(own_redis: EmbeddedRedis) -> None:
+    """It waits in a queue of its encoder, or of a decoder, which says what it had heard."""
+    async with replicas(own_redis.url, False, False) as (mine, other):
+        before = other.tiers.removals.heard_token
+        with controlled(mine, own_redis.url) as control:
+            await removed(control, "cat")
+            await settled(lambda: other.listener.last_token == mine.listener.last_token != before)
+        stored = {}
+        for name, token in (("cat", before), ("dog", before), ("cow", b"a token that nobody heard"), ("hen", None)):
+            encode = other.beginning(0, Picture((name,)), arrival_token=token)
+            stored[name] = await other.finished(encode)
+        assert stored == {"cat": False, "dog": True, "cow": False, "hen": True}
+        assert await other.finished(await other.begun(Picture(("cat",)))), "it arrives anew"
+
+
+class HeldAdmin(CacheAdmin):
+    """Revokes no lease before the test allows it."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.is_waiting, self.may_revoke = threading.Event(), threading.Event()
+
+    def revoke_leases_in(self, *arguments: Any, **keywords: Any) -> None:
+        self.is_waiting.set()
+        assert self.may_revoke.wait(TIMEOUT_S)
+        super().revoke_leases_in(*arguments, **keywords)
+
+
+async def test_a_copy_that_was_made_during_a_removal_does_not_outlive_it(own_redis: EmbeddedRedis) -> None:
+    picture = Picture(("cat",))
+    async with replicas(own_redis.url, False, True) as (mine, deaf):
+        encode = await deaf.begun(picture)
+        admin = HeldAdmin(own_redis.url)
+        with contextlib.closing(CacheControl(mine.tiers, admin, FINGERPRINT, ttl_s=60, restore_s=SETTLE_S)) as control:
+            removal = asyncio.create_task(removed(control, "cat"))
+            assert await asyncio.to_thread(admin.is_waiting.wait, TIMEOUT_S)
+            # It has not heard of the removal, and still has its lease.
+            assert await deaf.finished(encode)
+            assert await mine.tiers.prewarm(picture.key)
+            admin.may_revoke.set()
+            await removal
+        assert not mine.tiers.holds(picture.key)
+        assert not await is_stored(mine, picture)
 
 
 async def test_a_lease_that_is_gone_without_a_removal_does_not_keep_rows_out_of_the_cache(

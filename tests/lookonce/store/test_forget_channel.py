@@ -88,6 +88,34 @@ async def test_the_last_token_is_that_of_the_cache_and_unknown_without_a_connect
             assert listener.last_token
 
 
+async def test_what_was_removed_since_a_token_is_known(server: EmbeddedRedis) -> None:
+    removed, kept, token_of_nobody = fresh_key(), fresh_key(), b"0" * 32
+    with contextlib.closing(CacheAdmin(server.url)) as admin:
+        async with listening(server.url) as (listener, heard):
+            assert [listener.heard_token] == [None]
+            await listener.wait_until_listening()
+            before = listener.heard_token
+            assert before == b""
+            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([removed]))
+            await heard.get()
+            await asyncio.to_thread(admin.tell_to_forget, Forgotten.of([fresh_key()]))
+            await heard.get()
+            after = listener.heard_token
+            assert after not in (None, before)
+            for token, key, was_removed in (
+                (before, removed, True),
+                (before, kept, False),
+                (after, removed, False),
+                (token_of_nobody, kept, True),
+            ):
+                assert listener.removed_since(token, key.value, ()) == was_removed
+        # A new process cannot know what was removed before it.
+        async with listening(server.url) as (listener, heard):
+            await listener.wait_until_listening()
+            assert listener.removed_since(before, kept.value, ())
+            assert not listener.removed_since(after, kept.value, ())
+
+
 def test_the_stored_token_is_unknown_without_redis(
     server: EmbeddedRedis, make_store: Callable[..., EmbeddingStore]
 ) -> None:
