@@ -171,8 +171,11 @@ def is_used(decoder: ChildProcess) -> bool:
     return num_connections(psutil.Process(), decoder) >= NUM_DECODER_CHANNELS
 
 
-async def replace(stack: LocalStack, process: ChildProcess) -> None:
-    """One step of a roll-out: it is over when everybody is connected to the new process."""
+async def replace(stack: LocalStack, process: ChildProcess) -> int:
+    """One step of a roll-out: it is over when everybody is connected to the new process.
+
+    Returns how many calls the old one had in progress when it began to refuse new ones.
+    """
     process.terminate()
     await until(lambda: process.returncode is not None)
     log = process.log_path.read_text()
@@ -180,19 +183,21 @@ async def replace(stack: LocalStack, process: ChildProcess) -> None:
     lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     (refusing,) = [line for line in lines if line["event"] == "refusing new calls"]
     assert [line["expelled_calls"] for line in lines if line["event"] == "stopped"] == [0]
-    if process in stack.decoders:
-        assert refusing["calls"] > 0, "the streams that it was writing"
     new = stack.restart(process)
     await until(new.is_ready)
     if new in stack.decoders:
         await until(lambda: is_used(new))
-        return
+        return int(refusing["calls"])
     callers = [psutil.Process(), *(psutil.Process(decoder.pid) for decoder in stack.decoders)]
     await until(lambda: all(num_connections(caller, new) for caller in callers))
+    return int(refusing["calls"])
 
 
-async def replace_one_of_each(stack: LocalStack, index: int, clients: Clients, traffic: Traffic) -> None:
-    """A decoder, told to end while streams run on both, and then an encoder."""
+async def replace_one_of_each(stack: LocalStack, index: int, clients: Clients, traffic: Traffic) -> int:
+    """A decoder, told to end while streams run on both, and then an encoder.
+
+    Returns how many calls the decoder had in progress when it began to refuse new ones.
+    """
     traffic.num_dense = traffic.ended.total() + NUM_CALLS
     async with asyncio.TaskGroup() as group:
         begun = asyncio.Semaphore(0)
@@ -200,9 +205,10 @@ async def replace_one_of_each(stack: LocalStack, index: int, clients: Clients, t
             group.create_task(traffic.count("stream", clients.stream(begun.release)))
         for _ in range(NUM_STREAMS):
             await asyncio.wait_for(begun.acquire(), STEP_TIMEOUT_S)
-        await replace(stack, stack.decoders[index])
+        num_writing = await replace(stack, stack.decoders[index])
     traffic.num_dense = traffic.ended.total() + NUM_CALLS
     await replace(stack, stack.encoders[index])
+    return num_writing
 
 
 # It starts eight processes beside its load: a busy machine takes its time for that.
@@ -226,11 +232,13 @@ async def test_no_call_fails_and_every_stream_ends_while_processes_are_replaced(
             for kind, call, num_loops, pause_s in loops:
                 for _ in range(num_loops):
                     group.create_task(traffic.repeat(kind, call, pause_s))
-            await replace_one_of_each(stack, 0, clients, traffic)
+            num_writing = await replace_one_of_each(stack, 0, clients, traffic)
             kill_child(stack.redis.pid)
-            await replace_one_of_each(stack, 1, clients, traffic)
+            num_writing += await replace_one_of_each(stack, 1, clients, traffic)
             await until(lambda: traffic.ended.total() >= 4 * NUM_CALLS)
             traffic.stop()
         print(f"calls that ended: {dict(traffic.ended)}")
+        # On a busy machine, all streams of one decoder may have ended by then.
+        assert num_writing > 0, "the streams that the decoders were writing"
         assert not traffic.failures, f"{len(traffic.failures)} failed, such as {traffic.failures[:5]}"
         assert traffic.ended["stream"] == 2 * NUM_STREAMS

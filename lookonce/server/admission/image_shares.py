@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lookonce.errors import OverloadedError
+from lookonce.errors import InvalidInputError, OverloadedError
 
 # Each image costs the event loop up to 0.7 ms (2 x AMD EPYC, 2026-11-23).
 MAX_IMAGES = 8192
@@ -37,7 +37,15 @@ class ImageShares:
 
     @contextmanager
     def taken(self, tenant: str, num_images: int, num_bytes: int) -> Iterator[None]:
-        """Holds the share of some images while the block runs. Raises OverloadedError if the tenant has too much."""
+        """Holds the share of some images while the block runs.
+
+        Raises OverloadedError if the tenant has too much, and InvalidInputError for what would never fit.
+        """
+        if num_bytes > self._bytes.limit:
+            raise InvalidInputError(
+                f"this call needs {_mib(num_bytes)}, and all calls together may have {_mib(self._bytes.limit)} "
+                "(max_queued_bytes)"
+            )
         if not self._images.has_room(tenant, num_images):
             raise OverloadedError(
                 f"your calls in progress have {self._images.of(tenant)} images, and this one has {num_images}; try "
@@ -45,8 +53,9 @@ class ImageShares:
             )
         if not self._bytes.has_room(tenant, num_bytes):
             raise OverloadedError(
-                f"the images of your calls in progress have {self._bytes.of(tenant) // _MIB} MiB, and this one has "
-                f"{num_bytes // _MIB} MiB; try again later, or send less at once"
+                f"your calls in progress have {_mib(self._bytes.of(tenant))}, this one needs {_mib(num_bytes)}, and "
+                f"{_mib(self._bytes.limit - self._bytes.used)} are free (max_queued_bytes); try again later, or send "
+                "less at once"
             )
         self._images.add(tenant, num_images)
         self._bytes.add(tenant, num_bytes)
@@ -61,7 +70,7 @@ class _Share:
     """One limit, and how much of it each tenant uses."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self.used = 0
         # Only those that use something.
         self._tenants: dict[str, int] = {}
@@ -70,7 +79,7 @@ class _Share:
         return self._tenants.get(tenant, 0)
 
     def has_room(self, tenant: str, amount: int) -> bool:
-        return amount == 0 or self.of(tenant) + amount <= self._limit - self.used
+        return amount == 0 or self.of(tenant) + amount <= self.limit - self.used
 
     def add(self, tenant: str, amount: int) -> None:
         self.used += amount
@@ -79,3 +88,7 @@ class _Share:
             self._tenants[tenant] = left
         else:
             self._tenants.pop(tenant, None)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB"

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from lookonce.errors import OverloadedError
+from lookonce.errors import InvalidInputError, OverloadedError
 from lookonce.server.admission.image_shares import ImageShares
 
 
@@ -33,6 +33,17 @@ def test_images_given_by_digest_count_in_number() -> None:
             pass
         with shares.taken("b", 25, 0):
             pass
+
+
+def test_a_refusal_names_sizes_and_what_can_never_fit_is_not_asked_to_come_back() -> None:
+    shares = ImageShares(2 << 20)
+    with shares.taken("a", 1, 1 << 20):
+        with pytest.raises(OverloadedError) as caught, shares.taken("a", 1, 300_000):
+            pass
+        assert "in progress have 1.0 MiB, this one needs 0.3 MiB, and 1.0 MiB are free" in caught.value.message
+    with pytest.raises(InvalidInputError, match=r"needs 2\.4 MiB, and all calls together may have 2\.0 MiB"):
+        shares.taken("a", 1, 2_500_000).__enter__()
+    assert shares.num_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
