@@ -49,7 +49,7 @@ class RaisingEncoder(UnsupportedEncoder):
         self, requests: AsyncIterator[pb.EncodeStreamRequest], context: Any
     ) -> AsyncIterator[pb.EncodeStreamResponse]:
         """Receives while it works, as the encoder does."""
-        received = asyncio.ensure_future(anext(requests))
+        received: asyncio.Future[Any] = asyncio.ensure_future(anext(requests))
         while (request := await received) is not None:
             received = asyncio.ensure_future(anext(requests, None))
             self.stream_begun.set()
