@@ -22,7 +22,8 @@ async def silent_client(
     the client got when the server has closed the connection.
     """
     with await asyncio.to_thread(raw_calls.connect, target, window_bytes=0) as connection:
-        connection.sendall(raw_calls.call(1, method, bytes(1000), num_sent=num_sent))
+        message = b"" if num_sent is None else bytes(1000)
+        connection.sendall(raw_calls.call(1, method, message, num_sent=num_sent))
         if num_sent is None:
             await asyncio.to_thread(raw_calls.wait_until_answered, connection)
         else:

@@ -58,10 +58,10 @@ async def test_a_call_whose_client_has_stopped_does_not_hold_the_drain(
     assert (REASON in trailers) == (num_sent is not None)
 
 
-async def test_calls_that_stop_one_after_the_other_are_answered_with_the_reason_while_an_honest_one_goes_on(
+async def test_a_stream_whose_client_keeps_it_open_holds_the_drain_while_the_service_works_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stream that its client keeps open counts from its last answer on. One item takes longer than a pause may."""
+    """After its last answer it waits for its client. The item takes longer than a client may."""
     monkeypatch.setattr(inflight_calls, "STALL_S", 1.0)
     async with running_server(drain_timeout_s=600) as running:
         gate = asyncio.Event()
