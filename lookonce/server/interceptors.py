@@ -252,14 +252,13 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
     behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     # No variable has the message, so that a handler can let go of it.
-    async def received(inbox: Inbox) -> Any:
+    async def received(context: Context, call: Call) -> Any:
+        inbox = Inbox(context, call, receiver, parse)
         return inbox if handler.request_streaming else await inbox.only_message()
 
     async def answer_once(_: Any, context: Context) -> bytes:
-        inbox = Inbox(context, receiver, parse)
-
         async def handle() -> bytes:
-            response = await behaviour(await received(inbox), context)
+            response = await behaviour(await received(context, border.calls.current()), context)
             return bytes(response) if serialize is None else serialize(response)
 
         # After an error gRPC takes no notice of the result.
@@ -270,10 +269,9 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
     # A coroutine that writes, not a generator: it closes the handler's generator as soon as the call is cancelled. gRPC
     # would leave that to the garbage collector.
     async def answer_many(_: Any, context: Context) -> None:
-        inbox = Inbox(context, receiver, parse)
-
         async def handle() -> None:
-            await _write_all(behaviour(await received(inbox), context), context, border.calls.current())
+            call = border.calls.current()
+            await _write_all(behaviour(await received(context, call), context), context, call)
 
         await border.cross(context, handle)
 

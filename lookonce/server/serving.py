@@ -1,7 +1,7 @@
 """The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
 
 SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, for at most
-`drain_timeout_s` → the rest get UNAVAILABLE → exit 0. A call whose client takes nothing of its answer for five seconds
+`drain_timeout_s` → the rest get UNAVAILABLE → exit 0. A call whose client takes and sends no message for five seconds
 does not hold the drain. A second signal kills the process, and so does the first one while the model is being loaded.
 
 A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → calls in flight get their
@@ -222,14 +222,12 @@ class GrpcService:
         self._calls.answer_refused()
         await self._calls.finished(left_s)
         num_expelled = self._calls.expel_all()
-        answered = asyncio.create_task(self._calls.answered())
-        await asyncio.wait({closing, answered}, return_when=asyncio.FIRST_COMPLETED)
-        answered.cancel()
-        # Without the shorter time, gRPC would wait all of it for a watch whose client takes no answer.
-        await server.stop(_FLUSH_S)
-        await closing
-        for side_server in self._side_servers:
-            await side_server.stop(_FLUSH_S)
+        flushed_s = asyncio.get_running_loop().time() + _FLUSH_S
+        await self._calls.statuses_sent()
+        # Without the shorter time, gRPC would wait all of it for clients that take no answer. It ends their calls with
+        # UNAVAILABLE and a text of its own: our status would have to wait for the answer before it.
+        left_s = max(0.0, flushed_s - asyncio.get_running_loop().time())
+        await asyncio.gather(closing, *(one.stop(left_s) for one in (server, *self._side_servers)))
         self._telemetry.stop_endpoint()
         _log.info("stopped", expelled_calls=num_expelled)
 

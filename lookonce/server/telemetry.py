@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from lookonce.errors import ConfigurationError
 from lookonce.identity import REQUEST_ID
 from lookonce.logs import get_logger
+from lookonce.server.malformed_metadata import limit_in_log
 from lookonce.server.metrics_endpoint import MetricsEndpoint
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
@@ -79,6 +80,7 @@ def _install_handler(formatter: logging.Formatter, stream: TextIO, log_level: Lo
     handler.setFormatter(formatter)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
+    limit_in_log()
     for name in _CAPTIVE_LOGGERS:
         logging.getLogger(name).handlers = []
         logging.getLogger(name).propagate = True

@@ -9,11 +9,15 @@ calls; their callers cannot send new ones meanwhile. Before, 64 busy callers got
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lookonce.errors import UnavailableError
+
+MessageT = TypeVar("MessageT")
 
 _DRAINING = "the server is shutting down; retry on another replica"
 # All calls have been handed over when none came during so many looks, each after a wait of so many seconds. gRPC hands
@@ -28,12 +32,17 @@ _LOOK_S = 0.005
 # seconds is taken from that limit. Beside five busy processes it took 3.8 s to hand over 1000 calls.
 _SETTLE_S = 3.0
 _SETTLE_PART = 1 / 3
-# A client that takes no part of an answer for so many seconds does not hold a drain any longer. gRPC tells only when a
-# whole message is written, so it is the time for a message on a slow link: 1 MiB over 1.7 Mbit/s, and 32 MiB, the
-# largest by default, over 54 Mbit/s.
+# A drain does not wait any longer for a call whose client has not moved it on for so many seconds: the client takes no
+# message of the answer, or sends none of the request. gRPC tells only when a whole message is written or received, so
+# it is the time for a message on a slow link: 18 kB over 29 kbit/s, 1 MiB over 1.7 Mbit/s, and 32 MiB, the largest by
+# default, over 54 Mbit/s.
 STALL_S = 5.0
 # Time between two looks for stalled calls during a drain.
 _STALL_LOOK_S = 0.25
+# The statuses of expelled calls are sent within so many looks, each after a wait of so many seconds. A busy event loop
+# makes each look longer. Clients cannot do so.
+_NUM_SENT_LOOKS = 20
+_SENT_LOOK_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -45,14 +54,48 @@ class Call:
     delays_drain: bool
     # Whether the drain, not the client, cancelled the task.
     expelled: bool = field(default=False)
-    # Time at which the message that is being written was begun, on the event loop's clock; None while none is.
-    writing_since_s: float | None = field(default=None)
+    # Times at which the call began to wait for its client, on the event loop's clock; None while it does not: for a
+    # message of the request, for room to write one of the answer, and for gRPC to send the end of the answer.
+    _receiving_since_s: float | None = field(default=None)
+    _writing_since_s: float | None = field(default=None)
+    _ending_since_s: float | None = field(default=None)
+    # Messages of the request that have no message of the answer yet. A stream has one answer for each, and its next
+    # message is awaited while the service works on those before.
+    _num_owed: int = field(default=0)
+
+    async def received(self, receive: Awaitable[MessageT]) -> MessageT:
+        """Waits for a message of the request, or for its end."""
+        self._receiving_since_s = asyncio.get_running_loop().time()
+        try:
+            message = await receive
+        finally:
+            self._receiving_since_s = None
+        self._num_owed += 1
+        return message
 
     async def written(self, write: Awaitable[None]) -> None:
         """Waits for the write of a message of the answer."""
-        self.writing_since_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._writing_since_s = loop.time()
         await write
-        self.writing_since_s = None
+        self._writing_since_s = None
+        self._num_owed -= 1
+        if self._receiving_since_s is not None:
+            self._receiving_since_s = loop.time()
+
+    def note_end(self) -> None:
+        """Notes that gRPC sends the end of the answer from now on."""
+        self._ending_since_s = asyncio.get_running_loop().time()
+
+    def waits_since(self) -> float:
+        """Returns the time since which the call waits for its client only, infinity if the service works on it."""
+        if self._ending_since_s is not None:
+            return self._ending_since_s
+        if self._writing_since_s is not None:
+            return self._writing_since_s
+        if self._receiving_since_s is not None and self._num_owed <= 0:
+            return self._receiving_since_s
+        return math.inf
 
 
 class InflightCalls:
@@ -67,10 +110,8 @@ class InflightCalls:
         self._num_refused = 0
         # Set when refused calls get their answers.
         self._refusals_go_out = asyncio.Event()
-        self._none_delays = asyncio.Event()
-        self._none_delays.set()
         # Calls whose task, which also sends their answer, has not ended; without those that do not delay a drain.
-        self._num_unanswered = 0
+        self._unanswered: dict[asyncio.Task[object], Call] = {}
         self._none_unanswered = asyncio.Event()
         self._none_unanswered.set()
 
@@ -84,19 +125,18 @@ class InflightCalls:
         """Counts the current task as a call. Raises UnavailableError once calls are refused."""
         task = asyncio.current_task()
         assert task is not None, "calls run in tasks"
+        call = Call(task, delays_drain)
         if delays_drain:
-            self._num_unanswered += 1
+            self._unanswered[task] = call
             self._none_unanswered.clear()
             task.add_done_callback(self._note_answer)
         if self._refusing:
             self._num_refused += 1
             await self._refusals_go_out.wait()
+            call.note_end()
             raise UnavailableError(_DRAINING)
-        call = Call(task, delays_drain)
         self._calls[task] = call
-        if delays_drain:
-            self._num_delaying += 1
-            self._none_delays.clear()
+        self._num_delaying += delays_drain
         try:
             yield call
         except asyncio.CancelledError:
@@ -105,10 +145,9 @@ class InflightCalls:
             task.uncancel()
             raise UnavailableError(_DRAINING) from None
         finally:
+            call.note_end()
             del self._calls[task]
             self._num_delaying -= delays_drain
-            if self._num_delaying == 0:
-                self._none_delays.set()
 
     def current(self) -> Call:
         """Returns the call that the current task has been admitted as."""
@@ -141,39 +180,34 @@ class InflightCalls:
         self._refusals_go_out.set()
 
     async def finished(self, timeout_s: float) -> bool:
-        """Waits until no call delays the drain, apart from those whose clients have stopped to take their answers.
+        """Waits until gRPC has sent the answers of all calls that delay the drain, refused ones too.
 
+        Does not wait for calls whose clients have not moved them on for long; that time begins now at the earliest.
         Returns False when calls are left: of such clients, or because `timeout_s` seconds are over.
         """
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + timeout_s
-        while not self._none_delays.is_set() and not self._are_stalled() and loop.time() < until_s:
+        begun_s = loop.time()
+        while loop.time() < begun_s + timeout_s and self._is_awaited(begun_s):
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(_STALL_LOOK_S, until_s - loop.time())):
-                    await self._none_delays.wait()
-        return self._none_delays.is_set()
-
-    def _are_stalled(self) -> bool:
-        """Whether each call that delays the drain waits for its client to take a message, and has for long."""
-        begun_before_s = asyncio.get_running_loop().time() - STALL_S
-        delaying = (call for call in self._calls.values() if call.delays_drain)
-        return all(call.writing_since_s is not None and call.writing_since_s <= begun_before_s for call in delaying)
-
-    async def answered(self) -> None:
-        """Waits until gRPC has sent the answers of all calls, refused ones too, that delay the drain.
-
-        Their handlers have ended. Returns sooner if not one answer was sent for as long as a message may take.
-        """
-        num_before = self._num_unanswered + 1
-        while 0 < self._num_unanswered < num_before:
-            num_before = self._num_unanswered
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STALL_S):
+                async with asyncio.timeout(min(_STALL_LOOK_S, begun_s + timeout_s - loop.time())):
                     await self._none_unanswered.wait()
+        return self._none_unanswered.is_set()
+
+    def _is_awaited(self, begun_s: float) -> bool:
+        """Whether there is a call that does not wait for its client, or has not for long since `begun_s`."""
+        stalled_since_s = asyncio.get_running_loop().time() - STALL_S
+        return any(max(call.waits_since(), begun_s) > stalled_since_s for call in self._unanswered.values())
+
+    async def statuses_sent(self) -> None:
+        """Waits until gRPC has sent the statuses of expelled calls, for about a second at most."""
+        for _ in range(_NUM_SENT_LOOKS):
+            if self._none_unanswered.is_set():
+                return
+            await asyncio.sleep(_SENT_LOOK_S)
 
     def _note_answer(self, task: asyncio.Task[object]) -> None:
-        self._num_unanswered -= 1
-        if self._num_unanswered == 0:
+        del self._unanswered[task]
+        if not self._unanswered:
             self._none_unanswered.set()
 
     def expel_all(self) -> int:

@@ -10,6 +10,7 @@ import grpc.aio
 
 from lookonce.errors import InvalidInputError
 from lookonce.identity import current_identity
+from lookonce.server.admission.inflight_calls import Call
 from lookonce.server.receiving.receive_slots import ReceiveSlots, SlotLimits
 from lookonce.server.receiving.unfinished_reads import ReadLimits, UnfinishedReads
 
@@ -56,9 +57,10 @@ class Receivers:
 class Inbox:
     """The messages that a caller sends, parsed: one of a unary request, or a stream of them."""
 
-    def __init__(self, context: Any, receiver: Receiver, parse: Callable[[bytes], Any]) -> None:
-        """`context` is the context of a call whose handler is, to gRPC, one with a stream of requests."""
+    def __init__(self, context: Any, call: Call, receiver: Receiver, parse: Callable[[bytes], Any]) -> None:
+        """`context` is the context of `call`, whose handler is, to gRPC, one with a stream of requests."""
         self._context = context
+        self._call = call
         self._receiver = receiver
         self._parse = parse
         self._has_begun = False
@@ -92,7 +94,8 @@ class Inbox:
         return self._parse(message)
 
     async def _receive(self, *, may_pause: bool) -> Any:
-        return await self._receiver.receive(self._caller(), self._context.read, may_pause=may_pause)
+        receive = self._receiver.receive(self._caller(), self._context.read, may_pause=may_pause)
+        return await self._call.received(receive)
 
     def _caller(self) -> str:
         """Returns the tenant, or the connection if there is no authentication: a caller can name any tenants then."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING = 0, 1, 3, 4, 6
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
@@ -34,19 +35,33 @@ def connect(target: str, *, window_bytes: int | None = None) -> socket.socket:
     return connection
 
 
-def call(stream: int, method: str, message: bytes = b"") -> bytes:
-    """Returns the frames of a call of `method` ("/package.Service/Method") with one request message of up to 16 KB."""
-    headers = {
+def call(
+    stream: int,
+    method: str,
+    message: bytes = b"",
+    *,
+    num_sent: int | None = None,
+    metadata: Mapping[str, bytes] | None = None,
+) -> bytes:
+    """Returns the frames of a call of `method` ("/package.Service/Method") with one request message of up to 16 KB.
+
+    With `num_sent`, the call does not end and only so many bytes of the message's frame are sent.
+    """
+    headers: dict[str, str | bytes] = {
         ":method": "POST",
         ":scheme": "http",
         ":path": method,
         ":authority": "test",
         "content-type": "application/grpc",
         "te": "trailers",
+        **(metadata or {}),
     }
     block = b"".join(b"\0" + _text(name) + _text(value) for name, value in headers.items())
     data = struct.pack(">BI", 0, len(message)) + message
-    return _frame(_HEADERS, _END_HEADERS, stream, block) + _frame(_DATA, _END_STREAM, stream, data)
+    opened = _frame(_HEADERS, _END_HEADERS, stream, block)
+    if num_sent is not None:
+        return opened + _frame(_DATA, 0, stream, data[:num_sent])
+    return opened + _frame(_DATA, _END_STREAM, stream, data)
 
 
 def reset(stream: int) -> bytes:
@@ -58,10 +73,11 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def _text(value: str) -> bytes:
+def _text(value: str | bytes) -> bytes:
     """Returns a string as HPACK writes it without compression (RFC 7541, section 5.2), of up to 126 bytes."""
-    assert len(value) < 127
-    return bytes([len(value)]) + value.encode()
+    raw = value.encode() if isinstance(value, str) else value
+    assert len(raw) < 127
+    return bytes([len(raw)]) + raw
 
 
 def wait_until_read(connection: socket.socket) -> None:
@@ -75,13 +91,20 @@ def wait_until_answered(connection: socket.socket) -> None:
     _wait_for(connection, _HEADERS, _END_HEADERS)
 
 
-def answer_pings(connection: socket.socket) -> None:
-    """Acknowledges each PING until the server closes the connection, as it does to ask whether a client is there."""
+def answer_pings(connection: socket.socket) -> bytes:
+    """Acknowledges each PING until the server closes the connection, as it does to ask whether a client is there.
+
+    Returns the headers and trailers of all answers. gRPC sends texts in them without compression.
+    """
+    headers = b""
     with connection.makefile("rb") as received:
         while head := received.read(9):
             payload = received.read(int.from_bytes(head[:3], "big"))
             if (head[3], head[4]) == (_PING, 0):
                 connection.sendall(_frame(_PING, _ACK, 0, payload))
+            if head[3] == _HEADERS:
+                headers += payload
+    return headers
 
 
 def _wait_for(connection: socket.socket, kind: int, flags: int) -> None:

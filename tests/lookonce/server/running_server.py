@@ -32,6 +32,8 @@ class RaisingEncoder(UnsupportedEncoder):
         self.error: BaseException | None = None
         self.gathering: asyncio.Barrier | None = None
         self.closed_generators = 0
+        # EncodeStream answers no item before the gate opens.
+        self.stream_begun, self.stream_gate = asyncio.Event(), asyncio.Event()
 
     async def GetEncoderInfo(self, request: pb.GetEncoderInfoRequest, context: Any) -> pb.GetEncoderInfoResponse:
         if self.error is not None:
@@ -42,6 +44,21 @@ class RaisingEncoder(UnsupportedEncoder):
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         return pb.EncodeResponse(results=[pb.EncodeResult() for _ in request.items])
+
+    async def EncodeStream(
+        self, requests: AsyncIterator[pb.EncodeStreamRequest], context: Any
+    ) -> AsyncIterator[pb.EncodeStreamResponse]:
+        """Receives while it works, as the encoder does."""
+        received: asyncio.Future[Any] = asyncio.ensure_future(anext(requests))
+        while (request := await received) is not None:
+            received = asyncio.ensure_future(anext(requests, None))
+            self.stream_begun.set()
+            try:
+                await self.stream_gate.wait()
+                yield pb.EncodeStreamResponse(item_id=request.item_id)
+            except BaseException:
+                received.cancel()
+                raise
 
     async def ReadEmbedding(
         self, request: pb.ReadEmbeddingRequest, context: Any

@@ -6,11 +6,10 @@ import asyncio
 import json
 import pathlib
 import signal
-import socket
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -23,11 +22,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
-from lookonce.server.admission import inflight_calls
 from lookonce.server.serving import GrpcService, check_files
 from lookonce.server.settings import MIB
 from lookonce.server.telemetry import Telemetry
-from tests.lookonce.server import raw_calls
 from tests.lookonce.server.program_process import PROGRAM, ROOT, ProgramProcess
 from tests.lookonce.server.running_server import (
     CHANNEL_OPTIONS,
@@ -38,6 +35,7 @@ from tests.lookonce.server.running_server import (
     server_settings,
     until,
 )
+from tests.lookonce.server.silent_clients import silent_client
 
 Health = health_pb2.HealthCheckResponse
 
@@ -88,31 +86,13 @@ async def test_the_ready_file_appears_when_ready_and_goes_at_the_drain(tmp_path:
     assert not ready_file.exists()
 
 
-@asynccontextmanager
-async def silent_watch(target: str, method: str = "/grpc.health.v1.Health/Watch") -> AsyncIterator[None]:
-    """Watches the health of the server, or calls another method, and takes no byte of the answer, which has begun.
-
-    The client acknowledges pings, so that gRPC does not take it for dead.
-    """
-    with await asyncio.to_thread(raw_calls.connect, target, window_bytes=0) as connection:
-        connection.sendall(raw_calls.call(1, method))
-        await asyncio.to_thread(raw_calls.wait_until_answered, connection)
-        pings = asyncio.create_task(asyncio.to_thread(raw_calls.answer_pings, connection))
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            await asyncio.gather(pings, return_exceptions=True)
-
-
 async def test_a_watch_whose_client_takes_no_answer_stops_neither_other_watches_nor_readiness(
     tmp_path: pathlib.Path,
 ) -> None:
     ready_file, ready = tmp_path / "ready.json", False
     async with (
         running_server(is_ready=lambda: ready, ready_file=ready_file) as running,
-        silent_watch(running.service.target),
+        silent_client(running.service.target),
     ):
         watch = running.health.Watch(health_pb2.HealthCheckRequest(), timeout=10)
         assert (await watch.read()).status == Health.NOT_SERVING
@@ -125,26 +105,6 @@ async def test_a_watch_whose_client_takes_no_answer_stops_neither_other_watches_
         await until(written)
         ready = False
         assert (await watch.read()).status == Health.NOT_SERVING
-
-
-@pytest.mark.parametrize("method", ["Flood", "Large"])
-async def test_a_call_whose_client_takes_no_answer_does_not_hold_the_drain(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inflight_calls, "STALL_S", 0.5)
-    async with (
-        running_server(drain_timeout_s=600) as running,
-        silent_watch(running.service.target, f"/{KINDS}/{method}"),
-    ):
-        # A call whose client reads is finished, however long it takes.
-        working = running.encoder.ReadEmbedding(pb.ReadEmbeddingRequest())
-        await working.read()
-        async with asyncio.timeout(30):
-            stopping = asyncio.create_task(running.service.stop())
-            done, _ = await asyncio.wait({stopping}, timeout=2.0)
-            assert not done
-            working.cancel()
-            await stopping
 
 
 @pytest.mark.parametrize(
@@ -317,7 +277,7 @@ async def test_an_idle_health_watcher_does_not_hold_the_drain(processes: Any) ->
 
 async def test_a_watch_whose_client_takes_no_answer_does_not_hold_the_drain(processes: Any) -> None:
     process = processes("--drain-timeout-s", "600")
-    async with silent_watch(await process.target()):
+    async with silent_client(await process.target()):
         process.popen.send_signal(signal.SIGTERM)
         assert await process.exit_status() == 0, process.log()
     assert "Traceback" not in process.log()

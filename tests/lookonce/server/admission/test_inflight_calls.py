@@ -82,7 +82,95 @@ async def test_a_drain_waits_for_a_call_that_writes_unless_one_message_takes_ver
     assert calls.expel_all() == 1
     with pytest.raises(UnavailableError):
         await task
-    await calls.answered()
+    await calls.statuses_sent()
+
+
+class Waiting:
+    """A call that waits for its client in one of three ways, without end."""
+
+    def __init__(self, calls: InflightCalls, way: str) -> None:
+        self.way = way
+        self.is_moved_on = asyncio.Event()
+        self.task = asyncio.create_task(self._run(calls))
+
+    async def _run(self, calls: InflightCalls) -> None:
+        async with calls.admitted(delays_drain=True) as call:
+            if self.way == "receive":
+                await call.received(self.is_moved_on.wait())
+            elif self.way == "write":
+                await call.written(self._written())
+        await self.is_moved_on.wait()
+
+    async def _written(self) -> None:
+        await self.is_moved_on.wait()
+
+
+@pytest.mark.parametrize("way", ["receive", "write", "end"])
+async def test_a_call_that_waited_for_its_client_before_the_drain_gets_the_whole_time(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inflight_calls, "STALL_S", 1.0)
+    calls = InflightCalls()
+    waiting = Waiting(calls, way)
+    await asyncio.sleep(1.5)
+    drain = asyncio.create_task(calls.finished(60.0))
+    done, _ = await asyncio.wait({drain}, timeout=0.5)
+    assert not done
+    waiting.is_moved_on.set()
+    assert await drain, "its client has moved it on"
+    await waiting.task
+
+
+async def test_calls_that_wait_for_their_clients_hold_no_drain_and_a_working_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One call whose client sent nothing made a drain wait for all others, too."""
+    monkeypatch.setattr(inflight_calls, "STALL_S", 0.5)
+    calls = InflightCalls()
+    waiting = [Waiting(calls, way) for way in ("receive", "write", "end")]
+    working = Handler(calls)
+    await started(working)
+    drain = asyncio.create_task(calls.finished(60.0))
+    done, _ = await asyncio.wait({drain}, timeout=1.5)
+    assert not done
+    working.release.set()
+    await working.task
+    assert not await drain
+    assert calls.expel_all() == 2
+    # Each round of the wait for statuses once began anew when one of them was sent.
+    sent = asyncio.create_task(calls.statuses_sent())
+    results = await asyncio.gather(*(one.task for one in waiting[:2]), return_exceptions=True)
+    assert [type(result) for result in results] == [UnavailableError] * 2
+    assert not sent.done()
+    await sent
+    assert not waiting[2].task.done()
+    waiting[2].is_moved_on.set()
+    await waiting[2].task
+
+
+async def test_a_stream_waits_for_its_client_only_when_each_of_its_messages_has_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inflight_calls, "STALL_S", 0.5)
+    calls, is_answered = InflightCalls(), asyncio.Event()
+
+    async def stream() -> None:
+        async with calls.admitted(delays_drain=True) as call:
+            await call.received(asyncio.sleep(0))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(call.received(asyncio.sleep(3600)))
+                await is_answered.wait()
+                await call.written(asyncio.sleep(0))
+
+    task = asyncio.create_task(stream())
+    drain = asyncio.create_task(calls.finished(60.0))
+    done, _ = await asyncio.wait({drain}, timeout=1.5)
+    assert not done, "the service works on the first message while it awaits the second one"
+    is_answered.set()
+    assert not await drain
+    assert calls.expel_all() == 1
+    with pytest.raises(UnavailableError):
+        await task
 
 
 async def test_health_watches_do_not_delay_a_drain() -> None:
@@ -222,9 +310,13 @@ async def test_a_call_that_its_client_cancels_stays_cancelled() -> None:
 
 async def test_a_call_that_fails_is_no_longer_in_flight() -> None:
     calls = InflightCalls()
-    with pytest.raises(ValueError, match="oops"):
+
+    async def fail() -> None:
         async with calls.admitted(delays_drain=True):
             raise ValueError("oops")
+
+    with pytest.raises(ValueError, match="oops"):
+        await asyncio.create_task(fail())
     assert calls.num_delaying == 0
     assert await calls.finished(60.0)
 
@@ -264,13 +356,13 @@ async def test_a_call_is_answered_when_its_task_has_ended_which_sends_the_answer
     sending = asyncio.create_task(answer(delays_drain=True))
     watch = asyncio.create_task(answer(delays_drain=False))
     await asyncio.sleep(0)
-    assert await calls.finished(60.0)
-    waiting = asyncio.create_task(calls.answered())
+    waiting = asyncio.create_task(calls.finished(60.0))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     watch.cancel()
     sent.set()
-    await asyncio.gather(sending, waiting)
+    assert await waiting
+    await sending
 
 
 async def test_refused_calls_are_answered_too() -> None:
@@ -278,10 +370,10 @@ async def test_refused_calls_are_answered_too() -> None:
     await calls.refuse_new(0.0)
     late = Handler(calls)
     await asyncio.sleep(0)
-    waiting = asyncio.create_task(calls.answered())
+    waiting = asyncio.create_task(calls.finished(60.0))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     calls.answer_refused()
-    await waiting
+    assert await waiting
     assert late.task.done()
     await asyncio.gather(late.task, return_exceptions=True)

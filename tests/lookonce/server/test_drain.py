@@ -1,0 +1,87 @@
+"""A drain waits for calls that the service works on, and not for those whose clients have stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from lookonce import errors, status_codes
+from lookonce.encoder.v1 import encoder_service_pb2 as pb
+from lookonce.server.admission import inflight_calls
+from tests.lookonce.server.running_server import KINDS, rpc_failure, running_server
+from tests.lookonce.server.silent_clients import silent_client
+
+# gRPC's frame of a message begins with five bytes.
+NOTHING, A_PART = 0, 105
+REASON = b"the server is shutting down; retry on another replica"
+
+
+def status(code: str) -> bytes:
+    """Returns a status as gRPC writes it into the trailers."""
+    return b"grpc-status" + bytes([len(code)]) + code.encode()
+
+
+@pytest.mark.parametrize(
+    ("method", "num_sent"),
+    [
+        ("Flood", None),
+        ("Large", None),
+        ("UnaryUnary", NOTHING),
+        ("UnaryStream", A_PART),
+        ("StreamStream", NOTHING),
+        ("StreamUnary", A_PART),
+    ],
+)
+async def test_a_call_whose_client_has_stopped_does_not_hold_the_drain(
+    method: str, num_sent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inflight_calls, "STALL_S", 0.5)
+    async with (
+        running_server(drain_timeout_s=600) as running,
+        silent_client(running.service.target, f"/{KINDS}/{method}", num_sent=num_sent) as headers,
+    ):
+        # A call whose client reads is finished, however long it takes.
+        working = running.encoder.ReadEmbedding(pb.ReadEmbeddingRequest())
+        await working.read()
+        async with asyncio.timeout(30):
+            stopping = asyncio.create_task(running.service.stop())
+            done, _ = await asyncio.wait({stopping}, timeout=2.0)
+            assert not done
+            working.cancel()
+            await stopping
+            trailers = await headers
+    assert status("14") in trailers
+    # No status overtakes an answer that the client does not take. gRPC ends such a call itself.
+    assert (REASON in trailers) == (num_sent is not None)
+
+
+async def test_a_stream_whose_client_keeps_it_open_holds_the_drain_while_the_service_works_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After its last answer it waits for its client. The item takes longer than a client may."""
+    monkeypatch.setattr(inflight_calls, "STALL_S", 1.0)
+    async with running_server(drain_timeout_s=600) as running:
+        gate = asyncio.Event()
+        running.servicer.stream_gate = gate
+        more = asyncio.Event()
+
+        async def one_item_and_then_silence() -> AsyncIterator[pb.EncodeStreamRequest]:
+            yield pb.EncodeStreamRequest(item_id="a")
+            await more.wait()
+
+        stream: Any = running.encoder.EncodeStream(one_item_and_then_silence(), timeout=60)
+        await running.servicer.stream_begun.wait()
+        async with asyncio.timeout(30):
+            stopping = asyncio.create_task(running.service.stop())
+            done, _ = await asyncio.wait({stopping}, timeout=3.0)
+            assert not done, "the service works on the item"
+            gate.set()
+            assert (await stream.read()).item_id == "a"
+            failure = await rpc_failure(stream.read())
+            await stopping
+        more.set()
+    assert isinstance(status_codes.from_rpc_error(failure), errors.UnavailableError)
+    assert "shutting down" in str(failure.details())
