@@ -35,6 +35,9 @@ from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
 from lookonce.turns.fair_queue import CallerId
 from lookonce.turns.item_turns import ItemTurns, Place
 
+# Look-ups at the encoder at a time.
+_NUM_ENCODER_LOOKUPS = 16
+
 
 class MetadataSource(Protocol):
     """The part of the shared cache that image resolution uses."""
@@ -60,7 +63,7 @@ class ImageResolver:
         self._threads = threads
         self._item_turns = ItemTurns()
         # Of look-ups at the encoder. It may be slow, and images that the shared cache has do not wait for it.
-        self._encoder_turns = ItemTurns()
+        self._encoder_turns = ItemTurns(_NUM_ENCODER_LOOKUPS)
 
     async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant, request_id: str) -> list[ResolvedImage]:
         """Returns one resolved image per source, in order. Each file and each look-up takes a turn of its own.

@@ -1,9 +1,9 @@
-"""Turns for the items of calls on the event loop: tenants and calls share it, and few items are begun in a pass of it.
+"""Turns for the items of calls on the event loop: tenants and calls share it, and one item is begun in a pass of it.
 
 A call of a few kilobytes may name 64 images or 256 keys. Each costs the event loop 0.2 ms, so 200 such calls that begin
 all their items at once stop it for seconds. Here an item needs a place before it does anything, and there are few
-places. They are given in the order of `cost_turns.py`. A place that is given back goes to an item in the next pass of
-the event loop, so other calls run in between.
+places. They are given in the order of `cost_turns.py`, at most one in a pass of the event loop, so that other calls run
+in between: gRPC hands over one call in a pass, and a health check may be behind hundreds of calls.
 
 An item gives its place back before it waits for other items, such as for a thread that takes turns itself, or for the
 encode that it joins. Otherwise the items that hold all places could wait for one that gets none.
@@ -25,8 +25,8 @@ from lookonce.turns.cost_turns import TurnRequest
 from lookonce.turns.fair_queue import CallerId
 from lookonce.turns.grants import Grants
 
-# Items at work at a time: enough for four threads that ask Redis, and 3 ms in a pass of the event loop.
-_NUM_PLACES = 16
+# Items at work at a time: one for each thread that asks the shared cache, in both services.
+_NUM_PLACES = 4
 
 ResultT = TypeVar("ResultT")
 
@@ -76,8 +76,10 @@ class ItemTurns:
 
     def __init__(self, num_places: int = _NUM_PLACES) -> None:
         self._num_free = num_places
+        # Whether an item was begun in this pass of the event loop.
+        self._has_begun = False
         self._numbers = itertools.count()
-        self._grants = Grants(lambda: self._num_free > 0, self._count)
+        self._grants = Grants(lambda: self._num_free > 0 and not self._has_begun, self._count)
 
     def place(self, caller: CallerId, cost: int = 1) -> Place:
         """Returns the place of a new item, which does not have it yet. `async with` takes it and gives it back.
@@ -121,6 +123,13 @@ class ItemTurns:
 
     def _count(self, change: int) -> None:
         self._num_free -= change
+        if change > 0 and not self._has_begun:
+            self._has_begun = True
+            asyncio.get_running_loop().call_soon(self._begin_next)
+
+    def _begin_next(self) -> None:
+        self._has_begun = False
+        self._grants.give()
 
 
 def _end(place: Place, task: asyncio.Task[Any]) -> None:
