@@ -19,7 +19,7 @@ from encoder_svc.concurrent_map import map_concurrently
 from encoder_svc.held_rows import HeldRows, RowCopies
 from encoder_svc.settings import EncoderSettings
 from lookonce.common.v1 import common_pb2
-from lookonce.content_key import ContentKey, ProcessorOptions, Tenant
+from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import (
@@ -38,9 +38,13 @@ from lookonce.server.admission.quotas import Quotas, Resource
 from lookonce.server.telemetry import current_request_id
 from lookonce.status_codes import from_reason, status_row
 from lookonce.tenants import Tenants
+from lookonce.turns.fair_queue import CallerId
+from lookonce.turns.item_turns import Place
 
 SERVICE_NAME = "lookonce.encoder.v1.EncoderService"
 MAX_LOOKUP_KEYS = 256
+# Keys of a call that are looked up in one turn: they take about as long as an image.
+_KEYS_PER_TURN = 8
 # Maximum size of a ReadEmbedding message; it holds whole rows.
 CHUNK_BYTES = 1 << 20
 # Items of one EncodeStream in progress at a time, in full forward passes.
@@ -115,16 +119,16 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         if len(request.keys) > MAX_LOOKUP_KEYS:
             raise InvalidParameterError("keys", f"at most {MAX_LOOKUP_KEYS} keys in a call, not {len(request.keys)}")
         options = wire.parse_options(request)
-        keys = [self._key(key, f"keys[{index}]", options) for index, key in enumerate(request.keys)]
-        found = await self._pipeline.lookup(keys, touch=request.touch)
-        return pb.LookupEmbeddingsResponse(
-            results=[
-                pb.LookupResult()
-                if meta is None
-                else pb.LookupResult(cached=True, embedding=wire.embedding_info(key, meta))
-                for key, meta in zip(keys, found, strict=True)
-            ]
-        )
+        digests = [self._digest(key, f"keys[{index}]") for index, key in enumerate(request.keys)]
+        tenant = self._tenant()
+        response = pb.LookupEmbeddingsResponse()
+        for start in range(0, len(digests), _KEYS_PER_TURN):
+            group = digests[start : start + _KEYS_PER_TURN]
+            async with self._pipeline.item_turns.place(CallerId(tenant.tag, _request_id()), len(group)):
+                keys = [self._pipeline.key_of(digest, options, tenant) for digest in group]
+                found = await self._pipeline.lookup(keys, touch=request.touch)
+                response.results.extend(map(wire.lookup_result, keys, found))
+        return response
 
     async def ReadEmbedding(
         self,
@@ -193,9 +197,12 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
             yield
 
     def _key(self, key: common_pb2.ContentKey, field: str, options: ProcessorOptions) -> ContentKey:
+        return self._pipeline.key_of(self._digest(key, field), options, self._tenant())
+
+    def _digest(self, key: common_pb2.ContentKey, field: str) -> ImageDigest:
         digest = wire.parse_key(key, field)
         self._pipeline.check_fingerprint(key.encoder_fingerprint)
-        return self._pipeline.key_of(digest, options, self._tenant())
+        return digest
 
     def _pixel_charge(self, *, in_stream: bool) -> Callable[[int], None] | None:
         """Returns the charge for the pixels of an image; None for a caller without a limit on pixels.
@@ -215,9 +222,9 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
 
     async def _encode_all(self, images: Sequence[ImageInput], cache_policy: CachePolicy) -> list[EncodeOutcome]:
         charge_pixels = self._pixel_charge(in_stream=False)
-        results = await asyncio.gather(
-            *(self._encode_one(image, cache_policy, charge_pixels) for image in images),
-            return_exceptions=True,
+        results = await self._pipeline.item_turns.run_all(
+            CallerId(self._tenant().tag, _request_id()),
+            [functools.partial(self._encode_one, image, cache_policy, charge_pixels) for image in images],
         )
         outcomes = [result for result in results if isinstance(result, EncodeOutcome)]
         missing = [index for index, result in enumerate(results) if isinstance(result, EmbeddingNotCachedError)]
@@ -238,10 +245,14 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         return outcomes
 
     async def _encode_one(
-        self, image: ImageInput, cache_policy: CachePolicy, charge_pixels: Callable[[int], None] | None
+        self,
+        image: ImageInput,
+        cache_policy: CachePolicy,
+        charge_pixels: Callable[[int], None] | None,
+        place: Place | None = None,
     ) -> EncodeOutcome:
         try:
-            return await self._pipeline.encode(image, cache_policy, self._tenant(), _request_id(), charge_pixels)
+            return await self._pipeline.encode(image, cache_policy, self._tenant(), _request_id(), charge_pixels, place)
         except LookonceError as error:
             self._pipeline.metrics.rejected.labels(status_row(error).reason).inc()
             raise

@@ -6,7 +6,7 @@ encoder. Keys are always derived here, from the fingerprint of the encoder that 
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,6 +33,10 @@ from lookonce.errors import (
 from lookonce.image_file import file_digest, files_of
 from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
 from lookonce.turns.fair_queue import CallerId
+from lookonce.turns.item_turns import ItemTurns, Place
+
+# Look-ups at the encoder at a time.
+_NUM_ENCODER_LOOKUPS = 16
 
 
 class MetadataSource(Protocol):
@@ -57,6 +61,9 @@ class ImageResolver:
         self._metadata = metadata
         self._limits = limits
         self._threads = threads
+        self._item_turns = ItemTurns()
+        # Of look-ups at the encoder. It may be slow, and images that the shared cache has do not wait for it.
+        self._encoder_turns = ItemTurns(_NUM_ENCODER_LOOKUPS)
 
     async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant, request_id: str) -> list[ResolvedImage]:
         """Returns one resolved image per source, in order. Each file and each look-up takes a turn of its own.
@@ -79,9 +86,12 @@ class ImageResolver:
         self, sources: Sequence[ImageSource], tenant: Tenant, caller: CallerId
     ) -> list[ResolvedImage]:
         fingerprint = await self._fingerprint()
-        found = await asyncio.gather(
-            *(self._resolve(index, source, fingerprint, tenant, caller) for index, source in enumerate(sources)),
-            return_exceptions=True,
+        found = await self._item_turns.run_all(
+            caller,
+            (
+                functools.partial(self._resolve, index, source, fingerprint, tenant, caller)
+                for index, source in enumerate(sources)
+            ),
         )
         resolved = [result for result in found if isinstance(result, ResolvedImage)]
         missing = [index for index, result in enumerate(found) if isinstance(result, EmbeddingNotCachedError)]
@@ -102,11 +112,18 @@ class ImageResolver:
         return resolved
 
     async def _resolve(
-        self, index: int, source: ImageSource, fingerprint: EncoderFingerprint, tenant: Tenant, caller: CallerId
+        self,
+        index: int,
+        source: ImageSource,
+        fingerprint: EncoderFingerprint,
+        tenant: Tenant,
+        caller: CallerId,
+        place: Place,
     ) -> ResolvedImage:
         if isinstance(source, InlineImage):
             facts = source.facts
             if facts is None:
+                place.give_back()
                 with located_in_image(index):
                     facts = await self._threads.read_file(caller, _inspect, source, self._limits)
             key, header = content_key(facts.digest, fingerprint, source.options, tenant), facts.header
@@ -118,27 +135,33 @@ class ImageResolver:
                 source.data,
                 num_file_pixels=header.num_pixels,
             )
-        return await self._resolve_cached(source, fingerprint, tenant, caller)
+        return await self._resolve_cached(source, fingerprint, tenant, caller, place)
 
     async def _resolve_cached(
-        self, source: CachedImage, fingerprint: EncoderFingerprint, tenant: Tenant, caller: CallerId
+        self, source: CachedImage, fingerprint: EncoderFingerprint, tenant: Tenant, caller: CallerId, place: Place
     ) -> ResolvedImage:
         if source.fingerprint is not None and source.fingerprint != fingerprint:
             raise FingerprintMismatchError(
                 "the key names another encoder fingerprint than the one served here; leave it empty or ask GetModelInfo"
             )
         key = content_key(source.digest, fingerprint, source.options, tenant)
-        meta = await self._stored_meta(key, source.options, caller)
+        meta = await self._stored_meta(key, source.options, caller, place)
         if meta is None:
             raise EmbeddingNotCachedError("the image is not cached; send its bytes")
         return ResolvedImage(key, meta.image_width, meta.image_height, source.options, None, meta.num_rows)
 
-    async def _stored_meta(self, key: ContentKey, options: ProcessorOptions, caller: CallerId) -> EmbeddingMeta | None:
+    async def _stored_meta(
+        self, key: ContentKey, options: ProcessorOptions, caller: CallerId, place: Place
+    ) -> EmbeddingMeta | None:
         if self._metadata is not None:
             meta = await self._threads.look_up(caller, self._metadata.metadata, key)
             if meta is not None:
                 return meta
-        return None if self._encoder is None else await self._encoder.lookup(key, options)
+        if self._encoder is None:
+            return None
+        place.give_back()
+        async with self._encoder_turns.place(caller):
+            return await self._encoder.lookup(key, options)
 
     async def _fingerprint(self) -> EncoderFingerprint:
         if self._encoder is None:

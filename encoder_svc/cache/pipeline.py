@@ -26,6 +26,7 @@ from lookonce.errors import DigestMismatchError, FingerprintMismatchError, Inval
 from lookonce.image_file import FileDigests, ImageFile, file_digests, files_of, num_file_bytes
 from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
 from lookonce.turns.fair_queue import CallerId
+from lookonce.turns.item_turns import ItemTurns, Place
 from lookonce.uncounted_rows import UncountedRows
 
 # SHA-256 of 64 KiB takes about a quarter of a millisecond without hardware support. Larger files go to a thread.
@@ -48,6 +49,8 @@ class EncodePipeline:
         self.model = model
         self.tiers = tiers
         self.metrics = metrics
+        # Of all items: images, and groups of keys that are looked up.
+        self.item_turns = ItemTurns()
         self._encoder = encoder
         self._fleet = fleet
         self._limits = limits
@@ -74,6 +77,7 @@ class EncodePipeline:
         tenant: Tenant,
         request_id: str,
         charge_pixels: Callable[[int], None] | None = None,
+        place: Place | None = None,
     ) -> EncodeOutcome:
         """Makes sure that the image's rows can be read from a cache, or from the outcome if it was removed meanwhile.
 
@@ -85,27 +89,45 @@ class EncodePipeline:
         began it, or if it has left, of the next caller with the image's bytes, who waits already or comes later.
 
         `charge_pixels`, if given, is called with the number of pixels that the header of an image claims, before the
-        image is looked up. It may raise a refusal.
+        image is looked up. It may raise a refusal. `place` is one of `item_turns` for this image, taken or not. Hashing
+        and look-ups wait for it; it is given back when the image waits for others, and at the end.
 
         Raises EmbeddingNotCachedError for a reference (or with ONLY_IF_CACHED) that no cache holds,
         DigestMismatchError, InvalidParameterError, and the errors of `ImageEncoder.encode`.
         """
-        arrival_token = self.tiers.removals.heard_token if image.removal_token is None else image.removal_token
-        with self._order.entered(CallerId(tenant.tag, request_id)) as turn:
+        if image.removal_token is None:
+            image = replace(image, removal_token=self.tiers.removals.heard_token)
+        caller = CallerId(tenant.tag, request_id)
+        async with place or self.item_turns.place(caller) as held:
+            return await self._encode_in_turn(image, cache_policy, tenant, caller, charge_pixels, held)
+
+    async def _encode_in_turn(
+        self,
+        image: ImageInput,
+        cache_policy: CachePolicy,
+        tenant: Tenant,
+        caller: CallerId,
+        charge_pixels: Callable[[int], None] | None,
+        place: Place,
+    ) -> EncodeOutcome:
+        with self._order.entered(caller) as turn:
             self.model.adapter.check_options(image.options)
             if image.data is None and cache_policy is CachePolicy.REFRESH:
                 raise InvalidParameterError("cache_policy", "a refresh needs the image's bytes, not a reference")
-            digests = await self._digests_of(image, turn)
+            digests = await self._digests_of(image, turn, place)
             key = self.key_of(digests.digest, image.options, tenant)
             if image.data is None or cache_policy is CachePolicy.ONLY_IF_CACHED:
                 turn.pass_on()
-                return await self._find(key)
+                return await self._find(key, place)
             if charge_pixels is not None:
-                charge_pixels(await self._encoder.readers.run(turn, _num_pixels, image.data, self._limits))
+                async with place.left():
+                    num_pixels = await self._encoder.readers.run(turn, _num_pixels, image.data, self._limits)
+                charge_pixels(num_pixels)
             tags = tuple(file_tag(file, tenant) for file in digests.files)
-            job = EncodeJob(key, image.data, tags, image.options, cache_policy, arrival_token, turn)
+            job = EncodeJob(key, image.data, tags, image.options, cache_policy, image.removal_token, turn)
             if not job.refresh and (found := await self._find_local(key)) is not None:
                 return self._counted(found)
+            place.give_back()
             return self._counted(await self._join_or_start(job))
 
     async def _join_or_start(self, job: EncodeJob) -> EncodeOutcome:
@@ -140,7 +162,11 @@ class EncodePipeline:
         """Takes the rows from the shared cache or from another replica, else encodes."""
         if job.refresh:
             return await self._encode(flight, job, encode)
-        found = await self._find_shared(job.key)
+        place = self.item_turns.place(job.turn.caller)
+        with flight.waiting():
+            await place.take()
+        async with place:
+            found = await self._find_shared(job.key)
         if found is not None:
             return found
         if self._fleet is None:
@@ -191,7 +217,7 @@ class EncodePipeline:
         for part in (self._encoder, self.tiers):
             await asyncio.to_thread(part.close)
 
-    async def _digests_of(self, image: ImageInput, turn: Turn[CallerId]) -> FileDigests:
+    async def _digests_of(self, image: ImageInput, turn: Turn[CallerId], place: Place) -> FileDigests:
         """Returns the digests of the image's bytes, or the digest of a reference.
 
         Raises DigestMismatchError if the bytes have another digest than the one they were sent with.
@@ -204,16 +230,17 @@ class EncodePipeline:
         if num_file_bytes(image.data) <= _INLINE_HASH_BYTES:
             digests = file_digests(image.data)
         else:
-            digests = await self._encoder.readers.run(turn, file_digests, image.data)
+            async with place.left():
+                digests = await self._encoder.readers.run(turn, file_digests, image.data)
         if image.digest is not None and digests.digest != image.digest:
             raise DigestMismatchError("the image does not hash to its expected digest; nothing was stored")
         return digests
 
-    async def _find(self, key: ContentKey) -> EncodeOutcome:
+    async def _find(self, key: ContentKey, place: Place) -> EncodeOutcome:
         """Never encodes, but waits for an encode that is in flight. Raises EmbeddingNotCachedError."""
         found = await self._find_local(key)
         if found is None:
-            found = await self._find_in_flight(key)
+            found = await self._find_in_flight(key, place)
         if found is None:
             found = await self._find_shared(key)
         if found is None:
@@ -228,7 +255,7 @@ class EncodePipeline:
         # The image may have been removed meanwhile, and its copy with it.
         return EncodeOutcome(key, entry.meta, Origin.LOCAL_CACHE, 0.0, stored, None if stored else entry.rows)
 
-    async def _find_in_flight(self, key: ContentKey) -> EncodeOutcome | None:
+    async def _find_in_flight(self, key: ContentKey, place: Place) -> EncodeOutcome | None:
         """None also when the encode in flight fails: the error concerns those who sent the bytes.
 
         None, too, after the image was removed: only requests with the bytes may get its rows.
@@ -237,9 +264,11 @@ class EncodePipeline:
         if name not in self._flights or self.tiers.removals.is_forgotten(key):
             return None
         self.metrics.coalesced.labels("process").inc()
+        place.give_back()
         try:
             return await self._flights.join(name)
         except LookonceError:
+            await place.take()
             return None
 
     async def _find_shared(self, key: ContentKey) -> EncodeOutcome | None:

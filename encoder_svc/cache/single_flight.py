@@ -8,10 +8,15 @@ that runs goes on: its result can be kept, and a caller who comes meanwhile join
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+# Callers that hear of the ends of their flights in one pass of the event loop, beside the first of each flight: each
+# takes about 0.05 ms to go on, and thousands may share a flight.
+_NUM_HEARD = 16
 
 ArgumentsT = ParamSpec("ArgumentsT")
 ResultT = TypeVar("ResultT")
@@ -49,9 +54,9 @@ class Flight:
             if not self._results:
                 self.drop()
 
-    def land(self, task: asyncio.Task[Any]) -> None:
-        """Hands the end of the task to all callers, in the order in which they came."""
-        for result in self._results:
+    def landed(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Hands the end of the task to the next caller in each step, in the order in which they came."""
+        for result in list(self._results):
             if result.done():
                 continue
             if task.cancelled():
@@ -60,6 +65,7 @@ class Flight:
                 result.set_exception(error)
             else:
                 result.set_result(task.result())
+            yield
 
     @contextmanager
     def waiting(self, end_wait: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -110,6 +116,8 @@ class SingleFlight(Generic[ResultT]):
         self._flights: dict[Hashable, Flight] = {}
         # All, with those that were dropped and are about to end.
         self._tasks: dict[Flight, asyncio.Task[ResultT]] = {}
+        # Flights that have ended, and whose callers hear of it in turns.
+        self._landing: deque[Iterator[None]] = deque()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -156,7 +164,23 @@ class SingleFlight(Generic[ResultT]):
         if not task.cancelled():
             # Marks the exception as retrieved: when all callers have left, asyncio would report it as lost.
             task.exception()
-        flight.land(task)
+        landing = flight.landed(task)
+        # The first caller began the flight, and nothing else may run before it.
+        next(landing, None)
+        if not self._landing:
+            asyncio.get_running_loop().call_soon(self._go_on_landing)
+        self._landing.append(landing)
+
+    def _go_on_landing(self) -> None:
+        """Tells some callers, one of each flight after the other, and the next ones in the next pass of the loop."""
+        for _ in range(_NUM_HEARD):
+            if not self._landing:
+                return
+            landing = self._landing.popleft()
+            if next(landing, self) is not self:
+                self._landing.append(landing)
+        if self._landing:
+            asyncio.get_running_loop().call_soon(self._go_on_landing)
 
 
 async def _flown(

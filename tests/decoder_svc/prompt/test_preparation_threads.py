@@ -185,7 +185,7 @@ async def test_a_small_prompt_s_picture_is_read_before_another_tenant_s_backlog(
     num_threads = preparation_threads._NUM_FILE_THREADS
     backlog = [asyncio.create_task(preparer.build_prompt(costly, A, str(number))) for number in range(NUM_CALLS)]
     await settled(lambda: len(gate.begun) == num_threads)
-    assert num_waiting(threads._files) == num_pieces - num_threads
+    await settled(lambda: num_waiting(threads._files) == num_pieces - num_threads)
     small = asyncio.create_task(preparer.build_prompt(SMALL, B, "one"))
     await settled(lambda: num_waiting(threads._files) == num_pieces - num_threads + 1)
     gate.opened.set()
