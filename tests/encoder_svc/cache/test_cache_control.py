@@ -135,7 +135,7 @@ async def test_statistics_count_this_process_s_hits_and_the_server_s_entries(sha
     assert (local.num_bytes, local.capacity_bytes) == (SMALL.size_bytes, 1 << 20)
 
 
-async def test_an_eviction_is_announced_before_and_after_it(shared: Caches, own_redis: EmbeddedRedis) -> None:
+async def test_both_passes_of_an_eviction_are_announced_before_and_after_them(shared: Caches, own_redis: EmbeddedRedis) -> None:
     key = fresh_key()
     assert await shared.tiers.put(key, ENTRY, refresh=False)
     heard: list[Forgotten] = []
@@ -144,12 +144,12 @@ async def test_an_eviction_is_announced_before_and_after_it(shared: Caches, own_
     async with asyncio.timeout(TIMEOUT_S):
         await listener.wait_until_listening()
     assert await evicted(shared, key) == 1
-    await settled(lambda: len(heard) == 2)
-    assert heard == [Forgotten.of_files([tag_of(key)])] * 2
+    await settled(lambda: len(heard) == 4)
+    assert heard == [Forgotten.of_files([tag_of(key)])] * 4
     assert await shared.tiers.find_shared(key) is None
     await shared.control.evict_all()
-    await settled(lambda: len(heard) == 4)
-    assert heard[2:] == [EVERYTHING] * 2
+    await settled(lambda: len(heard) == 8)
+    assert heard[4:] == [EVERYTHING] * 4
     await listener.close()
 
 
