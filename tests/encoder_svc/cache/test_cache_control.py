@@ -135,7 +135,9 @@ async def test_statistics_count_this_process_s_hits_and_the_server_s_entries(sha
     assert (local.num_bytes, local.capacity_bytes) == (SMALL.size_bytes, 1 << 20)
 
 
-async def test_both_passes_of_an_eviction_are_announced_before_and_after_them(shared: Caches, own_redis: EmbeddedRedis) -> None:
+async def test_both_passes_of_an_eviction_are_announced_before_and_after_them(
+    shared: Caches, own_redis: EmbeddedRedis
+) -> None:
     key = fresh_key()
     assert await shared.tiers.put(key, ENTRY, refresh=False)
     heard: list[Forgotten] = []
