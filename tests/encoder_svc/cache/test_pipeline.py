@@ -22,7 +22,7 @@ from encoder_svc.cache.cache_control import CacheControl
 from encoder_svc.cache.cache_tiers import CacheTiers
 from encoder_svc.cache.encode_job import CachePolicy, EncodeOutcome, ImageInput, Origin
 from encoder_svc.cache.image_encoder import ImageEncoder
-from encoder_svc.cache.local_cache import LocalCache
+from encoder_svc.cache.local_cache import LocalCache, LocalEmbedding
 from encoder_svc.cache.pipeline import EncodePipeline
 from encoder_svc.cache.queue_places import QueuePlaces
 from encoder_svc.images.decode_clock import DecodeTimeLimits
@@ -35,7 +35,7 @@ from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.vision.forward_queue import ForwardJob, ForwardQueue
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
 from lookonce import caller_order, tracing
-from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions, Tenant, image_digest
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, Tenant, image_digest
 from lookonce.errors import (
     DigestMismatchError,
     EmbeddingNotCachedError,
@@ -651,3 +651,30 @@ async def test_an_upload_that_was_being_encoded_during_a_removal_gets_its_rows_a
         assert (again.stored, again.rows, harness.num_encoded) == (True, None, 2)
         assert await harness.rows(again) == bytes(outcomes[0].rows)
         await asyncio.to_thread(control.close)
+
+
+async def test_a_digest_is_looked_up_before_another_tenant_s_backlog(
+    open_harness: Callable[..., Any], own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_harness(own_redis.url) as harness:
+        asked: list[str] = []
+        find = harness.pipeline.tiers.find_local
+
+        def find_local(key: ContentKey) -> LocalEmbedding | None:
+            asked.append(key.tenant_tag)
+            entry: LocalEmbedding | None = find(key)
+            return entry
+
+        monkeypatch.setattr(harness.pipeline.tiers, "find_local", find_local)
+
+        async def ask(tenant: Tenant, name: str) -> None:
+            image = ImageInput(None, image_digest(name.encode()), ProcessorOptions())
+            with pytest.raises(EmbeddingNotCachedError):
+                await harness.pipeline.encode(image, CachePolicy.READ_AND_WRITE, tenant, name)
+
+        many = [asyncio.create_task(ask(Tenant("a", b"one"), str(number))) for number in range(500)]
+        await asyncio.sleep(0)
+        await ask(Tenant("b", b"two"), "small")
+        assert len(asked) < 50
+        await asyncio.gather(*many)
+        assert len(asked) == 501
