@@ -44,7 +44,7 @@ from lookonce.turns.item_turns import Place
 SERVICE_NAME = "lookonce.encoder.v1.EncoderService"
 MAX_LOOKUP_KEYS = 256
 # Keys of a call that are looked up in one turn: they take about as long as an image.
-_KEYS_PER_TURN = 8
+_KEYS_PER_TURN = 16
 # Maximum size of a ReadEmbedding message; it holds whole rows.
 CHUNK_BYTES = 1 << 20
 # Items of one EncodeStream in progress at a time, in full forward passes.

@@ -62,7 +62,7 @@ class ImageResolver:
         self._limits = limits
         self._threads = threads
         self._item_turns = ItemTurns()
-        # Limits look-ups at the encoder. It may be slow, and images that the shared cache has do not wait for it.
+        # Look-ups at the encoder have turns of their own: it may be slow, and hits in the shared cache need not wait.
         self._encoder_turns = ItemTurns(_NUM_ENCODER_LOOKUPS)
 
     async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant, request_id: str) -> list[ResolvedImage]:

@@ -49,7 +49,7 @@ class EncodePipeline:
         self.model = model
         self.tiers = tiers
         self.metrics = metrics
-        # Turns of all items: images, and groups of keys that are looked up.
+        # The items are images, and groups of keys that are looked up.
         self.item_turns = ItemTurns()
         self._encoder = encoder
         self._fleet = fleet

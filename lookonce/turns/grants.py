@@ -20,6 +20,9 @@ class Grants:
         self._count = count
         self._waiting: CostTurns[asyncio.Future[None]] = CostTurns()
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     async def wait(self, request: TurnRequest) -> None:
         """Returns when the item has a grant. Cancelling the caller gives up the wait."""
         if not self._waiting and self._has_room():

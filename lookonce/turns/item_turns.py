@@ -1,9 +1,9 @@
-"""Turns for the items of calls on the event loop: tenants and calls share it, and one item is begun in a pass of it.
+"""Turns for the items of calls on the event loop: tenants and calls share it, and few items are begun in a pass of it.
 
 A call of a few kilobytes may name 64 images or 256 keys. Each costs the event loop 0.2 ms, so 200 such calls that begin
 all their items at once stop it for seconds. Here an item needs a place before it does anything, and there are few
-places. They are given in the order of `cost_turns.py`, at most one in a pass of the event loop, so that other calls run
-in between: gRPC hands over one call in a pass, and a health check may be behind hundreds of calls.
+places. They are given in the order of `cost_turns.py`. While many calls wait, one place is given in a pass of the event
+loop, so that other calls run in between: gRPC hands over one call in a pass, and a health check may be behind hundreds.
 
 An item gives its place back before it waits for other items, such as for a thread that takes turns itself, or for the
 encode that it joins. Otherwise the items that hold all places could wait for one that gets none.
@@ -27,6 +27,8 @@ from lookonce.turns.grants import Grants
 
 # Items at work at a time: one for each thread that asks the shared cache, in both services.
 _NUM_PLACES = 4
+# While no more calls than this wait, all free places are given at once: one call alone is not slowed down.
+_NUM_UNPACED = 4
 
 ResultT = TypeVar("ResultT")
 
@@ -79,7 +81,7 @@ class ItemTurns:
         # Whether an item was begun in this pass of the event loop.
         self._has_begun = False
         self._numbers = itertools.count()
-        self._grants = Grants(lambda: self._num_free > 0 and not self._has_begun, self._count)
+        self._grants = Grants(self._has_room, self._count)
 
     def place(self, caller: CallerId, cost: int = 1) -> Place:
         """Returns the place of a new item, which does not have it yet. `async with` takes it and gives it back.
@@ -120,6 +122,9 @@ class ItemTurns:
     def _give_back(self) -> None:
         self._count(-1)
         self._grants.give()
+
+    def _has_room(self) -> bool:
+        return self._num_free > 0 and (not self._has_begun or len(self._grants) <= _NUM_UNPACED)
 
     def _count(self, change: int) -> None:
         self._num_free -= change

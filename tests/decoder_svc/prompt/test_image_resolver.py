@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
+import types
 from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 
@@ -11,7 +14,16 @@ from decoder_svc.prompt.image_resolver import ImageResolver
 from decoder_svc.prompt.preparation_threads import PreparationThreads
 from decoder_svc.prompt.prompt_spec import CachedImage, ImageSource, InlineImage
 from decoder_svc.rows.encoder_client import EncoderClient
-from lookonce.content_key import DEFAULT_TENANT, ImageDigest, ProcessorOptions, Tenant, content_key, image_digest
+from lookonce.content_key import (
+    DEFAULT_TENANT,
+    ContentKey,
+    EncoderFingerprint,
+    ImageDigest,
+    ProcessorOptions,
+    Tenant,
+    content_key,
+    image_digest,
+)
 from lookonce.errors import (
     DigestMismatchError,
     EmbeddingNotCachedError,
@@ -181,3 +193,37 @@ async def test_without_encoder_only_prompts_without_images_are_served() -> None:
     assert await resolver(None).resolve([], DEFAULT_TENANT, "one") == []
     with pytest.raises(UnavailableError, match="no encoder"):
         await resolver(None).resolve([inline(png(1))], DEFAULT_TENANT, "one")
+
+
+async def test_few_digests_are_looked_up_at_a_time_and_tenants_take_turns() -> None:
+    asked: list[str] = []
+    gate = asyncio.Event()
+
+    class Encoder:
+        async def info(self) -> Any:
+            return types.SimpleNamespace(fingerprint=EncoderFingerprint("f"))
+
+        async def lookup(self, key: ContentKey, options: ProcessorOptions) -> None:
+            asked.append(key.tenant_tag)
+            await gate.wait()
+
+    resolving = resolver(cast(EncoderClient, Encoder()))
+
+    async def ask(tenant: Tenant, name: str, num_images: int) -> None:
+        sources = [cached(f"{name} {index}".encode()) for index in range(num_images)]
+        with pytest.raises(EmbeddingNotCachedError):
+            await resolving.resolve(sources, tenant, name)
+
+    many = [asyncio.create_task(ask(Tenant("a", b"one"), str(number), 128)) for number in range(20)]
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert len(asked) == 16
+    small = asyncio.create_task(ask(Tenant("b", b"two"), "small", 1))
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert len(asked) == 16
+    gate.set()
+    await small
+    assert len(asked) < 100
+    await asyncio.gather(*many)
+    assert len(asked) == 20 * 128 + 1

@@ -669,3 +669,30 @@ async def test_a_copy_that_is_removed_while_it_is_looked_at_comes_with_the_answe
         outcome = await harness.encode(png(1))
         assert (outcome.origin, outcome.stored) == (Origin.LOCAL_CACHE, False)
         assert bytes(outcome.rows) == rows
+
+
+async def test_a_digest_is_looked_up_before_another_tenant_s_backlog(
+    open_harness: Callable[..., Any], own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_harness(own_redis.url) as harness:
+        asked: list[str] = []
+        find = harness.pipeline.tiers.find_local
+
+        def find_local(key: ContentKey) -> LocalEmbedding | None:
+            asked.append(key.tenant_tag)
+            entry: LocalEmbedding | None = find(key)
+            return entry
+
+        monkeypatch.setattr(harness.pipeline.tiers, "find_local", find_local)
+
+        async def ask(tenant: Tenant, name: str) -> None:
+            image = ImageInput(None, image_digest(name.encode()), ProcessorOptions())
+            with pytest.raises(EmbeddingNotCachedError):
+                await harness.pipeline.encode(image, CachePolicy.READ_AND_WRITE, tenant, name)
+
+        many = [asyncio.create_task(ask(Tenant("a", b"one"), str(number))) for number in range(500)]
+        await asyncio.sleep(0)
+        await ask(Tenant("b", b"two"), "small")
+        assert len(asked) < 50
+        await asyncio.gather(*many)
+        assert len(asked) == 501

@@ -288,3 +288,29 @@ async def test_whoever_joins_and_leaves_each_key_runs_once_at_a_time_and_every_p
         await idle()
     assert all(isinstance(task.result(), int) for task in callers)
     assert not running
+
+
+async def test_thousands_of_callers_hear_of_an_end_in_turns_with_those_of_other_flights() -> None:
+    flights: SingleFlight[str] = SingleFlight()
+    gate = asyncio.Event()
+    heard: list[str] = []
+
+    async def work(flight: Flight, key: str) -> str:
+        await gate.wait()
+        return key
+
+    async def ask(key: str) -> None:
+        heard.append(await (flights.join(key) if key in flights else flights.start(key, work, key)))
+
+    callers = [asyncio.create_task(ask("a")) for _ in range(4000)]
+    callers += [asyncio.create_task(ask("b")) for _ in range(3)]
+    await idle()
+    gate.set()
+    most = 0
+    while len(heard) < len(callers):
+        num_before = len(heard)
+        await asyncio.sleep(0)
+        most = max(most, len(heard) - num_before)
+    assert most <= 2 * 16
+    assert max(index for index, key in enumerate(heard) if key == "b") < 32
+    await asyncio.gather(*callers)
