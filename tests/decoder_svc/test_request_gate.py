@@ -304,7 +304,7 @@ def test_the_bytes_of_images_in_progress_are_shared_by_tenants_and_given_back(se
     gate = service.gate
     with gate.admitted(Arrival(TENANT_A, "one")) as ticket:
         ticket.held.enter_context(gate.images_in_progress(TENANT_A, MAX_IMAGE_BYTES // 2))
-        with pytest.raises(OverloadedError, match="images of your calls"), gate.images_in_progress(TENANT_A, 1):
+        with pytest.raises(OverloadedError, match="your calls in progress"), gate.images_in_progress(TENANT_A, 1):
             pass
         with gate.images_in_progress(TENANT_A, 0), gate.images_in_progress(TENANT_B, MAX_IMAGE_BYTES // 4):
             pass
