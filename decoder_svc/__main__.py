@@ -23,11 +23,11 @@ async def serve(arguments: list[str]) -> None:
     """Runs the service until SIGTERM. Raises StartupError when it must not start."""
     # Imported here, because `main` first checks that the packages of the extra `serve` are installed.
     from lookonce.devices.registry import check_device
+    from lookonce.process.garbage import long_lived_objects
     from lookonce.process.heap import set_up_heap
     from lookonce.server import serving
     from lookonce.server.addresses import check_addresses
     from lookonce.server.admission.quotas import load_quotas
-    from lookonce.server.garbage import long_lived_objects
     from lookonce.server.telemetry import Telemetry
     from lookonce.store.early_checks import check_cache_settings
     from lookonce.store.health import watched_cache

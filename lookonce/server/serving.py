@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry
 from lookonce.errors import ConfigurationError, StartupError
 from lookonce.identity import CallerRole
 from lookonce.logs import get_logger
+from lookonce.process.garbage import settle
 from lookonce.process.heap import FreedMemory
 from lookonce.server.admission.authentication import load_authenticator
 from lookonce.server.admission.call_gate import CallGate
@@ -37,7 +38,6 @@ from lookonce.server.admission.call_turns import CallTurns
 from lookonce.server.admission.inflight_calls import InflightCalls
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.credentials import server_credentials
-from lookonce.server.garbage import settle
 from lookonce.server.health_servicer import HealthServicer
 from lookonce.server.interceptors import BorderInterceptor, CallMetrics
 from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES

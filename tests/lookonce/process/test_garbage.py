@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from lookonce.server.garbage import long_lived_objects
+from lookonce.process.garbage import long_lived_objects
 
 # Runs in a process of its own, because frozen objects stay frozen.
 _FREEZES = """
 import gc
-from lookonce.server.garbage import long_lived_objects
+from lookonce.process.garbage import long_lived_objects
 frozen = gc.get_freeze_count()
 with long_lived_objects():
     assert not gc.isenabled()
@@ -24,7 +24,7 @@ assert gc.isenabled() and gc.get_freeze_count() >= frozen + 1000
 # Every second piece stays allocated, so that the heap cannot shrink by itself.
 _GIVES_BACK = """
 import ctypes, gc, psutil
-from lookonce.server.garbage import settle
+from lookonce.process.garbage import settle
 library = ctypes.CDLL(None)
 library.malloc.restype = ctypes.c_void_p
 pieces = [library.malloc(ctypes.c_size_t(65536)) for _ in range(2000)]
