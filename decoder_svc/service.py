@@ -46,7 +46,7 @@ from lookonce.model.pretrained_tokenizer import load_pretrained
 from lookonce.server.admission.authentication import parse_token
 from lookonce.server.admission.image_shares import ImageShares
 from lookonce.server.admission.quotas import Quotas
-from lookonce.server.serving import ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
 from lookonce.server.watched_files import WatchedFiles
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
@@ -156,6 +156,7 @@ class DecoderService:
             SERVICE_NAME,
             lambda server: add_DecoderServiceServicer_to_server(self.servicer, server),
             default_timeouts_s=self.default_timeouts_s,
+            long_methods=frozenset({"Generate"}),
             max_running=self.engine.limits.max_running_requests,
         )
 

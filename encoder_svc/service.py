@@ -38,7 +38,7 @@ from lookonce.media.image_header import ImageLimits
 from lookonce.model.kernels.kernel_report import report_kernels
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.encoder_health import health_name
-from lookonce.server.serving import ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener
 from lookonce.store.metrics import StoreCollector
@@ -123,6 +123,7 @@ def service_entry(
         SERVICE_NAME,
         lambda server: add_EncoderServiceServicer_to_server(servicer, server),
         health_names=(health_name(pipeline.model.fingerprint),),
+        long_methods=frozenset({"Encode"}),
     )
 
 

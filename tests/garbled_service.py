@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
-from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.telemetry import Telemetry
 

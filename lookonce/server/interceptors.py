@@ -78,8 +78,8 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
     """The outermost interceptor.
 
     Calls of `quiet_services` (health, reflection) do not delay a drain and log at debug level. A call without a
-    deadline gets one from `default_timeouts_s`, by method ("/package.Service/Method"), if its method is there. gRPC
-    sends answers of up to `max_answer_bytes`.
+    deadline gets one from `default_timeouts_s`, by method ("/package.Service/Method"), if its method is there. Calls of
+    `long_methods` may go on when a drain closes connections. gRPC sends answers of up to `max_answer_bytes`.
     """
 
     def __init__(
@@ -90,19 +90,21 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
         metrics: CallMetrics,
         quiet_services: frozenset[str],
         default_timeouts_s: Mapping[str, float],
+        long_methods: frozenset[str],
         receivers: Receivers,
         max_answer_bytes: int,
     ) -> None:
         self._calls = calls
         self._turns = turns
-        # The wrapped handlers, by method.
-        self._known: dict[str, Handler] = {}
+        # The wrapped handlers by method, as in `_Wrapped`.
+        self._known: dict[str, _Wrapped] = {}
         self._receivers = receivers
         self._max_answer_bytes = max_answer_bytes
         self._gate = gate
         self._metrics = metrics
         self._quiet_services = quiet_services
         self._default_timeouts_s = default_timeouts_s
+        self._long_methods = long_methods
 
     async def intercept_service(
         self,
@@ -111,16 +113,27 @@ class BorderInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler | None:
         """Returns the method's handler, wrapped. gRPC itself answers unknown methods with UNIMPLEMENTED."""
         method = handler_call_details.method
-        if (known := self._known.get(method)) is not None:
-            return known
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
-        timeout_s = self._default_timeouts_s.get(method)
-        border = _CallBorder(method, is_quiet, timeout_s, self._calls, self._turns, self._gate, self._metrics)
-        self._known[method] = _wrapped(handler, border, self._receivers, self._max_answer_bytes)
-        return self._known[method]
+        if (known := self._known.get(method)) is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            is_quiet = method.strip("/").partition("/")[0] in self._quiet_services
+            timeout_s = self._default_timeouts_s.get(method)
+            border = _CallBorder(method, is_quiet, timeout_s, self._calls, self._turns, self._gate, self._metrics)
+            known = self._known[method] = _wrapped(handler, border, self._receivers, self._max_answer_bytes)
+        may_outlast = method in self._long_methods or self._calls.is_draining
+        return known.safe if may_outlast else known.fast
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapped:
+    """A method's handler behind the border, in two forms, which differ for unary answers only."""
+
+    # Sends an answer together with its end.
+    fast: Handler
+    # In a drain, sends the end when the client's host has the answer. It takes 0.06 ms more, of 0.3 ms for a call that
+    # does nothing (2 x AMD EPYC, 2026-11-25).
+    safe: Handler
 
 
 @dataclass(slots=True)
@@ -238,7 +251,7 @@ class _CallBorder:
             log("rpc", method=self.method, code=outcome.code.name, duration_s=round(duration_s, 6))
 
 
-def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_answer_bytes: int) -> Handler:
+def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_answer_bytes: int) -> _Wrapped:
     """Returns the method's handler behind the border.
 
     To gRPC, every method's request is a stream, which gRPC hands over unread. So a call is admitted before its request
@@ -256,15 +269,24 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
         inbox = Inbox(context, call, receiver, parse)
         return inbox if handler.request_streaming else await inbox.only_message()
 
-    async def answer_once(_: Any, context: Context) -> bytes:
+    async def unary_answer(context: Context) -> bytes | None:
         async def handle() -> bytes:
             response = await behaviour(await received(context, border.calls.current()), context)
             return bytes(response) if serialize is None else serialize(response)
 
-        # After an error gRPC takes no notice of the result.
-        answer = await border.cross(context, handle) or b""
-        note_answer(answer, max_answer_bytes)
+        answer = await border.cross(context, handle)
+        note_answer(answer or b"", max_answer_bytes)
         return answer
+
+    async def answer_once(_: Any, context: Context) -> bytes:
+        # After an error gRPC takes no notice of the result.
+        return await unary_answer(context) or b""
+
+    async def answer_and_end(_: Any, context: Context) -> None:
+        answer = await unary_answer(context)
+        if answer is not None:
+            await context.write(answer)
+            await border.calls.received_by_client(context.peer())
 
     # A coroutine that writes, not a generator: it closes the handler's generator as soon as the call is cancelled. gRPC
     # would leave that to the garbage collector.
@@ -274,10 +296,15 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
             await _write_all(behaviour(await received(context, call), context), context, call)
 
         await border.cross(context, handle)
+        await border.calls.received_by_client(context.peer())
 
     if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(answer_many, None, serialize)
-    return grpc.stream_unary_rpc_method_handler(answer_once, None, None)
+        stream: Handler = grpc.stream_stream_rpc_method_handler(answer_many, None, serialize)
+        return _Wrapped(stream, stream)
+    return _Wrapped(
+        grpc.stream_unary_rpc_method_handler(answer_once, None, None),
+        grpc.stream_stream_rpc_method_handler(answer_and_end, None, None),
+    )
 
 
 async def _write_all(responses: Any, context: Context, call: Call) -> None:

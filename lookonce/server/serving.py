@@ -1,8 +1,9 @@
 """The gRPC server shell of both services: address, limits, health, reflection, readiness, drain. Knows no service.
 
 SIGTERM or SIGINT → NOT_SERVING → `drain_delay_s` → new calls get UNAVAILABLE → calls in flight finish, for at most
-`drain_timeout_s` → the rest get UNAVAILABLE → exit 0. A call whose client takes and sends no message for five seconds
-does not hold the drain. A second signal kills the process, and so does the first one while the model is being loaded.
+`drain_timeout_s` → the rest get UNAVAILABLE → exit 0. A connection is closed when its client's host has all answers. A
+call whose client takes and sends no message for five seconds does not hold the drain. A second signal kills the
+process, and so does the first one while the model is being loaded.
 
 A service that cannot answer any more (`has_died`) → NOT_SERVING, new calls get UNAVAILABLE → calls in flight get their
 answers within two seconds → exit 1, so that the supervisor starts a new process.
@@ -18,7 +19,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Never
 
@@ -44,6 +44,7 @@ from lookonce.server.message_bounds import MAX_IMAGELESS_BYTES, SMALL_BYTES
 from lookonce.server.metrics import ServingMetrics
 from lookonce.server.receiving.inbox import Receivers
 from lookonce.server.server_options import server_options
+from lookonce.server.service_entry import ServiceEntry
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.settings_parser import exit_with
 from lookonce.server.telemetry import Telemetry
@@ -65,22 +66,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SWITCH_INTERVAL_S = 0.0002
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceEntry:
-    """One gRPC service that the process serves."""
-
-    # Name in the proto file, in health and in reflection, for example "lookonce.encoder.v1.EncoderService".
-    full_name: str
-    # Registers the servicer, for example `lambda server: add_EncoderServiceServicer_to_server(servicer, server)`.
-    add_to_server: Callable[[grpc.aio.Server], None]
-    # Further names of this service in health, for clients that may use certain replicas only.
-    health_names: tuple[str, ...] = ()
-    # Longest time of calls without a deadline, seconds, by the method's name. Other methods may take any time.
-    default_timeouts_s: Mapping[str, float] = field(default_factory=dict)
-    # Requests that the service works on at once.
-    max_running: int = 0
 
 
 def _always_ready() -> bool:
@@ -212,6 +197,7 @@ class GrpcService:
         await self._stop_readiness()
         self._metrics.begin_drain()
         self._health.begin_drain()
+        self._calls.begin_drain()
         await asyncio.sleep(delay_s)
         self._turns.end()
         left_s = await self._calls.refuse_new(timeout_s)
@@ -263,10 +249,19 @@ class GrpcService:
             for entry in services
             for method, timeout_s in entry.default_timeouts_s.items()
         }
+        long_methods = frozenset(f"/{entry.full_name}/{method}" for entry in services for method in entry.long_methods)
         receivers = Receivers(self._settings.max_receive_bytes, max_message_bytes, _OPEN)
         max_answer_bytes = self._settings.max_message_bytes
         border = BorderInterceptor(
-            self._calls, self._turns, gate, metrics, _QUIET, default_timeouts_s, receivers, max_answer_bytes
+            self._calls,
+            self._turns,
+            gate,
+            metrics,
+            _QUIET,
+            default_timeouts_s,
+            long_methods,
+            receivers,
+            max_answer_bytes,
         )
         max_running = max((entry.max_running for entry in services), default=0)
         options = server_options(self._settings, max_message_bytes, max_running)
@@ -285,6 +280,7 @@ class GrpcService:
                 port = server.add_secure_port(address, credentials)
         except RuntimeError:
             raise ConfigurationError(f"{flag}: cannot listen on {address}; is the port taken?") from None
+        self._calls.queues.add_port(port)
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def _follow_readiness(self) -> None:

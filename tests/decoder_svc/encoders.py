@@ -21,7 +21,8 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
     add_EncoderServiceServicer_to_server,
 )
 from lookonce.server.admission.quotas import Quotas
-from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService
 from lookonce.server.settings import MIB, ServiceSettings
 from lookonce.server.telemetry import Telemetry
 from lookonce.tenants import Tenants

@@ -20,7 +20,8 @@ import lookonce
 from lookonce import tracing
 from lookonce.content_key import DEFAULT_TENANT, EncoderFingerprint, ProcessorOptions, content_key, image_digest
 from lookonce.errors import ConfigurationError, OverloadedError, UnavailableError
-from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService
 from lookonce.server.settings import ServiceSettings, TracingVariables
 from lookonce.server.telemetry import Telemetry, replace_request_id
 from lookonce.store.embedding_store import EmbeddingStore

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lookonce.errors import UnavailableError
+from lookonce.server.admission.send_queues import SendQueues
 
 MessageT = TypeVar("MessageT")
 
@@ -102,11 +103,13 @@ class InflightCalls:
     """Admits calls until a drain begins, then waits for the admitted ones."""
 
     def __init__(self) -> None:
+        # Those of the connections on which the calls come.
+        self.queues = SendQueues()
         # By their task.
         self._calls: dict[asyncio.Task[object], Call] = {}
         # A sum over all calls at the end of each would let health watches, which need no token, slow down the others.
         self._num_delaying = 0
-        self._refusing = False
+        self._draining = self._refusing = False
         self._num_refused = 0
         # Set when refused calls get their answers.
         self._refusals_go_out = asyncio.Event()
@@ -149,6 +152,26 @@ class InflightCalls:
             del self._calls[task]
             self._num_delaying -= delays_drain
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether a drain has begun. New calls are admitted until `refuse_new`."""
+        return self._draining
+
+    def begin_drain(self) -> None:
+        """Notes that connections will be closed soon."""
+        self._draining = True
+
+    async def received_by_client(self, peer: str) -> None:
+        """In a drain, waits until the host of the current call's client, `peer`, has received all of the answer.
+
+        Use it before gRPC sends the end of the answer, with which it may close the connection. The call waits for its
+        client meanwhile, who moves it on by each part that arrives.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "calls run in tasks"
+        if self._refusing and (call := self._unanswered.get(task)) is not None:
+            await self.queues.emptied(peer, call.note_end)
+
     def current(self) -> Call:
         """Returns the call that the current task has been admitted as."""
         task = asyncio.current_task()
@@ -180,7 +203,7 @@ class InflightCalls:
         self._refusals_go_out.set()
 
     async def finished(self, timeout_s: float) -> bool:
-        """Waits until gRPC has sent the answers of all calls that delay the drain, refused ones too.
+        """Waits until clients' hosts have received the answers of all calls that delay the drain, refused ones too.
 
         Does not wait for calls whose clients have not moved them on for long; that time begins now at the earliest.
         Returns False when calls are left: of such clients, or because `timeout_s` seconds are over.
@@ -191,7 +214,12 @@ class InflightCalls:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_STALL_LOOK_S, begun_s + timeout_s - loop.time())):
                     await self._none_unanswered.wait()
-        return self._none_unanswered.is_set()
+        if not self._none_unanswered.is_set():
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s := begun_s + timeout_s) as limit:
+                await self.queues.all_emptied(lambda: limit.reschedule(min(until_s, loop.time() + STALL_S)))
+        return True
 
     def _is_awaited(self, begun_s: float) -> bool:
         """Whether there is a call that does not wait for its client, or has not for long since `begun_s`."""

@@ -14,7 +14,7 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import ConfigurationError
 from lookonce.server import watched_files
-from lookonce.server.serving import ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
 from lookonce.server.settings import ServiceSettings
 from tests.decoder_svc.encoders import CHANNEL, served
 from tests.lookonce.server.certificates import Files

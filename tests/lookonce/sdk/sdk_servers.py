@@ -15,7 +15,8 @@ from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError, LookonceError, UnsupportedError
-from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService
 from lookonce.server.settings import MIB, ServiceSettings
 from lookonce.server.telemetry import Telemetry
 from tests.lookonce.server.serving_program import UnsupportedEncoder

@@ -11,21 +11,27 @@ import struct
 import sys
 from collections.abc import Mapping
 
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING = 0, 1, 3, 4, 6
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _CANCEL = 8
+_ALL_CALLS = (1 << 31) - 1
 _INITIAL_WINDOW_SIZE = 4
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _TIMEOUT_S = 60.0
 
 
-def connect(target: str, *, window_bytes: int | None = None) -> socket.socket:
+def connect(target: str, *, window_bytes: int | None = None, kernel_bytes: int | None = None) -> socket.socket:
     """Returns a connection that accepts what the server asks for, and may receive 64 KiB of all answers.
 
-    The server may send `window_bytes` of each answer. With 0 it can send headers only.
+    The server may send `window_bytes` of each answer. With 0 it can send headers only. The kernel keeps about
+    `kernel_bytes` of what the server sends before the client reads it.
     """
     host, _, port = target.rpartition(":")
-    connection = socket.create_connection((host, int(port)), _TIMEOUT_S)
+    connection = socket.socket()
+    connection.settimeout(_TIMEOUT_S)
+    if kernel_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, kernel_bytes)
+    connection.connect((host, int(port)))
     settings = b"" if window_bytes is None else struct.pack(">HI", _INITIAL_WINDOW_SIZE, window_bytes)
     connection.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
     # The first frame is the server's settings. It lets only some calls pass until they are acknowledged.
@@ -69,6 +75,11 @@ def reset(stream: int) -> bytes:
     return _frame(_RST_STREAM, 0, stream, struct.pack(">I", _CANCEL))
 
 
+def window_update(num_bytes: int) -> bytes:
+    """Returns the frame that lets the server send so many bytes more on the connection."""
+    return _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", num_bytes))
+
+
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
@@ -91,6 +102,18 @@ def wait_until_answered(connection: socket.socket) -> None:
     _wait_for(connection, _HEADERS, _END_HEADERS)
 
 
+def wait_until_told_to_go(connection: socket.socket) -> None:
+    """Acknowledges each PING until the server has said which calls it still answers. Reads nothing behind that."""
+    while head := connection.recv(9, socket.MSG_WAITALL):
+        payload = connection.recv(int.from_bytes(head[:3], "big"), socket.MSG_WAITALL)
+        if (head[3], head[4]) == (_PING, 0):
+            connection.sendall(_frame(_PING, _ACK, 0, payload))
+        # The first of two such frames allows all calls, so that those on their way are not lost.
+        if head[3] == _GOAWAY and int.from_bytes(payload[:4], "big") < _ALL_CALLS:
+            return
+    raise ConnectionError("the server has closed the connection")
+
+
 def answer_pings(connection: socket.socket) -> bytes:
     """Acknowledges each PING until the server closes the connection, as it does to ask whether a client is there.
 
@@ -105,6 +128,18 @@ def answer_pings(connection: socket.socket) -> bytes:
             if head[3] == _HEADERS:
                 headers += payload
     return headers
+
+
+def read_answers(connection: socket.socket) -> tuple[bytes, int]:
+    """Reads until the server closes the connection. Returns all headers and trailers, and the number of data bytes."""
+    headers, num_bytes = b"", 0
+    with connection.makefile("rb") as received:
+        while head := received.read(9):
+            payload = received.read(int.from_bytes(head[:3], "big"))
+            if head[3] == _HEADERS:
+                headers += payload
+            num_bytes += len(payload) if head[3] == _DATA else 0
+    return headers, num_bytes
 
 
 def _wait_for(connection: socket.socket, kind: int, flags: int) -> None:

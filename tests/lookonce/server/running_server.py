@@ -15,13 +15,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
-from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService
 from lookonce.server.settings import MIB, ServiceSettings
 from lookonce.server.telemetry import Telemetry
 from tests.lookonce.server.serving_program import UnsupportedEncoder
 
 ENCODER = "lookonce.encoder.v1.EncoderService"
 KINDS = "lookonce.test.v1.Kinds"
+# Less than HTTP/2's first window, and than what the kernel takes of an answer at once.
+PART_BYTES = 60_000
 CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
 
 
@@ -70,8 +73,8 @@ class RaisingEncoder(UnsupportedEncoder):
             self.closed_generators += 1
 
 
-def _kinds_handler(error: BaseException) -> grpc.GenericRpcHandler:
-    """Returns a method of each kind that fails, those with a stream of answers after its first.
+def _kinds_handler(error: BaseException, gate: asyncio.Event) -> grpc.GenericRpcHandler:
+    """Returns a method of each kind that fails, those with a stream of answers after its first, and some that do not.
 
     They read their requests to the end, because grpc.aio clients report an error of their own when a call ends while
     they still send.
@@ -91,12 +94,23 @@ def _kinds_handler(error: BaseException) -> grpc.GenericRpcHandler:
     async def large(request: bytes, context: Any) -> bytes:
         return bytes(MIB + 1)
 
+    async def part(request: bytes, context: Any) -> bytes:
+        await gate.wait()
+        return bytes(PART_BYTES)
+
+    async def parts(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        await gate.wait()
+        for _ in range(60):
+            yield bytes(PART_BYTES // 60)
+
     async def flood(request: bytes, context: Any) -> AsyncIterator[bytes]:
         while True:
             yield bytes(MIB)
 
     handlers: dict[str, Any] = {
         "Large": grpc.unary_unary_rpc_method_handler(large),
+        "Part": grpc.unary_unary_rpc_method_handler(part),
+        "Parts": grpc.unary_stream_rpc_method_handler(parts),
         "Flood": grpc.unary_stream_rpc_method_handler(flood),
         "UnaryUnary": grpc.unary_unary_rpc_method_handler(fail),
         "UnaryStream": grpc.unary_stream_rpc_method_handler(fail_later),
@@ -109,9 +123,13 @@ def _kinds_handler(error: BaseException) -> grpc.GenericRpcHandler:
 class Running:
     """A started service and a channel to it."""
 
-    def __init__(self, service: GrpcService, servicer: RaisingEncoder, telemetry: Telemetry) -> None:
+    def __init__(
+        self, service: GrpcService, servicer: RaisingEncoder, telemetry: Telemetry, gate: asyncio.Event
+    ) -> None:
         self.service = service
         self.servicer = servicer
+        # Part and Parts answer when it is set.
+        self.gate = gate
         self.telemetry = telemetry
         self.channel = grpc.aio.insecure_channel(service.target, options=CHANNEL_OPTIONS)
         self.encoder: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(self.channel)
@@ -132,18 +150,19 @@ async def running_server(
     default_timeouts_s: Mapping[str, float] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
-    servicer, telemetry = RaisingEncoder(), Telemetry(settings.get("metrics_listen"))
+    servicer, telemetry, gate = RaisingEncoder(), Telemetry(settings.get("metrics_listen")), asyncio.Event()
     entries = [
         ServiceEntry(ENCODER, lambda server: pb_grpc.add_EncoderServiceServicer_to_server(servicer, server)),
         ServiceEntry(
             KINDS,
-            lambda server: server.add_generic_rpc_handlers([_kinds_handler(error or ValueError())]),
+            lambda server: server.add_generic_rpc_handlers([_kinds_handler(error or ValueError(), gate)]),
             default_timeouts_s=default_timeouts_s or {},
+            long_methods=frozenset({"Part"}),
         ),
     ]
     service = GrpcService(server_settings(**settings), telemetry, entries, is_ready=is_ready)
     await service.start()
-    running = Running(service, servicer, telemetry)
+    running = Running(service, servicer, telemetry, gate)
     try:
         yield running
     finally:

@@ -10,7 +10,8 @@ from typing import Any
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import UnsupportedError
-from lookonce.server.serving import GrpcService, ServiceEntry, run
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService, run
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.settings_parser import parse_settings
 from lookonce.server.telemetry import Telemetry

@@ -17,7 +17,8 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import ConfigurationError
 from lookonce.sdk.channel_credentials import channel_credentials
 from lookonce.server import watched_files
-from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.telemetry import Telemetry
 from tests.lookonce.server.certificates import HOST, Files

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ import pytest
 from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.server.admission import inflight_calls
-from tests.lookonce.server.running_server import KINDS, rpc_failure, running_server
+from lookonce.server.admission.send_queues import SendQueues
+from tests.lookonce.server import raw_calls
+from tests.lookonce.server.running_server import KINDS, PART_BYTES, rpc_failure, running_server, until
 from tests.lookonce.server.silent_clients import silent_client
 
 # gRPC's frame of a message begins with five bytes.
@@ -85,3 +90,44 @@ async def test_a_stream_whose_client_keeps_it_open_holds_the_drain_while_the_ser
         more.set()
     assert isinstance(status_codes.from_rpc_error(failure), errors.UnavailableError)
     assert "shutting down" in str(failure.details())
+
+
+@contextmanager
+def talking(connection: socket.socket) -> Iterator[None]:
+    """Sends small updates of the window, as clients do all the time, until the server takes no more."""
+    is_over = threading.Event()
+
+    def talk() -> None:
+        with suppress(OSError):
+            while not is_over.wait(0.01):
+                connection.sendall(raw_calls.window_update(1))
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("method", ["Part", "Parts"])
+async def test_a_client_that_pauses_gets_all_of_an_answer_that_the_kernel_holds(method: str) -> None:
+    async with running_server(drain_timeout_s=600) as running:
+        queues = SendQueues()
+        queues.add_port(int(running.service.target.rpartition(":")[2]))
+        connection = await asyncio.to_thread(raw_calls.connect, running.service.target, kernel_bytes=4096)
+        with connection, talking(connection):
+            connection.sendall(raw_calls.call(1, f"/{KINDS}/{method}"))
+            await asyncio.to_thread(raw_calls.wait_until_read, connection)
+            stopping = asyncio.create_task(running.service.stop())
+            await asyncio.to_thread(raw_calls.wait_until_told_to_go, connection)
+            running.gate.set()
+            await until(queues.hold_any)
+            # Long enough for gRPC to close the connection.
+            done, _ = await asyncio.wait({stopping}, timeout=1.0)
+            assert not done
+            headers, num_bytes = await asyncio.to_thread(raw_calls.read_answers, connection)
+            await stopping
+    assert status("0") in headers
+    assert num_bytes > PART_BYTES

@@ -24,7 +24,8 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import UnsupportedError
 from lookonce.identity import ANYBODY, TENANT_KEY, current_identity
 from lookonce.server.admission.quotas import load_quotas
-from lookonce.server.serving import GrpcService, ServiceEntry
+from lookonce.server.service_entry import ServiceEntry
+from lookonce.server.serving import GrpcService
 from lookonce.server.settings import ServiceSettings
 from lookonce.server.telemetry import Telemetry
 from tests.lookonce.server.serving_program import UnsupportedEncoder
