@@ -51,6 +51,7 @@ _STACK_FILES = frozenset(
     {
         "test_bad_input.py",
         "test_encode_once.py",
+        "test_kernel_report.py",
         "test_lean_transformers.py",
         "test_metrics.py",
         "test_prefix_cache.py",
