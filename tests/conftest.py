@@ -23,6 +23,7 @@ from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.logs import configure_plainly
 from lookonce.server.telemetry import configure_logging
 from lookonce.store.embedding_store import EmbeddingStore
+from tests.warm_processes import WarmProcesses
 
 # Nothing is downloaded; tiny models are faster on one thread, and the servers need the other core.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -51,6 +52,7 @@ _STACK_FILES = frozenset(
     {
         "test_bad_input.py",
         "test_encode_once.py",
+        "test_kernel_report.py",
         "test_lean_transformers.py",
         "test_metrics.py",
         "test_prefix_cache.py",
@@ -104,6 +106,13 @@ def stack() -> Iterator[LocalStack]:
                 LocalStack(DEMO_MODEL, num_decoders=2, encoder_arguments=SERVICE_FLAGS, decoder_arguments=SERVICE_FLAGS)
             )
         yield stack
+
+
+@pytest.fixture(scope="session")
+def warm_processes() -> Iterator[WarmProcesses]:
+    """Starts processes of services in a fifth of the time."""
+    with WarmProcesses() as processes:
+        yield processes
 
 
 @pytest.fixture(scope="session")

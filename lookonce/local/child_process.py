@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from lookonce.errors import StartupError
 
@@ -60,19 +61,9 @@ class ChildProcess:
         # A process of the same name that crashed may have left it.
         self._ready_path.unlink(missing_ok=True)
         self._ready: ReadyRecord | None = None
-        starter = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid())]
-        # -P keeps the current folder off the import path: it may be a model's folder with Python files.
-        command = [sys.executable, "-P", "-m", module, *arguments, "--ready-file", str(self._ready_path)]
         self._is_asked_to_end = False
         with self.log_path.open("wb") as log:
-            self._popen = subprocess.Popen(
-                [*starter, *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Otherwise Ctrl-C would be its first signal and the parent's SIGTERM its second.
-                start_new_session=True,
-            )
+            self._popen = start_program(module, [*arguments, "--ready-file", str(self._ready_path)], log)
 
     @property
     def pid(self) -> int:
@@ -126,3 +117,18 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             return self._popen.wait()
+
+
+def start_program(module: str, arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Starts `python -m module` with its output in `log`. On Linux it gets SIGTERM when the calling thread ends."""
+    starter = [sys.executable, "-I", "-S", "-c", _EXEC_SCRIPT, str(os.getpid())]
+    # -P keeps the current folder off the import path: it may be a model's folder with Python files.
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    return subprocess.Popen(
+        [*starter, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        # Otherwise Ctrl-C would be its first signal and the parent's SIGTERM its second.
+        start_new_session=True,
+    )

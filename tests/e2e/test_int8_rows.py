@@ -19,6 +19,7 @@ from demo.evaluate import fresh_chats
 from demo.scenes import png_bytes
 from demo.wordings import Split
 from lookonce.aio import AsyncClient
+from lookonce.embedding_meta import RowDtype
 from lookonce.generation import Message, Part
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.store.int8_rows import dequantise, quantise
@@ -26,6 +27,7 @@ from tests import tiny_models
 from tests.conftest import DEMO_MODEL, SERVICE_FLAGS
 from tests.e2e import test_generate_parity as parity
 from tests.in_process_stack import InProcessStack
+from tests.known_fingerprints import known_fingerprints
 
 INT8 = ("--row-format", "int8")
 NUM_QUESTIONS = 100
@@ -115,9 +117,12 @@ async def test_answers_equal_those_of_hugging_face_with_rounded_rows(tmp_path: p
     round_rows(model)
     rng = random.Random(12)
     chats = [parity.chat(processor, model, rng, (1, 3)[index % 2]) for index in range(NUM_PROMPTS)]
-    with InProcessStack(
-        folder, dtype="float32", encoder_arguments=(*SERVICE_FLAGS, *INT8), decoder_arguments=SERVICE_FLAGS
-    ) as stack:
+    with (
+        known_fingerprints(folder, RowDtype.FLOAT32),
+        InProcessStack(
+            folder, dtype="float32", encoder_arguments=(*SERVICE_FLAGS, *INT8), decoder_arguments=SERVICE_FLAGS
+        ) as stack,
+    ):
         given = await asyncio.gather(*(parity.answer(stack.decoder_targets[0], one) for one in chats))
     assert given == [one.expected for one in chats]
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import pytest
 
 from lookonce.aio import AsyncClient
+from lookonce.embedding_meta import RowDtype
 from lookonce.generation import Generation
 from tests import image_files, tiny_models
 from tests.conftest import SERVICE_FLAGS
 from tests.in_process_stack import InProcessStack
+from tests.known_fingerprints import known_fingerprints
 
 # Rows of every picture here.
 NUM_ROWS = 16
@@ -33,14 +35,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.fixture(scope="module", params=[(), ("--row-format", "int8")], ids=["native", "int8"])
 def stack(folder: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[InProcessStack]:
     """Two encoders and two decoders, which have little room."""
-    with InProcessStack(
-        folder,
-        num_encoders=2,
-        num_decoders=2,
-        dtype="float32",
-        encoder_arguments=(*SERVICE_FLAGS, *request.param),
-        decoder_arguments=(*SERVICE_FLAGS, *FEW_BLOCKS),
-    ) as stack:
+    with (
+        known_fingerprints(folder, RowDtype.FLOAT32),
+        InProcessStack(
+            folder,
+            num_encoders=2,
+            num_decoders=2,
+            dtype="float32",
+            encoder_arguments=(*SERVICE_FLAGS, *request.param),
+            decoder_arguments=(*SERVICE_FLAGS, *FEW_BLOCKS),
+        ) as stack,
+    ):
         yield stack
 
 

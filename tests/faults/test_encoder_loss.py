@@ -23,6 +23,7 @@ from lookonce.local.child_process import ChildProcess
 from lookonce.local.local_stack import LocalStack
 from tests.conftest import ONE_THREAD
 from tests.faults.conftest import Fingerprint, Picture, describe, tell_story
+from tests.warm_processes import WarmProcesses
 
 LEASE_S = 2.0
 # Allowance beyond a deadline or the end of a lease on a busy machine. On an idle one a takeover is done within
@@ -34,8 +35,11 @@ DECODER = (*ONE_THREAD, "--encoder-cache-rows", "60", "--keepalive-time-s", "2",
 
 
 @pytest.fixture(scope="module")
-def running(fingerprint: Fingerprint) -> Iterator[LocalStack]:
-    with LocalStack(fingerprint.folder, num_encoders=2, encoder_arguments=ENCODER, decoder_arguments=DECODER) as stack:
+def running(fingerprint: Fingerprint, warm_processes: WarmProcesses) -> Iterator[LocalStack]:
+    with (
+        warm_processes.for_stacks(),
+        LocalStack(fingerprint.folder, num_encoders=2, encoder_arguments=ENCODER, decoder_arguments=DECODER) as stack,
+    ):
         yield stack
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import pathlib
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import grpc
@@ -20,9 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
 from lookonce.decoder.v1.decoder_service_pb2_grpc import DecoderServiceStub
-from tests.conftest import REPOSITORY
 from tests.decoder_svc.decoders import params
 from tests.fault_file import DIE, FAIL, HANG, FaultFile
+from tests.warm_processes import WarmProcess, WarmProcesses
 
 Health = health_pb2.HealthCheckResponse
 NUM_CALLS = 4
@@ -32,10 +30,11 @@ TIMEOUT_S = 60
 
 
 class Decoder:
-    """A decoder process with a fault file, and a channel to it."""
+    """A decoder process with its log, a fault file, and a channel to it."""
 
-    def __init__(self, process: subprocess.Popen[str], fault: FaultFile, channel: grpc.Channel) -> None:
+    def __init__(self, process: WarmProcess, log: pathlib.Path, fault: FaultFile, channel: grpc.Channel) -> None:
         self.process = process
+        self.log = log
         self.fault = fault
         self.stub: DecoderServiceStub = DecoderServiceStub(channel)
         watching = health_pb2.HealthCheckRequest(service="lookonce.decoder.v1.DecoderService")
@@ -60,23 +59,33 @@ class Decoder:
             time.sleep(0.01)
 
 
-@contextmanager
-def started(folder: pathlib.Path, directory: pathlib.Path, *arguments: str) -> Iterator[Decoder]:
-    ready_file, fault_path = directory / "ready.json", directory / "fault"
-    command = [sys.executable, "-m", "tests.decoder_svc.faulty_program", str(fault_path), "--model", str(folder)]
-    command += ["--ready-file", str(ready_file), *SMALL, *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    try:
-        while not ready_file.exists():
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            time.sleep(0.05)
-        with grpc.insecure_channel(json.loads(ready_file.read_text())["target"]) as channel:
-            decoder = Decoder(process, FaultFile(fault_path), channel)
-            assert decoder.next_health() == Health.SERVING
-            yield decoder
-    finally:
-        process.kill()
-        process.communicate()
+Started = Callable[..., AbstractContextManager[Decoder]]
+
+
+@pytest.fixture
+def started(
+    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path, warm_processes: WarmProcesses
+) -> Started:
+    """`started(*flags)` is a block with a running decoder."""
+
+    @contextmanager
+    def start(*flags: str) -> Iterator[Decoder]:
+        ready_file, fault_path, log = (tmp_path / name for name in ("ready.json", "fault", "log"))
+        arguments = [str(fault_path), "--model", str(model_folder("llava_clip")), "--ready-file", str(ready_file)]
+        process = warm_processes.start("tests.decoder_svc.faulty_program", [*arguments, *SMALL, *flags], log)
+        try:
+            while not ready_file.exists():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+            with grpc.insecure_channel(json.loads(ready_file.read_text())["target"]) as channel:
+                decoder = Decoder(process, log, FaultFile(fault_path), channel)
+                assert decoder.next_health() == Health.SERVING
+                yield decoder
+        finally:
+            process.kill()
+            process.wait()
+
+    return start
 
 
 def _code(call: Callable[[], object]) -> str:
@@ -94,27 +103,23 @@ def _code(call: Callable[[], object]) -> str:
     [(DIE, {"UNAVAILABLE": NUM_CALLS}), (FAIL, {"INTERNAL": 3, "UNAVAILABLE": NUM_CALLS - 3})],
 )
 def test_a_dead_engine_answers_all_calls_is_not_serving_and_ends_the_process_with_1(
-    fault: str, expected: dict[str, int], model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+    fault: str, expected: dict[str, int], started: Started
 ) -> None:
-    with started(model_folder("llava_clip"), tmp_path) as decoder, ThreadPoolExecutor(NUM_CALLS) as threads:
+    with started() as decoder, ThreadPoolExecutor(NUM_CALLS) as threads:
         decoder.fault.order(HANG)
         calls = [threads.submit(_code, decoder.generate) for _ in range(NUM_CALLS)]
         decoder.until_live(NUM_CALLS)
         decoder.fault.order(fault)
         assert Counter(call.result() for call in calls) == expected
         assert decoder.next_health() == Health.NOT_SERVING
-        _, log = decoder.process.communicate(timeout=TIMEOUT_S)
-        assert decoder.process.returncode == 1
-        events = [json.loads(line)["event"] for line in log.splitlines()]
+        assert decoder.process.wait(TIMEOUT_S) == 1
+        events = [json.loads(line)["event"] for line in decoder.log.read_text().splitlines()]
         assert "the engine stopped" in events
         assert events[-1] == "the service failed"
 
 
-def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(
-    model_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
-) -> None:
-    limits = ("--max-step-s", "0.5")
-    with started(model_folder("llava_clip"), tmp_path, *limits) as decoder, ThreadPoolExecutor(1) as threads:
+def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(started: Started) -> None:
+    with started("--max-step-s", "0.5") as decoder, ThreadPoolExecutor(1) as threads:
         decoder.fault.order(HANG)
         call = threads.submit(decoder.generate)
         assert decoder.next_health() == Health.NOT_SERVING

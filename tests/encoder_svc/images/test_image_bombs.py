@@ -29,6 +29,7 @@ from lookonce.media.image_header import ImageLimits
 from lookonce.status_codes import from_rpc_error
 from tests import fingerprint_model, heif_files, image_bombs, image_files
 from tests.fingerprint_model import NUM_ROWS, Board, Reference
+from tests.warm_processes import WarmProcesses
 
 if TYPE_CHECKING:
     from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceAsyncStub
@@ -123,13 +124,16 @@ def reference(folder: pathlib.Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def process(folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChildProcess]:
+def process(
+    folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory, warm_processes: WarmProcesses
+) -> Iterator[ChildProcess]:
     """An encoder without Redis, so that all rows come with the answers."""
     # A second of processor time takes many times as long on a busy machine.
     limits = ["--decode-timeout-s", "1", "--decode-wall-timeout-s", str(TIMEOUT_S)]
     arguments = ["--model", str(folder), "--num-threads", "1", *limits]
     arguments += ["--preprocess-workers", str(NUM_WORKERS), "--drain-timeout-s", "1"]
-    process = ChildProcess("encoder", "encoder_svc", arguments, tmp_path_factory.mktemp("encoder"))
+    with warm_processes.for_stacks():
+        process = ChildProcess("encoder", "encoder_svc", arguments, tmp_path_factory.mktemp("encoder"))
     try:
         process.wait_until_ready(time.monotonic() + 120)
         asyncio.run(warm_up(process.ready.target))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -20,8 +18,8 @@ from lookonce.common.v1 import common_pb2
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1.encoder_service_pb2_grpc import EncoderServiceStub
 from tests import image_files
-from tests.conftest import REPOSITORY
 from tests.fault_file import DIE, HANG, FaultFile
+from tests.warm_processes import WarmProcess, WarmProcesses
 
 Health = health_pb2.HealthCheckResponse
 NUM_CALLS = 3
@@ -44,7 +42,7 @@ def _code_of_encode(target: str, seed: int) -> str:
     return "OK"
 
 
-def _check(process: subprocess.Popen[str], ready: dict[str, Any], fault: FaultFile) -> None:
+def _check(process: WarmProcess, log: pathlib.Path, ready: dict[str, Any], fault: FaultFile) -> None:
     with grpc.insecure_channel(ready["target"]) as channel, ThreadPoolExecutor(NUM_CALLS) as threads:
         watching = health_pb2.HealthCheckRequest(service="lookonce.encoder.v1.EncoderService")
         states: Any = health_pb2_grpc.HealthStub(channel).Watch(watching, timeout=TIMEOUT_S)
@@ -59,26 +57,24 @@ def _check(process: subprocess.Popen[str], ready: dict[str, Any], fault: FaultFi
         fault.order(DIE)
         assert [call.result() for call in calls] == ["UNAVAILABLE"] * NUM_CALLS
         assert next(states).status == Health.NOT_SERVING
-        _, log = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1
-    events = [json.loads(line)["event"] for line in log.splitlines()]
+        assert process.wait(TIMEOUT_S) == 1
+    events = [json.loads(line)["event"] for line in log.read_text().splitlines()]
     assert "the forward thread ended" in events
     assert events[-1] == "the service failed"
 
 
 def test_a_dead_forward_thread_answers_who_waits_says_not_serving_and_ends_the_process_with_1(
-    tiny_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
+    tiny_folder: Callable[[str], pathlib.Path], tmp_path: pathlib.Path, warm_processes: WarmProcesses
 ) -> None:
-    ready_file, fault_path = tmp_path / "ready.json", tmp_path / "fault"
-    command = [sys.executable, "-m", "tests.encoder_svc.faulty_program", str(fault_path), "--num-threads", "1"]
-    command += ["--model", str(tiny_folder("llava_clip")), "--ready-file", str(ready_file)]
-    command += ["--metrics-listen", "127.0.0.1:0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    ready_file, fault_path, log = (tmp_path / name for name in ("ready.json", "fault", "log"))
+    arguments = [str(fault_path), "--num-threads", "1", "--model", str(tiny_folder("llava_clip"))]
+    arguments += ["--ready-file", str(ready_file), "--metrics-listen", "127.0.0.1:0"]
+    process = warm_processes.start("tests.encoder_svc.faulty_program", arguments, log)
     try:
         while not ready_file.exists():
-            assert process.poll() is None, process.stderr and process.stderr.read()
+            assert process.poll() is None, log.read_text()
             time.sleep(0.05)
-        _check(process, json.loads(ready_file.read_text()), FaultFile(fault_path))
+        _check(process, log, json.loads(ready_file.read_text()), FaultFile(fault_path))
     finally:
         process.kill()
-        process.communicate()
+        process.wait()

@@ -15,6 +15,7 @@ from lookonce.errors import StartupError
 from lookonce.local.local_stack import LocalStack, RedisSource
 from tests.lookonce.local.processes import is_gone, soon, wait_until
 from tests.tiny_models import build_llava_clip, random_image
+from tests.warm_processes import WarmProcesses
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,10 @@ def test_a_stack_that_fails_to_start_stops_its_processes(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_process_that_was_killed_is_noticed_and_started_again_at_its_address(tiny_model: pathlib.Path) -> None:
-    with LocalStack(tiny_model, num_decoders=0, redis=RedisSource.NONE) as stack:
+def test_a_process_that_was_killed_is_noticed_and_started_again_at_its_address(
+    tiny_model: pathlib.Path, warm_processes: WarmProcesses
+) -> None:
+    with warm_processes.for_stacks(), LocalStack(tiny_model, num_decoders=0, redis=RedisSource.NONE) as stack:
         (killed,), targets = stack.encoders, stack.encoder_targets
         os.kill(killed.pid, signal.SIGKILL)
         wait_until(lambda: stack.failed() is not None)
@@ -74,9 +77,9 @@ def test_a_process_that_was_killed_is_noticed_and_started_again_at_its_address(t
         assert stack.failed() is None
 
 
-def test_a_given_redis_is_used_and_none_is_started(tiny_model: pathlib.Path) -> None:
+def test_a_given_redis_is_used_and_none_is_started(tiny_model: pathlib.Path, warm_processes: WarmProcesses) -> None:
     stack = LocalStack(tiny_model, num_decoders=0, redis="unix:///nowhere.sock")
-    with stack:
+    with warm_processes.for_stacks(), stack:
         assert stack.redis is None
         assert stack.redis_url == "unix:///nowhere.sock"
         with Client.connect("127.0.0.1:1", stack.encoder_targets[0]) as client:
