@@ -61,12 +61,13 @@ class PreparationThreads:
     async def look_up(
         self,
         caller: CallerId,
+        num_keys: int,
         function: Callable[ArgumentsT, ResultT],
         *arguments: ArgumentsT.args,
         **keywords: ArgumentsT.kwargs,
     ) -> ResultT:
-        """Calls `function`, which asks the shared cache once, when it is the caller's turn."""
-        return await self._lookups.run(self._request(caller, 1), function, *arguments, **keywords)
+        """Calls `function`, which asks the shared cache for `num_keys` keys, when it is the caller's turn."""
+        return await self._lookups.run(self._request(caller, num_keys), function, *arguments, **keywords)
 
     async def compute_text(
         self,

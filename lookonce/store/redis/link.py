@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lookonce.store.redis.deployment import open_deployment
@@ -62,6 +62,20 @@ class RedisLink:
                         raise
                     raise RedisTroubleError(reason) from trouble
             node, may_follow = other, False
+
+    def by_server(self, names: Sequence[bytes], deadline_s: float) -> list[list[int]]:
+        """Returns the positions of the keys in `names`, one list for each server, until `deadline_s` at the latest.
+
+        While a key's server is not known, all are in one list: the exchange about them will have the same trouble.
+        """
+        positions: dict[RedisNode, list[int]] = {}
+        until_s = self._find_until_s(deadline_s)
+        try:
+            for index, name in enumerate(names):
+                positions.setdefault(self._node_of(name, until_s), []).append(index)
+        except RedisTroubleError:
+            return [list(range(len(names)))]
+        return list(positions.values())
 
     def nodes(self, deadline_s: float) -> list[RedisNode]:
         """Returns every primary, after a new lookup of the topology. Raises RedisTroubleError."""
