@@ -123,8 +123,6 @@ class EmbeddingStore:
 
     def metadata_of(self, keys: Sequence[ContentKey]) -> list[EmbeddingMeta | None]:
         """Returns for each key what `metadata` returns. Each server is asked once, in one round trip."""
-        if len(keys) < 2:
-            return [self.metadata(key) for key in keys]
         found: dict[int, EmbeddingMeta | None] = {}
         for positions in self._link.by_server([metadata_key(key) for key in keys], self._deadline_s()):
             found.update(zip(positions, self._find_together([keys[index] for index in positions]), strict=True))
@@ -269,6 +267,8 @@ class EmbeddingStore:
 
     def _find_together(self, keys: Sequence[ContentKey]) -> list[EmbeddingMeta | None]:
         """Reads the metadata of keys that one server has. Those with a fault are read alone, which deals with it."""
+        if len(keys) == 1:
+            return [self.metadata(keys[0])]
         with tracing.redis_span(StoreOperation.METADATA.value, num_keys=len(keys)):
             try:
                 found = self.ask(partial(read_all_metadata, codec=self._codec, keys=keys), metadata_key(keys[0]))

@@ -64,18 +64,19 @@ class RedisLink:
             node, may_follow = other, False
 
     def by_server(self, names: Sequence[bytes], deadline_s: float) -> list[list[int]]:
-        """Returns the positions of the keys in `names`, one list for each server, until `deadline_s` at the latest.
+        """Returns the positions of the keys in `names`, one list for each server. Ends at `deadline_s` at the latest.
 
-        While a key's server is not known, all are in one list: the exchange about them will have the same trouble.
+        A key whose server is not known is alone in its list, so that its trouble is not that of others.
         """
-        positions: dict[RedisNode, list[int]] = {}
+        known: dict[RedisNode, list[int]] = {}
+        others: list[list[int]] = []
         until_s = self._find_until_s(deadline_s)
-        try:
-            for index, name in enumerate(names):
-                positions.setdefault(self._node_of(name, until_s), []).append(index)
-        except RedisTroubleError:
-            return [list(range(len(names)))]
-        return list(positions.values())
+        for index, name in enumerate(names):
+            try:
+                known.setdefault(self._node_of(name, until_s), []).append(index)
+            except RedisTroubleError:
+                others.append([index])
+        return [*known.values(), *others]
 
     def nodes(self, deadline_s: float) -> list[RedisNode]:
         """Returns every primary, after a new lookup of the topology. Raises RedisTroubleError."""

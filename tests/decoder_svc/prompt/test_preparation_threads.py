@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -34,7 +34,7 @@ from decoder_svc.prompt.video_frames import VideoSplitter
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.service import LoadedText
-from lookonce.content_key import DEFAULT_TENANT, Tenant
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, Tenant
 from lookonce.errors import ContextTooLongError, ImageUndecodableError
 from lookonce.media.image_header import ImageHeader, ImageLimits, probe_image
 from lookonce.model.generation_defaults import GenerationDefaults
@@ -110,8 +110,8 @@ class Encoder:
     async def info(self) -> Any:
         return types.SimpleNamespace(fingerprint=FINGERPRINT)
 
-    async def lookup(self, *_: object) -> None:
-        return None
+    async def lookup(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> list[None]:
+        return [None] * len(keys)
 
 
 @pytest.fixture(scope="module")

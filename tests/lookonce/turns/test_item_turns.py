@@ -107,6 +107,27 @@ async def test_calls_of_a_tenant_take_turns(bench: Bench) -> None:
         assert max(counts) - min(counts) <= NUM_PLACES + 1 or max(counts) == 64
 
 
+async def test_a_costly_item_takes_the_turns_of_many_small_ones(bench: Bench) -> None:
+    bench.gate.clear()
+    first = [asyncio.create_task(bench.call(B, ["b"])) for _ in range(NUM_PLACES)]
+    await idle()
+    calls = [
+        asyncio.create_task(
+            bench.turns.run_all(CallerId(name, str(number)), [functools.partial(bench.item, name)], [cost])
+        )
+        for name, cost, num_calls in (("costly", 16, 4), ("small", 1, 48))
+        for number in range(num_calls)
+    ]
+    await idle()
+    bench.gate.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*first, *calls)
+    begun = bench.begun[NUM_PLACES:]
+    # Of the costs that both had when the third costly one began, neither has more than the largest cost too much.
+    third = [index for index, name in enumerate(begun) if name == "costly"][2]
+    assert 16 <= begun[:third].count("small") <= 48
+
+
 async def test_what_has_not_begun_has_no_task(bench: Bench) -> None:
     bench.gate.clear()
     calls = bench.flood(10)
