@@ -85,12 +85,17 @@ class ImageResolver:
             positions.append(list(digests))
             items.append(functools.partial(self._references.resolve, [*digests.values()], fingerprint, tenant, caller))
             costs.append(self._references.cost(len(digests)))
-        found = _by_source(positions, await self._item_turns.run_all(caller, items, costs))
+        if len(items) == 1:
+            results = [await self._item_turns.run_one(caller, items[0], costs[0])]
+        else:
+            results = await self._item_turns.run_all(caller, items, costs)
+        found = _by_source(positions, results)
         resolved = [outcome for outcome in found if isinstance(outcome, ResolvedImage)]
         missing = [index for index, outcome in enumerate(found) if outcome is None]
         failures = [outcome for outcome in found if isinstance(outcome, BaseException)]
         # The traceback of an exception refers to the frame that raises it. A reference back would be a cycle, which
         # keeps the images in memory until the next garbage collection.
+        results.clear()
         found.clear()
         if failures:
             raise failures.pop(0)

@@ -102,12 +102,15 @@ class ReferenceResolver:
     ) -> dict[Reference, LookedUp | BaseException]:
         """Asks the encoder by one call for all references with the same options, at most MAX_LOOKUP_KEYS of them."""
         calls = list(_calls(unknown))
-        results = await self._encoder_turns.run_all(
-            caller, [functools.partial(_ask, encoder, unknown, one) for one in calls], map(len, calls)
-        )
+        items = [functools.partial(_ask, encoder, unknown, references) for references in calls]
+        if len(items) == 1:
+            results = [await self._encoder_turns.run_one(caller, items[0], len(unknown))]
+        else:
+            results = await self._encoder_turns.run_all(caller, items, map(len, calls))
         found: dict[Reference, LookedUp | BaseException] = {}
         for references, result in zip(calls, results, strict=True):
             found |= dict.fromkeys(references, result) if isinstance(result, BaseException) else result
+        results.clear()
         return found
 
 

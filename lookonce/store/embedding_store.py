@@ -123,6 +123,8 @@ class EmbeddingStore:
 
     def metadata_of(self, keys: Sequence[ContentKey]) -> list[EmbeddingMeta | None]:
         """Returns for each key what `metadata` returns. Each server is asked once, in one round trip."""
+        if len(keys) == 1:
+            return [self.metadata(keys[0])]
         found: dict[int, EmbeddingMeta | None] = {}
         for positions in self._link.by_server([metadata_key(key) for key in keys], self._deadline_s()):
             found.update(zip(positions, self._find_together([keys[index] for index in positions]), strict=True))

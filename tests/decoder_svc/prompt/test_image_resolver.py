@@ -308,7 +308,7 @@ async def test_the_first_error_counts_wherever_it_comes_from() -> None:
     encoder.lookup = fail  # type: ignore[method-assign]
     for sources, kind in [
         ([*references([known]), *references(unknown), strange, bad], UnavailableError),
-        ([strange, *references(unknown), bad], FingerprintMismatchError),
+        ([*references([known]), strange, *references(unknown), bad], FingerprintMismatchError),
         ([bad, strange, *references(unknown)], ImageUndecodableError),
     ]:
         with pytest.raises(kind):

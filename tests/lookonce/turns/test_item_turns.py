@@ -74,6 +74,25 @@ async def test_results_and_errors_come_in_order(bench: Bench) -> None:
     assert bench.begun == [str(number) for number in range(20)]
 
 
+async def test_an_item_alone_has_a_place_and_gives_it_back(bench: Bench) -> None:
+    fault = ValueError("bad")
+
+    async def fail(place: Place) -> str:
+        assert bench.turns._num_free == NUM_PLACES - 1
+        raise fault
+
+    assert await bench.turns.run_one(A, functools.partial(bench.item, "a")) == "a"
+    assert await bench.turns.run_one(A, fail, 16) is fault
+    bench.gate.clear()
+    calls = [asyncio.create_task(bench.turns.run_one(A, functools.partial(bench.item, "a"))) for _ in range(10)]
+    await idle()
+    assert len(bench.begun) == 1 + NUM_PLACES
+    for call in calls:
+        call.cancel()
+    assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(*calls, return_exceptions=True))
+    assert bench.turns._num_free == NUM_PLACES
+
+
 async def test_few_items_begin_in_a_pass_of_the_event_loop(bench: Bench) -> None:
     calls = bench.flood()
     await asyncio.sleep(0)
