@@ -297,15 +297,14 @@ async def test_files_and_digests_keep_their_positions() -> None:
 
 
 async def test_the_first_error_counts_wherever_it_comes_from() -> None:
-    encoder, unknown = CountingEncoder(), names("a", 20)
+    class Failing(CountingEncoder):
+        async def lookup(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> list[EmbeddingMeta | None]:
+            raise UnavailableError("not there")
 
-    async def fail(*_: object) -> list[EmbeddingMeta | None]:
-        raise UnavailableError("not there")
-
+    encoder, unknown = Failing(), names("a", 20)
     strange = CachedImage(image_digest(b"strange"), NO_OPTIONS, "0" * 64)
     bad = inline(b"no image")
     known = image_digest(b"known")
-    encoder.lookup = fail  # type: ignore[method-assign]
     for sources, kind in [
         ([*references([known]), *references(unknown), strange, bad], UnavailableError),
         ([*references([known]), strange, *references(unknown), bad], FingerprintMismatchError),

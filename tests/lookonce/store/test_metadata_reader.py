@@ -13,7 +13,7 @@ from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.redis.circuit_breaker import CircuitBreaker
 from tests.lookonce.store.damage import flip
 from tests.lookonce.store.entries import LARGE, SMALL, fresh_key, make_rows, metadata_key, write
-from tests.lookonce.store.redis.resp_server import After, Lie, RespServer, always, changed, instead, swapped
+from tests.lookonce.store.redis.resp_server import Lie, RespServer, always, changed, instead, swapped
 from tests.lookonce.store.replies import ERRORS, NASTY
 
 MakeStore = Callable[..., EmbeddingStore]
