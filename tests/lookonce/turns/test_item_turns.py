@@ -142,7 +142,7 @@ async def test_a_costly_item_takes_the_turns_of_many_small_ones(bench: Bench) ->
     async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*first, *calls)
     begun = bench.begun[NUM_PLACES:]
-    # Of the costs that both had when the third costly one began, neither has more than the largest cost too much.
+    # Each costly item waits for about as many small ones as it costs.
     third = [index for index, name in enumerate(begun) if name == "costly"][2]
     assert 16 <= begun[:third].count("small") <= 48
 
