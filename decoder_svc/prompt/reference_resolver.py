@@ -2,9 +2,9 @@
 
 A prompt may name hundreds of digests in a few kilobytes, and 400 such prompts may come together. Asking for each digest
 alone, in a thread and in a call of its own, stopped the event loop for seconds. So the shared cache is asked for 16
-digests in one piece of work, which also derives their keys, and the encoder once for all of a prompt that the cache does
-not know. 400 prompts of 128 unknown digests on 8 connections took the decoder 30 s of processor time before they all
-reached their deadlines. Now all are answered for 4 s of it (2 × AMD EPYC, 2026-11-25).
+digests in one piece of work, which also derives their keys, and the encoder once for all of a prompt that the cache
+does not know. 400 prompts of 128 unknown digests on 8 connections took the decoder 30 s of processor time before they
+all reached their deadlines. Now all are answered for 4 s of it (2 × AMD EPYC, 2026-11-25).
 """
 
 from __future__ import annotations
