@@ -80,10 +80,9 @@ class InProcessEncoder(EncoderClient):
         was_computed = outcome.origin is Origin.COMPUTED
         return EncodedImage(outcome.meta, outcome.stored, was_computed, bytes(found.rows))
 
-    async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
-        """Shape of the rows that the pipeline still has."""
-        (found,) = await self._pipeline.lookup([key], touch=False)
-        return found
+    async def lookup(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> list[EmbeddingMeta | None]:
+        """Shapes of the rows that the pipeline still has."""
+        return await self._pipeline.lookup(keys, touch=False)
 
     async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
         """Nothing here has a life to prolong."""

@@ -1,32 +1,29 @@
 """Resolves the images of a prompt to content keys and sizes. Reads neither embedding rows nor pixels.
 
-Image bytes are hashed and their header is read. A digest is looked up in the shared cache's metadata, then at the
-encoder. Keys are always derived here, from the fingerprint of the encoder that is in service now.
+Image bytes are hashed and their header is read. Digests are looked up together (reference_resolver.py). Keys are always
+derived in the decoder, from the fingerprint of the encoder that is in service now.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from decoder_svc.prompt.preparation_threads import PreparationThreads, caller_of
 from decoder_svc.prompt.prompt_builder import ResolvedImage
 from decoder_svc.prompt.prompt_spec import CachedImage, FileFacts, ImageSource, InlineImage
+from decoder_svc.prompt.reference_resolver import MetadataSource, Outcome, ReferenceResolver
 from decoder_svc.rows.encoder_client import EncoderClient
 from lookonce import tracing
 from lookonce.content_key import (
-    ContentKey,
     EncoderFingerprint,
-    ProcessorOptions,
     Tenant,
     content_key,
 )
-from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import (
     DigestMismatchError,
     EmbeddingNotCachedError,
-    FingerprintMismatchError,
     UnavailableError,
     located_in_image,
 )
@@ -34,17 +31,6 @@ from lookonce.image_file import file_digest, files_of
 from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
 from lookonce.turns.fair_queue import CallerId
 from lookonce.turns.item_turns import ItemTurns, Place
-
-# Look-ups at the encoder at a time.
-_NUM_ENCODER_LOOKUPS = 16
-
-
-class MetadataSource(Protocol):
-    """The part of the shared cache that image resolution uses."""
-
-    def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
-        """Returns the shape of an image's rows; None for an unknown image. Blocks; never raises."""
-        ...
 
 
 class ImageResolver:
@@ -58,15 +44,13 @@ class ImageResolver:
         threads: PreparationThreads,
     ) -> None:
         self._encoder = encoder
-        self._metadata = metadata
         self._limits = limits
         self._threads = threads
         self._item_turns = ItemTurns()
-        # Look-ups at the encoder have turns of their own: it may be slow, and hits in the shared cache need not wait.
-        self._encoder_turns = ItemTurns(_NUM_ENCODER_LOOKUPS)
+        self._references = ReferenceResolver(encoder, metadata, threads)
 
     async def resolve(self, sources: Sequence[ImageSource], tenant: Tenant, request_id: str) -> list[ResolvedImage]:
-        """Returns one resolved image per source, in order. Each file and each look-up takes a turn of its own.
+        """Returns one resolved image per source, in order. Each file and each group of digests takes a turn of its own.
 
         Raises the first of DigestMismatchError, ImageUndecodableError, ImageTooLargeError (each with the image's index
         in its metadata), FingerprintMismatchError and UnavailableError. If the only problem is unknown digests, raises
@@ -86,22 +70,32 @@ class ImageResolver:
         self, sources: Sequence[ImageSource], tenant: Tenant, caller: CallerId
     ) -> list[ResolvedImage]:
         fingerprint = await self._fingerprint()
-        found = await self._item_turns.run_all(
-            caller,
-            (
-                functools.partial(self._resolve, index, source, fingerprint, tenant, caller)
-                for index, source in enumerate(sources)
-            ),
-        )
-        resolved = [result for result in found if isinstance(result, ResolvedImage)]
-        missing = [index for index, result in enumerate(found) if isinstance(result, EmbeddingNotCachedError)]
-        failures = [
-            result
-            for result in found
-            if isinstance(result, BaseException) and not isinstance(result, EmbeddingNotCachedError)
-        ]
+        # Positions of the sources of each item: one for each file, and one for all digests together.
+        positions: list[list[int]] = []
+        items: list[Callable[[Place], Coroutine[Any, Any, list[Outcome]]]] = []
+        digests: dict[int, CachedImage] = {}
+        for index, source in enumerate(sources):
+            if isinstance(source, CachedImage):
+                digests[index] = source
+            else:
+                positions.append([index])
+                items.append(functools.partial(self._read, index, source, fingerprint, tenant, caller))
+        costs = [1] * len(items)
+        if digests:
+            positions.append(list(digests))
+            items.append(functools.partial(self._references.resolve, [*digests.values()], fingerprint, tenant, caller))
+            costs.append(self._references.cost(len(digests)))
+        if len(items) == 1:
+            results = [await self._item_turns.run_one(caller, items[0], costs[0])]
+        else:
+            results = await self._item_turns.run_all(caller, items, costs)
+        found = _by_source(positions, results)
+        resolved = [outcome for outcome in found if isinstance(outcome, ResolvedImage)]
+        missing = [index for index, outcome in enumerate(found) if outcome is None]
+        failures = [outcome for outcome in found if isinstance(outcome, BaseException)]
         # The traceback of an exception refers to the frame that raises it. A reference back would be a cycle, which
         # keeps the images in memory until the next garbage collection.
+        results.clear()
         found.clear()
         if failures:
             raise failures.pop(0)
@@ -111,23 +105,23 @@ class ImageResolver:
             )
         return resolved
 
-    async def _resolve(
+    async def _read(
         self,
         index: int,
-        source: ImageSource,
+        source: InlineImage,
         fingerprint: EncoderFingerprint,
         tenant: Tenant,
         caller: CallerId,
         place: Place,
-    ) -> ResolvedImage:
-        if isinstance(source, InlineImage):
-            facts = source.facts
-            if facts is None:
-                place.give_back()
-                with located_in_image(index):
-                    facts = await self._threads.read_file(caller, _inspect, source, self._limits)
-            key, header = content_key(facts.digest, fingerprint, source.options, tenant), facts.header
-            return ResolvedImage(
+    ) -> list[Outcome]:
+        facts = source.facts
+        if facts is None:
+            place.give_back()
+            with located_in_image(index):
+                facts = await self._threads.read_file(caller, _inspect, source, self._limits)
+        key, header = content_key(facts.digest, fingerprint, source.options, tenant), facts.header
+        return [
+            ResolvedImage(
                 key,
                 header.width,
                 header.height,
@@ -135,33 +129,7 @@ class ImageResolver:
                 source.data,
                 num_file_pixels=header.num_pixels,
             )
-        return await self._resolve_cached(source, fingerprint, tenant, caller, place)
-
-    async def _resolve_cached(
-        self, source: CachedImage, fingerprint: EncoderFingerprint, tenant: Tenant, caller: CallerId, place: Place
-    ) -> ResolvedImage:
-        if source.fingerprint is not None and source.fingerprint != fingerprint:
-            raise FingerprintMismatchError(
-                "the key names another encoder fingerprint than the one served here; leave it empty or ask GetModelInfo"
-            )
-        key = content_key(source.digest, fingerprint, source.options, tenant)
-        meta = await self._stored_meta(key, source.options, caller, place)
-        if meta is None:
-            raise EmbeddingNotCachedError("the image is not cached; send its bytes")
-        return ResolvedImage(key, meta.image_width, meta.image_height, source.options, None, meta.num_rows)
-
-    async def _stored_meta(
-        self, key: ContentKey, options: ProcessorOptions, caller: CallerId, place: Place
-    ) -> EmbeddingMeta | None:
-        if self._metadata is not None:
-            meta = await self._threads.look_up(caller, self._metadata.metadata, key)
-            if meta is not None:
-                return meta
-        if self._encoder is None:
-            return None
-        place.give_back()
-        async with self._encoder_turns.place(caller):
-            return await self._encoder.lookup(key, options)
+        ]
 
     async def _fingerprint(self) -> EncoderFingerprint:
         if self._encoder is None:
@@ -174,3 +142,12 @@ def _inspect(source: InlineImage, limits: ImageLimits) -> FileFacts:
     if source.expected_digest is not None and source.expected_digest != digest:
         raise DigestMismatchError("the image's bytes do not hash to its expected_digest; send them again")
     return FileFacts(digest, probe_file(source.data, limits))
+
+
+def _by_source(positions: Sequence[Sequence[int]], results: Sequence[list[Outcome] | BaseException]) -> list[Outcome]:
+    """Returns the outcomes in the order of the sources. An item that failed has failed for all of its sources."""
+    found: dict[int, Outcome] = {}
+    for indexes, result in zip(positions, results, strict=True):
+        outcomes = [result] * len(indexes) if isinstance(result, BaseException) else result
+        found.update(zip(indexes, outcomes, strict=True))
+    return [found[index] for index in range(len(found))]

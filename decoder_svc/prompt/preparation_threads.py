@@ -1,12 +1,13 @@
 """The threads in which prompts are prepared. Tenants and calls take turns in them, piece by piece.
 
-A call's work is cut into pieces: the hash and header of one file, one look-up in the shared cache, the split of the
-videos, and the rendering and tokenizing of the text. A piece that has begun is not interrupted, so each kind of piece
-has its own threads: a piece waits for those of its own kind only. `lookonce/turns/` has the rule of the turns.
+A call's work is cut into pieces: the hash and header of one file, a look-up of a few digests in the shared cache, the
+split of the videos, and the rendering and tokenizing of the text. A piece that has begun is not interrupted, so each
+kind of piece has its own threads: a piece waits for those of its own kind only. `lookonce/turns/` has the rule of the
+turns.
 
-The cost of a piece must be known before it begins. That of a text is its number of characters. That of a file is not: a
-header takes from 0.1 ms to 80 ms, and its worst length is anything from 22 kB on (2 × AMD EPYC, 2026-11-25). So all
-files count the same, as in the encoder.
+The cost of a piece must be known before it begins. That of a text is its number of characters, and that of a look-up
+its number of digests. That of a file is not known: a header takes from 0.1 ms to 80 ms, and its worst length is
+anything from 22 kB on (2 × AMD EPYC, 2026-11-25). So all files count the same, as in the encoder.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ class PreparationThreads:
     async def look_up(
         self,
         caller: CallerId,
+        num_keys: int,
         function: Callable[ArgumentsT, ResultT],
         *arguments: ArgumentsT.args,
         **keywords: ArgumentsT.kwargs,
     ) -> ResultT:
-        """Calls `function`, which asks the shared cache once, when it is the caller's turn."""
-        return await self._lookups.run(self._request(caller, 1), function, *arguments, **keywords)
+        """Calls `function`, which asks the shared cache for `num_keys` keys, when it is the caller's turn."""
+        return await self._lookups.run(self._request(caller, num_keys), function, *arguments, **keywords)
 
     async def compute_text(
         self,

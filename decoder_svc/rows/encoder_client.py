@@ -22,6 +22,7 @@ from decoder_svc.rows.encoder_wire import (
     SENDER,
     check_key,
     embedding_meta,
+    looked_up,
     wire_key,
     wire_options,
     without_position,
@@ -40,6 +41,9 @@ from lookonce.image_file import ImageFile, files_of
 from lookonce.sdk.replies import parsed
 from lookonce.server.encoder_health import ENCODER_SERVICE, health_name
 from lookonce.server.telemetry import current_request_id
+
+MAX_LOOKUP_KEYS = 256
+"""Most keys of one call of `lookup` or `touch`, by the encoder's contract."""
 
 _INFO_TIMEOUT_S = 5.0
 _LOOKUP_TIMEOUT_S = 5.0
@@ -255,19 +259,22 @@ class EncoderClient:
             raise UnavailableError("the encoder service sent rows of another size than it announced; retry")
         return EncodedImage(meta, result.stored, was_computed, result.rows or None)
 
-    async def lookup(self, key: ContentKey, options: ProcessorOptions) -> EmbeddingMeta | None:
-        """Returns the shape of an image's rows without encoding it; None if the encoder does not know the image."""
-        request = encoder_service_pb2.LookupEmbeddingsRequest(keys=[wire_key(key)], **wire_options(options))
-        metadata = self._metadata(key)
+    async def lookup(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> list[EmbeddingMeta | None]:
+        """Returns the shape of each image's rows without encoding it; None for one that the encoder does not know.
+
+        Takes at most MAX_LOOKUP_KEYS keys. A proxy may route a call about a single image by its digest.
+        """
+        request = encoder_service_pb2.LookupEmbeddingsRequest(
+            keys=[wire_key(key) for key in keys], **wire_options(options)
+        )
+        metadata = self._metadata(keys[0] if len(keys) == 1 else None)
         response = await self._answer(self._stub.LookupEmbeddings, request, _LOOKUP_TIMEOUT_S, metadata)
-        found = [result.embedding for result in response.results if result.cached]
-        if not found:
-            return None
-        check_key(found[0], key)
-        return embedding_meta(found[0])
+        if len(response.results) != len(keys):
+            raise UnavailableError("the encoder service answered for another number of images; retry")
+        return [looked_up(result, key) for result, key in zip(response.results, keys, strict=True)]
 
     async def touch(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> None:
-        """Extends the lifetime of at most 256 shared cache entries."""
+        """Extends the lifetime of at most MAX_LOOKUP_KEYS shared cache entries."""
         request = encoder_service_pb2.LookupEmbeddingsRequest(
             keys=[wire_key(key) for key in keys], **wire_options(options), touch=True
         )

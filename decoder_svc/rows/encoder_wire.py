@@ -14,6 +14,7 @@ from lookonce import errors, status_codes
 from lookonce.common.v1 import common_pb2
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta, RowDtype
+from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.errors import InvalidParameterError, LookonceError, UnavailableError
 
 SENDER = "the encoder service"
@@ -68,6 +69,14 @@ def embedding_meta(info: common_pb2.EmbeddingInfo) -> EmbeddingMeta:
         image_width=info.image_width,
         image_height=info.image_height,
     )
+
+
+def looked_up(result: encoder_service_pb2.LookupResult, expected: ContentKey) -> EmbeddingMeta | None:
+    """Returns the shape of rows that were looked up; None if the image is unknown. Raises as `check_key` does."""
+    if not result.cached:
+        return None
+    check_key(result.embedding, expected)
+    return embedding_meta(result.embedding)
 
 
 def row_dtype(value: common_pb2.DataType.ValueType) -> RowDtype:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import enum
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from lookonce import tracing
@@ -26,6 +27,7 @@ from lookonce.store.cache_names import data_key, metadata_key
 from lookonce.store.codec import MAX_ENTRY_BYTES, NONCE_BYTES, EmbeddingCodec, PackedEntry
 from lookonce.store.entry_reader import EntryReader
 from lookonce.store.entry_writer import EXISTS, LEASE_LOST, METADATA_TTL_FACTOR, STORED, EntryWriter
+from lookonce.store.metadata_reader import read_all_metadata, read_metadata
 from lookonce.store.redis.circuit_breaker import BreakerState, CircuitBreaker
 from lookonce.store.redis.exchange import Exchange
 from lookonce.store.redis.link import RedisLink
@@ -111,14 +113,22 @@ class EmbeddingStore:
     def stat(self, key: ContentKey) -> EmbeddingMeta | None:
         """Returns the shape of an entry, or None. Reads the header only; rows are verified when they are read."""
         return self._find(
-            StoreOperation.STAT, key, data_key(key), lambda exchange: self._reader(exchange, key).read_header().meta
+            StoreOperation.STAT, data_key(key), lambda exchange: self._reader(exchange, key).read_header().meta
         )
 
     def metadata(self, key: ContentKey) -> EmbeddingMeta | None:
         """Returns the shape of an image that was stored, or None. Its rows may have been evicted since."""
-        return self._find(
-            StoreOperation.METADATA, key, metadata_key(key), lambda exchange: self._read_metadata(exchange, key)
-        )
+        name = metadata_key(key)
+        return self._find(StoreOperation.METADATA, name, lambda exchange: read_metadata(exchange, self._codec, key))
+
+    def metadata_of(self, keys: Sequence[ContentKey]) -> list[EmbeddingMeta | None]:
+        """Returns for each key what `metadata` returns. Each server is asked once, in one round trip."""
+        if len(keys) == 1:
+            return [self.metadata(keys[0])]
+        found: dict[int, EmbeddingMeta | None] = {}
+        for positions in self._link.by_server([metadata_key(key) for key in keys], self._deadline_s()):
+            found.update(zip(positions, self._find_together([keys[index] for index in positions]), strict=True))
+        return [found[index] for index in range(len(keys))]
 
     def read_rows(
         self, key: ContentKey, start: int, stop: int, out: memoryview, *, num_rows: int | None = None
@@ -257,8 +267,25 @@ class EmbeddingStore:
         finally:
             self._breaker.report(permit, was_reached)
 
+    def _find_together(self, keys: Sequence[ContentKey]) -> list[EmbeddingMeta | None]:
+        """Reads the metadata of keys that one server has. Those with a fault are read alone, which deals with it."""
+        if len(keys) == 1:
+            return [self.metadata(keys[0])]
+        with tracing.redis_span(StoreOperation.METADATA.value, num_keys=len(keys)):
+            try:
+                found = self.ask(partial(read_all_metadata, codec=self._codec, keys=keys), metadata_key(keys[0]))
+            except CacheMissError as miss:
+                self._count(StoreOperation.METADATA, miss.reason.value, len(keys))
+                return [None] * len(keys)
+            self._count(StoreOperation.METADATA, "ok", sum(isinstance(one, EmbeddingMeta) for one in found))
+            self._count(StoreOperation.METADATA, MissReason.ABSENT.value, found.count(MissReason.ABSENT))
+        return [
+            one if isinstance(one, EmbeddingMeta) else None if one is MissReason.ABSENT else self.metadata(key)
+            for key, one in zip(keys, found, strict=True)
+        ]
+
     def _find(
-        self, operation: StoreOperation, key: ContentKey, name: bytes, action: Callable[[Exchange], EmbeddingMeta]
+        self, operation: StoreOperation, name: bytes, action: Callable[[Exchange], EmbeddingMeta]
     ) -> EmbeddingMeta | None:
         with tracing.redis_span(operation.value):
             try:
@@ -337,15 +364,6 @@ class EmbeddingStore:
     def _reader(self, exchange: Exchange, key: ContentKey) -> EntryReader:
         return EntryReader(exchange, self._codec, data_key(key), key.value)
 
-    def _read_metadata(self, exchange: Exchange, key: ContentKey) -> EmbeddingMeta:
-        # One byte more than expected reveals a longer value without reading all of it.
-        exchange.send(b"GETRANGE", metadata_key(key), 0, self._codec.metadata_bytes)
-        data = memoryview(bytearray(self._codec.metadata_bytes + 1))
-        num_bytes = exchange.read_bulk_into(data)
-        if num_bytes == 0:
-            raise CacheMissError(MissReason.ABSENT)
-        return self._codec.parse_metadata(data[:num_bytes], key.value)
-
     def _discard(self, name: bytes, deadline_s: float) -> None:
         """Removes a corrupt value. Without the right to do so the value stays, and stays a miss."""
 
@@ -361,10 +379,11 @@ class EmbeddingStore:
             else:
                 self._count(StoreOperation.DELETE, "discarded")
 
-    def _count(self, operation: StoreOperation, outcome: str) -> None:
-        """Records an outcome in the counters and in the current span."""
-        self.stats.count(operation, outcome)
-        tracing.annotate(outcome=outcome)
+    def _count(self, operation: StoreOperation, outcome: str, number: int = 1) -> None:
+        """Records an outcome that occurred `number` times in the counters and in the current span."""
+        if number:
+            self.stats.count(operation, outcome, number)
+            tracing.annotate(outcome=outcome)
 
     def _deadline_s(self) -> float:
         return time.monotonic() + self._budget_s

@@ -33,10 +33,10 @@ class StoreStats:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._bytes_read = 0
 
-    def count(self, operation: StoreOperation, outcome: str) -> None:
-        """Adds one to the count of this operation and outcome."""
+    def count(self, operation: StoreOperation, outcome: str, number: int = 1) -> None:
+        """Adds `number` to the count of this operation and outcome."""
         with self._lock:
-            self._counts[operation.value, outcome] += 1
+            self._counts[operation.value, outcome] += number
 
     def add_bytes_read(self, num_bytes: int) -> None:
         """Adds bytes of values that arrived, valid or not."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lookonce.store.redis.deployment import open_deployment
@@ -62,6 +62,21 @@ class RedisLink:
                         raise
                     raise RedisTroubleError(reason) from trouble
             node, may_follow = other, False
+
+    def by_server(self, names: Sequence[bytes], deadline_s: float) -> list[list[int]]:
+        """Returns the positions of the keys in `names`, one list for each server. Ends at `deadline_s` at the latest.
+
+        A key whose server is not known is alone in its list, so that its trouble is not that of others.
+        """
+        known: dict[RedisNode, list[int]] = {}
+        others: list[list[int]] = []
+        until_s = self._find_until_s(deadline_s)
+        for index, name in enumerate(names):
+            try:
+                known.setdefault(self._node_of(name, until_s), []).append(index)
+            except RedisTroubleError:
+                others.append([index])
+        return [*known.values(), *others]
 
     def nodes(self, deadline_s: float) -> list[RedisNode]:
         """Returns every primary, after a new lookup of the topology. Raises RedisTroubleError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pathlib
 import types
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -24,6 +24,7 @@ from lookonce.content_key import (
     content_key,
     image_digest,
 )
+from lookonce.embedding_meta import EmbeddingMeta, RowDtype
 from lookonce.errors import (
     DigestMismatchError,
     EmbeddingNotCachedError,
@@ -195,35 +196,189 @@ async def test_without_encoder_only_prompts_without_images_are_served() -> None:
         await resolver(None).resolve([inline(png(1))], DEFAULT_TENANT, "one")
 
 
-async def test_few_digests_are_looked_up_at_a_time_and_tenants_take_turns() -> None:
-    asked: list[str] = []
-    gate = asyncio.Event()
+class CountingEncoder:
+    """A stand-in for the client of an encoder that knows no image. Notes its calls, which wait for `gate`."""
 
-    class Encoder:
-        async def info(self) -> Any:
-            return types.SimpleNamespace(fingerprint=EncoderFingerprint("f"))
+    def __init__(self) -> None:
+        # The tenant tag, the digests and the options of each call.
+        self.calls: list[tuple[str, list[ImageDigest], ProcessorOptions]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.known: dict[ImageDigest, EmbeddingMeta] = {}
 
-        async def lookup(self, key: ContentKey, options: ProcessorOptions) -> None:
-            asked.append(key.tenant_tag)
-            await gate.wait()
+    async def info(self) -> Any:
+        return types.SimpleNamespace(fingerprint=EncoderFingerprint("f"))
 
-    resolving = resolver(cast(EncoderClient, Encoder()))
+    async def lookup(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> list[EmbeddingMeta | None]:
+        digests = [key.digest for key in keys]
+        self.calls.append((keys[0].tenant_tag, digests, options))
+        await self.gate.wait()
+        return [self.known.get(digest) for digest in digests]
+
+
+class CountingCache:
+    """A stand-in for the shared cache. Notes the digests of its look-ups."""
+
+    def __init__(self, *known: ImageDigest) -> None:
+        self.calls: list[list[ImageDigest]] = []
+        self.known = known
+
+    def metadata_of(self, keys: Sequence[ContentKey]) -> list[EmbeddingMeta | None]:
+        self.calls.append([key.digest for key in keys])
+        return [META if key.digest in self.known else None for key in keys]
+
+
+META = EmbeddingMeta(16, 64, 0, RowDtype.FLOAT32, 80, 60)
+
+
+def counting(encoder: CountingEncoder, cache: CountingCache | None = None) -> ImageResolver:
+    return ImageResolver(cast(EncoderClient, encoder), cache, LIMITS, PreparationThreads())
+
+
+def names(prefix: str, number: int) -> list[ImageDigest]:
+    return [image_digest(f"{prefix} {index}".encode()) for index in range(number)]
+
+
+def references(digests: Sequence[ImageDigest], options: ProcessorOptions = NO_OPTIONS) -> list[ImageSource]:
+    return [CachedImage(digest, options) for digest in digests]
+
+
+async def test_the_digests_of_a_prompt_are_looked_up_together() -> None:
+    encoder, digests = CountingEncoder(), names("a", 128)
+    cache = CountingCache(*digests[:5])
+    with pytest.raises(EmbeddingNotCachedError) as caught:
+        await counting(encoder, cache).resolve(references(digests), DEFAULT_TENANT, "one")
+    assert caught.value.indexes == tuple(range(5, 128))
+    assert cache.calls == [digests[start : start + 16] for start in range(0, 128, 16)]
+    assert encoder.calls == [(DEFAULT_TENANT.tag, digests[5:], NO_OPTIONS)]
+
+
+async def test_what_the_shared_cache_knows_costs_no_call() -> None:
+    encoder, digests = CountingEncoder(), names("a", 40)
+    images = await counting(encoder, CountingCache(*digests)).resolve(references(digests), DEFAULT_TENANT, "one")
+    assert [image.key.digest for image in images] == digests
+    assert encoder.calls == []
+
+
+async def test_one_call_asks_for_digests_with_equal_options_and_for_at_most_256() -> None:
+    encoder, digests = CountingEncoder(), names("a", 600)
+    small = ProcessorOptions(5000)
+    sources = [source for digest in digests for source in references([digest], small) + references([digest])]
+    with pytest.raises(EmbeddingNotCachedError):
+        await counting(encoder).resolve(sources, DEFAULT_TENANT, "one")
+    expected = [
+        (options, digests[start : start + 256]) for options in (small, NO_OPTIONS) for start in range(0, 600, 256)
+    ]
+    assert [(options, asked) for _, asked, options in encoder.calls] == expected
+
+
+async def test_a_digest_that_occurs_several_times_is_looked_up_once() -> None:
+    encoder = CountingEncoder()
+    first, second = names("a", 2)
+    encoder.known = {first: META}
+    cache = CountingCache()
+    sources = references([first, second, first, second, first])
+    with pytest.raises(EmbeddingNotCachedError) as caught:
+        await counting(encoder, cache).resolve(sources, DEFAULT_TENANT, "one")
+    assert caught.value.indexes == (1, 3)
+    assert cache.calls == [[first, second]] == [asked for _, asked, _ in encoder.calls]
+    images = await counting(encoder).resolve(references([first] * 3), DEFAULT_TENANT, "one")
+    assert [image.num_rows for image in images] == [16] * 3
+
+
+async def test_files_and_digests_keep_their_positions() -> None:
+    encoder, digests = CountingEncoder(), names("a", 20)
+    encoder.known = dict.fromkeys(digests[10:], META)
+    sources = [source for digest in digests for source in (inline(png(1)), *references([digest]))]
+    images = await counting(encoder, CountingCache(*digests[:10])).resolve(sources, DEFAULT_TENANT, "one")
+    assert [image.key.digest for image in images[1::2]] == digests
+    assert {image.key.digest for image in images[::2]} == {image_digest(png(1))}
+    assert [image.data is None for image in images] == [False, True] * 20
+
+
+async def test_the_first_error_counts_wherever_it_comes_from() -> None:
+    class Failing(CountingEncoder):
+        async def lookup(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> list[EmbeddingMeta | None]:
+            raise UnavailableError("not there")
+
+    encoder, unknown = Failing(), names("a", 20)
+    strange = CachedImage(image_digest(b"strange"), NO_OPTIONS, "0" * 64)
+    bad = inline(b"no image")
+    known = image_digest(b"known")
+    for sources, kind in [
+        ([*references([known]), *references(unknown), strange, bad], UnavailableError),
+        ([*references([known]), strange, *references(unknown), bad], FingerprintMismatchError),
+        ([bad, strange, *references(unknown)], ImageUndecodableError),
+    ]:
+        with pytest.raises(kind):
+            await counting(encoder, CountingCache(known)).resolve(sources, DEFAULT_TENANT, "one")
+
+
+async def test_a_flood_of_digests_makes_few_tasks_and_takes_few_passes() -> None:
+    encoder, cache = CountingEncoder(), CountingCache()
+    resolving = counting(encoder, cache)
+    loop = asyncio.get_running_loop()
+    num_tasks = 0
+
+    def count(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        nonlocal num_tasks
+        num_tasks += 1
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    async def ask(number: int) -> None:
+        with pytest.raises(EmbeddingNotCachedError):
+            await resolving.resolve(references(names(str(number), 128)), Tenant("a", b"one"), str(number))
+
+    loop.set_task_factory(count)
+    try:
+        await asyncio.gather(*(ask(number) for number in range(40)))
+    finally:
+        loop.set_task_factory(None)
+    assert num_tasks <= 3 * 40
+    assert (len(cache.calls), len(encoder.calls)) == (40 * 8, 40)
+
+
+async def test_few_calls_look_up_digests_at_a_time_and_tenants_take_turns() -> None:
+    encoder = CountingEncoder()
+    encoder.gate.clear()
+    resolving = counting(encoder)
 
     async def ask(tenant: Tenant, name: str, num_images: int) -> None:
-        sources = [cached(f"{name} {index}".encode()) for index in range(num_images)]
         with pytest.raises(EmbeddingNotCachedError):
-            await resolving.resolve(sources, tenant, name)
+            await resolving.resolve(references(names(name, num_images)), tenant, name)
 
-    many = [asyncio.create_task(ask(Tenant("a", b"one"), str(number), 128)) for number in range(20)]
-    for _ in range(200):
+    many = [asyncio.create_task(ask(Tenant("a", b"one"), str(number), 128)) for number in range(60)]
+    for _ in range(2000):
         await asyncio.sleep(0)
-    assert len(asked) == 16
+    assert len(encoder.calls) == 16
     small = asyncio.create_task(ask(Tenant("b", b"two"), "small", 1))
     for _ in range(200):
         await asyncio.sleep(0)
-    assert len(asked) == 16
-    gate.set()
+    assert len(encoder.calls) == 16
+    encoder.gate.set()
     await small
-    assert len(asked) < 100
+    assert len(encoder.calls) < 40
     await asyncio.gather(*many)
-    assert len(asked) == 20 * 128 + 1
+    assert len(encoder.calls) == 60 + 1
+
+
+async def test_a_call_that_leaves_gives_up_its_look_ups() -> None:
+    encoder, cache = CountingEncoder(), CountingCache()
+    encoder.gate.clear()
+    resolving = counting(encoder, cache)
+
+    async def ask(name: str) -> None:
+        with pytest.raises(EmbeddingNotCachedError):
+            await resolving.resolve(references(names(name, 100)), DEFAULT_TENANT, name)
+
+    calls = [asyncio.create_task(ask(str(number))) for number in range(60)]
+    async with asyncio.timeout(30):
+        while len(encoder.calls) < 16:
+            await asyncio.sleep(0.001)
+    for call in calls:
+        call.cancel()
+    assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(*calls, return_exceptions=True))
+    encoder.gate.set()
+    async with asyncio.timeout(30):
+        await ask("last")
+    assert encoder.calls[-1][1] == names("last", 100)

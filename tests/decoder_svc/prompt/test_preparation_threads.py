@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -34,10 +34,11 @@ from decoder_svc.prompt.video_frames import VideoSplitter
 from decoder_svc.rows.encoder_client import EncoderClient
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.service import LoadedText
-from lookonce.content_key import DEFAULT_TENANT, Tenant
+from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, Tenant
 from lookonce.errors import ContextTooLongError, ImageUndecodableError
 from lookonce.media.image_header import ImageHeader, ImageLimits, probe_image
 from lookonce.model.generation_defaults import GenerationDefaults
+from lookonce.turns.fair_queue import CallerId
 from lookonce.turns.turn_threads import TurnThreads
 from tests import image_files, tiny_models
 from tests.decoder_svc.conftest import loaded
@@ -110,8 +111,8 @@ class Encoder:
     async def info(self) -> Any:
         return types.SimpleNamespace(fingerprint=FINGERPRINT)
 
-    async def lookup(self, *_: object) -> None:
-        return None
+    async def lookup(self, keys: Sequence[ContentKey], options: ProcessorOptions) -> list[None]:
+        return [None] * len(keys)
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +230,29 @@ async def test_long_texts_keep_no_thread_from_a_small_prompt(
     gate.opened.set()
     async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*backlog)
+
+
+async def test_look_ups_count_by_their_digests(threads: PreparationThreads) -> None:
+    opened, begun = threading.Event(), []
+
+    def look_up(name: str) -> None:
+        begun.append(name)
+        assert opened.wait(TIMEOUT_S)
+
+    first = [
+        asyncio.create_task(threads.look_up(CallerId("first", str(number)), 1, look_up, "first"))
+        for number in range(preparation_threads._NUM_LOOKUP_THREADS)
+    ]
+    await settled(lambda: len(begun) == len(first))
+    many = [asyncio.create_task(threads.look_up(CallerId("a", str(n)), 16, look_up, "a")) for n in range(4)]
+    few = [asyncio.create_task(threads.look_up(CallerId("b", str(n)), 1, look_up, "b")) for n in range(48)]
+    await settled(lambda: num_waiting(threads._lookups) == len(many) + len(few))
+    opened.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*first, *many, *few)
+    third = [index for index, name in enumerate(begun) if name == "a"][2]
+    # The other threads may have noted a piece or two first.
+    assert 12 <= begun[:third].count("b") <= 48
 
 
 async def test_calls_of_one_tenant_take_turns(

@@ -110,13 +110,15 @@ async def test_stored_rows_are_said_to_be_stored(model_folder: Callable[[str], p
 async def test_lookup_never_encodes(real: EncoderClient) -> None:
     data = png(3)
     key = await key_of(real, data)
-    assert await real.lookup(key, NO_OPTIONS) is None
+    assert await real.lookup([key], NO_OPTIONS) == [None]
     with pytest.raises(errors.EmbeddingNotCachedError):
         await real.encode(key, None, NO_OPTIONS, 30)
     with pytest.raises(errors.EmbeddingNotCachedError):
         await rows_of(real, key, 0, 16)
     encoded = await real.encode(key, data, NO_OPTIONS, 30)
-    assert await real.lookup(key, NO_OPTIONS) == encoded.meta
+    assert await real.lookup([key], NO_OPTIONS) == [encoded.meta]
+    other = await key_of(real, png(4))
+    assert await real.lookup([other, key, other], NO_OPTIONS) == [None, encoded.meta, None]
 
 
 async def test_processor_options_are_part_of_every_call(model_folder: Callable[[str], pathlib.Path]) -> None:
@@ -128,10 +130,10 @@ async def test_processor_options_are_part_of_every_call(model_folder: Callable[[
         data = png(4, 300, 300)
         default_key, small_key = await key_of(encoder, data), await key_of(encoder, data, small)
         default = await encoder.encode(default_key, data, NO_OPTIONS, 30)
-        assert await encoder.lookup(small_key, small) is None
+        assert await encoder.lookup([small_key], small) == [None]
         bounded = await encoder.encode(small_key, data, small, 30)
         assert bounded.meta.num_rows < default.meta.num_rows
-        assert await encoder.lookup(small_key, small) == bounded.meta
+        assert await encoder.lookup([small_key], small) == [bounded.meta]
         await rows_of(encoder, small_key, 0, bounded.meta.num_rows, small)
         await rows_of(encoder, default_key, 0, default.meta.num_rows)
         too_wide = memoryview(bytearray(default.meta.row_bytes + 1))
@@ -420,7 +422,7 @@ async def test_an_unreachable_encoder_is_unavailable_and_shows_no_address() -> N
             for call in (
                 encoder.info(),
                 encoder.encode(KEY, b"a", NO_OPTIONS, 5),
-                encoder.lookup(KEY, NO_OPTIONS),
+                encoder.lookup([KEY], NO_OPTIONS),
                 encoder.read_rows(KEY, 0, 1, memoryview(bytearray(256)), 5, options=NO_OPTIONS),
             ):
                 with pytest.raises(errors.UnavailableError) as caught:
@@ -434,7 +436,7 @@ async def test_an_encoder_whose_replies_cannot_be_parsed_is_unavailable() -> Non
         for call in (
             encoder.info(),
             encoder.encode(KEY, b"a", NO_OPTIONS, 5),
-            encoder.lookup(KEY, NO_OPTIONS),
+            encoder.lookup([KEY], NO_OPTIONS),
             encoder.touch([KEY], NO_OPTIONS),
             encoder.read_rows(KEY, 0, 1, memoryview(bytearray(256)), 5, options=NO_OPTIONS),
         ):
@@ -457,6 +459,52 @@ async def test_a_silent_encoder_is_unavailable_when_the_time_is_over() -> None:
             await encoder.encode(KEY, b"a", NO_OPTIONS, 0.2)
         with pytest.raises(errors.UnavailableError, match=r"0\.2 s"):
             await encoder.read_rows(KEY, 0, 8, memoryview(bytearray(8 * 256)), 0.2, options=NO_OPTIONS)
+
+
+class Knowing(Scripted):
+    """Answers look-ups with results that a test chooses."""
+
+    def __init__(self, results: list[pb.LookupResult]) -> None:
+        self.results_of_lookup = results
+
+    async def LookupEmbeddings(self, request: Any, context: Any) -> pb.LookupEmbeddingsResponse:
+        return pb.LookupEmbeddingsResponse(results=self.results_of_lookup)
+
+
+def known(digest: bytes, fingerprint: str = FINGERPRINT) -> pb.LookupResult:
+    key = common_pb2.ContentKey(digest=digest, encoder_fingerprint=fingerprint)
+    return pb.LookupResult(cached=True, embedding=Scripted().embedding(key))
+
+
+SECOND = content_key(image_digest(b"second"), FINGERPRINT, NO_OPTIONS, DEFAULT_TENANT)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        [known(KEY.digest)],
+        [known(KEY.digest), known(SECOND.digest), known(SECOND.digest)],
+        [],
+        [known(SECOND.digest), known(KEY.digest)],
+        [known(KEY.digest), known(KEY.digest)],
+        [pb.LookupResult(), known(KEY.digest)],
+        [known(KEY.digest), known(SECOND.digest, "0" * 64)],
+        [known(KEY.digest), pb.LookupResult(cached=True)],
+    ],
+    ids=["too few", "too many", "none", "swapped", "twice", "in a wrong place", "another encoder", "without a key"],
+)
+async def test_look_ups_whose_results_are_not_those_of_the_keys_are_never_taken(results: list[pb.LookupResult]) -> None:
+    async with scripted_encoder(Knowing(results)) as target, client(target) as encoder:
+        with pytest.raises(errors.UnavailableError):
+            await encoder.lookup([KEY, SECOND], NO_OPTIONS)
+
+
+async def test_look_ups_have_the_order_of_the_keys() -> None:
+    results = [pb.LookupResult(), known(KEY.digest), known(SECOND.digest)]
+    third = content_key(image_digest(b"third"), FINGERPRINT, NO_OPTIONS, DEFAULT_TENANT)
+    async with scripted_encoder(Knowing(results)) as target, client(target) as encoder:
+        found = await encoder.lookup([third, KEY, SECOND], NO_OPTIONS)
+    assert [None if meta is None else meta.num_rows for meta in found] == [None, 8, 8]
 
 
 async def test_concurrent_callers_ask_for_info_once() -> None:
@@ -522,7 +570,7 @@ class Noting(Scripted):
 
     async def LookupEmbeddings(self, request: Any, context: Any) -> pb.LookupEmbeddingsResponse:
         self.seen.append(dict(context.invocation_metadata()))
-        return pb.LookupEmbeddingsResponse()
+        return pb.LookupEmbeddingsResponse(results=[pb.LookupResult()] * len(request.keys))
 
     async def ReadEmbedding(self, request: Any, context: Any) -> AsyncIterator[pb.ReadEmbeddingResponse]:
         self.seen.append(dict(context.invocation_metadata()))
@@ -541,10 +589,12 @@ async def test_a_call_says_whose_it_is_and_which_image_it_is_about(tmp_path: pat
     ):
         with acting_for(Identity("shop", "acme", CallerRole.CLIENT)):
             await encoder.encode(key, data, NO_OPTIONS, 10)
-            assert await encoder.lookup(key, NO_OPTIONS) is None
+            assert await encoder.lookup([key], NO_OPTIONS) == [None]
             await encoder.read_rows(key, 0, 1, memoryview(bytearray(256)), 10, options=NO_OPTIONS)
-    assert len(noting.seen) == 3
+            assert await encoder.lookup([key, KEY], NO_OPTIONS) == [None, None]
+    assert len(noting.seen) == 4
+    digests = [metadata.get("x-lookonce-digest") for metadata in noting.seen]
+    assert digests == [image_digest(data).hex()] * 3 + [None], "a call about several images goes to any encoder"
     for metadata in noting.seen:
-        assert metadata["x-lookonce-digest"] == image_digest(data).hex()
         assert metadata["x-lookonce-tenant"] == "acme"
         assert metadata["authorization"] == "Bearer a-token"

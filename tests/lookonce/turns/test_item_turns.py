@@ -74,6 +74,25 @@ async def test_results_and_errors_come_in_order(bench: Bench) -> None:
     assert bench.begun == [str(number) for number in range(20)]
 
 
+async def test_an_item_alone_has_a_place_and_gives_it_back(bench: Bench) -> None:
+    fault = ValueError("bad")
+
+    async def fail(place: Place) -> str:
+        assert bench.turns._num_free == NUM_PLACES - 1
+        raise fault
+
+    assert await bench.turns.run_one(A, functools.partial(bench.item, "a")) == "a"
+    assert await bench.turns.run_one(A, fail, 16) is fault
+    bench.gate.clear()
+    calls = [asyncio.create_task(bench.turns.run_one(A, functools.partial(bench.item, "a"))) for _ in range(10)]
+    await idle()
+    assert len(bench.begun) == 1 + NUM_PLACES
+    for call in calls:
+        call.cancel()
+    assert all(isinstance(one, asyncio.CancelledError) for one in await asyncio.gather(*calls, return_exceptions=True))
+    assert bench.turns._num_free == NUM_PLACES
+
+
 async def test_few_items_begin_in_a_pass_of_the_event_loop(bench: Bench) -> None:
     calls = bench.flood()
     await asyncio.sleep(0)
@@ -105,6 +124,27 @@ async def test_calls_of_a_tenant_take_turns(bench: Bench) -> None:
         counts = [bench.begun[:end].count(f"a{number}") for number in range(10)]
         # The first call finds all places free.
         assert max(counts) - min(counts) <= NUM_PLACES + 1 or max(counts) == 64
+
+
+async def test_a_costly_item_takes_the_turns_of_many_small_ones(bench: Bench) -> None:
+    bench.gate.clear()
+    first = [asyncio.create_task(bench.call(B, ["b"])) for _ in range(NUM_PLACES)]
+    await idle()
+    calls = [
+        asyncio.create_task(
+            bench.turns.run_all(CallerId(name, str(number)), [functools.partial(bench.item, name)], [cost])
+        )
+        for name, cost, num_calls in (("costly", 16, 4), ("small", 1, 48))
+        for number in range(num_calls)
+    ]
+    await idle()
+    bench.gate.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*first, *calls)
+    begun = bench.begun[NUM_PLACES:]
+    # Each costly item waits for about as many small ones as it costs.
+    third = [index for index, name in enumerate(begun) if name == "costly"][2]
+    assert 16 <= begun[:third].count("small") <= 48
 
 
 async def test_what_has_not_begun_has_no_task(bench: Bench) -> None:

@@ -85,6 +85,14 @@ def write_at(cluster: ClusterFleet, store: EmbeddingStore, index: int, number: i
     return entries
 
 
+def are_known(store: EmbeddingStore, *groups: Entries) -> list[bool]:
+    """Returns whether the metadata of each group are known; asks for all groups at once."""
+    keys = [key for entries in groups for key in entries]
+    found = dict(zip(keys, store.metadata_of(keys), strict=True))
+    assert set(found.values()) <= {SMALL, None}
+    return [all(found[key] == SMALL for key in entries) for entries in groups]
+
+
 def are_read(store: EmbeddingStore, entries: Entries) -> bool:
     """Returns whether all entries are read; checks that none is read wrongly."""
     found = {key: read_small(store, key) for key in entries}
@@ -111,6 +119,9 @@ def outcomes(store: EmbeddingStore) -> set[str]:
 def test_images_lie_on_all_nodes_and_come_back_bit_equal(shared_cluster: ClusterFleet, make_store: MakeStore) -> None:
     store = make_store(shared_cluster.url)
     assert store.ping()
+    groups = [write_at(shared_cluster, store, index) for index in range(3)]
+    assert are_known(store, *groups) == [True] * 3
+    assert store.stats.snapshot()["metadata", "ok"] == sum(map(len, groups))
     for index, primary in enumerate(shared_cluster.primaries):
         entries = write_at(shared_cluster, store, index)
         for key, rows in entries.items():
@@ -259,6 +270,7 @@ def test_a_slot_that_moves_is_followed(shared_cluster: ClusterFleet, make_store:
     assert num_looks(shared_cluster) == looks
     for node in (target, source):
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+    assert are_known(store, {key: rows}, write_at(shared_cluster, make_store(shared_cluster.url), 1)) == [True, True]
     assert read_small(store, key) == rows
     assert store.stat(key) == SMALL
     assert target.ask("EXISTS", data_key(key)) == 1
@@ -287,6 +299,7 @@ def test_an_unassigned_slot_is_a_miss_until_it_is_assigned(shared_cluster: Clust
         assert read_small(store, key) is MissReason.CLUSTER_DOWN
         assert read_small(make_store(shared_cluster.url), key) is MissReason.CLUSTER_DOWN
         assert are_read(store, others)
+        assert are_known(store, {key: rows}, others) == [False, True]
     finally:
         owner.ask("CLUSTER", "ADDSLOTS", slot)
     until(lambda: write(store, key, SMALL, memoryview(rows)), "the slot is not found again")
@@ -315,6 +328,7 @@ def test_a_killed_node_costs_its_images_and_no_others(cluster: ClusterFleet, mak
         assert {read_small(store, key) for key in entries[1]} <= {MissReason.CLUSTER_DOWN}
         assert are_read(store, entries[0])
         assert are_read(store, entries[2])
+        assert are_known(store, *entries) == [True, False, True]
         assert write(store, key_at(cluster, 0), SMALL, memoryview(make_rows(SMALL, 7)))
         assert not write(store, key_at(cluster, 1), SMALL, memoryview(make_rows(SMALL, 8)))
     assert store.state is BreakerState.CLOSED

@@ -145,6 +145,17 @@ def link_over(deployment: MovingDeployment, monkeypatch: pytest.MonkeyPatch) -> 
     return RedisLink("redis://", BUDGET_S)
 
 
+def test_keys_are_grouped_by_their_servers(dead: RedisNode, alive: RedisNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slots(MovingDeployment):
+        def node_of(self, name: bytes | None, until_s: float) -> RedisNode:
+            if name == b"lost":
+                raise RedisTroubleError(MissReason.CLUSTER_DOWN)
+            return dead if name == b"a" else alive
+
+    link = link_over(Slots(dead, alive), monkeypatch)
+    assert link.by_server([b"a", b"b", b"lost", b"b", b"a", b"lost"], soon()) == [[0, 4], [1, 3], [2], [5]]
+
+
 def test_a_key_that_has_moved_is_followed(dead: RedisNode, alive: RedisNode, monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = MovingDeployment(dead, alive)
     assert link_over(deployment, monkeypatch).run(connection_id, soon(), b"key") > 0
