@@ -47,6 +47,12 @@ class OperatorTape(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped
         """Runs all recorded operators again; results go to the same memory."""
         for func, args, kwargs, output in self._steps:
             again = func(*args, **kwargs)
-            for target, source in zip(tree_leaves(output), tree_leaves(again), strict=True):
+            # Nearly all operators return one tensor.
+            pairs = [(output, again)] if isinstance(output, Tensor) else _pairs(output, again)
+            for target, source in pairs:
                 if isinstance(target, Tensor) and target.data_ptr() != source.data_ptr():
                     target.copy_(source)
+
+
+def _pairs(output: Any, again: Any) -> list[tuple[Any, Any]]:
+    return list(zip(tree_leaves(output), tree_leaves(again), strict=True))

@@ -122,10 +122,6 @@ def llava(device: str, subjects: Callable[[str, str], Subject]) -> Subject:
     return subjects(device, "llava_clip")
 
 
-def test_all_at_once(subject: Subject) -> None:
-    assert subject.session().ask(subject.prompts).token_ids == subject.expected
-
-
 def test_chunks_of_prompts_and_single_tokens_in_one_step(subject: Subject) -> None:
     session = subject.session(max_num_batched_tokens=subject.small_step)
     assert session.ask(subject.prompts).token_ids == subject.expected
@@ -152,7 +148,7 @@ def test_preempted(subject: Subject) -> None:
     assert sum(len(step.admitted) for step in session.steps) > len(subject.prompts), "somebody came back"
 
 
-def test_everything_is_in_the_prefix_cache(subject: Subject) -> None:
+def test_all_at_once_and_then_from_the_prefix_cache(subject: Subject) -> None:
     session = subject.session()
     assert session.ask(subject.prompts).token_ids == subject.expected
     num_steps = len(session.steps)

@@ -103,15 +103,11 @@ def _remember_types() -> None:
     interpreter._get_np_dtype = numpy_type
 
 
-def _take_short_cuts() -> None:
-    """Makes the interpreter's most frequent functions return at once where they have nothing to do."""
-    core, semantic = tl.core, interpreter.TritonSemantic
-    unwrap, broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
-    check_types, make_constant = semantic.binary_op_type_checking_impl, semantic.scalar_constant
+def _unwrap_quickly() -> None:
+    """Makes the interpreter's most frequent function return at once where it has nothing to do."""
+    core = tl.core
+    unwrap = core._unwrap_if_constexpr
     plain = frozenset({core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, str, type(None)})
-    # Types of two operands that every operator takes as they are.
-    unchanged = frozenset({"int32", "int64", "fp32"})
-    constants: dict[tuple[Any, ...], Any] = {}
 
     def unwrap_if_constexpr(value: Any) -> Any:
         kind = type(value)
@@ -119,16 +115,53 @@ def _take_short_cuts() -> None:
             return value.value
         return value if kind in plain else unwrap(value)
 
+    core._unwrap_if_constexpr = tl._unwrap_if_constexpr = unwrap_if_constexpr
+
+
+def _match_operands_quickly() -> None:
+    """Makes the interpreter give two operands one shape and type at once where they have them, or one is a number."""
+    core, semantic = tl.core, interpreter.TritonSemantic
+    broadcast = semantic.broadcast_impl_value
+    check_types, make_constant = semantic.binary_op_type_checking_impl, semantic.scalar_constant
+    # Types of two operands that every operator takes as they are.
+    unchanged = frozenset({"int32", "int64", "fp32"})
+    constants: dict[tuple[Any, ...], Any] = {}
+    blocks: dict[tuple[Any, ...], Any] = {}
+    kinds: dict[tuple[str, str], Any] = {}
+
     def broadcast_impl_value(self: Any, one: Any, other: Any) -> Any:
         first, second = one.type, other.type
-        if first.is_block() and second.is_block() and first.shape.values == second.shape.values:
-            return one, other
-        return broadcast(self, one, other)
+        if not first.is_block():
+            return (splat(self, one, second) if second.is_block() else one), other
+        if not second.is_block():
+            return one, splat(self, other, first)
+        return (one, other) if first.shape.values == second.shape.values else broadcast(self, one, other)
+
+    def splat(self: Any, scalar: Any, kind: Any) -> Any:
+        """Returns a block of another block's shape, filled with a scalar."""
+        key = (kind.name, scalar.dtype.name)
+        if key not in kinds:
+            kinds[key] = kind.with_element_ty(scalar.dtype)
+        return self.tensor(self.builder.create_splat(kinds[key], scalar.handle), kinds[key])
 
     def binary_op_type_checking_impl(self: Any, one: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(one) is type(other) is core.tensor and one.dtype.name == other.dtype.name in unchanged:
-            return self.broadcast_impl_value(one, other)
+        if type(one) is core.tensor:
+            name, kind = one.dtype.name, type(other)
+            if kind is core.tensor:
+                is_offset = other.dtype.name in unchanged and args[:1] == (True,) and one.dtype.is_ptr()
+                if (is_offset and other.dtype.name != "fp32") or name == other.dtype.name in unchanged:
+                    return self.broadcast_impl_value(one, other)
+            elif (kind is int and name in unchanged and abs(other) < 1 << 31) or (kind is float and name == "fp32"):
+                return one, like(self, one, other)
         return check_types(self, one, other, *args, **kwargs)
+
+    def like(self: Any, one: Any, value: float) -> Any:
+        """Returns a block of one value in the shape and type of another block, made once."""
+        # 0.0 and -0.0 are equal, but not the same.
+        key = (type(value), value or str(value), one.type.name)
+        if key not in blocks:
+            blocks[key] = broadcast(self, one, make_constant(self, value, one.dtype))[1]
+        return blocks[key]
 
     def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
         key = (type(value), value, dtype.name)
@@ -136,7 +169,6 @@ def _take_short_cuts() -> None:
             constants[key] = make_constant(self, value, dtype)
         return constants[key]
 
-    core._unwrap_if_constexpr = tl._unwrap_if_constexpr = unwrap_if_constexpr
     semantic.broadcast_impl_value = broadcast_impl_value
     semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     semantic.scalar_constant = scalar_constant
@@ -171,7 +203,8 @@ _patch_once_per_launch()
 _drop_overflow_checks()
 _call_builtins_directly()
 _remember_types()
-_take_short_cuts()
+_unwrap_quickly()
+_match_operands_quickly()
 
 
 def interpreted(num_processors: int = FEW) -> TritonBackend:
