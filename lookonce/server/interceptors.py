@@ -176,7 +176,7 @@ class _CallBorder:
             try:
                 async with (
                     self._turns.in_progress(caller, has_waited=has_waited, is_working=not self._is_quiet),
-                    self.calls.admitted(delays_drain=not self._is_quiet),
+                    self.calls.admitted(delays_drain=not self._is_quiet, peer=caller),
                 ):
                     with self._gate.passed(self.method, context.invocation_metadata() or ()):
                         result = await self._handled_in_time(context, handle)
@@ -286,7 +286,7 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
         answer = await unary_answer(context)
         if answer is not None:
             await context.write(answer)
-            await border.calls.received_by_client(context.peer())
+            await border.calls.received_by_client()
 
     # A coroutine that writes, not a generator: it closes the handler's generator as soon as the call is cancelled. gRPC
     # would leave that to the garbage collector.
@@ -296,7 +296,7 @@ def _wrapped(handler: Handler, border: _CallBorder, receivers: Receivers, max_an
             await _write_all(behaviour(await received(context, call), context), context, call)
 
         await border.cross(context, handle)
-        await border.calls.received_by_client(context.peer())
+        await border.calls.received_by_client()
 
     if handler.response_streaming:
         stream: Handler = grpc.stream_stream_rpc_method_handler(answer_many, None, serialize)

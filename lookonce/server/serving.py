@@ -210,12 +210,13 @@ class GrpcService:
         num_expelled = self._calls.expel_all()
         flushed_s = asyncio.get_running_loop().time() + _FLUSH_S
         await self._calls.statuses_sent()
+        num_bytes = self._calls.queues.num_bytes
         # Without the shorter time, gRPC would wait all of it for clients that take no answer. It ends their calls with
         # UNAVAILABLE and a text of its own: our status would have to wait for the answer before it.
         left_s = max(0.0, flushed_s - asyncio.get_running_loop().time())
         await asyncio.gather(closing, *(one.stop(left_s) for one in (server, *self._side_servers)))
         self._telemetry.stop_endpoint()
-        _log.info("stopped", expelled_calls=num_expelled)
+        _log.info("stopped", expelled_calls=num_expelled, unreceived_bytes=num_bytes)
 
     async def _start_side_servers(self, metrics: CallMetrics) -> None:
         settings = self._settings

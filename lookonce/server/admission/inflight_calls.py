@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lookonce.errors import UnavailableError
-from lookonce.server.admission.send_queues import SendQueues
+from lookonce.server.admission.send_queues import LOOK_S, SendQueues
 
 MessageT = TypeVar("MessageT")
 
@@ -33,10 +33,10 @@ _LOOK_S = 0.005
 # seconds is taken from that limit. Beside five busy processes it took 3.8 s to hand over 1000 calls.
 _SETTLE_S = 3.0
 _SETTLE_PART = 1 / 3
-# A drain does not wait any longer for a call whose client has not moved it on for so many seconds: the client takes no
-# message of the answer, or sends none of the request. gRPC tells only when a whole message is written or received, so
-# it is the time for a message on a slow link: 18 kB over 29 kbit/s, 1 MiB over 1.7 Mbit/s, and 32 MiB, the largest by
-# default, over 54 Mbit/s.
+# A drain does not wait any longer for a call whose client has not moved it on for so many seconds: the client's host
+# takes nothing of the answer, see send_queues.py, or the client sends no message of the request. gRPC tells only when a
+# whole message is received, so it is the time for a message on a slow link: 1 MiB over 1.7 Mbit/s, and 32 MiB, the
+# largest by default, over 54 Mbit/s.
 STALL_S = 5.0
 # Time between two looks for stalled calls during a drain.
 _STALL_LOOK_S = 0.25
@@ -51,6 +51,8 @@ class Call:
     """A call, which runs in its own task."""
 
     task: asyncio.Task[object]
+    # The client, as gRPC names it.
+    peer: str
     # False for health watches and reflection: they end only with their clients, so a drain does not wait for them.
     delays_drain: bool
     # Whether the drain, not the client, cancelled the task.
@@ -124,11 +126,11 @@ class InflightCalls:
         return self._num_delaying
 
     @asynccontextmanager
-    async def admitted(self, *, delays_drain: bool) -> AsyncIterator[Call]:
-        """Counts the current task as a call. Raises UnavailableError once calls are refused."""
+    async def admitted(self, *, delays_drain: bool, peer: str = "") -> AsyncIterator[Call]:
+        """Counts the current task as a call of `peer`. Raises UnavailableError once calls are refused."""
         task = asyncio.current_task()
         assert task is not None, "calls run in tasks"
-        call = Call(task, delays_drain)
+        call = Call(task, peer, delays_drain)
         if delays_drain:
             self._unanswered[task] = call
             self._none_unanswered.clear()
@@ -161,16 +163,15 @@ class InflightCalls:
         """Notes that connections will be closed soon."""
         self._draining = True
 
-    async def received_by_client(self, peer: str) -> None:
-        """In a drain, waits until the host of the current call's client, `peer`, has received all of the answer.
+    async def received_by_client(self) -> None:
+        """In a drain, waits until the host of the current call's client has received all of the answer.
 
-        Use it before gRPC sends the end of the answer, with which it may close the connection. The call waits for its
-        client meanwhile, who moves it on by each part that arrives.
+        Use it before gRPC sends the end of the answer, with which it may close the connection.
         """
         task = asyncio.current_task()
         assert task is not None, "calls run in tasks"
         if self._refusing and (call := self._unanswered.get(task)) is not None:
-            await self.queues.emptied(peer, call.note_end)
+            await self.queues.emptied(call.peer)
 
     def current(self) -> Call:
         """Returns the call that the current task has been admitted as."""
@@ -206,25 +207,37 @@ class InflightCalls:
         """Waits until clients' hosts have received the answers of all calls that delay the drain, refused ones too.
 
         Does not wait for calls whose clients have not moved them on for long; that time begins now at the earliest.
-        Returns False when calls are left: of such clients, or because `timeout_s` seconds are over.
+        Returns False when calls or bytes are left: of such clients, or because `timeout_s` seconds are over.
         """
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        while loop.time() < begun_s + timeout_s and self._is_awaited(begun_s):
+        while loop.time() < begun_s + timeout_s:
+            await self.queues.look()
+            if self._none_unanswered.is_set():
+                return await self._received(begun_s, begun_s + timeout_s)
+            if not self._is_awaited(begun_s):
+                return False
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_STALL_LOOK_S, begun_s + timeout_s - loop.time())):
                     await self._none_unanswered.wait()
-        if not self._none_unanswered.is_set():
-            return False
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until_s := begun_s + timeout_s) as limit:
-                await self.queues.all_emptied(lambda: limit.reschedule(min(until_s, loop.time() + STALL_S)))
-        return True
+        return self._none_unanswered.is_set()
 
     def _is_awaited(self, begun_s: float) -> bool:
         """Whether there is a call that does not wait for its client, or has not for long since `begun_s`."""
         stalled_since_s = asyncio.get_running_loop().time() - STALL_S
-        return any(max(call.waits_since(), begun_s) > stalled_since_s for call in self._unanswered.values())
+        return any(
+            max(call.waits_since(), begun_s, self.queues.moved_s(call.peer)) > stalled_since_s
+            for call in self._unanswered.values()
+        )
+
+    async def _received(self, begun_s: float, until_s: float) -> bool:
+        """Waits until clients' hosts have all bytes; not for those that have taken none for long since `begun_s`."""
+        loop = asyncio.get_running_loop()
+        while await self.queues.look():
+            if loop.time() >= min(until_s, max(self.queues.last_moved_s, begun_s) + STALL_S):
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
 
     async def statuses_sent(self) -> None:
         """Waits until gRPC has sent the statuses of expelled calls, for about a second at most."""

@@ -13,75 +13,100 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import pathlib
 import struct
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 # One line for each TCP connection of this network namespace, after one line of titles.
 _TABLES = tuple(pathlib.Path("/proc/self/net") / name for name in ("tcp", "tcp6"))
 # Time between two looks. Clients' hosts acknowledge what they received after up to 40 ms.
-_LOOK_S = 0.02
+LOOK_S = 0.02
+# A client takes its answers if its host takes so many bytes, or all that there are. Otherwise one that takes a byte now
+# and then could hold up a drain.
+STEP_BYTES = 16_384
 
-# Host and port, the host as `ipaddress` writes it.
+# Host and port of a client, the host as `ipaddress` writes it.
 Address: TypeAlias = tuple[str, int]
 
 
+@dataclass(slots=True)
+class _Queue:
+    """The queue of one connection."""
+
+    num_bytes: int
+    # Bytes that the client's host has taken since `moved_s`. What was written between two looks hides some of them.
+    taken_bytes: int = 0
+    # Time at which the client's host had last taken a step.
+    moved_s: float = -math.inf
+
+
 class SendQueues:
-    """The queues of all connections to some ports of this host. Use it from one event loop."""
+    """The queues of all connections to some ports of this host. Use it from one event loop.
+
+    Clients are called what gRPC calls them, such as "ipv4:127.0.0.1:50000".
+    """
 
     def __init__(self) -> None:
         self._ports: set[int] = set()
-        # Bytes by client, for queues that are not empty, and the time of that look.
-        self._num_bytes: dict[Address, int] = {}
-        self._looked_s = -_LOOK_S
+        # Connections that have had bytes in their queue at a look.
+        self._queues: dict[Address, _Queue] = {}
+        self._looked_s = -math.inf
         self._lock = asyncio.Lock()
 
     def add_port(self, port: int) -> None:
         """Adds the connections to a port that this process listens at."""
         self._ports.add(port)
 
-    async def emptied(self, peer: str, moved: Callable[[], None]) -> None:
-        """Waits until the client's host has received all that was written to it before the call.
-
-        `peer` is what gRPC calls the client, such as "ipv4:127.0.0.1:50000". `moved` is called at the start and
-        whenever the queue has become shorter.
-        """
+    async def emptied(self, peer: str) -> None:
+        """Waits until the host of `peer` has received all that was written to it before the call."""
         address = parse_peer(peer)
-        if address is None:
-            return
-        await self._until_empty(lambda queues: queues.get(address, 0), moved)
+        while True:
+            if address not in await self.look():
+                return
+            await asyncio.sleep(LOOK_S)
 
-    async def all_emptied(self, moved: Callable[[], None]) -> None:
-        """Waits as `emptied` for all clients together."""
-        await self._until_empty(lambda queues: sum(queues.values()), moved)
-
-    async def hold_any(self) -> bool:
-        """Returns whether a client's host lacks a part of what was written to it."""
-        return bool(await self._look())
-
-    async def _until_empty(self, count: Callable[[dict[Address, int]], int], moved: Callable[[], None]) -> None:
-        moved()
-        num_before = count(await self._look())
-        while num_before:
-            await asyncio.sleep(_LOOK_S)
-            num_bytes = count(await self._look())
-            if num_bytes < num_before:
-                moved()
-            num_before = num_bytes
-
-    async def _look(self) -> dict[Address, int]:
-        """Returns the queues as they were after the call. Calls at the same time share one look."""
-        loop = asyncio.get_running_loop()
-        asked_s = loop.time()
+    async def look(self) -> Collection[Address]:
+        """Returns the clients whose hosts lack a part of what was written. Calls at the same time share one look."""
+        asked_s = asyncio.get_running_loop().time()
         async with self._lock:
             if self._looked_s < asked_s:
-                begun_s = loop.time()
+                begun_s = asyncio.get_running_loop().time()
                 # Some hosts have tens of thousands of connections.
-                self._num_bytes = await asyncio.to_thread(self._read)
-                self._looked_s = begun_s
-            return self._num_bytes
+                self._note(await asyncio.to_thread(self._read), begun_s)
+        return [address for address, queue in self._queues.items() if queue.num_bytes]
+
+    def moved_s(self, peer: str) -> float:
+        """Returns when the host of `peer` last took a step of its answers, by the looks so far.
+
+        The time is that of the event loop's clock, -infinity if it never has.
+        """
+        address = parse_peer(peer)
+        queue = None if address is None else self._queues.get(address)
+        return -math.inf if queue is None else queue.moved_s
+
+    @property
+    def last_moved_s(self) -> float:
+        """The same for the hosts that lack something: the last time at which one of them took a step."""
+        return max((queue.moved_s for queue in self._queues.values() if queue.num_bytes), default=-math.inf)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that clients' hosts lacked at the last look."""
+        return sum(queue.num_bytes for queue in self._queues.values())
+
+    def _note(self, sizes: dict[Address, int], now_s: float) -> None:
+        self._looked_s = now_s
+        for address in self._queues.keys() | sizes.keys():
+            num_bytes = sizes.get(address, 0)
+            queue = self._queues.setdefault(address, _Queue(num_bytes))
+            queue.taken_bytes += max(0, queue.num_bytes - num_bytes)
+            queue.num_bytes = num_bytes
+            if queue.taken_bytes >= STEP_BYTES or (queue.taken_bytes and not num_bytes):
+                queue.taken_bytes, queue.moved_s = 0, now_s
 
     def _read(self) -> dict[Address, int]:
         queues: dict[Address, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -130,15 +131,21 @@ def answer_pings(connection: socket.socket) -> bytes:
     return headers
 
 
-def read_answers(connection: socket.socket) -> tuple[bytes, int]:
-    """Reads until the server closes the connection. Returns all headers and trailers, and the number of data bytes."""
-    headers, num_bytes = b"", 0
-    with connection.makefile("rb") as received:
-        while head := received.read(9):
-            payload = received.read(int.from_bytes(head[:3], "big"))
-            if head[3] == _HEADERS:
-                headers += payload
-            num_bytes += len(payload) if head[3] == _DATA else 0
+def read_answers(connection: socket.socket, *, pause_s: float = 0.0) -> tuple[bytes, int]:
+    """Reads until the server closes the connection. Returns all headers and trailers, and the number of data bytes.
+
+    With `pause_s`, it reads 16 KiB at a time.
+    """
+    received = bytearray()
+    while chunk := connection.recv(16_384):
+        received += chunk
+        time.sleep(pause_s)
+    headers, num_bytes, at = b"", 0, 0
+    while at < len(received):
+        num_payload, kind = int.from_bytes(received[at : at + 3], "big"), received[at + 3]
+        headers += received[at + 9 : at + 9 + num_payload] if kind == _HEADERS else b""
+        num_bytes += num_payload if kind == _DATA else 0
+        at += 9 + num_payload
     return headers, num_bytes
 
 

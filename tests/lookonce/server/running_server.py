@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -73,7 +73,7 @@ class RaisingEncoder(UnsupportedEncoder):
             self.closed_generators += 1
 
 
-def _kinds_handler(error: BaseException, gate: asyncio.Event) -> grpc.GenericRpcHandler:
+def _kinds_handler(error: BaseException, gate: asyncio.Event, num_parts: Callable[[], int]) -> grpc.GenericRpcHandler:
     """Returns a method of each kind that fails, those with a stream of answers after its first, and some that do not.
 
     They read their requests to the end, because grpc.aio clients report an error of their own when a call ends while
@@ -100,7 +100,7 @@ def _kinds_handler(error: BaseException, gate: asyncio.Event) -> grpc.GenericRpc
 
     async def parts(request: bytes, context: Any) -> AsyncIterator[bytes]:
         await gate.wait()
-        for _ in range(60):
+        for _ in range(60 * num_parts()):
             yield bytes(PART_BYTES // 60)
 
     async def flood(request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -128,8 +128,8 @@ class Running:
     ) -> None:
         self.service = service
         self.servicer = servicer
-        # Part and Parts answer when it is set.
-        self.gate = gate
+        # Part and Parts answer when it is set; Parts with so many times `PART_BYTES`.
+        self.gate, self.num_parts = gate, 1
         self.telemetry = telemetry
         self.channel = grpc.aio.insecure_channel(service.target, options=CHANNEL_OPTIONS)
         self.encoder: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(self.channel)
@@ -155,7 +155,9 @@ async def running_server(
         ServiceEntry(ENCODER, lambda server: pb_grpc.add_EncoderServiceServicer_to_server(servicer, server)),
         ServiceEntry(
             KINDS,
-            lambda server: server.add_generic_rpc_handlers([_kinds_handler(error or ValueError(), gate)]),
+            lambda server: server.add_generic_rpc_handlers(
+                [_kinds_handler(error or ValueError(), gate, lambda: running.num_parts)]
+            ),
             default_timeouts_s=default_timeouts_s or {},
             long_methods=frozenset({"Part"}),
         ),

@@ -15,6 +15,7 @@ from lookonce import errors, status_codes
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.server.admission import inflight_calls
 from lookonce.server.admission.send_queues import SendQueues
+from lookonce.server.settings import MIB
 from tests.lookonce.server import raw_calls
 from tests.lookonce.server.running_server import KINDS, PART_BYTES, rpc_failure, running_server, until
 from tests.lookonce.server.silent_clients import silent_client
@@ -123,7 +124,7 @@ async def test_a_client_that_pauses_gets_all_of_an_answer_that_the_kernel_holds(
             stopping = asyncio.create_task(running.service.stop())
             await asyncio.to_thread(raw_calls.wait_until_told_to_go, connection)
             running.gate.set()
-            await until(queues.hold_any)
+            await until(queues.look)
             # Long enough for gRPC to close the connection.
             done, _ = await asyncio.wait({stopping}, timeout=1.0)
             assert not done
@@ -131,3 +132,24 @@ async def test_a_client_that_pauses_gets_all_of_an_answer_that_the_kernel_holds(
             await stopping
     assert status("0") in headers
     assert num_bytes > PART_BYTES
+
+
+async def test_a_slow_client_gets_all_of_an_answer_that_takes_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inflight_calls, "STALL_S", 1.5)
+    async with running_server(drain_timeout_s=600) as running:
+        connection = await asyncio.to_thread(
+            raw_calls.connect, running.service.target, window_bytes=MIB, kernel_bytes=4096
+        )
+        with connection, talking(connection):
+            connection.sendall(raw_calls.window_update(MIB) + raw_calls.call(1, f"/{KINDS}/Parts"))
+            await asyncio.to_thread(raw_calls.wait_until_read, connection)
+            stopping = asyncio.create_task(running.service.stop())
+            await asyncio.to_thread(raw_calls.wait_until_told_to_go, connection)
+            running.num_parts = 10
+            running.gate.set()
+            headers, num_bytes = await asyncio.to_thread(raw_calls.read_answers, connection, pause_s=0.1)
+            await stopping
+    assert status("0") in headers
+    assert num_bytes > 10 * PART_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pathlib
 import socket
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from lookonce.server.admission import send_queues
-from lookonce.server.admission.send_queues import SendQueues, parse_peer
+from lookonce.server.admission.send_queues import STEP_BYTES, SendQueues, parse_peer
 
 # More than the kernel keeps for a client with the smallest buffer, less than it takes from a server at once.
 NUM_BYTES = 60_000
+PEER, CLIENT = "ipv4:127.0.0.1:1", ("127.0.0.1", 1)
 FAMILIES = {
     "ipv4": (socket.AF_INET, "127.0.0.1", "127.0.0.1", "ipv4:127.0.0.1:{}"),
     "ipv6": (socket.AF_INET6, "::1", "::1", "ipv6:%5B::1%5D:{}"),
@@ -46,27 +48,47 @@ async def test_waits_until_the_client_has_all(family: int, listen: str, connect:
         name = peer.format(client.getsockname()[1])
         queues = SendQueues()
         queues.add_port(port)
-        await queues.emptied(name, lambda: None)
+        await queues.emptied(name)
         assert await asyncio.to_thread(server.send, bytes(NUM_BYTES)) == NUM_BYTES
-        assert await queues.hold_any()
-        waiting = asyncio.create_task(queues.emptied(name, lambda: None))
-        for_all = asyncio.create_task(queues.all_emptied(lambda: None))
+        assert [parse_peer(name)] == await queues.look()
+        assert 0 < queues.num_bytes <= NUM_BYTES
+        waiting = asyncio.create_task(queues.emptied(name))
         # Another client has nothing to wait for.
-        await queues.emptied(peer.format(1), lambda: None)
-        done, _ = await asyncio.wait({waiting, for_all}, timeout=0.2)
+        await queues.emptied(peer.format(1))
+        done, _ = await asyncio.wait({waiting}, timeout=0.2)
         assert not done
         await asyncio.to_thread(client.recv, NUM_BYTES, socket.MSG_WAITALL)
         async with asyncio.timeout(30):
-            await asyncio.gather(waiting, for_all)
-        assert not await queues.hold_any()
+            await waiting
+        assert not await queues.look()
+        assert queues.num_bytes == 0
 
 
-async def test_each_part_that_arrives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, moves = iter([100, 100, 60, 80, 70, 0]), []
-    monkeypatch.setattr(SendQueues, "_read", lambda _: {("127.0.0.1", 1): next(sizes)})
-    await SendQueues().emptied("ipv4:127.0.0.1:1", lambda: moves.append("moved"))
-    # Once at the start, and for 60, 70 and 0.
-    assert len(moves) == 4
+async def moved(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Returns for each look whether it found that the client had taken a step, by the sizes of its queue."""
+    left = iter(sizes)
+    monkeypatch.setattr(SendQueues, "_read", lambda _: {CLIENT: size} if (size := next(left)) else {})
+    queues, found = SendQueues(), []
+    for _ in sizes:
+        before_s = max(queues.moved_s(PEER), 0.0)
+        await queues.look()
+        assert queues.last_moved_s == (queues.moved_s(PEER) if queues.num_bytes else -math.inf)
+        found.append(queues.moved_s(PEER) > before_s)
+    assert queues.moved_s("ipv4:127.0.0.1:2") == queues.moved_s("unix:") == -math.inf
+    return found
+
+
+async def test_a_client_moves_by_steps_of_some_size_however_much_is_written_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = 10 * STEP_BYTES
+    assert await moved([full, full - STEP_BYTES, full, full - STEP_BYTES // 2, full], monkeypatch) == [0, 1, 0, 0, 0]
+    assert await moved([full, full - 10, full, full - STEP_BYTES + 10, full], monkeypatch) == [0, 0, 0, 1, 0]
+    assert await moved([full] + [full - number for number in range(50)], monkeypatch) == [0] * 51
+
+
+async def test_a_client_that_takes_all_moves_however_little_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await moved([0, 100, 60, 0, 0, 5, 0], monkeypatch) == [0, 0, 0, 1, 0, 0, 1]
 
 
 async def test_connections_to_other_ports_do_not_count() -> None:
@@ -74,9 +96,9 @@ async def test_connections_to_other_ports_do_not_count() -> None:
         await asyncio.to_thread(server.send, bytes(NUM_BYTES))
         queues = SendQueues()
         queues.add_port(client.getsockname()[1])
-        assert not await queues.hold_any()
+        assert not await queues.look()
         queues.add_port(port)
-        assert await queues.hold_any()
+        assert await queues.look()
 
 
 async def test_a_client_that_has_gone_is_not_waited_for() -> None:
@@ -84,7 +106,7 @@ async def test_a_client_that_has_gone_is_not_waited_for() -> None:
         queues = SendQueues()
         queues.add_port(port)
         await asyncio.to_thread(server.send, bytes(NUM_BYTES))
-        waiting = asyncio.create_task(queues.all_emptied(lambda: None))
+        waiting = asyncio.create_task(queues.emptied(f"ipv4:127.0.0.1:{client.getsockname()[1]}"))
         done, _ = await asyncio.wait({waiting}, timeout=0.1)
         assert not done
         # It has not read all, so its kernel resets the connection.
@@ -95,12 +117,12 @@ async def test_a_client_that_has_gone_is_not_waited_for() -> None:
 
 async def test_without_the_kernels_files_all_queues_look_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send_queues, "_TABLES", (pathlib.Path("/nowhere/tcp"),))
-    with connected(*FAMILIES["ipv4"][:3]) as (port, server, _):
+    with connected(*FAMILIES["ipv4"][:3]) as (port, server, client):
         queues = SendQueues()
         queues.add_port(port)
         await asyncio.to_thread(server.send, bytes(NUM_BYTES))
-        await queues.all_emptied(lambda: None)
-        assert not await queues.hold_any()
+        await queues.emptied(f"ipv4:127.0.0.1:{client.getsockname()[1]}")
+        assert not await queues.look()
 
 
 @pytest.mark.parametrize(
