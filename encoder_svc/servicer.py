@@ -225,13 +225,15 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         results = await self._pipeline.item_turns.run_all(
             CallerId(self._tenant().tag, _request_id()),
             [functools.partial(self._encode_one, image, cache_policy, charge_pixels) for image in images],
+            # One answer for all: the images of a call that is refused take no places from calls that can be served.
+            ends_all=(OverloadedError,),
         )
         outcomes = [result for result in results if isinstance(result, EncodeOutcome)]
         missing = [index for index, result in enumerate(results) if isinstance(result, EmbeddingNotCachedError)]
         failures = [
             _located(result, index)
             for index, result in enumerate(results)
-            if isinstance(result, BaseException) and not isinstance(result, EmbeddingNotCachedError)
+            if isinstance(result, Exception) and not isinstance(result, EmbeddingNotCachedError)
         ]
         # The traceback of an exception refers to the frame that raises it. A reference back would be a cycle, which
         # keeps the images in memory until the next garbage collection.

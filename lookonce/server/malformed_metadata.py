@@ -1,7 +1,7 @@
-"""Limits gRPC's log lines about metadata that are not UTF-8.
+"""Limits gRPC's log lines about metadata and paths that are not UTF-8.
 
 gRPC logs an error with the raw bytes and a traceback each time when it reads such a value, four times for one header of
-a call. A client without a token could so fill the log, and write into it.
+a call and once for its path. A client without a token could so fill the log, and write into it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class MalformedMetadata:
 
     def __call__(self, record: logging.LogRecord) -> bool:
         """Returns whether the record is logged. Takes the caller's bytes and the traceback out of it."""
-        if not str(record.msg).startswith(_MESSAGE):
+        # Handlers' own errors of this kind end at the border and do not get here.
+        is_of_path = record.exc_info is not None and isinstance(record.exc_info[1], UnicodeDecodeError)
+        if not is_of_path and not str(record.msg).startswith(_MESSAGE):
             return True
         self._num_values += 1
         if self._clock() < self._next_s:
             return False
-        record.msg = f"metadata are not UTF-8, {self._num_values} values since the last such line"
+        record.msg = f"metadata or paths are not UTF-8, {self._num_values} values since the last such line"
         record.args, record.exc_info, record.exc_text = (), None, None
         record.levelno, record.levelname = logging.WARNING, "WARNING"
         self._next_s, self._num_values = self._clock() + _PAUSE_S, 0

@@ -108,22 +108,38 @@ class ItemTurns:
         caller: CallerId,
         items: Iterable[Callable[[Place], Coroutine[Any, Any, ResultT]]],
         costs: Iterable[int] | None = None,
+        ends_all: tuple[type[Exception], ...] = (),
     ) -> list[ResultT | BaseException]:
         """Calls each item with a place and returns their results or exceptions, in order.
 
-        `costs` has the number of look-ups that each item stands for; None: one each.
+        `costs` has the number of look-ups that each item stands for; None: one each. An item that fails with one of
+        `ends_all` ends the others: those that have begun are cancelled, with CancelledError as their result, and the
+        rest has no result.
 
         Each item runs in a task of its own, which is created when its turn has come: what has not begun costs nothing.
         Items may give their places back early. Cancelling the caller cancels those that have begun, and waits for them.
         """
         tasks: list[asyncio.Task[ResultT]] = []
+        is_over = False
+
+        def note_end(task: asyncio.Task[ResultT]) -> None:
+            nonlocal is_over
+            if not is_over and not task.cancelled() and isinstance(task.exception(), ends_all):
+                is_over = True
+                for other in tasks:
+                    other.cancel()
+
         try:
             for item, cost in zip(items, itertools.repeat(1) if costs is None else costs, strict=False):
                 place = self.place(caller, cost)
                 await place.take()
+                if is_over:
+                    place.give_back()
+                    break
                 tasks.append(asyncio.create_task(item(place)))
                 # Also a task that is cancelled before it runs gives its place back.
                 tasks[-1].add_done_callback(partial(_end, place))
+                tasks[-1].add_done_callback(note_end)
             return await asyncio.gather(*tasks, return_exceptions=True)
         except asyncio.CancelledError:
             for task in tasks:

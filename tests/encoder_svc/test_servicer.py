@@ -373,6 +373,25 @@ async def test_overload_is_refused_with_a_delay_and_passes(
         assert (await encode_one(encoder, png(50))).source == pb.RESULT_SOURCE_COMPUTED
 
 
+async def test_calls_of_many_images_that_do_not_fit_together_are_refused_and_not_each_of_them_half_done(
+    start_encoder: StartEncoder, sick_model: SickModel
+) -> None:
+    async with start_encoder("llava_clip", max_queued_images=8, max_batch_items=4) as encoder:
+        sick_model.gate.clear()
+        calls = [
+            asyncio.ensure_future(encoder.stub.Encode(request(*(source(png(4 * number + one)) for one in range(4)))))
+            for number in range(12)
+        ]
+        async with asyncio.timeout(60):
+            while sum(call.done() for call in calls) < 10:
+                await asyncio.sleep(0.01)
+            sick_model.gate.set()
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert sum(isinstance(end, pb.EncodeResponse) for end in ends) == 2
+    refusals = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
+    assert {type(status_codes.from_rpc_error(refusal)) for refusal in refusals} == {OverloadedError}
+
+
 async def test_killing_redis_costs_neither_answers_nor_rows(
     start_encoder: StartEncoder, own_redis: EmbeddedRedis
 ) -> None:

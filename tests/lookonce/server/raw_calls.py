@@ -153,7 +153,7 @@ def _wait_for(connection: socket.socket, kind: int, flags: int) -> None:
     with connection.makefile("rb") as received:
         while head := received.read(9):
             received.read(int.from_bytes(head[:3], "big"))
-            if (head[3], head[4]) == (kind, flags):
+            if head[3] == kind and head[4] & flags == flags:
                 return
     raise ConnectionError("the server has closed the connection")
 

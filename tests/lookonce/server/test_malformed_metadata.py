@@ -36,6 +36,19 @@ async def test_a_call_with_such_a_header_is_answered_and_its_bytes_are_not_logge
     assert "xff" not in json.dumps(lines)
 
 
+async def test_calls_of_such_a_path_cost_one_line(log_lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(malformed_metadata._filter, "_next_s", 0.0)
+    async with running_server() as running:
+        with await asyncio.to_thread(raw_calls.connect, running.service.target) as connection:
+            for stream in (1, 3, 5):
+                connection.sendall(raw_calls.call(stream, "/", metadata={":path": b"/" + BYTES}))
+                await asyncio.to_thread(raw_calls.wait_until_answered, connection)
+        assert await running.health_of("")
+    lines = [line for line in log_lines() if line["logger"] == GRPC]
+    assert [line["level"] for line in lines] == ["warning"]
+    assert "xff" not in json.dumps(lines)
+
+
 def test_the_next_line_has_the_number_of_values_that_were_not_logged() -> None:
     now_s = 100.0
     one = MalformedMetadata(lambda: now_s)

@@ -74,6 +74,34 @@ async def test_results_and_errors_come_in_order(bench: Bench) -> None:
     assert bench.begun == [str(number) for number in range(20)]
 
 
+async def test_an_error_that_ends_all_cancels_what_has_begun_and_begins_no_more(bench: Bench) -> None:
+    cancelled = []
+
+    async def wait(place: Place) -> str:
+        place.give_back()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(place)
+            raise
+        return "never"
+
+    async def fail(place: Place) -> str:
+        place.give_back()
+        await idle()
+        raise KeyError("all")
+
+    rest: list[Callable[[Place], Coroutine[Any, Any, str]]] = [
+        functools.partial(bench.item, str(number)) for number in range(1000)
+    ]
+    results = await bench.turns.run_all(A, [wait, fail, wait, *rest], ends_all=(KeyError,))
+    assert [type(result) for result in results[:3]] == [asyncio.CancelledError, KeyError, asyncio.CancelledError]
+    assert len(cancelled) == 2
+    assert len(bench.begun) < 1000
+    # Other calls have all places.
+    assert await bench.turns.run_all(A, rest[:20]) == [str(number) for number in range(20)]
+
+
 async def test_an_item_alone_has_a_place_and_gives_it_back(bench: Bench) -> None:
     fault = ValueError("bad")
 
