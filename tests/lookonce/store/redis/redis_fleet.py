@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import random
 import shutil
 import signal
 import socket
@@ -27,6 +28,8 @@ TIMEOUT_S = 60.0
 NUM_SLOTS = 16384
 # Distance from the port for clients to the port that cluster nodes use among themselves.
 _BUS_OFFSET = 10_000
+# Linux gives ports from 32768 on by itself, other systems higher ones.
+_PORTS = range(11_000, 22_000)
 _QUORUM = 2
 
 
@@ -244,11 +247,14 @@ def _knows_everybody(sentinel: RedisProcess) -> bool:
 
 
 def _free_port() -> int:
-    """Returns a free port whose cluster port, _BUS_OFFSET above it, exists and is free, too."""
+    """Returns a free port whose cluster port, _BUS_OFFSET above it, is free, too.
+
+    Both are below the ports that kernels give to connections and to servers that ask for any port. One of these could
+    be taken between this call and the start of the server.
+    """
     while True:
-        with socket.socket() as listener, socket.socket() as bus:
-            listener.bind(("127.0.0.1", 0))
-            port: int = listener.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                bus.bind(("127.0.0.1", port + _BUS_OFFSET))
-                return port
+        port = random.SystemRandom().choice(_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as listener, socket.socket() as bus:
+            listener.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + _BUS_OFFSET))
+            return port
