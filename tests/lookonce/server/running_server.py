@@ -73,7 +73,23 @@ class RaisingEncoder(UnsupportedEncoder):
             self.closed_generators += 1
 
 
-def _kinds_handler(error: BaseException, gate: asyncio.Event, num_parts: Callable[[], int]) -> grpc.GenericRpcHandler:
+class Gate:
+    """Calls wait in front of it until it is opened."""
+
+    def __init__(self) -> None:
+        # Set when a call has come to the gate.
+        self.reached = asyncio.Event()
+        self._is_open = asyncio.Event()
+
+    async def passed(self) -> None:
+        self.reached.set()
+        await self._is_open.wait()
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+def _kinds_handler(error: BaseException, gate: Gate, num_parts: Callable[[], int]) -> grpc.GenericRpcHandler:
     """Returns a method of each kind that fails, those with a stream of answers after its first, and some that do not.
 
     They read their requests to the end, because grpc.aio clients report an error of their own when a call ends while
@@ -95,11 +111,11 @@ def _kinds_handler(error: BaseException, gate: asyncio.Event, num_parts: Callabl
         return bytes(MIB + 1)
 
     async def part(request: bytes, context: Any) -> bytes:
-        await gate.wait()
+        await gate.passed()
         return bytes(PART_BYTES)
 
     async def parts(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        await gate.wait()
+        await gate.passed()
         for _ in range(60 * num_parts()):
             yield bytes(PART_BYTES // 60)
 
@@ -123,12 +139,10 @@ def _kinds_handler(error: BaseException, gate: asyncio.Event, num_parts: Callabl
 class Running:
     """A started service and a channel to it."""
 
-    def __init__(
-        self, service: GrpcService, servicer: RaisingEncoder, telemetry: Telemetry, gate: asyncio.Event
-    ) -> None:
+    def __init__(self, service: GrpcService, servicer: RaisingEncoder, telemetry: Telemetry, gate: Gate) -> None:
         self.service = service
         self.servicer = servicer
-        # Part and Parts answer when it is set; Parts with so many times `PART_BYTES`.
+        # Part and Parts answer when it is open; Parts with so many times `PART_BYTES`.
         self.gate, self.num_parts = gate, 1
         self.telemetry = telemetry
         self.channel = grpc.aio.insecure_channel(service.target, options=CHANNEL_OPTIONS)
@@ -150,7 +164,7 @@ async def running_server(
     default_timeouts_s: Mapping[str, float] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
-    servicer, telemetry, gate = RaisingEncoder(), Telemetry(settings.get("metrics_listen")), asyncio.Event()
+    servicer, telemetry, gate = RaisingEncoder(), Telemetry(settings.get("metrics_listen")), Gate()
     entries = [
         ServiceEntry(ENCODER, lambda server: pb_grpc.add_EncoderServiceServicer_to_server(servicer, server)),
         ServiceEntry(
