@@ -296,7 +296,7 @@ class EncoderServicer(pb_grpc.EncoderServiceServicer):
         return pb.EncodeStreamResponse(item_id=item_id, result=result), num_row_bytes
 
     def _copies_until_answered(self) -> RowCopies:
-        """Returns the copies of rows in the answer of this call. They count until its task ends, which also sends it.
+        """Returns a counter for the copies of rows in this call's answer. They count until the call's task ends.
 
         The task ends when gRPC has written the answer, or when the call was cancelled.
         """

@@ -241,7 +241,7 @@ def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer:
 
 
 def _clock_ns(at_s: float) -> int:
-    """Returns the time of day, nanoseconds, at a past reading of the monotonic clock, seconds."""
+    """Converts a past reading of the monotonic clock, seconds, to the time of day, nanoseconds."""
     return time.time_ns() - int((time.monotonic() - at_s) * 1e9)
 
 

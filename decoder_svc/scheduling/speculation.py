@@ -189,7 +189,7 @@ class NgramProposer:
         return copied
 
     def _index(self, token_ids: Sequence[int]) -> None:
-        """Adds all new places to the index. The last token has no successor yet, so its run is not added."""
+        """Indexes the n-gram before each new token. The n-gram at the end has no next token yet and waits for it."""
         latest, earlier, length = self._latest, self._earlier, self._min_length
         for place in range(len(earlier), len(token_ids)):
             run = tuple(token_ids[place - length : place])

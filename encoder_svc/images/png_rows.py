@@ -58,7 +58,7 @@ def _chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _num_row_bytes(header: bytes, size: tuple[int, int]) -> int:
-    """Bytes of all rows with their filter bytes."""
+    """Size of all decompressed rows, filter bytes included."""
     width, height = size
     pixel_bits = header[8] * _NUM_SAMPLES[header[9]]
     passes = _PASSES if header[12] else ((0, 0, 1, 1),)

@@ -81,8 +81,8 @@ def _attend(
 def attend_in_windows(query: Tensor, keys: Tensor, values: Tensor, bounds: Tensor, scale: float) -> Tensor:
     """Returns the attention of tokens that see all tokens of their window and no others.
 
-    All are `[num_tokens, heads, head_dim]`, with any strides. Window i has the tokens [bounds[i], bounds[i + 1]); the
-    bounds are on the device, and the host does not read them.
+    Arguments and result are `[num_tokens, heads, head_dim]`, with any strides. Window i has the tokens [bounds[i],
+    bounds[i + 1]); the bounds are on the device, and the host does not read them.
     """
     query, keys, values = (_by_token(each) for each in (query, keys, values))
     num_tokens, num_heads, head_dim = query.shape

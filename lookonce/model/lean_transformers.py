@@ -65,7 +65,7 @@ def _import_models() -> None:
 
 
 class _CompilerStandIn(types.ModuleType):
-    """Stands for `torch._dynamo` while modules are imported that use its decorators, or one of its submodules."""
+    """Takes the place of `torch._dynamo` or a submodule while modules that use its decorators are imported."""
 
     def __init__(self) -> None:
         super().__init__(_COMPILER)

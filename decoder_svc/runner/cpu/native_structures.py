@@ -1,4 +1,4 @@
-"""The C++ structures as ctypes: the same fields as in native/step.h and native/stack.cpp."""
+"""Declares the C++ structures of native/step.h and native/stack.cpp for ctypes, with the same fields."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ LEVELS = (
 
 
 def machine_levels(machine: str | None = None) -> tuple[NativeLevel, ...]:
-    """Returns the levels of all processors of an architecture, lowest first; the first needs no feature.
+    """Returns the instruction set levels of an architecture, lowest first. Every processor of it has the first one.
 
-    None is the architecture of this machine.
+    `machine` None means the architecture of this machine.
     """
     name = (machine or platform.machine()).lower()
     name = _MACHINES.get(name, name)

@@ -98,7 +98,7 @@ class Inbox:
         return await self._call.received(receive)
 
     def _caller(self) -> str:
-        """Returns the tenant, or the connection if there is no authentication: a caller can name any tenants then."""
+        """Returns the tenant; without authentication the connection, since a caller could name any tenant then."""
         identity = current_identity()
         if not identity.is_authenticated:
             return str(self._context.peer())

@@ -45,7 +45,7 @@ class Deployment(Protocol):
         ...
 
     def reason_of(self, node: RedisNode, trouble: RedisTroubleError) -> MissReason:
-        """Returns the reason that trouble with one node amounts to for the cache as a whole."""
+        """Returns the reason for a miss of the whole cache that follows from trouble with one node."""
         ...
 
     def close(self) -> None:
