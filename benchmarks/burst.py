@@ -61,7 +61,9 @@ def ask_together(targets: Sequence[str], asks: Sequence[Ask], max_tokens: int) -
         return client.generate(ask.question, ask.pictures, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
     with contextlib.ExitStack() as exits:
-        clients = [exits.enter_context(Client.connect(target, timeout_s=_TIMEOUT_S)) for target in targets]
+        clients = [
+            exits.enter_context(Client.connect(target, timeout_s=_TIMEOUT_S, max_retries=0)) for target in targets
+        ]
         pool = exits.enter_context(ThreadPoolExecutor(len(asks)))
         waiting = [pool.submit(one, clients[index % len(clients)], ask) for index, ask in enumerate(asks)]
         together.wait(_TIMEOUT_S)

@@ -119,7 +119,7 @@ def measure(load: Load) -> list[Round]:
             encoder_arguments=[*_ONE_THREAD, "--local-cache-bytes", str(_LOCAL_CACHE_BYTES)],
             decoder_arguments=[*_ONE_THREAD, "--encoder-cache-rows", str(_DECODER_ROWS)],
         ) as stack,
-        Client.connect(stack.decoder_targets[0], timeout_s=_TIMEOUT_S) as client,
+        Client.connect(stack.decoder_targets[0], timeout_s=_TIMEOUT_S, max_retries=0) as client,
     ):
         _run(stack, client, _take(unseen, load), load)
         for number in range(load.num_rounds):

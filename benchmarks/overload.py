@@ -129,7 +129,7 @@ def main() -> None:
 async def measure(folder: pathlib.Path, load: Load) -> Figures:
     """All loads against one decoder."""
     with TextService(folder, ["--max-num-seqs", str(load.num_running)]) as service:
-        async with AsyncClient.connect(service.target, timeout_s=_TIMEOUT_S) as client:
+        async with AsyncClient.connect(service.target, timeout_s=_TIMEOUT_S, max_retries=0) as client:
             rng = random.Random(_NAME)
             asker = _Asker(client, await told_prompts(client, _NUM_PROMPTS, rng), load.num_tokens)
             gc.collect()

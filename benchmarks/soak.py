@@ -96,8 +96,8 @@ async def _loads(
     )
     rng = random.Random(plan.seed)
     async with (
-        AsyncClient.connect(decoders, encoders, token=fleet.tokens[CONTROL]) as control,
-        AsyncClient.connect(cut, encoders, token=fleet.tokens[WORKING]) as working,
+        AsyncClient.connect(decoders, encoders, token=fleet.tokens[CONTROL], max_retries=0) as control,
+        AsyncClient.connect(cut, encoders, token=fleet.tokens[WORKING], max_retries=0) as working,
     ):
         for ask in asks[0]:
             await control.generate(ask.question, ask.pictures, max_tokens=1)

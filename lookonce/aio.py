@@ -36,8 +36,10 @@ from lookonce.sdk.channel import (
     check_request_id,
     connection_options,
 )
+from lookonce.sdk.environment import named_connection
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.replies import parsed
+from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import checked_target
 from lookonce.status_codes import from_rpc_error
 
@@ -49,6 +51,9 @@ class AsyncClient:
 
     Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
     it is small. If the server does not have the image cached, the client sends the bytes once, by itself.
+
+    A call that no server took, or that one refused because it was full, is repeated up to `max_retries` times until its
+    deadline; a stream only before its first text. Pauses are those that servers advise, or short random ones.
 
     A `timeout_s` of math.inf means no deadline, None the client's default. The server may have a default of its own
     for calls without a deadline.
@@ -68,7 +73,7 @@ class AsyncClient:
     @classmethod
     def connect(
         cls,
-        decoder_target: str,
+        decoder_target: str | None = None,
         encoder_target: str | None = None,
         *,
         timeout_s: float | None = 60.0,
@@ -76,14 +81,16 @@ class AsyncClient:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
+        max_retries: int = 2,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
         The arguments are those of `lookonce.Client.connect`. Call it inside the running event loop.
         """
-        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
+        named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
+        options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)
         encoder_target = None if encoder_target is None else checked_target(encoder_target)
-        return cls(checked_target(decoder_target), encoder_target, options)
+        return cls(checked_target(named.target), encoder_target, options)
 
     async def generate(
         self,
@@ -128,16 +135,18 @@ class AsyncClient:
         async def prepare() -> PreparedPrompt:
             return await _prepared(prompt, images, options)
 
-        def start(prepared: PreparedPrompt) -> Any:
+        def start(prepared: PreparedPrompt, wait_for_ready: bool) -> Any:
             self._calls.check_open()
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
-            return self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
+            return self._decoder.GenerateStream(
+                request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
+            )
 
         async def supply(prepared: PreparedPrompt, error: EmbeddingNotCachedError) -> None:
             with tracing.current(span):
                 await self._supply(prepared, error, deadline)
 
-        stream = AsyncTextStream(self._calls, prepare, start, supply, span)
+        stream = AsyncTextStream(self._calls, self._calls.attempts(deadline), prepare, start, supply, span)
         self._streams.add(stream)
         return stream
 
@@ -239,13 +248,18 @@ class AsyncTextStream(AsyncIterator[str]):
     def __init__(
         self,
         calls: AsyncCalls,
+        attempts: Attempts,
         prepare: Callable[[], Awaitable[PreparedPrompt]],
-        start: Callable[[PreparedPrompt], Any],
+        start: Callable[[PreparedPrompt, bool], Any],
         supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
         span: trace.Span,
     ) -> None:
-        """`prepare` hashes the images, `start` begins a call, `supply` adds images the server lacks. Ends `span`."""
+        """`prepare` hashes the images, `start` begins a call, `supply` adds images the server lacks. Ends `span`.
+
+        The second argument of `start` says whether the call waits for a server that can be reached.
+        """
         self._calls = calls
+        self._attempts = attempts
         self._prepare = prepare
         self._start = start
         self._supply = supply
@@ -287,22 +301,28 @@ class AsyncTextStream(AsyncIterator[str]):
 
     async def _read(self) -> AsyncGenerator[str]:
         prepared = await self._prepare()
-        try:
-            async with aclosing(self._texts(prepared)) as texts:
-                async for text in texts:
-                    yield text
-            return
-        except EmbeddingNotCachedError as error:
-            if self._transcript.has_text:
-                raise
-            await self._supply(prepared, error)
-        self._transcript = Transcript()
-        async with aclosing(self._texts(prepared)) as texts:
-            async for text in texts:
-                yield text
+        has_supplied = False
+        while True:
+            try:
+                async with aclosing(self._texts(prepared)) as texts:
+                    async for text in texts:
+                        yield text
+                self._attempts.succeeded()
+                return
+            except EmbeddingNotCachedError as error:
+                if self._transcript.has_text or has_supplied:
+                    raise
+                await self._supply(prepared, error)
+                has_supplied, pause_s = True, 0.0
+            except LookonceError as error:
+                if self._transcript.has_text:
+                    raise
+                pause_s = self._attempts.pause_s(error)
+            await self._calls.pause(pause_s)
+            self._transcript = Transcript()
 
     async def _texts(self, prepared: PreparedPrompt) -> AsyncGenerator[str]:
-        call = self._call = self._start(prepared)
+        call = self._call = self._start(prepared, self._attempts.wait_for_ready)
         try:
             async for response in call:
                 if text := self._transcript.add(parsed(response)):

@@ -34,7 +34,9 @@ from lookonce.sdk.channel import (
     check_request_id,
     connection_options,
 )
+from lookonce.sdk.environment import named_connection
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
+from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import checked_target
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
@@ -45,6 +47,9 @@ class Client:
 
     Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
     it is small. If the server does not have the image cached, the client sends the bytes once, by itself.
+
+    A call that no server took, or that one refused because it was full, is repeated up to `max_retries` times until its
+    deadline; a stream only before its first text. Pauses are those that servers advise, or short random ones.
 
     A `timeout_s` of math.inf means no deadline, None the client's default. The server may have a default of its own
     for calls without a deadline.
@@ -66,7 +71,7 @@ class Client:
     @classmethod
     def connect(
         cls,
-        decoder_target: str,
+        decoder_target: str | None = None,
         encoder_target: str | None = None,
         *,
         timeout_s: float | None = 60.0,
@@ -74,18 +79,26 @@ class Client:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
+        max_retries: int = 2,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
-        Targets are host:port. Without `encoder_target` the client asks the decoder for its encoder. `timeout_s` is the
-        default deadline of each method, in seconds; None: no deadline. `tls_ca` is a PEM file with the servers'
-        authorities; without it the connection is plaintext. `tls_cert` and `tls_key` are the client's own certificate
-        and key, for servers that ask for one. `token` is sent as a bearer token. Raises ConfigurationError or
-        InvalidParameterError for values that no call could use.
+        Targets are host:port. Without `decoder_target`, the environment names the target by LOOKONCE_TARGET, and what
+        else is None by LOOKONCE_TOKEN, LOOKONCE_TLS_CA, LOOKONCE_TLS_CERT and LOOKONCE_TLS_KEY. Without
+        `encoder_target`, the client asks the decoder for its encoder.
+
+        `timeout_s` is the default deadline of each method, in seconds; None: no deadline. `max_retries` is the largest
+        number of times that a call is repeated. Once a server has answered, a repeated call waits until its deadline
+        for one that can be reached.
+
+        `tls_ca` is a PEM file with the servers' authorities; without it the connection is plaintext. `tls_cert` and
+        `tls_key` are the client's own certificate and key, for servers that ask for one. `token` is sent as a bearer
+        token. Raises ConfigurationError or InvalidParameterError for values that no call could use.
         """
-        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
+        named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
+        options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)
         encoder_target = None if encoder_target is None else checked_target(encoder_target)
-        return cls(checked_target(decoder_target), encoder_target, options)
+        return cls(checked_target(named.target), encoder_target, options)
 
     def generate(
         self,
@@ -125,17 +138,19 @@ class Client:
         with tracing.current(span):
             metadata = self._options.metadata(options.get("request_id"))
 
-        def start() -> Any:
+        def start(wait_for_ready: bool) -> Any:
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
             return self._calls.started(
-                lambda: self._decoder.GenerateStream(request, timeout=deadline.remaining_s(), metadata=metadata)
+                lambda: self._decoder.GenerateStream(
+                    request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
+                )
             )
 
         def supply(error: EmbeddingNotCachedError) -> None:
             with tracing.current(span):
                 self._supply(prepared, error, deadline)
 
-        stream = TextStream(self._calls, start, supply, span)
+        stream = TextStream(self._calls, self._calls.attempts(deadline), start, supply, span)
         with self._lock:
             self._streams.add(stream)
         return stream
@@ -229,19 +244,24 @@ class TextStream(Iterator[str]):
     def __init__(
         self,
         calls: SyncCalls,
-        start: Callable[[], Any],
+        attempts: Attempts,
+        start: Callable[[bool], Any],
         supply: Callable[[EmbeddingNotCachedError], None],
         span: trace.Span,
     ) -> None:
-        """`start` begins a call with the current prompt, `supply` adds images that the server lacks. Ends `span`."""
+        """`start` begins a call with the current prompt, `supply` adds images that the server lacks. Ends `span`.
+
+        The argument of `start` says whether the call waits for a server that can be reached.
+        """
         self._calls = calls
+        self._attempts = attempts
         self._start = start
         self._supply = supply
         self._span = span
         self._transcript = Transcript()
         self._closed = False
         with tracing.ended_by(span, StopIteration):
-            self._call = start()
+            self._call = start(False)
         self._pieces = self._read()
 
     @property
@@ -275,16 +295,24 @@ class TextStream(Iterator[str]):
         self.close()
 
     def _read(self) -> Iterator[str]:
-        try:
-            yield from self._texts()
-            return
-        except EmbeddingNotCachedError as error:
-            if self._transcript.has_text:
-                raise
-            self._supply(error)
-        self._transcript = Transcript()
-        self._call = self._start()
-        yield from self._texts()
+        has_supplied = False
+        while True:
+            try:
+                yield from self._texts()
+                self._attempts.succeeded()
+                return
+            except EmbeddingNotCachedError as error:
+                if self._transcript.has_text or has_supplied:
+                    raise
+                self._supply(error)
+                has_supplied, pause_s = True, 0.0
+            except LookonceError as error:
+                if self._transcript.has_text:
+                    raise
+                pause_s = self._attempts.pause_s(error)
+            self._calls.pause(pause_s)
+            self._transcript = Transcript()
+            self._call = self._start(self._attempts.wait_for_ready)
 
     def _texts(self) -> Iterator[str]:
         try:

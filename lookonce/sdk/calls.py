@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ from lookonce import tracing
 from lookonce.errors import AbortedError, LookonceError
 from lookonce.sdk.channel import ConnectionOptions, Deadline
 from lookonce.sdk.replies import error_of, parsed
+from lookonce.sdk.retries import Attempts, Retries
 from lookonce.status_codes import from_rpc_error
 
 ResponseT = TypeVar("ResponseT")
@@ -19,10 +22,11 @@ ResultT = TypeVar("ResultT")
 
 
 class _Calls:
-    """Knows whether a client is closed."""
+    """Knows whether a client is closed, and what its calls share."""
 
     def __init__(self, options: ConnectionOptions) -> None:
         self._options = options
+        self._retries = Retries(options.max_retries)
         self._is_closed = False
 
     def close(self) -> None:
@@ -34,6 +38,10 @@ class _Calls:
         self.check_open()
         return self._options.deadline(timeout_s)
 
+    def attempts(self, deadline: Deadline) -> Attempts:
+        """Returns the attempts of a new call, which decide whether it is repeated."""
+        return self._retries.attempts(deadline)
+
     def check_open(self) -> None:
         """Raises AbortedError if the client is closed."""
         if self._is_closed:
@@ -43,6 +51,20 @@ class _Calls:
 class SyncCalls(_Calls):
     """The calls of one synchronous client. Thread-safe."""
 
+    def __init__(self, options: ConnectionOptions) -> None:
+        super().__init__(options)
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Does the same, and ends pauses."""
+        super().close()
+        self._closing.set()
+
+    def pause(self, pause_s: float) -> None:
+        """Waits before the next attempt of a call. Raises AbortedError if the client is closed meanwhile."""
+        self._closing.wait(pause_s)
+        self.check_open()
+
     def unary(
         self,
         method: Callable[..., ResponseT],
@@ -50,10 +72,33 @@ class SyncCalls(_Calls):
         deadline: Deadline,
         metadata: tracing.Metadata | None = None,
     ) -> ResponseT:
-        """Makes one call and returns its reply. Raises the typed error of its status."""
+        """Makes one call and returns its reply; repeats it as retries.py says. Raises the typed error of its status."""
         metadata = metadata or self._options.metadata()
+        attempts = self.attempts(deadline)
+        while True:
+            try:
+                reply = self._once(method, request, deadline, metadata, attempts)
+            except LookonceError as error:
+                pause_s = attempts.pause_s(error)
+            else:
+                attempts.succeeded()
+                return reply
+            self.pause(pause_s)
+
+    def _once(
+        self,
+        method: Callable[..., ResponseT],
+        request: object,
+        deadline: Deadline,
+        metadata: tracing.Metadata,
+        attempts: Attempts,
+    ) -> ResponseT:
+        def start() -> ResponseT:
+            timeout_s = deadline.remaining_s()
+            return method(request, timeout=timeout_s, metadata=metadata, wait_for_ready=attempts.wait_for_ready)
+
         try:
-            return self.started(lambda: method(request, timeout=deadline.remaining_s(), metadata=metadata))
+            return self.started(start)
         except grpc.RpcError as error:
             # The call is its own exception. Its traceback would refer to this frame, and so to the images.
             error.__traceback__ = None
@@ -79,6 +124,21 @@ class SyncCalls(_Calls):
 class AsyncCalls(_Calls):
     """The calls of one client for asyncio."""
 
+    def __init__(self, options: ConnectionOptions) -> None:
+        super().__init__(options)
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """Does the same, and ends pauses."""
+        super().close()
+        self._closing.set()
+
+    async def pause(self, pause_s: float) -> None:
+        """Waits before the next attempt of a call. Raises AbortedError if the client is closed meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), pause_s)
+        self.check_open()
+
     async def unary(
         self,
         method: Callable[..., Awaitable[ResponseT]],
@@ -86,11 +146,31 @@ class AsyncCalls(_Calls):
         deadline: Deadline,
         metadata: tracing.Metadata | None = None,
     ) -> ResponseT:
-        """Makes one call and returns its reply. Raises the typed error of its status."""
+        """Makes one call and returns its reply; repeats it as retries.py says. Raises the typed error of its status."""
         metadata = metadata or self._options.metadata()
+        attempts = self.attempts(deadline)
+        while True:
+            try:
+                reply = await self._once(method, request, deadline, metadata, attempts)
+            except LookonceError as error:
+                pause_s = attempts.pause_s(error)
+            else:
+                attempts.succeeded()
+                return reply
+            await self.pause(pause_s)
+
+    async def _once(
+        self,
+        method: Callable[..., Awaitable[ResponseT]],
+        request: object,
+        deadline: Deadline,
+        metadata: tracing.Metadata,
+        attempts: Attempts,
+    ) -> ResponseT:
         self.check_open()
+        timeout_s, wait_for_ready = deadline.remaining_s(), attempts.wait_for_ready
         try:
-            return parsed(await method(request, timeout=deadline.remaining_s(), metadata=metadata))
+            return parsed(await method(request, timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         except asyncio.CancelledError:

@@ -78,10 +78,15 @@ class ConnectionOptions:
     tls_key: pathlib.Path | None = None
     # Bearer token of every call. Use it with `tls_ca`, or anybody on the way can read it.
     token: str | None = None
+    # Largest number of retries of one call; see retries.py.
+    max_retries: int = 0
 
     def __post_init__(self) -> None:
-        """Raises InvalidParameterError for a deadline that none can have, ConfigurationError for an unusable token."""
+        """Raises InvalidParameterError for a bad deadline or number of retries, ConfigurationError for a bad token."""
         self.deadline(None)
+        given: object = self.max_retries
+        if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+            raise InvalidParameterError("max_retries", f"must be a whole number from 0, got {given!r}")
         # gRPC would refuse it at every call, with an error that shows the token.
         if self.token is not None and not _is_token(self.token):
             raise ConfigurationError("the token must be text of printable ASCII without spaces and line ends")
@@ -139,12 +144,13 @@ def connection_options(
     tls_cert: str | os.PathLike[str] | None,
     tls_key: str | os.PathLike[str] | None,
     token: str | None,
+    max_retries: int = 0,
 ) -> ConnectionOptions:
     """Returns the options that the arguments of a client's `connect` give. Raises as ConnectionOptions."""
     authorities, certificate, key = (
         _path_of(name, path) for name, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key))
     )
-    return ConnectionOptions(timeout_s, authorities, certificate, key, token)
+    return ConnectionOptions(timeout_s, authorities, certificate, key, token, max_retries)
 
 
 def _path_of(name: str, path: str | os.PathLike[str] | None) -> pathlib.Path | None:

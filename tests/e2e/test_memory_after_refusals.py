@@ -304,7 +304,7 @@ def test_a_call_that_its_client_cancels(stack: InProcessStack, kind: str) -> Non
 
 def test_failed_calls_of_the_sdk(stack: InProcessStack) -> None:
     question = "What is it?"
-    with lookonce.Client.connect(stack.decoder_targets[0], stack.encoder_targets[0]) as client:
+    with lookonce.Client.connect(stack.decoder_targets[0], stack.encoder_targets[0], max_retries=0) as client:
 
         def generate(data: bytes) -> None:
             client.generate(question, images=[data])
@@ -326,7 +326,9 @@ def test_failed_calls_of_the_asyncio_sdk(stack: InProcessStack) -> None:
     question = "What is it?"
 
     async def run() -> None:
-        async with lookonce.AsyncClient.connect(stack.decoder_targets[0], stack.encoder_targets[0]) as client:
+        async with lookonce.AsyncClient.connect(
+            stack.decoder_targets[0], stack.encoder_targets[0], max_retries=0
+        ) as client:
 
             async def generate(data: bytes) -> None:
                 await client.generate(question, images=[data])

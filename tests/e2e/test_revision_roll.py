@@ -80,7 +80,7 @@ async def revision(folder: pathlib.Path) -> Revision:
         encoder = await start_encoder(shared, exits)
         decoder = await start_decoder([*shared, *SMALL, "--encoder-target", encoder.target], exits)
         await until_ready(encoder, decoder)
-        client = await exits.enter_async_context(AsyncClient.connect(decoder.target))
+        client = await exits.enter_async_context(AsyncClient.connect(decoder.target, max_retries=0))
         return Revision(folder, [await answer(client, picture) for picture in pictures()])
 
 
@@ -125,7 +125,10 @@ async def test_no_call_fails_and_every_answer_is_of_one_revision(
     assert sum(one == other for one, other in zip(old.answers, new.answers, strict=True)) < NUM_PICTURES // 2
     data, failures, wrong, num_right = pictures(), [], [], [0, 0]
     is_over = False
-    async with fleet(old.folder, own_redis.url) as (encoders, decoders, target), AsyncClient.connect(target) as client:
+    async with (
+        fleet(old.folder, own_redis.url) as (encoders, decoders, target),
+        AsyncClient.connect(target, max_retries=0) as client,
+    ):
 
         async def ask_forever(first: int) -> None:
             for number in itertools.cycle(range(NUM_PICTURES)):

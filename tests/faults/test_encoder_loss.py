@@ -50,14 +50,14 @@ async def stack(running: LocalStack, fingerprint: Fingerprint, tmp_path: pathlib
     for index in dead:
         running.encoders[index] = restarted(running, index, fingerprint.folder, tmp_path)
     if dead:
-        async with AsyncClient.connect(running.decoder_targets[0]) as client:
+        async with AsyncClient.connect(running.decoder_targets[0], max_retries=0) as client:
             await until_used(client, fingerprint, running, running.encoders)
     return running
 
 
 @pytest.fixture
 async def client(stack: LocalStack) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient.connect(stack.decoder_targets[0]) as client:
+    async with AsyncClient.connect(stack.decoder_targets[0], max_retries=0) as client:
         yield client
 
 
@@ -207,8 +207,8 @@ async def test_an_encoder_that_freezes_with_the_lease_is_taken_over_and_spoils_n
     image = ImageRef.from_bytes(picture.data)
     num_before = num_takeovers(stack, other)
     async with (
-        AsyncClient.connect(stack.decoder_targets[0], holder.ready.target) as to_holder,
-        AsyncClient.connect(stack.decoder_targets[0], other.ready.target) as to_other,
+        AsyncClient.connect(stack.decoder_targets[0], holder.ready.target, max_retries=0) as to_holder,
+        AsyncClient.connect(stack.decoder_targets[0], other.ready.target, max_retries=0) as to_other,
     ):
         freezing = asyncio.create_task(to_holder.encode([image], timeout_s=100))
         await until(lambda: is_encoding(stack, holder))
@@ -228,8 +228,8 @@ async def test_another_encoder_takes_over_from_one_that_was_killed_in_the_middle
     holder, other = stack.encoders
     num_takeovers_before = num_takeovers(stack, other)
     async with (
-        AsyncClient.connect(stack.decoder_targets[0], holder.ready.target) as to_holder,
-        AsyncClient.connect(stack.decoder_targets[0], other.ready.target) as to_other,
+        AsyncClient.connect(stack.decoder_targets[0], holder.ready.target, max_retries=0) as to_holder,
+        AsyncClient.connect(stack.decoder_targets[0], other.ready.target, max_retries=0) as to_other,
     ):
         for _ in range(5):
             picture = fingerprint.slow()

@@ -35,13 +35,13 @@ async def stack(running: InProcessStack, fingerprint: Fingerprint) -> AsyncItera
     """A stack whose Redis is up and in use again after an earlier test."""
     yield running
     server(running).start()
-    async with AsyncClient.connect(running.decoder_targets[0]) as client:
+    async with AsyncClient.connect(running.decoder_targets[0], max_retries=0) as client:
         await until_stored(client, fingerprint.fresh(1)[0])
 
 
 @pytest.fixture
 async def client(stack: InProcessStack) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient.connect(stack.decoder_targets[0]) as client:
+    async with AsyncClient.connect(stack.decoder_targets[0], max_retries=0) as client:
         yield client
 
 

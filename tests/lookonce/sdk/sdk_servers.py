@@ -76,6 +76,8 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
         self.delay_s = 0.0
         # Seconds that GetModelInfo takes.
         self.info_delay_s = 0.0
+        # Raised by the next calls in turn, before their answer.
+        self.failures: list[LookonceError] = []
         # Raised by a stream after its first word.
         self.error_after_first_word: LookonceError | None = None
         # Events that a stream sends instead of the echo.
@@ -105,6 +107,8 @@ class EchoDecoder(decoder_grpc.DecoderServiceServicer):
 
     async def _answer(self, params: decoder_pb2.GenerateParams) -> tuple[list[str], decoder_pb2.Usage]:
         self.last = params
+        if self.failures:
+            raise self.failures.pop(0)
         await asyncio.sleep(self.delay_s)
         parts = [part for message in params.chat.messages for part in message.parts]
         images = [*(part.image for part in parts if part.HasField("image")), *params.text.images]
@@ -160,6 +164,8 @@ class CountingEncoder(UnsupportedEncoder):
         self.max_batch_items = 2
         self.max_message_bytes = MIB
         self.batch_sizes: list[int] = []
+        # Raised by the next look-ups in turn.
+        self.failures: list[LookonceError] = []
 
     async def Encode(self, request: encoder_pb2.EncodeRequest, context: Any) -> encoder_pb2.EncodeResponse:
         self.knowledge.note("Encode", context)
@@ -177,6 +183,8 @@ class CountingEncoder(UnsupportedEncoder):
         self, request: encoder_pb2.LookupEmbeddingsRequest, context: Any
     ) -> encoder_pb2.LookupEmbeddingsResponse:
         self.knowledge.note("LookupEmbeddings", context)
+        if self.failures:
+            raise self.failures.pop(0)
         if len(request.keys) > 256:
             raise InvalidParameterError("keys", "too many")
         response = encoder_pb2.LookupEmbeddingsResponse()
@@ -215,8 +223,10 @@ class System:
 
 
 @contextlib.asynccontextmanager
-async def running_system(is_ready: Callable[[], bool] = lambda: True, **settings: Any) -> AsyncIterator[System]:
-    """Runs a decoder and an encoder on free ports. `is_ready` sets their health; the decoder announces the encoder."""
+async def running_system(
+    is_ready: Callable[[], bool] = lambda: True, decoder_listen: str = "127.0.0.1:0", **settings: Any
+) -> AsyncIterator[System]:
+    """Runs a decoder and an encoder. `is_ready` sets their health; the decoder announces the encoder."""
     system = System()
 
     def add_decoder(server: Any) -> None:
@@ -228,7 +238,8 @@ async def running_system(is_ready: Callable[[], bool] = lambda: True, **settings
     values = ServiceSettings(model=pathlib.Path("."), drain_timeout_s=0.0, **settings)
     decoders = [ServiceEntry("lookonce.decoder.v1.DecoderService", add_decoder)]
     encoders = [ServiceEntry("lookonce.encoder.v1.EncoderService", add_encoder)]
-    decoder = GrpcService(values, Telemetry(), decoders, is_ready=is_ready)
+    decoder_values = values.model_copy(update={"listen": decoder_listen})
+    decoder = GrpcService(decoder_values, Telemetry(), decoders, is_ready=is_ready)
     encoder = GrpcService(values, Telemetry(), encoders, is_ready=is_ready)
     system.decoder_target, system.encoder_target = await decoder.start(), await encoder.start()
     system.decoder.encoder_target = system.encoder_target

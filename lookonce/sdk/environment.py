@@ -1,0 +1,62 @@
+"""Reads a client's target, token and TLS files from the environment, for programs that name none themselves."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lookonce.errors import ConfigurationError
+
+File: TypeAlias = "str | os.PathLike[str] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedConnection:
+    """The target of a client, its PEM files and its token, in the order of `connect`. None where there is none."""
+
+    target: str
+    tls_ca: File
+    tls_cert: File
+    tls_key: File
+    token: str | None
+
+
+def named_connection(
+    target: str | None, tls_ca: File, tls_cert: File, tls_key: File, token: str | None
+) -> NamedConnection:
+    """Returns the arguments of `connect`. Without a target, the environment stands in for it and all that is None.
+
+    Its variables are LOOKONCE_TARGET, LOOKONCE_TOKEN, LOOKONCE_TLS_CA, LOOKONCE_TLS_CERT and LOOKONCE_TLS_KEY. Where
+    the caller names a target, they are not read: the token of one server is not for another one. Raises
+    ConfigurationError if there is no target, and for an empty name of a file, which would mean plaintext.
+    """
+    if target is not None:
+        return NamedConnection(target, tls_ca, tls_cert, tls_key, token)
+    target = _text("LOOKONCE_TARGET")
+    if target is None:
+        raise ConfigurationError("no server is named; give a target such as 127.0.0.1:50051, or set LOOKONCE_TARGET")
+    ca, certificate, key = (
+        _file(name) if given is None else given
+        for name, given in (
+            ("LOOKONCE_TLS_CA", tls_ca),
+            ("LOOKONCE_TLS_CERT", tls_cert),
+            ("LOOKONCE_TLS_KEY", tls_key),
+        )
+    )
+    return NamedConnection(target, ca, certificate, key, _text("LOOKONCE_TOKEN") if token is None else token)
+
+
+def _text(name: str) -> str | None:
+    """Returns a variable's value; None for an unset one, and for an empty one, as most programs do.
+
+    White space around a value does not count: a Secret made from a file has the line end of the file.
+    """
+    return os.environ.get(name, "").strip() or None
+
+
+def _file(name: str) -> str | None:
+    value = os.environ.get(name)
+    if value is not None and not value.strip():
+        raise ConfigurationError(f"{name} is empty; name a PEM file, or unset it")
+    return value
