@@ -155,3 +155,9 @@ def test_busy_step(quick: Any, library: None) -> None:
     cells = quick("busy_step")["cells"]
     assert [(cell["dtype"], cell["batch"]) for cell in cells] == [("bfloat16", 1), ("float32", 1)]
     assert all(seconds > 0 for cell in cells for seconds in (*cell["quiet_s"], *cell["busy_s"]))
+
+
+def test_restarts(quick: Any) -> None:
+    outcomes = quick("restarts", in_processes=True)["outcomes"]
+    assert [(one["signal"], one["num_restarts"]) for one in outcomes] == [("SIGTERM", 1), ("SIGKILL", 1)]
+    assert all(one["num_right"] > 0 and one["num_wrong"] == 0 and one["failures"] == [] for one in outcomes)

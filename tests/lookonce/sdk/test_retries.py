@@ -1,4 +1,4 @@
-"""Which calls the clients repeat, how often, after which pauses, and within which budget."""
+"""The clients repeat calls that no server took: how often, after which pauses, and within which budget."""
 
 from __future__ import annotations
 
