@@ -146,7 +146,7 @@ class AsyncClient:
             with tracing.current(span):
                 await self._supply(prepared, error, deadline)
 
-        stream = AsyncTextStream(self._calls, self._calls.attempts(deadline), prepare, start, supply, span)
+        stream = AsyncTextStream(self._calls, self._calls.attempts(deadline), metadata, prepare, start, supply, span)
         self._streams.add(stream)
         return stream
 
@@ -249,6 +249,7 @@ class AsyncTextStream(AsyncIterator[str]):
         self,
         calls: AsyncCalls,
         attempts: Attempts,
+        metadata: tracing.Metadata,
         prepare: Callable[[], Awaitable[PreparedPrompt]],
         start: Callable[[PreparedPrompt, bool], Any],
         supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
@@ -260,6 +261,7 @@ class AsyncTextStream(AsyncIterator[str]):
         """
         self._calls = calls
         self._attempts = attempts
+        self._metadata = metadata
         self._prepare = prepare
         self._start = start
         self._supply = supply
@@ -329,7 +331,7 @@ class AsyncTextStream(AsyncIterator[str]):
                     yield text
             self._transcript.generation()
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self._calls.with_id(from_rpc_error(error), self._metadata) from None
         except asyncio.CancelledError:
             self._calls.check_cancelled()
             raise

@@ -150,7 +150,7 @@ class Client:
             with tracing.current(span):
                 self._supply(prepared, error, deadline)
 
-        stream = TextStream(self._calls, self._calls.attempts(deadline), start, supply, span)
+        stream = TextStream(self._calls, self._calls.attempts(deadline), metadata, start, supply, span)
         with self._lock:
             self._streams.add(stream)
         return stream
@@ -245,6 +245,7 @@ class TextStream(Iterator[str]):
         self,
         calls: SyncCalls,
         attempts: Attempts,
+        metadata: tracing.Metadata,
         start: Callable[[bool], Any],
         supply: Callable[[EmbeddingNotCachedError], None],
         span: trace.Span,
@@ -255,6 +256,7 @@ class TextStream(Iterator[str]):
         """
         self._calls = calls
         self._attempts = attempts
+        self._metadata = metadata
         self._start = start
         self._supply = supply
         self._span = span
@@ -323,7 +325,7 @@ class TextStream(Iterator[str]):
             # The call is its own exception. Its traceback would refer to this frame, and so to the call and the images.
             error.__traceback__ = None
             if not self._closed:
-                raise self._calls.error_of(error) from None
+                raise self._calls.with_id(self._calls.error_of(error), self._metadata) from None
         except LookonceError:
             self._call.cancel()
             raise

@@ -43,6 +43,15 @@ class LookonceError(Exception):
     `metadata` is sent in ErrorInfo.metadata.
     """
 
+    # Name of the gRPC status code, and the reason in ErrorInfo by which clients tell all exceptions apart. An error of
+    # a newer server or a proxy may have another code or reason than its class.
+    code: str = "INTERNAL"
+    reason: str = "INTERNAL"
+    # Id of the failed call in the server's logs; None for an error that the client raised without a call.
+    request_id: str | None = None
+    # Pause before the next try that the server advises, seconds; None: it advises none.
+    retry_after_s: float | None = None
+
     def __init__(self, message: str, *, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -61,9 +70,13 @@ def _restored(kind: type[LookonceError], args: tuple[object, ...]) -> LookonceEr
 class InvalidInputError(LookonceError):
     """The request is invalid; the caller must change it."""
 
+    code, reason = "INVALID_ARGUMENT", "INVALID_INPUT"
+
 
 class InvalidParameterError(InvalidInputError):
     """A field is missing, out of range or contradicts another one."""
+
+    code, reason = "INVALID_ARGUMENT", "INVALID_PARAMETER"
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}", metadata={"field": field})
@@ -74,33 +87,49 @@ class InvalidParameterError(InvalidInputError):
 class PromptEmptyError(InvalidInputError):
     """The prompt has no token."""
 
+    code, reason = "INVALID_ARGUMENT", "PROMPT_EMPTY"
+
 
 class ContextTooLongError(InvalidInputError):
     """The request exceeds a fixed limit; the message names the value and the limit."""
+
+    code, reason = "INVALID_ARGUMENT", "CONTEXT_TOO_LONG"
 
 
 class ImageCountError(InvalidInputError):
     """Images and placeholders differ in number, or there are more images than the limit."""
 
+    code, reason = "INVALID_ARGUMENT", "IMAGE_COUNT"
+
 
 class PlaceholderMismatchError(InvalidInputError):
     """Placeholder tokens do not match the rows of the images."""
+
+    code, reason = "INVALID_ARGUMENT", "PLACEHOLDER_MISMATCH"
 
 
 class ImageUndecodableError(InvalidInputError):
     """The file is broken, or is not an image of an accepted format."""
 
+    code, reason = "INVALID_ARGUMENT", "IMAGE_UNDECODABLE"
+
 
 class ImageTooLargeError(InvalidInputError):
     """The image has too many bytes or pixels, an extreme aspect ratio, or a side of zero pixels."""
+
+    code, reason = "INVALID_ARGUMENT", "IMAGE_TOO_LARGE"
 
 
 class ImageDecodeLimitError(InvalidInputError):
     """Decoding the image needs more time or memory than the limit."""
 
+    code, reason = "INVALID_ARGUMENT", "IMAGE_DECODE_LIMIT"
+
 
 class ImagePoisonousError(InvalidInputError):
     """The image killed the process that decoded it, or the model fails on this image alone."""
+
+    code, reason = "INVALID_ARGUMENT", "IMAGE_POISONOUS"
 
 
 @contextmanager
@@ -116,12 +145,16 @@ def located_in_image(index: int) -> Iterator[None]:
 class DigestMismatchError(InvalidInputError):
     """The bytes do not hash to the digest that was sent with them. The server stores nothing."""
 
+    code, reason = "INVALID_ARGUMENT", "DIGEST_MISMATCH"
+
 
 class EmbeddingNotCachedError(LookonceError):
     """The cache has no entry for a digest, which may be unknown, evicted or another tenant's: the answer is the same.
 
     `indexes` are the positions of the missing images in the request.
     """
+
+    code, reason = "NOT_FOUND", "EMBEDDING_NOT_CACHED"
 
     def __init__(self, message: str, *, indexes: Sequence[int] = ()) -> None:
         super().__init__(message, metadata={"indexes": ",".join(str(index) for index in indexes)})
@@ -131,13 +164,20 @@ class EmbeddingNotCachedError(LookonceError):
 class FingerprintMismatchError(LookonceError):
     """The request names another encoder fingerprint than the one this server has."""
 
+    code, reason = "FAILED_PRECONDITION", "FINGERPRINT_MISMATCH"
+
 
 class UnsupportedError(LookonceError):
     """The server does not offer this feature or this call of the contract."""
 
+    code, reason = "UNIMPLEMENTED", "UNSUPPORTED"
+
 
 class OverloadedError(LookonceError):
     """A bounded queue or the memory is full. `retry_after_s` is the advised pause before the next try, in seconds."""
+
+    code, reason = "RESOURCE_EXHAUSTED", "OVERLOADED"
+    retry_after_s: float
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -147,12 +187,16 @@ class OverloadedError(LookonceError):
 class MessageTooLargeError(LookonceError):
     """A gRPC message exceeds the size limit."""
 
+    code, reason = "RESOURCE_EXHAUSTED", "MESSAGE_TOO_LARGE"
+
 
 class UnavailableError(LookonceError):
     """A needed service cannot be reached at the moment. Safe to retry.
 
     `retry_after_s` is the advised pause before the next try, in seconds; None: another replica may answer at once.
     """
+
+    code, reason = "UNAVAILABLE", "UNAVAILABLE"
 
     def __init__(
         self, message: str, *, metadata: Mapping[str, str] | None = None, retry_after_s: float | None = None
@@ -167,34 +211,52 @@ class CacheAccessError(LookonceError):
     The call fails again until the user's rights are changed.
     """
 
+    code, reason = "FAILED_PRECONDITION", "CACHE_ACCESS_DENIED"
+
 
 class DeadlineError(LookonceError):
     """The deadline passed before the answer was complete."""
+
+    code, reason = "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"
 
 
 class AbortedError(LookonceError):
     """AbortRequest, the end of the call or the end of the client cancelled the request."""
 
+    code, reason = "CANCELLED", "ABORTED"
+
 
 class UnauthenticatedError(LookonceError):
     """The call has no token, or one that the server does not accept."""
+
+    code, reason = "UNAUTHENTICATED", "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(LookonceError):
     """The caller's role does not allow this call."""
 
+    code, reason = "PERMISSION_DENIED", "PERMISSION_DENIED"
+
 
 class InternalError(LookonceError):
     """A fault of the server. Its log has the details under the opaque id in the message."""
+
+    code, reason = "INTERNAL", "INTERNAL"
 
 
 class StartupError(LookonceError):
     """The process refuses to start."""
 
+    code, reason = "FAILED_PRECONDITION", "STARTUP"
+
 
 class ConfigurationError(StartupError):
     """Settings are invalid or contradict each other."""
 
+    code, reason = "FAILED_PRECONDITION", "CONFIGURATION"
+
 
 class ModelFolderError(StartupError):
     """The model folder cannot be loaded, or not be served correctly."""
+
+    code, reason = "FAILED_PRECONDITION", "MODEL_FOLDER"

@@ -19,6 +19,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Pattern of a request's id, in the request as in the metadata of its call."""
 REQUEST_ID_RULE = "must be 1 to 128 characters of [A-Za-z0-9._:-]"
 """The same for people, to follow the field's name in an error."""
+REQUEST_ID_KEY = "x-request-id"
+"""Key of the id in the metadata of a call, and in those behind its answer."""
 
 
 class CallerRole(enum.Enum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from lookonce import errors
+from lookonce.identity import REQUEST_ID_KEY
 
 ERROR_DOMAIN = "lookonce"
 
@@ -31,30 +32,33 @@ class StatusRow:
     reason: str
 
 
-STATUS_TABLE: tuple[StatusRow, ...] = (
-    StatusRow(errors.InvalidInputError, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_INPUT"),
-    StatusRow(errors.InvalidParameterError, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER"),
-    StatusRow(errors.PromptEmptyError, grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_EMPTY"),
-    StatusRow(errors.ContextTooLongError, grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_TOO_LONG"),
-    StatusRow(errors.ImageCountError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_COUNT"),
-    StatusRow(errors.PlaceholderMismatchError, grpc.StatusCode.INVALID_ARGUMENT, "PLACEHOLDER_MISMATCH"),
-    StatusRow(errors.ImageUndecodableError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_UNDECODABLE"),
-    StatusRow(errors.ImageTooLargeError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_TOO_LARGE"),
-    StatusRow(errors.ImageDecodeLimitError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_DECODE_LIMIT"),
-    StatusRow(errors.ImagePoisonousError, grpc.StatusCode.INVALID_ARGUMENT, "IMAGE_POISONOUS"),
-    StatusRow(errors.DigestMismatchError, grpc.StatusCode.INVALID_ARGUMENT, "DIGEST_MISMATCH"),
-    StatusRow(errors.EmbeddingNotCachedError, grpc.StatusCode.NOT_FOUND, "EMBEDDING_NOT_CACHED"),
-    StatusRow(errors.FingerprintMismatchError, grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH"),
-    StatusRow(errors.UnsupportedError, grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED"),
-    StatusRow(errors.OverloadedError, grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),
-    StatusRow(errors.MessageTooLargeError, grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"),
-    StatusRow(errors.UnavailableError, grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
-    StatusRow(errors.CacheAccessError, grpc.StatusCode.FAILED_PRECONDITION, "CACHE_ACCESS_DENIED"),
-    StatusRow(errors.DeadlineError, grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
-    StatusRow(errors.AbortedError, grpc.StatusCode.CANCELLED, "ABORTED"),
-    StatusRow(errors.UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
-    StatusRow(errors.PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
-    StatusRow(errors.InternalError, grpc.StatusCode.INTERNAL, "INTERNAL"),
+STATUS_TABLE: tuple[StatusRow, ...] = tuple(
+    StatusRow(kind, grpc.StatusCode[kind.code], kind.reason)
+    for kind in (
+        errors.InvalidInputError,
+        errors.InvalidParameterError,
+        errors.PromptEmptyError,
+        errors.ContextTooLongError,
+        errors.ImageCountError,
+        errors.PlaceholderMismatchError,
+        errors.ImageUndecodableError,
+        errors.ImageTooLargeError,
+        errors.ImageDecodeLimitError,
+        errors.ImagePoisonousError,
+        errors.DigestMismatchError,
+        errors.EmbeddingNotCachedError,
+        errors.FingerprintMismatchError,
+        errors.UnsupportedError,
+        errors.OverloadedError,
+        errors.MessageTooLargeError,
+        errors.UnavailableError,
+        errors.CacheAccessError,
+        errors.DeadlineError,
+        errors.AbortedError,
+        errors.UnauthenticatedError,
+        errors.PermissionDeniedError,
+        errors.InternalError,
+    )
 )
 
 _BY_EXCEPTION = {row.exception: row for row in STATUS_TABLE}
@@ -115,10 +119,18 @@ def pause_of(error: errors.LookonceError) -> float | None:
 
 
 def from_rpc_error(rpc_error: grpc.RpcError) -> errors.LookonceError:
-    """Returns the typed error of a failed call. Never raises.
+    """Returns the typed error of a failed call, with the call's id. Never raises.
 
     Callers act on the code of a status whose details are missing, unknown, or cannot be read.
     """
+    error = _without_id(rpc_error)
+    # The types of grpc's stubs have no iteration.
+    pairs: Iterable[tuple[str, str]] = rpc_error.trailing_metadata() or ()  # type: ignore[assignment]
+    error.request_id = dict(pairs).get(REQUEST_ID_KEY)
+    return error
+
+
+def _without_id(rpc_error: grpc.RpcError) -> errors.LookonceError:
     try:
         status = rpc_status.from_call(rpc_error)
     except (ValueError, DecodeError):
@@ -148,7 +160,9 @@ def from_reason(
     """
     row = _BY_REASON.get(reason)
     if row is None:
-        return _by_code(code, message, retry_after_s)
+        error = _by_code(code, message, retry_after_s)
+        error.reason = reason
+        return error
     kind = row.exception
     if kind is errors.EmbeddingNotCachedError:
         return errors.EmbeddingNotCachedError(message, indexes=_indexes(metadata.get("indexes", "")))
@@ -171,7 +185,10 @@ def _from_grpc(code: grpc.StatusCode, text: str) -> errors.LookonceError:
 def _by_code(code: int | None, message: str, retry_after_s: float | None) -> errors.LookonceError:
     """Returns the error of a google.rpc.Code; None is an unknown one."""
     kind = errors.InternalError if code is None else _BY_CODE.get(code, errors.InternalError)
-    return _with_pause(kind, message or _CODE_NAMES.get(code, f"unknown status {code}"), {}, retry_after_s)
+    name = _CODE_NAMES.get(code, f"unknown status {code}")
+    error = _with_pause(kind, message or name, {}, retry_after_s)
+    error.code = name
+    return error
 
 
 def _with_pause(

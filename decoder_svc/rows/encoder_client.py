@@ -36,7 +36,7 @@ from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.encoder.v1 import encoder_service_pb2, encoder_service_pb2_grpc
 from lookonce.errors import FingerprintMismatchError, LookonceError, UnavailableError
-from lookonce.identity import TENANT_KEY, current_identity
+from lookonce.identity import REQUEST_ID_KEY, TENANT_KEY, current_identity
 from lookonce.image_file import ImageFile, files_of
 from lookonce.sdk.replies import parsed
 from lookonce.server.encoder_health import ENCODER_SERVICE, health_name
@@ -340,7 +340,7 @@ class EncoderClient:
             pairs.append((_DIGEST_KEY, key.digest.hex()))
         request_id, tenant = current_request_id(), current_identity().tenant
         if request_id is not None:
-            pairs.append(("x-request-id", request_id))
+            pairs.append((REQUEST_ID_KEY, request_id))
         if tenant:
             pairs.append((TENANT_KEY, tenant))
         if self._settings.token is not None:

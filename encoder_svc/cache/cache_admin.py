@@ -189,8 +189,8 @@ class CacheAdmin:
                 self._unlink(node, [name for name in names if name.endswith(METADATA_SUFFIX)], until_s)
         return num_images
 
-    def tell_to_forget(self, forgotten: Forgotten, *, until_s: float = math.inf) -> None:
-        """Makes all encoders and decoders drop their copies.
+    def tell_to_forget(self, forgotten: Forgotten, *, until_s: float = math.inf) -> bytes:
+        """Makes all encoders and decoders drop their copies. Returns the token of the message.
 
         A process that is cut off from Redis now drops all of its copies when it is connected again.
         """
@@ -204,6 +204,7 @@ class CacheAdmin:
             exchange.read_integer()
 
         self._run(publish, FORGET_TOKEN, until_s)
+        return token
 
     def close(self) -> None:
         """Closes the connections. A call in progress ends with UnavailableError at its next step."""

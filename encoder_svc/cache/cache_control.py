@@ -217,7 +217,7 @@ class CacheControl:
         A little later, every encode that began before has its lease, and a replica that was writing a copy back has
         finished. Then the leases are revoked, and after that the removal is repeated: an encode whose lease was gone by
         the time it was looked for has stored its rows before. A healthy process may have copied these rows, so the
-        repetition is announced, too.
+        repetition is announced, too. An image that arrives here after the return is stored again.
 
         Returns the result of the first pass, `nothing` without a shared cache. Raises UnavailableError if the shared
         cache had another primary at the end than at the beginning: entries may have survived on the new one.
@@ -227,12 +227,13 @@ class CacheControl:
             return nothing
         admin, threads = self._admin, self._threads
         primaries = await run_in_thread(threads, admin.agreed_primaries, until_s=until_s)
-        removed = await run_in_thread(threads, _evict_announced, admin, remove, forgotten, until_s)
+        removed, _ = await run_in_thread(threads, _evict_announced, admin, remove, forgotten, until_s)
         self._tiers.forget(forgotten)
         await asyncio.sleep(self._restore_s)
         await run_in_thread(threads, revoke, admin)
-        await run_in_thread(threads, _evict_announced, admin, remove, forgotten, until_s)
+        _, token = await run_in_thread(threads, _evict_announced, admin, remove, forgotten, until_s)
         self._tiers.forget(forgotten)
+        await self._tiers.removals.heard(token)
         if await run_in_thread(threads, admin.agreed_primaries, until_s=until_s) != primaries:
             raise UnavailableError("the shared cache changed its primary during the removal: call again")
         return removed
@@ -240,8 +241,8 @@ class CacheControl:
 
 def _evict_announced(
     admin: CacheAdmin, remove: Callable[[CacheAdmin], ResultT], forgotten: Forgotten, until_s: float
-) -> ResultT:
+) -> tuple[ResultT, bytes]:
+    """Returns the result of `remove`, and the token of the message after it."""
     admin.tell_to_forget(forgotten, until_s=until_s)
     removed = remove(admin)
-    admin.tell_to_forget(forgotten, until_s=until_s)
-    return removed
+    return removed, admin.tell_to_forget(forgotten, until_s=until_s)

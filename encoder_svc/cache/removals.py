@@ -10,6 +10,7 @@ Redis is either that of the last message that was heard, or the same as when the
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,10 @@ from lookonce.content_key import ContentKey
 from lookonce.forgotten import Forgotten
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import token_in
+
+# Number of looks for the message of a removal in the process that sent it, and seconds between two of them.
+_NUM_LOOKS = 200
+_LOOK_S = 0.005
 
 
 class ForgetWatch(Protocol):
@@ -33,6 +38,10 @@ class ForgetWatch(Protocol):
     @property
     def heard_token(self) -> bytes | None:
         """Token of the last message that was heard, also while messages may be missed; None if nothing is known."""
+        ...
+
+    def has_heard(self, token: bytes) -> bool:
+        """Returns whether the message with this token was heard, also if later ones were."""
         ...
 
     def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
@@ -72,6 +81,16 @@ class Removals:
     def heard_token(self) -> bytes | None:
         """Token of the last removal that this process heard of, if known. Take it when an image arrives."""
         return None if self.watch is None else self.watch.heard_token
+
+    async def heard(self, token: bytes) -> None:
+        """Waits until this process has heard of the removal with this token, for a second at most.
+
+        An image that arrives earlier counts as one that came before the removal, so its rows are not kept.
+        """
+        for _ in range(_NUM_LOOKS):
+            if self.watch is None or self.watch.has_heard(token):
+                return
+            await asyncio.sleep(_LOOK_S)
 
     @contextmanager
     def noticed(

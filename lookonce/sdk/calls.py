@@ -12,6 +12,7 @@ import grpc.aio
 
 from lookonce import tracing
 from lookonce.errors import AbortedError, LookonceError
+from lookonce.identity import REQUEST_ID_KEY
 from lookonce.sdk.channel import ConnectionOptions, Deadline
 from lookonce.sdk.replies import error_of, parsed
 from lookonce.sdk.retries import Attempts, Retries
@@ -41,6 +42,13 @@ class _Calls:
     def attempts(self, deadline: Deadline) -> Attempts:
         """Returns the attempts of a new call, which decide whether it is repeated."""
         return self._retries.attempts(deadline)
+
+    @staticmethod
+    def with_id(error: LookonceError, metadata: tracing.Metadata) -> LookonceError:
+        """Gives an error the id of its call if no server has answered with one."""
+        if error.request_id is None:
+            error.request_id = dict(metadata).get(REQUEST_ID_KEY)
+        return error
 
     def check_open(self) -> None:
         """Raises AbortedError if the client is closed."""
@@ -102,7 +110,7 @@ class SyncCalls(_Calls):
         except grpc.RpcError as error:
             # The call is its own exception. Its traceback would refer to this frame, and so to the images.
             error.__traceback__ = None
-            raise self.error_of(error) from None
+            raise self.with_id(self.error_of(error), metadata) from None
 
     def started(self, start: Callable[[], ResultT]) -> ResultT:
         """Returns the result of `start`, which begins a call. Raises AbortedError if the client is closed."""
@@ -172,7 +180,7 @@ class AsyncCalls(_Calls):
         try:
             return parsed(await method(request, timeout=timeout_s, metadata=metadata, wait_for_ready=wait_for_ready))
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise self.with_id(from_rpc_error(error), metadata) from None
         except asyncio.CancelledError:
             self.check_cancelled()
             raise

@@ -18,7 +18,7 @@ from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.errors import ConfigurationError, DeadlineError, InvalidParameterError
-from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
+from lookonce.identity import REQUEST_ID, REQUEST_ID_KEY, REQUEST_ID_RULE
 from lookonce.sdk.channel_credentials import channel_credentials
 
 _MAX_RECEIVE_BYTES = 64 << 20
@@ -102,7 +102,7 @@ class ConnectionOptions:
 
     def metadata(self, request_id: str | None = None) -> tracing.Metadata:
         """Returns the metadata of one call: request id (a new one for None), current trace and token."""
-        pairs = [("x-request-id", request_id or uuid.uuid4().hex), *tracing.metadata()]
+        pairs = [(REQUEST_ID_KEY, request_id or uuid.uuid4().hex), *tracing.metadata()]
         if self.token is not None:
             pairs.append(("authorization", f"Bearer {self.token}"))
         return tuple(pairs)

@@ -24,6 +24,7 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from lookonce import errors, tracing
+from lookonce.identity import REQUEST_ID_KEY
 from lookonce.logs import get_logger
 from lookonce.server.admission.call_gate import CallGate, values_of
 from lookonce.server.admission.call_turns import CallTurns
@@ -34,7 +35,6 @@ from lookonce.server.receiving.inbox import Inbox, Receivers
 from lookonce.server.telemetry import accept_request_id, bind_request_id, bind_trace_id, current_request_id
 from lookonce.server.untaken_answers import note_answer
 
-REQUEST_ID_KEY = "x-request-id"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 

@@ -63,6 +63,10 @@ class ForgetListener:
         """Token of the last message that was heard, also while messages might be missed; None before the first look."""
         return self._token if self._has_listened else None
 
+    def has_heard(self, token: bytes) -> bool:
+        """Returns whether the message with this token was received, also if later ones were."""
+        return any(token == heard for heard, _ in reversed(self._recent))
+
     def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
         """Returns whether an image was removed after the message with this token; True where that is not known.
 

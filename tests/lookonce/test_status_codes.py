@@ -200,3 +200,38 @@ def test_a_code_that_no_version_knows_is_an_internal_error() -> None:
 
 def test_an_unknown_reason_without_a_code_is_an_internal_error() -> None:
     assert type(status_codes.from_reason("FROM_A_NEWER_SERVER", "text", {})) is errors.InternalError
+
+
+def test_codes_and_reasons_stay_as_clients_know_them() -> None:
+    known = {row.exception: (row.code.name, row.reason) for row in status_codes.STATUS_TABLE}
+    assert known == {
+        errors.InvalidInputError: ("INVALID_ARGUMENT", "INVALID_INPUT"),
+        errors.InvalidParameterError: ("INVALID_ARGUMENT", "INVALID_PARAMETER"),
+        errors.PromptEmptyError: ("INVALID_ARGUMENT", "PROMPT_EMPTY"),
+        errors.ContextTooLongError: ("INVALID_ARGUMENT", "CONTEXT_TOO_LONG"),
+        errors.ImageCountError: ("INVALID_ARGUMENT", "IMAGE_COUNT"),
+        errors.PlaceholderMismatchError: ("INVALID_ARGUMENT", "PLACEHOLDER_MISMATCH"),
+        errors.ImageUndecodableError: ("INVALID_ARGUMENT", "IMAGE_UNDECODABLE"),
+        errors.ImageTooLargeError: ("INVALID_ARGUMENT", "IMAGE_TOO_LARGE"),
+        errors.ImageDecodeLimitError: ("INVALID_ARGUMENT", "IMAGE_DECODE_LIMIT"),
+        errors.ImagePoisonousError: ("INVALID_ARGUMENT", "IMAGE_POISONOUS"),
+        errors.DigestMismatchError: ("INVALID_ARGUMENT", "DIGEST_MISMATCH"),
+        errors.EmbeddingNotCachedError: ("NOT_FOUND", "EMBEDDING_NOT_CACHED"),
+        errors.FingerprintMismatchError: ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH"),
+        errors.UnsupportedError: ("UNIMPLEMENTED", "UNSUPPORTED"),
+        errors.OverloadedError: ("RESOURCE_EXHAUSTED", "OVERLOADED"),
+        errors.MessageTooLargeError: ("RESOURCE_EXHAUSTED", "MESSAGE_TOO_LARGE"),
+        errors.UnavailableError: ("UNAVAILABLE", "UNAVAILABLE"),
+        errors.CacheAccessError: ("FAILED_PRECONDITION", "CACHE_ACCESS_DENIED"),
+        errors.DeadlineError: ("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
+        errors.AbortedError: ("CANCELLED", "ABORTED"),
+        errors.UnauthenticatedError: ("UNAUTHENTICATED", "UNAUTHENTICATED"),
+        errors.PermissionDeniedError: ("PERMISSION_DENIED", "PERMISSION_DENIED"),
+        errors.InternalError: ("INTERNAL", "INTERNAL"),
+    }
+    assert all((kind.code, kind.reason) == pair for kind, pair in known.items())
+
+
+def test_an_error_of_a_newer_server_keeps_its_code_and_reason() -> None:
+    error = status_codes.from_reason("TOO_PURPLE", "it is too purple", {}, code=grpc.StatusCode.DATA_LOSS.value[0])
+    assert (type(error), error.code, error.reason) == (errors.InternalError, "DATA_LOSS", "TOO_PURPLE")

@@ -38,6 +38,9 @@ class Watch:
     def heard_token(self) -> bytes | None:
         return self.last_token
 
+    def has_heard(self, token: bytes) -> bool:
+        return False
+
     def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
         return token != self.last_token
 

@@ -36,9 +36,9 @@ from lookonce.content_key import (
     image_digest,
     pair_digest,
 )
-from lookonce.forgotten import Forgotten
+from lookonce.forgotten import Forgotten, new_token, to_message
 from lookonce.local.redis_server import EmbeddedRedis
-from lookonce.store.cache_names import data_key, lease_key
+from lookonce.store.cache_names import FORGET_CHANNEL, FORGET_TOKEN, data_key, lease_key
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.store.forget_channel import ForgetListener, token_in
 from lookonce.store.redis.exchange import Exchange
@@ -80,6 +80,9 @@ class DeafWatch:
     """A subscription that is dead without a sign, and never was told of a removal."""
 
     last_token = heard_token = b""
+
+    def has_heard(self, token: bytes) -> bool:
+        return False
 
     def removed_since(self, token: bytes, key: bytes, file_tags: Sequence[bytes]) -> bool:
         return False
@@ -290,6 +293,47 @@ async def test_an_image_that_waited_when_it_was_removed_is_not_stored(own_redis:
             stored[name] = await other.finished(encode)
         assert stored == {"cat": False, "dog": True, "cow": False, "hen": True}
         assert await other.finished(await other.begun(Picture(("cat",)))), "it arrives anew"
+
+
+class LateNews(CacheAdmin):
+    """Sends its messages some time after the call, as a slow network does."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._url, self._sending = url, list[threading.Thread]()
+
+    def tell_to_forget(self, forgotten: Forgotten, *, until_s: float = math.inf) -> bytes:
+        token = new_token()
+        with redis.Redis.from_url(self._url) as client:
+            client.set(FORGET_TOKEN, token)
+        self._sending.append(threading.Thread(target=self._send, args=(token, forgotten)))
+        self._sending[-1].start()
+        return token
+
+    def _send(self, token: bytes, forgotten: Forgotten) -> None:
+        time.sleep(SETTLE_S)
+        with redis.Redis.from_url(self._url) as client:
+            client.publish(FORGET_CHANNEL, to_message(token, forgotten))
+
+    def close(self) -> None:
+        for thread in self._sending:
+            thread.join()
+        super().close()
+
+
+async def test_an_image_that_arrives_after_a_removal_is_stored_however_late_the_message_comes(
+    own_redis: EmbeddedRedis,
+) -> None:
+    async with replicas(own_redis.url, False) as (mine,):
+        await mine.finished(await mine.begun(Picture(("cat",))))
+        control = CacheControl(mine.tiers, LateNews(own_redis.url), FINGERPRINT, ttl_s=60, restore_s=0.0)
+        with contextlib.closing(control):
+            await control.evict_all()
+            assert not await is_stored(mine, Picture(("cat",)))
+            encode = await mine.begun(Picture(("cat",)))
+            token = await asyncio.to_thread(token_in, mine.store)
+            await settled(lambda: mine.listener.last_token == token)
+            assert await mine.finished(encode)
 
 
 class HeldAdmin(CacheAdmin):

@@ -267,3 +267,16 @@ def test_pauses_are_random_up_to_a_limit_that_doubles_and_no_shorter_than_advise
             continue
         pause_s = attempts.pause_s(error)
         assert (advised_s or 0.0) <= pause_s <= max(1.21 * (advised_s or 0.0), min(8.0, 0.2 * 2**index))
+
+
+@every_call
+async def test_a_failed_call_says_its_id_code_and_reason(system: System, call: Any) -> None:
+    system.decoder.failures = [OverloadedError("full", retry_after_s=99.0)]
+    with pytest.raises(OverloadedError) as caught:
+        await call(system.decoder_target)
+    error = caught.value
+    assert (error.code, error.reason, error.retry_after_s) == ("RESOURCE_EXHAUSTED", "OVERLOADED", 99.0)
+    assert error.request_id == system.knowledge.metadata["x-request-id"]
+    with pytest.raises(UnavailableError) as caught_here:
+        await call("127.0.0.1:1")
+    assert len(caught_here.value.request_id or "") == 32, "the call has an id also if no server has seen it"
