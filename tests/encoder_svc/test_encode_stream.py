@@ -142,10 +142,12 @@ async def test_a_client_that_stops_reading_stops_the_work_and_loses_nothing(star
         first = await call.read()
         assert isinstance(first, pb.EncodeStreamResponse)
         num_encoded = -1.0
-        while num_encoded != (num_encoded := encoder.metric("lookonce_encoder_encodes_total")):
+        # On a busy machine an image may take longer than the pause between two looks.
+        while num_encoded != (num_encoded := encoder.metric("lookonce_encoder_encodes_total")) or encoder.metric(
+            "lookonce_encoder_queued_images"
+        ):
             await asyncio.sleep(0.5)
         assert num_encoded < num_items / 2
-        assert encoder.metric("lookonce_encoder_queued_images") == 0
         assert (await encode_one(encoder, png(1000))).source == pb.RESULT_SOURCE_COMPUTED
         answers = [first]
         while isinstance(answer := await call.read(), pb.EncodeStreamResponse):

@@ -181,12 +181,12 @@ async def test_the_second_caller_waits_as_long_as_the_encoding_takes(fleet: Call
 
 async def test_an_encode_longer_than_the_lease_keeps_it(fleet: Callable[..., Any]) -> None:
     # A third of its life passes between two renewals: a busy machine may be that late without losing it.
-    holder, waiter = await fleet(2, ttl_s=1.2)
+    holder, waiter = await fleet(2, ttl_s=3.0)
     holder.gate.clear()
     leading = asyncio.create_task(holder.ask(key("a")))
     await until(lambda: holder.num_encodes == 1)
     following = asyncio.create_task(waiter.ask(key("a")))
-    await asyncio.sleep(1.8)
+    await asyncio.sleep(3.6)
     holder.gate.set()
     await asyncio.gather(leading, following)
     assert waiter.num_encodes == 0

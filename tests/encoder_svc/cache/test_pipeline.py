@@ -74,6 +74,11 @@ class Harness:
         """Number of images that went through the model."""
         return sum(self.passes)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of callers that wait for images in flight."""
+        return sum(len(flight._results) for flight in self.pipeline._flights._flights.values())
+
     async def encode(
         self, data: bytes, cache_policy: CachePolicy = CachePolicy.READ_AND_WRITE, **fields: Any
     ) -> EncodeOutcome:
@@ -304,7 +309,7 @@ async def test_a_reference_waits_for_the_encode_in_flight(open_harness: Callable
         sender = asyncio.create_task(harness.encode(png(1)))
         await settled(lambda: harness.pipeline._encoder._batcher.running_s > 0)
         asker = asyncio.create_task(harness.find(png(1)))
-        await asyncio.sleep(0.01)
+        await settled(lambda: harness.num_waiting == 2)
         harness.gate.set()
         assert (await sender).origin is Origin.COMPUTED
         assert (await asker).origin is Origin.COALESCED
@@ -395,7 +400,7 @@ async def test_a_full_queue_refuses_new_images_but_neither_hits_nor_joiners(open
             await harness.encode(png(3))
         assert (await harness.encode(png(0))).origin is Origin.LOCAL_CACHE
         joiner = asyncio.create_task(harness.encode(png(1)))
-        await asyncio.sleep(0.01)
+        await settled(lambda: harness.num_waiting == 3)
         harness.gate.set()
         assert [outcome.origin for outcome in await asyncio.gather(*busy)] == [Origin.COMPUTED] * 2
         assert (await joiner).origin is Origin.COALESCED

@@ -384,7 +384,9 @@ async def test_a_lease_that_came_late_does_not_stand_for_the_time_before_it(own_
     async with replicas(own_redis.url, False, True) as (mine, other):
         first = await mine.begun(picture)
         late = other.beginning(2, picture)
-        await asyncio.sleep(SETTLE_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not other.done._listeners:
+                await asyncio.sleep(0.005)
         with controlled(mine, own_redis.url) as control:
             await removed(control, "cat")
         # The first lease was revoked, so the other replica gets one.

@@ -260,7 +260,8 @@ async def test_a_burst_over_the_wire_is_answered(error: Exception | None) -> Non
             other: pb_grpc.EncoderServiceAsyncStub = pb_grpc.EncoderServiceStub(channel)
             expected = grpc.StatusCode.OK if error is None else grpc.StatusCode.RESOURCE_EXHAUSTED
             assert await other.GetEncoderInfo(pb.GetEncoderInfoRequest(), timeout=60).code() is expected
-        assert {await call.code() for call in calls[1000:]} == {expected}
+        ends = {(await call.code(), await call.details()) for call in calls[1000:]}
+        assert {code for code, _ in ends} == {expected}, ends
         assert {await call.code() for call in calls} <= {expected, grpc.StatusCode.CANCELLED}
 
 

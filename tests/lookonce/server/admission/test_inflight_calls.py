@@ -10,6 +10,18 @@ import pytest
 from lookonce.errors import UnavailableError
 from lookonce.server.admission import inflight_calls
 from lookonce.server.admission.inflight_calls import InflightCalls
+from lookonce.server.admission.send_queues import SendQueues
+from tests.lookonce.server.receiving import virtual_time
+
+
+@pytest.fixture(autouse=True)
+def _no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes a thread, for which virtual time does not wait."""
+
+    async def look(_: SendQueues) -> list[object]:
+        return []
+
+    monkeypatch.setattr(SendQueues, "look", look)
 
 
 class Handler:
@@ -61,6 +73,7 @@ async def test_a_drain_waits_until_the_last_call_has_ended() -> None:
     assert await last.task == "answered"
 
 
+@virtual_time.throughout
 async def test_a_drain_waits_for_a_call_that_writes_unless_one_message_takes_very_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -77,7 +90,9 @@ async def test_a_drain_waits_for_a_call_that_writes_unless_one_message_takes_ver
 
     task = asyncio.create_task(stream())
     await asyncio.sleep(0)
+    begun_s = asyncio.get_running_loop().time()
     assert not await calls.finished(60.0)
+    assert asyncio.get_running_loop().time() - begun_s < 2
     assert taken.is_set()
     assert calls.expel_all() == 1
     with pytest.raises(UnavailableError):
@@ -106,6 +121,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("way", ["receive", "write", "end"])
+@virtual_time.throughout
 async def test_a_call_that_waited_for_its_client_before_the_drain_gets_the_whole_time(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +137,7 @@ async def test_a_call_that_waited_for_its_client_before_the_drain_gets_the_whole
     await waiting.task
 
 
+@virtual_time.throughout
 async def test_calls_that_wait_for_their_clients_hold_no_drain_and_a_working_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,6 +165,7 @@ async def test_calls_that_wait_for_their_clients_hold_no_drain_and_a_working_one
     await waiting[2].task
 
 
+@virtual_time.throughout
 async def test_a_stream_waits_for_its_client_only_when_each_of_its_messages_has_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -51,6 +51,7 @@ async def done_first(tasks: list[asyncio.Task[None]]) -> list[bool]:
     return [task.done() for task in tasks]
 
 
+@virtual_time.throughout
 async def test_the_oldest_read_of_the_caller_with_the_most_ends() -> None:
     async with silent_reads(LIMITS, "a", "b", "c", "b", "d") as (reads, tasks):
         assert await done_first(tasks) == [False, True, False, False, False]
@@ -59,12 +60,14 @@ async def test_the_oldest_read_of_the_caller_with_the_most_ends() -> None:
             await tasks[1]
 
 
+@virtual_time.throughout
 async def test_a_caller_has_a_limit_of_its_own() -> None:
     async with silent_reads(LIMITS, "a", "a", "a") as (reads, tasks):
         assert await done_first(tasks) == [True, False, False]
         assert reads.num_reads == 2
 
 
+@virtual_time.throughout
 async def test_fresh_reads_of_others_neither_end_an_older_one_nor_shield_it() -> None:
     limits = ReadLimits(max_reads=2, max_reads_of_caller=2, sure_s=0.1, max_receive_s=30.0)
     async with silent_reads(limits, "slow") as (reads, tasks):
@@ -81,6 +84,7 @@ async def test_fresh_reads_of_others_neither_end_an_older_one_nor_shield_it() ->
         assert [task.done() for task in tasks] == [True, False, False]
 
 
+@virtual_time.throughout
 async def test_honest_reads_beside_silent_ones_get_their_messages() -> None:
     async with silent_reads(LIMITS, *"aaaaaaaabcdefghi") as (reads, _):
         for caller in "aaxy" * 20:
@@ -99,6 +103,7 @@ def test_a_review_of_many_callers_takes_one_pass() -> None:
     assert large < 12 * small
 
 
+@virtual_time.throughout
 async def test_reads_at_once_beyond_the_number_get_their_messages() -> None:
     reads = UnfinishedReads(LIMITS)
     answers = await asyncio.gather(*(reads.receive("a", _message, may_pause=False) for _ in range(100)))
@@ -106,11 +111,13 @@ async def test_reads_at_once_beyond_the_number_get_their_messages() -> None:
     assert reads.num_reads == 0
 
 
+@virtual_time.throughout
 async def test_a_message_must_come_in_time_except_between_messages_of_a_stream() -> None:
     reads = UnfinishedReads(ReadLimits(max_reads=4, max_reads_of_caller=2, sure_s=0.05, max_receive_s=0.1))
     stream = asyncio.create_task(reads.receive("a", _nothing, may_pause=True))
     with pytest.raises(DeadlineError):
         await reads.receive("a", _nothing, may_pause=False)
+    await asyncio.sleep(10)
     assert not stream.done()
     stream.cancel()
     await asyncio.gather(stream, return_exceptions=True)
