@@ -81,7 +81,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Schedule:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, so that at the end no process works alone on one of them."""
-    items.sort(key=lambda item: (not any(map(item.path.is_relative_to, _LONG_FOLDERS)), item.path.parts))
+    orders = {
+        path: (not any(map(path.is_relative_to, _LONG_FOLDERS)), path.parts) for path in {item.path for item in items}
+    }
+    items.sort(key=lambda item: orders[item.path])
 
 
 def _begin_elsewhere(config: pytest.Config) -> None:
