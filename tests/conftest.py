@@ -61,8 +61,22 @@ _STACK_FILES = frozenset(
         "test_videos.py",
     }
 )
-# Folders whose files take up to a minute each.
-_LONG_FOLDERS = tuple(REPOSITORY / "tests" / name for name in ("e2e", "benchmarks", "faults", "decoder_svc/runner"))
+# Folders whose files take up to a minute each, and files elsewhere that take more than five seconds.
+_LONG = tuple(
+    REPOSITORY / "tests" / name
+    for name in (
+        "e2e",
+        "benchmarks",
+        "faults",
+        "decoder_svc/runner",
+        "parity",
+        "k8s/test_instances.py",
+        "lookonce/local/test_local_stack.py",
+        "lookonce/test_cli.py",
+        "test_fingerprint_model.py",
+        "test_tiny_models.py",
+    )
+)
 
 
 class _Schedule(LoadFileScheduling):  # type: ignore[misc]
@@ -81,7 +95,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Schedule:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, so that at the end no process works alone on one of them."""
-    items.sort(key=lambda item: (not any(map(item.path.is_relative_to, _LONG_FOLDERS)), item.path.parts))
+    orders = {path: (not any(map(path.is_relative_to, _LONG)), path.parts) for path in {item.path for item in items}}
+    items.sort(key=lambda item: orders[item.path])
 
 
 def _begin_elsewhere(config: pytest.Config) -> None:

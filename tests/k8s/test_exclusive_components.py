@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import subprocess
 
 import pytest
 
-from tests.k8s.variants import BASE, PROD, Variant, kustomize, skip_without_tool, write_overlay
+from tests.k8s.variants import BASE, PROD, Variant, run_tool, skip_without_tool, write_overlay
 
 _PAIRS = (("mtls", "affinity"), ("mtls", "grpc-route"), ("hpa", "keda"), ("model-image-volume", "model-init-container"))
 
@@ -18,10 +16,6 @@ _PAIRS = (("mtls", "affinity"), ("mtls", "grpc-route"), ("hpa", "keda"), ("model
 def test_both_together_are_refused_by_name(pair: tuple[str, str], start: str, tmp_path: pathlib.Path) -> None:
     skip_without_tool()
     write_overlay(tmp_path, Variant(start, pair), nameSuffix="-b")
-    command = kustomize()
-    assert command is not None
-    finished = subprocess.run(
-        [*command, os.path.realpath(tmp_path)], capture_output=True, text=True, check=False, timeout=60
-    )
+    finished = run_tool(tmp_path)
     assert finished.returncode != 0
     assert any(f"use-only-one-of-{one}-and-{other}" in finished.stderr for one, other in (pair, pair[::-1]))

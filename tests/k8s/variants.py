@@ -22,6 +22,8 @@ from tests.k8s.render import Manifest, load_documents, render
 K8S = pathlib.Path(__file__).parents[2] / "k8s"
 _COMMANDS = (("kustomize", "build"), ("kubectl", "kustomize"))
 _TIMEOUT_S = 60
+# The tool is a Go program that takes 110 MB even if it never collects garbage, and a quarter less CPU.
+_VARIABLES = {"GOGC": "off"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,20 @@ def rendered(variant: Variant) -> list[Manifest]:
     return _rendered(variant)
 
 
+def run_tool(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the real tool on a folder. It must be installed."""
+    command = kustomize()
+    assert command is not None
+    return subprocess.run(
+        [*command, os.path.realpath(folder), *arguments],
+        env=os.environ | _VARIABLES,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_TIMEOUT_S,
+    )
+
+
 def skip_without_tool() -> None:
     """Skips the test if the real tool is missing."""
     if kustomize() is None:
@@ -145,16 +161,8 @@ def relative(folder: pathlib.Path, path: str) -> str:
 
 def build(folder: pathlib.Path) -> list[Manifest]:
     """Renders a folder with the real tool. Raises AssertionError with its output if it fails or warns."""
-    command = kustomize()
-    assert command is not None
     with tempfile.TemporaryDirectory() as target:
         path = pathlib.Path(target) / "manifests.yaml"
-        finished = subprocess.run(
-            [*command, os.path.realpath(folder), "--output", str(path)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
+        finished = run_tool(folder, "--output", str(path))
         assert (finished.returncode, finished.stderr) == (0, "")
         return load_documents(path)

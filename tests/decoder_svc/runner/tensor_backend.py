@@ -11,14 +11,14 @@ from decoder_svc.runner.paged_step import PagedBlocks, PagedStep
 
 
 class TensorBackend(PagedBackend):
-    """Gathers the whole block table of every token and masks the keys that it does not see."""
+    """Computes the scores of all tokens with all keys of the pool and masks those of keys that a token does not see."""
 
     name = "tensor"
 
     def attend_paged(
         self, layer: int, query: Tensor, group: PagedBlocks, step: PagedStep, options: LayerOptions
     ) -> Tensor:
-        """Implements PagedBackend.attend_paged with gather and einsum."""
+        """Implements PagedBackend.attend_paged with scatter and einsum."""
         keys, values = self._pools[layer]
         num_tokens, num_heads, head_dim = query.shape
         index = torch.arange(num_tokens, device=query.device)
@@ -29,17 +29,19 @@ class TensorBackend(PagedBackend):
         slots = torch.arange(group.block_table.shape[1] * keys.shape[1], device=query.device)
         other = group.first_keys[sequence][:, None] + slots
         is_seen = (other >= start[:, None]) & (other < stop[:, None])
-        # [num_tokens, keys, kv_heads, head_dim]. Set invisible keys to 0, since they may be NaN.
-        gathered = [
-            pool[group.block_table[sequence]].flatten(1, 2).masked_fill(~is_seen[:, :, None, None], 0.0)
-            for pool in (keys, values)
-        ]
+        # [num_tokens, places in the pool]. A table may name a block again that it does not use.
+        places = group.block_table[:, :, None] * keys.shape[1] + torch.arange(keys.shape[1], device=query.device)
+        is_key = torch.zeros(num_tokens, keys.shape[0] * keys.shape[1], dtype=torch.int32, device=query.device)
+        is_key = is_key.scatter_add(1, places.flatten(1)[sequence], is_seen.int()) > 0
+        # [places, kv_heads, head_dim]. Set keys that nobody sees to 0, since they may be NaN.
+        is_unseen = ~is_key.any(0)[:, None, None]
+        all_keys, all_values = (pool.flatten(0, 1).masked_fill(is_unseen, 0.0) for pool in (keys, values))
         grouped = query.view(num_tokens, keys.shape[2], -1, head_dim)
-        scores = torch.einsum("tkgd,tnkd->tkgn", grouped, gathered[0]).float() * options.scale
+        scores = torch.einsum("tkgd,nkd->tkgn", grouped, all_keys).float() * options.scale
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
-        weights = scores.masked_fill(~is_seen[:, None, None], -torch.inf).softmax(-1).to(query.dtype)
-        return torch.einsum("tkgn,tnkd->tkgd", weights, gathered[1]).reshape(num_tokens, num_heads, head_dim)
+        weights = scores.masked_fill(~is_key[:, None, None], -torch.inf).softmax(-1).to(query.dtype)
+        return torch.einsum("tkgn,nkd->tkgd", weights, all_values).reshape(num_tokens, num_heads, head_dim)
 
 
 def _seen(token: Tensor, step: PagedStep, window: int | None) -> tuple[Tensor, Tensor]:

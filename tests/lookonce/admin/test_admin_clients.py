@@ -31,6 +31,7 @@ from lookonce.local.token_entry import new_token
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.e2e.pictures import fresh
 from tests.in_process_stack import InProcessStack
+from tests.lookonce.command import run_here
 
 ROOT = pathlib.Path(__file__).parents[3]
 TIMEOUT_S = 60.0
@@ -188,11 +189,19 @@ async def test_a_closed_client_answers_nothing_not_even_for_no_images(method: st
         await getattr(for_asyncio, method)([])
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def variables(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LOOKONCE_")}
+    return kept | {"COLUMNS": "120"} | changes
+
+
+def command(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return run_here(variables(**changes), "evict", *arguments)
+
+
+def command_as_process(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "lookonce.cli", "evict", *arguments],
-        env=kept | {"COLUMNS": "120"} | environment,
+        env=variables(**changes),
         capture_output=True,
         text=True,
         check=False,
@@ -226,7 +235,7 @@ def test_the_command_removes_files_and_digests_and_says_what_it_found(encoder: E
 def test_the_command_fails_unless_all_is_forgotten(encoder: Encoder) -> None:
     for token, words in (("", "bearer token"), (encoder.tokens["service"], "role operator")):
         environment = {"LOOKONCE_TOKEN": token} if token else {}
-        finished = command("0" * 64, "--target", encoder.target, **environment)
+        finished = command_as_process("0" * 64, "--target", encoder.target, **environment)
         assert finished.returncode == 1
         assert finished.stderr.startswith("error: ")
         assert words in finished.stderr

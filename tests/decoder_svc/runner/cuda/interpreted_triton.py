@@ -15,6 +15,8 @@ import pytest
 
 # The folder into which `make venv` installs Triton, apart from the packages that services import.
 TRITON_FOLDER = pathlib.Path(sys.prefix) / "triton"
+# Kernels that were compiled for GPUs that are not here.
+COMPILED_FOLDER = pathlib.Path(sys.prefix) / "triton-compiled"
 
 if sys.platform != "linux":
     pytest.skip("there is no Triton for this system", allow_module_level=True)
@@ -213,6 +215,7 @@ def interpreted(num_processors: int = FEW) -> TritonBackend:
 
 
 __all__ = [
+    "COMPILED_FOLDER",
     "FEW",
     "MANY",
     "SOME",
