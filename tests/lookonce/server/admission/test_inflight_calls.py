@@ -288,7 +288,7 @@ async def test_a_long_hand_over_takes_its_time_from_that_of_calls_in_flight(monk
 
 
 async def test_a_long_time_limit_does_not_keep_refused_callers_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside 20 short calls per second, refusals waited for up to a third of the limit: 40 s of two minutes."""
+    """While other clients went on to call, refusals waited for a third of the limit: 40 s of two minutes."""
     monkeypatch.setattr(inflight_calls, "_SETTLE_S", 0.1)
     monkeypatch.setattr(inflight_calls, "_MAX_SETTLE_S", 0.3)
     calls = InflightCalls()
