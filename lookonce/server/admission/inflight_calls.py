@@ -33,6 +33,10 @@ _LOOK_S = 0.005
 # seconds is taken from that limit. Beside five busy processes it took 3.8 s to hand over 1000 calls.
 _SETTLE_S = 3.0
 _SETTLE_PART = 1 / 3
+# The longest such delay: refused callers wait for it. Clients that send 20 short calls per second, also while earlier
+# ones have no answer, delayed refusals by up to 10 s of a drain with a time limit of 30 s, and 13 s of one with 60 s
+# (2026-11-25). Without this bound, it would be 40 s of two minutes.
+_MAX_SETTLE_S = 10.0
 # A drain does not wait any longer for a call whose client has not moved it on for so many seconds: the client's host
 # takes nothing of the answer, see send_queues.py, or the client sends no message of the request. gRPC tells only when a
 # whole message is received, so it is the time for a message on a slow link: 1 MiB over 1.7 Mbit/s, and 32 MiB, the
@@ -188,7 +192,7 @@ class InflightCalls:
         self._refusing = True
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        until_s = begun_s + max(_SETTLE_S, timeout_s * _SETTLE_PART)
+        until_s = begun_s + max(_SETTLE_S, min(timeout_s * _SETTLE_PART, _MAX_SETTLE_S))
         num_quiet_looks = 0
         while num_quiet_looks < self._num_looks() and loop.time() < until_s:
             num_before = self._num_refused

@@ -305,6 +305,24 @@ async def test_a_long_hand_over_takes_its_time_from_that_of_calls_in_flight(monk
     assert {type(result) for result in results} == {UnavailableError}
 
 
+async def test_a_long_time_limit_does_not_keep_refused_callers_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While other clients went on to call, refusals waited for a third of the limit: 40 s of two minutes."""
+    monkeypatch.setattr(inflight_calls, "_SETTLE_S", 0.1)
+    monkeypatch.setattr(inflight_calls, "_MAX_SETTLE_S", 0.3)
+    calls = InflightCalls()
+    begun_s = time.monotonic()
+    settling = asyncio.create_task(calls.refuse_new(15.0))
+    late = []
+    while not settling.done():
+        late.append(Handler(calls))
+        await asyncio.sleep(0.02)
+    assert 0.3 <= time.monotonic() - begun_s < 4.0
+    assert await settling < 15.0 - 0.1
+    calls.answer_refused()
+    results = await asyncio.gather(*(handler.task for handler in late), return_exceptions=True)
+    assert {type(result) for result in results} == {UnavailableError}
+
+
 async def test_calls_that_take_too_long_end_with_unavailable() -> None:
     calls = InflightCalls()
     handlers = [Handler(calls), Handler(calls), Handler(calls, delays_drain=False)]
