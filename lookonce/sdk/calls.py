@@ -64,7 +64,7 @@ class SyncCalls(_Calls):
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Does the same, and ends pauses."""
+        """Makes all later calls raise AbortedError, and ends pauses."""
         super().close()
         self._closing.set()
 
@@ -137,7 +137,7 @@ class AsyncCalls(_Calls):
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """Does the same, and ends pauses."""
+        """Makes all later calls raise AbortedError, and ends pauses."""
         super().close()
         self._closing.set()
 
