@@ -304,6 +304,7 @@ class AsyncTextStream(AsyncIterator[str]):
     async def _read(self) -> AsyncGenerator[str]:
         prepared = await self._prepare()
         has_supplied = False
+        pause_s: float | None
         while True:
             try:
                 async with aclosing(self._texts(prepared)) as texts:
@@ -317,9 +318,9 @@ class AsyncTextStream(AsyncIterator[str]):
                 await self._supply(prepared, error)
                 has_supplied, pause_s = True, 0.0
             except LookonceError as error:
-                if self._transcript.has_text:
+                pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
+                if pause_s is None:
                     raise
-                pause_s = self._attempts.pause_s(error)
             await self._calls.pause(pause_s)
             self._transcript = Transcript()
 

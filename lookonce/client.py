@@ -298,6 +298,7 @@ class TextStream(Iterator[str]):
 
     def _read(self) -> Iterator[str]:
         has_supplied = False
+        pause_s: float | None
         while True:
             try:
                 yield from self._texts()
@@ -309,9 +310,9 @@ class TextStream(Iterator[str]):
                 self._supply(error)
                 has_supplied, pause_s = True, 0.0
             except LookonceError as error:
-                if self._transcript.has_text:
+                pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
+                if pause_s is None:
                     raise
-                pause_s = self._attempts.pause_s(error)
             self._calls.pause(pause_s)
             self._transcript = Transcript()
             self._call = self._start(self._attempts.wait_for_ready)

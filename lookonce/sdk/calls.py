@@ -88,6 +88,8 @@ class SyncCalls(_Calls):
                 reply = self._once(method, request, deadline, metadata, attempts)
             except LookonceError as error:
                 pause_s = attempts.pause_s(error)
+                if pause_s is None:
+                    raise
             else:
                 attempts.succeeded()
                 return reply
@@ -162,6 +164,8 @@ class AsyncCalls(_Calls):
                 reply = await self._once(method, request, deadline, metadata, attempts)
             except LookonceError as error:
                 pause_s = attempts.pause_s(error)
+                if pause_s is None:
+                    raise
             else:
                 attempts.succeeded()
                 return reply

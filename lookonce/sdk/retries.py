@@ -91,26 +91,26 @@ class Attempts:
         """Notes that a server has answered."""
         self._retries.has_answered = True
 
-    def pause_s(self, error: LookonceError) -> float:
-        """Returns the pause before the next attempt, seconds. Raises `error` if there is none.
+    def pause_s(self, error: LookonceError) -> float | None:
+        """Returns the pause before the next attempt, seconds; None if the call ends with this error.
 
-        A DeadlineError that ends a later attempt names what the attempt before it met.
+        Adds the failure of the attempt before to the message of a DeadlineError. The caller raises the error: raised
+        here, it would refer to a frame that refers to it, and the images of the call would stay in memory.
         """
-        if isinstance(error, DeadlineError):
-            if self._failure:
-                raise DeadlineError(f"{error.message}; the attempt before it failed: {self._failure}") from None
-            raise error
-        if not isinstance(error, UnavailableError):
+        if isinstance(error, DeadlineError) and self._failure:
+            error.message += f"; the attempt before it failed: {self._failure}"
+            error.args = (error.message,)
+        if not isinstance(error, UnavailableError | DeadlineError):
             self._retries.has_answered = True
         advised_s = self._advised_s(error)
         if advised_s is None or self._num_retries >= self._retries.max_retries:
-            raise error
+            return None
         pause_s = max(
             advised_s * random.uniform(1.0, 1.0 + _ADVISED_JITTER),
             random.uniform(0.0, min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**self._num_retries)),
         )
         if not self._is_in_time(pause_s) or not self._retries.budget.take():
-            raise error
+            return None
         self._num_retries += 1
         self._failure = error.message
         return pause_s

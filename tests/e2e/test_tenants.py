@@ -70,6 +70,8 @@ class Guarded:
             tls_cert=self.cert,
             tls_key=self.key,
             token=None if tenant is None else self.tokens[tenant],
+            # A quota that is used up is told at once.
+            max_retries=0,
         )
 
     def metadata(self, name: str) -> tuple[tuple[str, str]]:

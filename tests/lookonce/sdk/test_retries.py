@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import time
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lookonce
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import (
     AbortedError,
     DeadlineError,
@@ -26,6 +28,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.images import ImageRef
+from lookonce.sdk import retries
 from lookonce.sdk.channel import Deadline
 from lookonce.sdk.retries import Attempts, Retries, RetryBudget
 from tests.lookonce.sdk.sdk_servers import System, running_system
@@ -212,6 +215,30 @@ async def test_a_pause_ends_with_the_client(system: System) -> None:
                 await task
 
 
+@pytest.mark.parametrize("error", [UnavailableError(REFUSED), InternalError("broken"), OverloadedError("full")])
+@every_call
+async def test_a_failed_call_leaves_no_cycle_that_keeps_its_images(
+    system: System, call: Any, error: LookonceError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error, with its traceback, the frames and so the request, would stay until the next garbage collection."""
+    monkeypatch.setattr(retries, "_MAX_PAUSE_S", 0.01)
+    error.retry_after_s = 0.01
+    system.decoder.failures = [error] * 3
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(type(error)):
+            await call(system.decoder_target)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kept = [one for one in gc.garbage if isinstance(one, LookonceError | decoder_pb2.GenerateParams)]
+        assert not kept
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
 @pytest.mark.parametrize("max_retries", [-1, 1.5, True, "2", None])
 @pytest.mark.parametrize("connect", [lookonce.Client.connect, lookonce.AsyncClient.connect])
 def test_only_whole_numbers_of_retries(connect: Callable[..., object], max_retries: Any) -> None:
@@ -237,10 +264,8 @@ def test_retries_of_a_fleet_that_is_down_are_a_fifth_of_the_calls(monkeypatch: p
             for _ in range(rate):
                 clock.now_s += 1 / rate
                 attempts = client.attempts(Deadline(None))
-                with contextlib.suppress(UnavailableError):
-                    while True:
-                        attempts.pause_s(UnavailableError("down"))
-                        num_retries += second >= 20
+                while attempts.pause_s(UnavailableError("down")) is not None:
+                    num_retries += second >= 20
                 num_calls += second >= 20
         assert num_retries / num_calls == pytest.approx(expected, rel=0.01)
 
@@ -261,11 +286,11 @@ def test_pauses_are_random_up_to_a_limit_that_doubles_and_no_shorter_than_advise
     attempts = Attempts(Retries(max_retries), Deadline(None))
     for index, advised_s in enumerate(advice):
         error = UnavailableError("down", retry_after_s=advised_s)
-        if index >= max_retries:
-            with pytest.raises(UnavailableError):
-                attempts.pause_s(error)
-            continue
         pause_s = attempts.pause_s(error)
+        if index >= max_retries:
+            assert pause_s is None
+            continue
+        assert pause_s is not None
         assert (advised_s or 0.0) <= pause_s <= max(1.21 * (advised_s or 0.0), min(8.0, 0.2 * 2**index))
 
 
