@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
-from lookonce.images import ImageLike, ImageRef
+from lookonce.images import ImageLike, NonTextImage
 from lookonce.videos import Video
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
-Part: TypeAlias = "str | ImageRef | Video | bytes | os.PathLike[str]"
-"""One part of a message: a str is text; an image is a reference, bytes or a pathlib.Path."""
+Part: TypeAlias = "str | Video | NonTextImage"
+"""One part of a message. A str is text; images are references, bytes, pathlib.Paths, open files or PIL images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class TextPrompt:
 
     # Text in which `model_info().image_placeholder` stands once for each image.
     text: str
-    # Images in the order of their placeholders: references, bytes or paths.
+    # Images in the order of their placeholders.
     images: Sequence[ImageLike] = ()
 
 
@@ -43,37 +42,37 @@ Prompt: TypeAlias = "str | TextPrompt | Sequence[Message]"
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`. An option that is left out takes the model's default."""
+    """Keyword arguments of `generate` and `stream`. An option that is left out, or None, takes its default."""
 
     # Sampling; decoder_service.proto defines the ranges. temperature 0 is greedy.
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
     # Length of the answer and stop conditions.
-    max_tokens: int
-    min_tokens: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
     # Number of alternatives per token with their log-probabilities; 0 is the sampled token only.
-    logprobs: int
+    logprobs: int | None
     # Structured output; a server that does not offer it raises UnsupportedError.
-    json_schema: str
-    regex: str
-    grammar: str
+    json_schema: str | None
+    regex: str | None
+    grammar: str | None
     # The request: its id in logs, its priority (lower runs earlier), isolation in the prefix cache, LoRA adapter.
-    request_id: str
-    priority: int
-    cache_salt: str
-    adapter: str
-    bypass_prefix_cache: bool
-    # Deadline of the whole call, seconds; math.inf: none. None, the default: the client's.
+    request_id: str | None
+    priority: int | None
+    cache_salt: str | None
+    adapter: str | None
+    bypass_prefix_cache: bool | None
+    # Deadline of the whole call, seconds; math.inf: none. Default: the client's.
     timeout_s: float | None
 
 

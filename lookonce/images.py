@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import pathlib
 import re
+import urllib.parse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from lookonce.content_key import ImageDigest, image_digest, parse_digest
 from lookonce.errors import InvalidParameterError
@@ -90,12 +93,46 @@ class ImageRef:
         return self.digest.hex()
 
 
-ImageLike: TypeAlias = "ImageRef | bytes | str | os.PathLike[str]"
-"""An image as the SDK accepts it: a reference, the bytes of a file, or its path."""
+@runtime_checkable
+class BinaryFile(Protocol):
+    """An open file, or anything else whose `read` returns the bytes of an image file."""
+
+    def read(self) -> bytes:
+        """Returns the rest of the bytes."""
+        ...
+
+
+@runtime_checkable
+class PilImage(Protocol):
+    """An image of Pillow: any `PIL.Image.Image`."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The width and the height in pixels."""
+        ...
+
+    def save(self, fp: Any, format: str) -> None:
+        """Writes the image into a file, in this format."""
+        ...
+
+    def tobytes(self) -> bytes:
+        """Returns the bytes of all pixels."""
+        ...
+
+
+NonTextImage: TypeAlias = "ImageRef | bytes | os.PathLike[str] | BinaryFile | PilImage"
+"""An image as a part of a message, where a str is text."""
+
+ImageLike: TypeAlias = "NonTextImage | str"
+"""An image as the SDK accepts it: a reference, the bytes of a file, its path, the open file, a data URL or a PIL image.
+
+A PIL image is sent as the PNG file that Pillow makes of it. Give the file itself where there is one: the cache knows
+images by their files' bytes.
+"""
 
 
 def as_image(image: ImageLike) -> ImageRef:
-    """Returns a reference; reads and hashes bytes and paths.
+    """Returns a reference; reads and hashes what is no reference.
 
     Raises OSError if a file cannot be read, and InvalidParameterError for anything else.
     """
@@ -104,12 +141,41 @@ def as_image(image: ImageLike) -> ImageRef:
         return given
     if isinstance(given, bytes | bytearray | memoryview):
         return ImageRef.from_bytes(bytes(given))
+    if isinstance(given, PilImage):
+        return ImageRef.from_bytes(_png_of(given))
+    if isinstance(given, BinaryFile):
+        return ImageRef.from_bytes(given.read())
     if not isinstance(given, str | os.PathLike):
-        raise InvalidParameterError("images", f"one is a {type(given).__name__}; give references, bytes or paths")
+        raise InvalidParameterError(
+            "images", f"one is a {type(given).__name__}; give references, bytes, paths, files or PIL images"
+        )
+    if isinstance(given, str) and given[:5].lower() == "data:":
+        return ImageRef.from_bytes(_content_of(given))
     try:
         return ImageRef.from_file(given)
     except ValueError:
         raise InvalidParameterError("images", "one is a path that no file can have") from None
+
+
+def _png_of(image: PilImage) -> bytes:
+    """Raises InvalidParameterError for a mode that PNG does not have, such as CMYK."""
+    file = io.BytesIO()
+    try:
+        image.save(file, "PNG")
+    except OSError:
+        raise InvalidParameterError("images", "one is a PIL image that PNG cannot hold; convert it to RGB") from None
+    return file.getvalue()
+
+
+def _content_of(url: str) -> bytes:
+    """Returns the bytes of a data URL (RFC 2397) in base64. Raises InvalidParameterError for any other one."""
+    head, comma, content = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidParameterError("images", "one is a data URL that is not in base64")
+    try:
+        return base64.b64decode(urllib.parse.unquote_to_bytes(content), validate=True)
+    except ValueError:
+        raise InvalidParameterError("images", "one is a data URL that is not valid base64") from None
 
 
 def _check_list(images: Sequence[ImageLike]) -> None:

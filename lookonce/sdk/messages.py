@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -32,6 +33,9 @@ _SOURCES: Mapping[int, EmbeddingSource] = {
 }
 _Turn: TypeAlias = tuple[Role, list[str | ImageRef | Video]]
 _REQUEST_FIELDS = ("request_id", "priority", "cache_salt", "adapter", "bypass_prefix_cache")
+# Endings of the names of image files, by which a path that was given as text is noticed.
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif", ".avif")
+_MAX_PATH_LENGTH = 4096
 _CONTAINER_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 
 
@@ -43,7 +47,9 @@ class PreparedPrompt:
 
     def __init__(self, prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> None:
         """Reads and hashes files, so keep it off event loops. Raises InvalidParameterError and OSError."""
-        self._options = options
+        if unknown := options.keys() - GenerateOptions.__annotations__.keys():
+            raise TypeError(f"unknown option {min(unknown)!r}")
+        self._options = {name: value for name, value in options.items() if value is not None}
         if isinstance(prompt, TextPrompt):
             self._content: str | list[_Turn] = _as_text(prompt, images)
             # Images and videos in reading order.
@@ -52,6 +58,8 @@ class PreparedPrompt:
             turns = _as_turns(prompt, images)
             self._content = turns
             self._visuals = [part for _, parts in turns for part in parts if not isinstance(part, str)]
+        if not self._visuals and not _has_text(self._content):
+            raise InvalidParameterError("prompt", "is empty")
         # The server counts each image and each pair of frames as one. This is the index in `_visuals` of each.
         self._visual_of = [
             index
@@ -65,7 +73,7 @@ class PreparedPrompt:
         params = decoder_pb2.GenerateParams(sampling=_sampling(self._options))
         for name in _REQUEST_FIELDS:
             if name in self._options:
-                _assign(params, name, self._options[name])  # type: ignore[literal-required]
+                _assign(params, name, self._options[name])
         try:
             self._add_prompt(params)
         except UnicodeEncodeError:
@@ -229,6 +237,11 @@ def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
     return source
 
 
+def _has_text(content: str | list[_Turn]) -> bool:
+    texts = [content] if isinstance(content, str) else [part for _, parts in content for part in parts]
+    return any(isinstance(text, str) and text.strip() for text in texts)
+
+
 def _as_text(prompt: TextPrompt, images: Sequence[ImageLike]) -> str:
     text: object = prompt.text
     if not isinstance(text, str):
@@ -274,17 +287,30 @@ def _as_parts(content: str | Sequence[Any]) -> list[str | ImageRef | Video]:
         return [given]
     if isinstance(given, bytes | bytearray | memoryview) or not isinstance(given, Iterable):
         raise InvalidParameterError("content", f"must be a text or a list of parts, not {type(given).__name__}")
-    return [part if isinstance(part, str | Video) else as_image(part) for part in given]
+    return [_checked_text(part) if isinstance(part, str) else _as_visual(part) for part in given]
 
 
-def _sampling(options: GenerateOptions) -> decoder_pb2.SamplingParams:
+def _as_visual(part: Any) -> ImageRef | Video:
+    return part if isinstance(part, Video) else as_image(part)
+
+
+def _checked_text(text: str) -> str:
+    """Returns a text. Raises InvalidParameterError for what is rather meant as an image."""
+    if len(text) <= _MAX_PATH_LENGTH and text.lower().endswith(_IMAGE_SUFFIXES) and os.path.isfile(text):
+        raise InvalidParameterError(
+            "content", f"{text!r} is text here; for the image, give ImageRef.from_file({text!r})"
+        )
+    if text[:11].lower() == "data:image/":
+        raise InvalidParameterError("content", "a data URL is text here; for the image, give the bytes")
+    return text
+
+
+def _sampling(options: Mapping[str, object]) -> decoder_pb2.SamplingParams:
     """Sets only the given options, so that zero and unset differ. Raises InvalidParameterError for unusable values."""
     sampling = decoder_pb2.SamplingParams()
     for name, value in options.items():
         if name in _REQUEST_FIELDS or name == "timeout_s":
             continue
-        if name not in sampling.DESCRIPTOR.fields_by_name:
-            raise TypeError(f"unknown option {name!r}")
         if name in _CONTAINER_FIELDS:
             _fill(sampling, name, value)
         else:
