@@ -22,7 +22,7 @@ PUBLIC_NAMES = {
     "lookonce": {"AdminClient", "AsyncAdminClient", "AsyncClient", "Client", "__version__"},
     "lookonce.admin": {"CacheStats", "EntryStats", "EvictedImage", "TierStats"},
     "lookonce.generation": {"GenerateOptions", "Generation", "Message", "TextPrompt", "Usage"},
-    "lookonce.images": {"Encoding", "ImageRef", "as_image", "as_images"},
+    "lookonce.images": {"BinaryFile", "Encoding", "ImageRef", "PilImage", "as_image", "as_images"},
     "lookonce.videos": {"Video"},
     "lookonce.errors": {
         "AbortedError",
