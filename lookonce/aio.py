@@ -32,11 +32,11 @@ from lookonce.sdk.channel import (
     ENCODER,
     ConnectionOptions,
     Deadline,
-    channel_options,
     check_request_id,
     connection_options,
 )
 from lookonce.sdk.environment import named_connection
+from lookonce.sdk.lazy_channel import LazyChannel
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.replies import parsed
 from lookonce.sdk.retries import Attempts
@@ -47,7 +47,9 @@ __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef
 
 
 class AsyncClient:
-    """A connection to a decoder and, for `encode` and `lookup`, to an encoder. Belongs to one event loop.
+    """A connection to a decoder and, for `encode` and `lookup`, to an encoder.
+
+    It belongs to the event loop of its first call, and may be made before there is one.
 
     Every method has a deadline and raises the errors of `lookonce.errors`. An image is sent as a digest first, unless
     it is small. If the server does not have the image cached, the client sends the bytes once, by itself.
@@ -60,14 +62,14 @@ class AsyncClient:
     """
 
     def __init__(self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions) -> None:
-        """Opens the decoder's channel. Call `connect` instead."""
+        """Opens nothing yet. Call `connect` instead."""
         self._options = options
         self._calls = AsyncCalls(options)
         self._streams: weakref.WeakSet[AsyncTextStream] = weakref.WeakSet()
         self._encoder_target = encoder_target
-        self._decoder_channel = self._open(decoder_target, DECODER)
-        self._decoder: decoder_grpc.DecoderServiceAsyncStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
-        self._encoder_channel: grpc.aio.Channel | None = None
+        self._decoder_channel = LazyChannel(decoder_target, DECODER, options)
+        self._decoder_stub: decoder_grpc.DecoderServiceAsyncStub | None = None
+        self._encoder_channel: LazyChannel | None = None
         self._info: decoder_pb2.GetModelInfoResponse | None = None
 
     @classmethod
@@ -85,7 +87,7 @@ class AsyncClient:
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
-        The arguments are those of `lookonce.Client.connect`. Call it inside the running event loop.
+        The arguments are those of `lookonce.Client.connect`.
         """
         named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
         options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)
@@ -201,11 +203,13 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _open(self, target: str, service: str) -> grpc.aio.Channel:
-        credentials = self._options.credentials()
-        if credentials is None:
-            return grpc.aio.insecure_channel(target, options=channel_options(service))
-        return grpc.aio.secure_channel(target, credentials, options=channel_options(service))
+    @property
+    def _decoder(self) -> decoder_grpc.DecoderServiceAsyncStub:
+        self._calls.check_open()
+        channel = self._decoder_channel.opened()
+        if self._decoder_stub is None:
+            self._decoder_stub = decoder_grpc.DecoderServiceStub(channel)
+        return self._decoder_stub
 
     async def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceAsyncStub:
         target = self._encoder_target or (await self._model_info(deadline)).encoder_target
@@ -213,8 +217,8 @@ class AsyncClient:
             raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
         self._calls.check_open()
         if self._encoder_channel is None:
-            self._encoder_channel = self._open(target, ENCODER)
-        stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel)
+            self._encoder_channel = LazyChannel(target, ENCODER, self._options)
+        stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel.opened())
         return stub
 
     async def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:

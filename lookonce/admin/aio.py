@@ -11,8 +11,6 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
-import grpc.aio
-
 from lookonce import tracing
 from lookonce.admin.messages import (
     cache_stats,
@@ -27,25 +25,22 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import AsyncCalls
-from lookonce.sdk.channel import ConnectionOptions, channel_options, connection_options
+from lookonce.sdk.channel import ConnectionOptions, connection_options
+from lookonce.sdk.lazy_channel import LazyChannel
 from lookonce.sdk.target import checked_target
 
 
 class AsyncAdminClient:
-    """A connection to the operators' calls of one encoder (its `admin_listen`). Belongs to one event loop.
+    """A connection to the operators' calls of one encoder (its `admin_listen`).
 
+    It belongs to the event loop of its first call, and may be made before there is one.
     Arguments, results and errors are those of `lookonce.AdminClient`. Reads and hashes files in threads.
     """
 
     def __init__(self, target: str, options: ConnectionOptions) -> None:
-        """Opens the channel. Call `connect` instead."""
+        """Opens nothing yet. Call `connect` instead."""
         self._calls = AsyncCalls(options)
-        credentials = options.credentials()
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=channel_options())
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=channel_options())
-        self._stub: pb_grpc.EncoderAdminServiceAsyncStub = pb_grpc.EncoderAdminServiceStub(self._channel)
+        self._channel = LazyChannel(target, None, options)
 
     @classmethod
     def connect(
@@ -58,9 +53,15 @@ class AsyncAdminClient:
         tls_key: str | os.PathLike[str] | None = None,
         token: str | None = None,
     ) -> Self:
-        """Returns a client. Call it inside the running event loop, with the arguments of `lookonce.AdminClient`."""
+        """Returns a client. The arguments are those of `lookonce.AdminClient.connect`."""
         options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
         return cls(checked_target(target), options)
+
+    @property
+    def _stub(self) -> pb_grpc.EncoderAdminServiceAsyncStub:
+        self._calls.check_open()
+        stub: pb_grpc.EncoderAdminServiceAsyncStub = pb_grpc.EncoderAdminServiceStub(self._channel.opened())
+        return stub
 
     async def evict(
         self, images: Sequence[ImageLike], *, tenant: str = "", timeout_s: float | None = None
