@@ -40,7 +40,7 @@ from lookonce.sdk.lazy_channel import LazyChannel
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.replies import parsed
 from lookonce.sdk.retries import Attempts
-from lookonce.sdk.target import checked_target
+from lookonce.sdk.target import Target, checked_target
 from lookonce.status_codes import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
@@ -75,8 +75,8 @@ class AsyncClient:
     @classmethod
     def connect(
         cls,
-        decoder_target: str | None = None,
-        encoder_target: str | None = None,
+        decoder_target: Target | None = None,
+        encoder_target: Target | None = None,
         *,
         timeout_s: float | None = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
@@ -91,8 +91,8 @@ class AsyncClient:
         """
         named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
         options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)
-        encoder_target = None if encoder_target is None else checked_target(encoder_target)
-        return cls(checked_target(named.target), encoder_target, options)
+        encoder = None if encoder_target is None else checked_target(encoder_target)
+        return cls(checked_target(named.target), encoder, options)
 
     async def generate(
         self,

@@ -37,7 +37,7 @@ from lookonce.sdk.channel import (
 from lookonce.sdk.environment import named_connection
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.retries import Attempts
-from lookonce.sdk.target import checked_target
+from lookonce.sdk.target import Target, checked_target
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
 
@@ -71,8 +71,8 @@ class Client:
     @classmethod
     def connect(
         cls,
-        decoder_target: str | None = None,
-        encoder_target: str | None = None,
+        decoder_target: Target | None = None,
+        encoder_target: Target | None = None,
         *,
         timeout_s: float | None = 60.0,
         tls_ca: str | os.PathLike[str] | None = None,
@@ -83,9 +83,9 @@ class Client:
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
-        Targets are host:port. Without `decoder_target`, the environment names the target by LOOKONCE_TARGET, and what
-        else is None by LOOKONCE_TOKEN, LOOKONCE_TLS_CA, LOOKONCE_TLS_CERT and LOOKONCE_TLS_KEY. Without
-        `encoder_target`, the client asks the decoder for its encoder.
+        Targets are host:port, or lists of IP addresses with ports. Without `decoder_target`, the environment names the
+        target by LOOKONCE_TARGET, and what else is None by LOOKONCE_TOKEN, LOOKONCE_TLS_CA, LOOKONCE_TLS_CERT and
+        LOOKONCE_TLS_KEY. Without `encoder_target`, the client asks the decoder for its encoder.
 
         `timeout_s` is the default deadline of each method, in seconds; None: no deadline. `max_retries` is the largest
         number of times that a call is repeated. Once a server has answered, a repeated call waits until its deadline
@@ -97,8 +97,8 @@ class Client:
         """
         named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
         options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)
-        encoder_target = None if encoder_target is None else checked_target(encoder_target)
-        return cls(checked_target(named.target), encoder_target, options)
+        encoder = None if encoder_target is None else checked_target(encoder_target)
+        return cls(checked_target(named.target), encoder, options)
 
     def generate(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lookonce.errors import ConfigurationError
+from lookonce.sdk.target import Target
 
 File: TypeAlias = "str | os.PathLike[str] | None"
 
@@ -15,7 +16,7 @@ File: TypeAlias = "str | os.PathLike[str] | None"
 class NamedConnection:
     """The target of a client, its PEM files and its token, in the order of `connect`. None where there is none."""
 
-    target: str
+    target: Target
     tls_ca: File
     tls_cert: File
     tls_key: File
@@ -23,7 +24,7 @@ class NamedConnection:
 
 
 def named_connection(
-    target: str | None, tls_ca: File, tls_cert: File, tls_key: File, token: str | None
+    target: Target | None, tls_ca: File, tls_cert: File, tls_key: File, token: str | None
 ) -> NamedConnection:
     """Returns the arguments of `connect`. Without a target, the environment stands in for it and all that is None.
 
@@ -33,8 +34,8 @@ def named_connection(
     """
     if target is not None:
         return NamedConnection(target, tls_ca, tls_cert, tls_key, token)
-    target = _text("LOOKONCE_TARGET")
-    if target is None:
+    text = _text("LOOKONCE_TARGET")
+    if text is None:
         raise ConfigurationError("no server is named; give a target such as 127.0.0.1:50051, or set LOOKONCE_TARGET")
     ca, certificate, key = (
         _file(name) if given is None else given
@@ -44,7 +45,7 @@ def named_connection(
             ("LOOKONCE_TLS_KEY", tls_key),
         )
     )
-    return NamedConnection(target, ca, certificate, key, _text("LOOKONCE_TOKEN") if token is None else token)
+    return NamedConnection(text, ca, certificate, key, _text("LOOKONCE_TOKEN") if token is None else token)
 
 
 def _text(name: str) -> str | None:

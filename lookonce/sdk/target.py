@@ -5,7 +5,14 @@ There a port over 65535 loses its upper bits, a missing port is 443, and a URL i
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Sequence
+from typing import TypeAlias
+
 from lookonce.errors import ConfigurationError
+
+Target: TypeAlias = "str | Sequence[str]"
+"""The target of a channel: host:port, a gRPC target with a scheme, or a list of IP addresses with ports."""
 
 _MAX_PORT = 65535
 _EXAMPLE = "for example 127.0.0.1:50051"
@@ -16,14 +23,18 @@ _IP_SCHEMES = frozenset({"ipv4", "ipv6"})
 _DNS_SCHEME = "dns"
 
 
-def checked_target(target: str) -> str:
+def checked_target(target: Target) -> str:
     """Returns the target of a channel: host:port, or a gRPC target with a scheme, such as ipv4:HOST:PORT,HOST:PORT.
 
-    Raises ConfigurationError for anything else.
+    A list of IP addresses with ports becomes such a target; calls are balanced over them. Raises ConfigurationError for
+    anything else.
     """
+    if isinstance(target, list | tuple) and all(isinstance(one, str) for one in target):
+        return _joined(target)
     given: object = target
     if not isinstance(given, str):
         raise ConfigurationError(f"the target must be a text such as 127.0.0.1:50051; got {given!r}")
+    target = given
     if not target or not target.isprintable() or " " in target:
         raise ConfigurationError(f"the target must be host:port without spaces, {_EXAMPLE}; got {target!r}")
     scheme, _, rest = target.partition(":")
@@ -38,6 +49,28 @@ def checked_target(target: str) -> str:
             f"the target must be host:port with a port of 1..{_MAX_PORT}, {_EXAMPLE}; got {target!r}"
         )
     return target
+
+
+def _joined(targets: Sequence[str]) -> str:
+    """Raises ConfigurationError unless all are IP addresses of one version with ports."""
+    checked = [checked_target(target) for target in targets]
+    if len(checked) == 1:
+        return checked[0]
+    versions = {_ip_version(target) for target in checked}
+    if versions in ({4}, {6}):
+        return f"ipv{versions.pop()}:{','.join(checked)}"
+    raise ConfigurationError(
+        "a list of targets must have IP addresses of one version, for example 10.0.0.1:50051 and 10.0.0.2:50051; "
+        f"a name stands for all addresses that DNS has for it; got {targets!r}"
+    )
+
+
+def _ip_version(target: str) -> int | None:
+    """Returns 4 or 6 for an IP address with a port; None for anything else."""
+    try:
+        return ipaddress.ip_address(target.rpartition(":")[0].strip("[]")).version
+    except ValueError:
+        return None
 
 
 def _addresses(target: str, scheme: str, rest: str) -> list[str]:

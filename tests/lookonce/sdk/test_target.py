@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import lookonce
 from lookonce.errors import ConfigurationError
 from lookonce.sdk.target import checked_target
+from tests.lookonce.sdk.sdk_servers import running_system
 
 
 @pytest.mark.parametrize(
@@ -71,3 +74,43 @@ async def test_other_targets_are_refused_by_every_client(target: Any, words: str
     for kind in kinds[:2]:
         with pytest.raises(ConfigurationError, match=words):
             kind.connect("127.0.0.1:1", target)
+
+
+@pytest.mark.parametrize(
+    ("targets", "joined"),
+    [
+        (["decoder:1"], "decoder:1"),
+        (["10.0.0.1:1", "10.0.0.2:2"], "ipv4:10.0.0.1:1,10.0.0.2:2"),
+        (("[::1]:1", "[fe80::2]:2"), "ipv6:[::1]:1,[fe80::2]:2"),
+    ],
+)
+def test_a_list_of_addresses_is_one_target(targets: Any, joined: str) -> None:
+    assert checked_target(targets) == joined
+    assert checked_target(joined) == joined
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ([], "a list of targets"),
+        (["decoder-0:1", "decoder-1:1"], "a name stands for all addresses"),
+        (["10.0.0.1:1", "[::1]:1"], "of one version"),
+        (["10.0.0.1:1", "10.0.0.2"], "with a port"),
+        (["10.0.0.1:1", None], "must be a text"),
+        (["dns:///a:1", "10.0.0.1:1"], "a list of targets"),
+    ],
+)
+def test_other_lists_are_refused(targets: Any, words: str) -> None:
+    for connect in (lookonce.Client.connect, lookonce.AsyncClient.connect):
+        with pytest.raises(ConfigurationError, match=words):
+            connect(targets)
+
+
+async def test_calls_go_to_all_addresses_of_a_list() -> None:
+    async with contextlib.AsyncExitStack() as exits:
+        systems = [await exits.enter_async_context(running_system()) for _ in range(2)]
+        targets = [system.decoder_target for system in systems]
+        client = await exits.enter_async_context(lookonce.AsyncClient.connect(targets))
+        async with asyncio.timeout(30):
+            while not all(system.knowledge.count("Generate") for system in systems):
+                await client.generate("word")
