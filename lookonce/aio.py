@@ -41,6 +41,7 @@ from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, loo
 from lookonce.sdk.replies import parsed
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
+from lookonce.sdk.tokens import Token
 from lookonce.status_codes import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
@@ -82,7 +83,7 @@ class AsyncClient:
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
-        token: str | None = None,
+        token: Token | None = None,
         max_retries: int = 2,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.

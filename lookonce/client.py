@@ -38,6 +38,7 @@ from lookonce.sdk.environment import named_connection
 from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
+from lookonce.sdk.tokens import Token
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
 
@@ -78,7 +79,7 @@ class Client:
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
-        token: str | None = None,
+        token: Token | None = None,
         max_retries: int = 2,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
@@ -93,7 +94,10 @@ class Client:
 
         `tls_ca` is a PEM file with the servers' authorities; without it the connection is plaintext. `tls_cert` and
         `tls_key` are the client's own certificate and key, for servers that ask for one. `token` is sent as a bearer
-        token. Raises ConfigurationError or InvalidParameterError for values that no call could use.
+        token: a text, a pathlib.Path of a file that is read again every five seconds, or a function that is called for
+        each call and does not block.
+
+        Raises ConfigurationError or InvalidParameterError for values that no call could use.
         """
         named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
         options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)

@@ -28,6 +28,7 @@ from lookonce.sdk.calls import AsyncCalls
 from lookonce.sdk.channel import ConnectionOptions, connection_options
 from lookonce.sdk.lazy_channel import LazyChannel
 from lookonce.sdk.target import checked_target
+from lookonce.sdk.tokens import Token
 
 
 class AsyncAdminClient:
@@ -51,7 +52,7 @@ class AsyncAdminClient:
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
-        token: str | None = None,
+        token: Token | None = None,
     ) -> Self:
         """Returns a client. The arguments are those of `lookonce.AdminClient.connect`."""
         options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)

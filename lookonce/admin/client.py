@@ -28,6 +28,7 @@ from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import SyncCalls
 from lookonce.sdk.channel import ConnectionOptions, channel_options, connection_options
 from lookonce.sdk.target import checked_target
+from lookonce.sdk.tokens import Token
 
 
 class AdminClient:
@@ -61,7 +62,7 @@ class AdminClient:
         tls_ca: str | os.PathLike[str] | None = None,
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
-        token: str | None = None,
+        token: Token | None = None,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if the encoder is not reached.
 

@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import grpc
@@ -20,6 +20,7 @@ from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.errors import ConfigurationError, DeadlineError, InvalidParameterError
 from lookonce.identity import REQUEST_ID, REQUEST_ID_KEY, REQUEST_ID_RULE
 from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.sdk.tokens import Token, TokenSource
 
 _MAX_RECEIVE_BYTES = 64 << 20
 _KEEPALIVE_TIME_MS = 30_000
@@ -76,10 +77,11 @@ class ConnectionOptions:
     # PEM files of the client's own certificate and key, for servers that ask for one.
     tls_cert: pathlib.Path | None = None
     tls_key: pathlib.Path | None = None
-    # Bearer token of every call. Use it with `tls_ca`, or anybody on the way can read it.
-    token: str | None = None
+    # Bearer token of every call; see tokens.py. Use it with `tls_ca`, or anybody on the way can read it.
+    token: Token | None = field(default=None, repr=False)
     # Largest number of retries of one call; see retries.py.
     max_retries: int = 0
+    _tokens: TokenSource | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raises InvalidParameterError for a bad deadline or number of retries, ConfigurationError for a bad token."""
@@ -87,9 +89,7 @@ class ConnectionOptions:
         given: object = self.max_retries
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
             raise InvalidParameterError("max_retries", f"must be a whole number from 0, got {given!r}")
-        # gRPC would refuse it at every call, with an error that shows the token.
-        if self.token is not None and not _is_token(self.token):
-            raise ConfigurationError("the token must be text of printable ASCII without spaces and line ends")
+        object.__setattr__(self, "_tokens", None if self.token is None else TokenSource(self.token))
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Returns the deadline of one call; None: the client's default. Raises InvalidParameterError as Deadline."""
@@ -101,10 +101,13 @@ class ConnectionOptions:
         return channel_credentials(self.tls_ca, self.tls_cert, self.tls_key)
 
     def metadata(self, request_id: str | None = None) -> tracing.Metadata:
-        """Returns the metadata of one call: request id (a new one for None), current trace and token."""
+        """Returns the metadata of one call: request id (a new one for None), current trace and token.
+
+        Raises ConfigurationError for an unusable token.
+        """
         pairs = [(REQUEST_ID_KEY, request_id or uuid.uuid4().hex), *tracing.metadata()]
-        if self.token is not None:
-            pairs.append(("authorization", f"Bearer {self.token}"))
+        if self._tokens is not None:
+            pairs.append(("authorization", f"Bearer {self._tokens.current()}"))
         return tuple(pairs)
 
 
@@ -143,7 +146,7 @@ def connection_options(
     tls_ca: str | os.PathLike[str] | None,
     tls_cert: str | os.PathLike[str] | None,
     tls_key: str | os.PathLike[str] | None,
-    token: str | None,
+    token: Token | None,
     max_retries: int = 0,
 ) -> ConnectionOptions:
     """Returns the options that the arguments of a client's `connect` give. Raises as ConnectionOptions."""
@@ -171,7 +174,3 @@ def _seconds(given: Any) -> float:
         return float(given)
     except OverflowError:
         return _MAX_TIMEOUT_S if given > 0 else -_MAX_TIMEOUT_S
-
-
-def _is_token(token: object) -> bool:
-    return isinstance(token, str) and token.isascii() and token.isprintable() and bool(token) and " " not in token

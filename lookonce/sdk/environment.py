@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from lookonce.errors import ConfigurationError
 from lookonce.sdk.target import Target
+from lookonce.sdk.tokens import Token
 
 File: TypeAlias = "str | os.PathLike[str] | None"
 
@@ -20,11 +21,11 @@ class NamedConnection:
     tls_ca: File
     tls_cert: File
     tls_key: File
-    token: str | None
+    token: Token | None
 
 
 def named_connection(
-    target: Target | None, tls_ca: File, tls_cert: File, tls_key: File, token: str | None
+    target: Target | None, tls_ca: File, tls_cert: File, tls_key: File, token: Token | None
 ) -> NamedConnection:
     """Returns the arguments of `connect`. Without a target, the environment stands in for it and all that is None.
 
