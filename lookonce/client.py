@@ -18,6 +18,7 @@ from opentelemetry import trace
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
+from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
@@ -34,8 +35,9 @@ from lookonce.sdk.channel import (
     check_request_id,
     connection_options,
 )
+from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
 from lookonce.sdk.environment import named_connection
-from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, lookup_requests
+from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, detokenize_request, lookup_requests
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
 from lookonce.sdk.tokens import Token
@@ -67,7 +69,7 @@ class Client:
         self._decoder_channel = self._open(decoder_target, DECODER)
         self._decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
         self._encoder_channel: grpc.Channel | None = None
-        self._info: decoder_pb2.GetModelInfoResponse | None = None
+        self._info: ModelInfo | None = None
 
     @classmethod
     def connect(
@@ -186,8 +188,35 @@ class Client:
                 found.update(cached_images(looked_up, self._calls.unary(encoder.LookupEmbeddings, request, deadline)))
             return [ref in found for ref in refs]
 
-    def model_info(self, *, timeout_s: float | None = None) -> decoder_pb2.GetModelInfoResponse:
-        """Returns the decoder's description of its model and limits; later calls return the first answer."""
+    def tokenize(
+        self, prompt: Prompt, images: Sequence[ImageLike] = (), *, timeout_s: float | None = None
+    ) -> TokenizedPrompt:
+        """Returns the tokens of a prompt and the places of its images. Encodes and generates nothing."""
+        deadline = self._options.deadline(timeout_s)
+        with tracing.calling("client.tokenize"):
+            prepared = PreparedPrompt(prompt, images, {})
+            try:
+                response = self._calls.unary(self._decoder.Tokenize, prepared.tokenize_request(), deadline)
+            except EmbeddingNotCachedError as error:
+                self._supply(prepared, error, deadline)
+                response = self._calls.unary(self._decoder.Tokenize, prepared.tokenize_request(), deadline)
+            return tokenized_prompt_of(response)
+
+    def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
+        """Returns the text of these tokens."""
+        deadline = self._options.deadline(timeout_s)
+        with tracing.calling("client.detokenize"):
+            request = detokenize_request(token_ids)
+            return (self._calls.unary(self._decoder.Detokenize, request, deadline)).text
+
+    def load(self, *, timeout_s: float | None = None) -> DecoderLoad:
+        """Returns the load of the replica that the call reaches."""
+        deadline = self._options.deadline(timeout_s)
+        with tracing.calling("client.load"):
+            return load_of(self._calls.unary(self._decoder.GetLoad, decoder_pb2.GetLoadRequest(), deadline))
+
+    def model_info(self, *, timeout_s: float | None = None) -> ModelInfo:
+        """Returns the decoder's model and limits; later calls return the first answer."""
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.model_info"):
             return self._model_info(deadline)
@@ -226,10 +255,11 @@ class Client:
                 self._encoder_channel = self._open(target, ENCODER)
             return encoder_grpc.EncoderServiceStub(self._encoder_channel)
 
-    def _model_info(self, deadline: Deadline) -> decoder_pb2.GetModelInfoResponse:
+    def _model_info(self, deadline: Deadline) -> ModelInfo:
         self._calls.check_open()
         if self._info is None:
-            self._info = self._calls.unary(self._decoder.GetModelInfo, decoder_pb2.GetModelInfoRequest(), deadline)
+            request = decoder_pb2.GetModelInfoRequest()
+            self._info = model_info_of(self._calls.unary(self._decoder.GetModelInfo, request, deadline))
         return self._info
 
     def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:

@@ -51,6 +51,7 @@ _STORE_BUDGET_S = 2.0
 _STACK_FILES = frozenset(
     {
         "test_bad_input.py",
+        "test_decoder_info.py",
         "test_encode_once.py",
         "test_kernel_report.py",
         "test_lean_transformers.py",

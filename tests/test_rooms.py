@@ -23,6 +23,7 @@ PUBLIC_NAMES = {
     "lookonce.admin": {"CacheStats", "EntryStats", "EvictedImage", "TierStats"},
     "lookonce.generation": {"GenerateOptions", "Generation", "Message", "TextPrompt", "Usage"},
     "lookonce.images": {"BinaryFile", "Encoding", "ImageRef", "PilImage", "as_image", "as_images"},
+    "lookonce.decoder_info": {"DecoderLoad", "ImageSpan", "ModelInfo", "TokenizedPrompt"},
     "lookonce.videos": {"Video"},
     "lookonce.errors": {
         "AbortedError",

@@ -22,12 +22,12 @@ from decoder_svc.rows.ttl_refresher import TtlRefresher
 from decoder_svc.scheduling.request import RequestId
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce import tracing
-from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ProcessorOptions
 from lookonce.errors import EmbeddingNotCachedError, InternalError, LookonceError, UnavailableError
 from lookonce.image_file import ImageFile
 from lookonce.store.embedding_store import EmbeddingStore
 from lookonce.threads import run_in_thread
+from lookonce.turns.caller_order import CallerOrder, Turn
 from lookonce.uncounted_rows import UncountedRows
 
 logger = logging.getLogger(__name__)

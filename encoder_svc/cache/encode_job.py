@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from lookonce.caller_order import Turn
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.image_file import ImageFile
+from lookonce.turns.caller_order import Turn
 from lookonce.turns.fair_queue import CallerId
 
 

@@ -19,12 +19,12 @@ from encoder_svc.cache.removals import EncodeInProgress
 from encoder_svc.cache.single_flight import Flight, SingleFlight
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.vision_model import VisionModel
-from lookonce.caller_order import CallerOrder, Turn
 from lookonce.content_key import ContentKey, ImageDigest, ProcessorOptions, Tenant, content_key, file_tag
 from lookonce.embedding_meta import EmbeddingMeta
 from lookonce.errors import DigestMismatchError, FingerprintMismatchError, InvalidParameterError, LookonceError
 from lookonce.image_file import FileDigests, ImageFile, file_digests, files_of, num_file_bytes
 from lookonce.media.image_header import ImageLimits, check_file_size, probe_file
+from lookonce.turns.caller_order import CallerOrder, Turn
 from lookonce.turns.fair_queue import CallerId
 from lookonce.turns.item_turns import ItemTurns, Place
 from lookonce.uncounted_rows import UncountedRows

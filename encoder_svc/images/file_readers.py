@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from lookonce.caller_order import Turn
+from lookonce.turns.caller_order import Turn
 from lookonce.turns.cost_turns import TurnRequest
 from lookonce.turns.fair_queue import CallerId
 from lookonce.turns.turn_threads import TurnThreads

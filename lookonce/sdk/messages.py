@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.decoder_info import ModelInfo
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
 from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextPrompt
@@ -80,6 +81,13 @@ class PreparedPrompt:
             raise InvalidParameterError("prompt", "has characters that are no Unicode text (surrogates)") from None
         return params
 
+    def tokenize_request(self) -> decoder_pb2.TokenizeRequest:
+        """Returns the request for the prompt's tokens, with the bytes of the images that are to be sent."""
+        params = self.params()
+        if isinstance(self._content, str):
+            return decoder_pb2.TokenizeRequest(text=params.text)
+        return decoder_pb2.TokenizeRequest(chat=params.chat)
+
     def _add_prompt(self, params: decoder_pb2.GenerateParams) -> None:
         index = 0
         if isinstance(self._content, str):
@@ -100,7 +108,7 @@ class PreparedPrompt:
                     message.parts.add(image=image_source(part, as_bytes=index in self._inline, in_prompt=True))
                 index += 1
 
-    def supply(self, error: EmbeddingNotCachedError, info: decoder_pb2.GetModelInfoResponse) -> list[ImageRef]:
+    def supply(self, error: EmbeddingNotCachedError, info: ModelInfo) -> list[ImageRef]:
         """Sends the images that the server lacks as bytes from now on; returns those to encode ahead of the request.
 
         If the missing images exceed half of a message, all of them must be encoded ahead. Videos always stay in the
@@ -204,6 +212,13 @@ def lookup_requests(
             )
             assign_max_pixels(request, max_pixels)
             yield chunk, request
+
+
+def detokenize_request(token_ids: Sequence[int]) -> decoder_pb2.DetokenizeRequest:
+    """Returns the request for the text of tokens. Raises InvalidParameterError for anything but their ids."""
+    request = decoder_pb2.DetokenizeRequest()
+    _fill(request, "token_ids", token_ids)
+    return request
 
 
 def cached_images(images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> list[ImageRef]:

@@ -3,9 +3,9 @@
 Both services let work wait, each for something else: the encoder's `images/file_readers.py` for a thread that reads
 files, its `images/pixel_budget.py` for a decoding process and for memory, its `vision/forward_queue.py` for a forward
 pass. The last one keeps the images of each tenant in a FairQueue; the others use `cost_turns.py`, which has one for
-each tenant and range of costs. In the encoder, the numbers by which it orders come from `lookonce/caller_order.py`,
-which is no queue: it gives each image its number when it is asked for, and lets an image that is ready early wait a
-moment for the earlier ones of its caller.
+each tenant and range of costs. In the encoder, the numbers by which it orders come from `caller_order.py`, which is no
+queue: it gives each image its number when it is asked for, and lets an image that is ready early wait a moment for the
+earlier ones of its caller.
 
 No thread, no clock; not safe for threads.
 """

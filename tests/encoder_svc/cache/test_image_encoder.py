@@ -26,7 +26,6 @@ from encoder_svc.images.quarantine import Quarantine, Stage
 from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
-from lookonce.caller_order import CallerOrder
 from lookonce.content_key import DEFAULT_TENANT, ProcessorOptions, content_key, image_digest
 from lookonce.errors import (
     ImagePoisonousError,
@@ -35,6 +34,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.media.image_header import ImageLimits
+from lookonce.turns.caller_order import CallerOrder
 from lookonce.turns.fair_queue import CallerId
 from tests import image_files
 from tests.clock import Clock

@@ -34,7 +34,7 @@ from encoder_svc.metrics import EncoderMetrics
 from encoder_svc.vision.batcher import BatchLimits, ForwardBatcher
 from encoder_svc.vision.forward_queue import ForwardJob, ForwardQueue
 from encoder_svc.vision.vision_model import VisionModel, row_bytes
-from lookonce import caller_order, tracing
+from lookonce import tracing
 from lookonce.content_key import DEFAULT_TENANT, ContentKey, ProcessorOptions, Tenant, image_digest
 from lookonce.errors import (
     DigestMismatchError,
@@ -49,6 +49,7 @@ from lookonce.forgotten import EVERYTHING
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.media.image_header import ImageLimits
 from lookonce.store.embedding_store import EmbeddingStore
+from lookonce.turns import caller_order
 from tests import image_files
 from tests.allocated_memory import nothing_left
 from tests.lookonce.store.entries import remove, write

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from encoder_svc.images import file_readers
 from encoder_svc.images.file_readers import FileReaders
-from lookonce.caller_order import Turn
+from lookonce.turns.caller_order import Turn
 from lookonce.turns.fair_queue import CallerId
 
 TIMEOUT_S = 30

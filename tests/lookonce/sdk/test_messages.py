@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.decoder_info import ModelInfo
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
 from lookonce.generation import GenerateOptions, Message
 from lookonce.images import ImageRef
 from lookonce.sdk.answers import Transcript
+from lookonce.sdk.decoder_facts import model_info_of
 from lookonce.sdk.messages import (
     MAX_LOOKUP_KEYS,
     SMALL_IMAGE_BYTES,
@@ -35,8 +37,8 @@ def _sent_as_bytes(prompt: PreparedPrompt) -> list[bool]:
     return [part.image.HasField("data") for part in message.parts if part.HasField("image")]
 
 
-def _info(max_message_bytes: int = 64 << 20, **fields: Any) -> decoder_pb2.GetModelInfoResponse:
-    return decoder_pb2.GetModelInfoResponse(max_message_bytes=max_message_bytes, **fields)
+def _info(max_message_bytes: int = 64 << 20, **fields: Any) -> ModelInfo:
+    return model_info_of(decoder_pb2.GetModelInfoResponse(max_message_bytes=max_message_bytes, **fields))
 
 
 def _lacks(*indexes: int) -> EmbeddingNotCachedError:

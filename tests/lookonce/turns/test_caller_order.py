@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lookonce import caller_order
-from lookonce.caller_order import CallerOrder, Turn
+from lookonce.turns import caller_order
+from lookonce.turns.caller_order import CallerOrder, Turn
 
 HANG_S = 30.0
 
