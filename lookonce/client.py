@@ -94,7 +94,8 @@ class Client:
         number of times that a call is repeated. Once a server has answered, a repeated call waits until its deadline
         for one that can be reached.
 
-        `tls_ca` is a PEM file with the servers' authorities; without it the connection is plaintext. `tls_cert` and
+        `tls_ca` is a PEM file with the servers' authorities, or "system" for those that the operating system trusts;
+        without it the connection is plaintext. `tls_cert` and
         `tls_key` are the client's own certificate and key, for servers that ask for one. `token` is sent as a bearer
         token: a text, a pathlib.Path of a file that is read again every five seconds, or a function that is called for
         each call and does not block.

@@ -43,7 +43,10 @@ class CliSettings(BaseSettings):
     )
     redis_url: SecretStr | None = Field(default=None, description="Redis that `up` uses instead of its own.")
     token: SecretStr | None = Field(default=None, description="Bearer token for calls.")
-    tls_ca: pathlib.Path | None = Field(default=None, description="PEM file with the servers' certificate authorities.")
+    tls_ca: pathlib.Path | None = Field(
+        default=None,
+        description="PEM file with the servers' certificate authorities; `system`: the operating system's.",
+    )
     tls_cert: pathlib.Path | None = Field(default=None, description="PEM file with the client's certificate chain.")
     tls_key: pathlib.Path | None = Field(default=None, description="PEM file with the client's private key.")
     runtime_dir: pathlib.Path | None = Field(

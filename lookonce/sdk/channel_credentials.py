@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import pathlib
+import ssl
 
 import grpc
 
 from lookonce.errors import ConfigurationError
 
+SYSTEM = pathlib.Path("system")
+"""In place of a file: the authorities that the operating system trusts. libpq has the same word for them."""
+
 _PEM_MARK = b"-----BEGIN "
+# Files with the system's authorities: of Debian, Fedora, SUSE, Alpine and macOS. gRPC's own ones are those of its build.
+_SYSTEM_FILES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
 
 
 def channel_credentials(
@@ -16,6 +27,7 @@ def channel_credentials(
 ) -> grpc.ChannelCredentials | None:
     """Returns the credentials of a client that trusts `authorities` and may have a certificate of its own.
 
+    `authorities` is a PEM file or SYSTEM.
     Returns None, for plaintext, without authorities. Raises ConfigurationError for files that are no PEM files, for a
     certificate without its key or a key without its certificate, and for a certificate without authorities.
     """
@@ -25,9 +37,19 @@ def channel_credentials(
         if certificate is not None:
             raise ConfigurationError("a client's certificate needs tls_ca, the authorities of the server's certificate")
         return None
+    roots = _content(_system_file() if authorities == SYSTEM else authorities)
     if certificate is None or key is None:
-        return grpc.ssl_channel_credentials(_content(authorities))
-    return grpc.ssl_channel_credentials(_content(authorities), _content(key), _content(certificate))
+        return grpc.ssl_channel_credentials(roots)
+    return grpc.ssl_channel_credentials(roots, _content(key), _content(certificate))
+
+
+def _system_file() -> pathlib.Path:
+    """Returns the file of SSL_CERT_FILE or of OpenSSL, else the system's. Raises ConfigurationError if there is none."""
+    candidates = [ssl.get_default_verify_paths().cafile, *_SYSTEM_FILES]
+    for candidate in candidates:
+        if candidate is not None and pathlib.Path(candidate).is_file():
+            return pathlib.Path(candidate)
+    raise ConfigurationError("TLS: this system has no file of authorities that is known here; name one as tls_ca")
 
 
 def _content(path: pathlib.Path) -> bytes:

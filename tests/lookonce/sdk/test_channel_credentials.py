@@ -8,8 +8,10 @@ import grpc
 import pytest
 import trustme
 
-from lookonce.errors import ConfigurationError
-from lookonce.sdk.channel_credentials import channel_credentials
+import lookonce
+from lookonce.errors import ConfigurationError, UnavailableError
+from lookonce.sdk.channel_credentials import SYSTEM, channel_credentials
+from tests.lookonce.sdk.sdk_servers import running_system
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +60,38 @@ def test_a_file_that_is_no_pem_file_is_refused_before_a_connection_is_made(
     for files in ((tmp_path / "text.txt", None, None), (pem / "ca.pem", tmp_path / "text.txt", pem / "key.pem")):
         with pytest.raises(ConfigurationError, match="is no PEM file"):
             channel_credentials(*files)
+
+
+def test_the_systems_authorities_are_a_file_that_the_system_or_the_user_names(
+    pem: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lookonce.sdk.channel_credentials._SYSTEM_FILES", (str(tmp_path / "missing"), str(pem / "ca.pem"))
+    )
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
+    assert isinstance(channel_credentials(SYSTEM, None, None), grpc.ChannelCredentials)
+    (tmp_path / "text.txt").write_text("hello")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "text.txt"))
+    with pytest.raises(ConfigurationError, match="is no PEM file"):
+        channel_credentials(SYSTEM, None, None)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
+    monkeypatch.setattr("lookonce.sdk.channel_credentials._SYSTEM_FILES", ())
+    with pytest.raises(ConfigurationError, match="name one as tls_ca"):
+        channel_credentials(SYSTEM, None, None)
+
+
+async def test_a_server_is_trusted_by_the_systems_authorities(
+    pem: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system trusts the authority of the server, and then another one."""
+    files = {"tls_cert": pem / "cert.pem", "tls_key": pem / "key.pem"}
+    async with running_system(**files) as system:
+        target = system.decoder_target.replace("127.0.0.1", "localhost")
+        monkeypatch.setenv("SSL_CERT_FILE", str(pem / "ca.pem"))
+        async with lookonce.AsyncClient.connect(target, tls_ca="system") as client:
+            assert (await client.generate("word")).text == "word +0"
+        trustme.CA().cert_pem.write_to_path(pem / "other.pem")
+        monkeypatch.setenv("SSL_CERT_FILE", str(pem / "other.pem"))
+        async with lookonce.AsyncClient.connect(target, tls_ca="system") as client:
+            with pytest.raises(UnavailableError):
+                await client.generate("word")
