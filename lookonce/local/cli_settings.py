@@ -45,7 +45,7 @@ class CliSettings(BaseSettings):
     token: SecretStr | None = Field(default=None, description="Bearer token for calls.")
     tls_ca: pathlib.Path | None = Field(
         default=None,
-        description="PEM file with the servers' certificate authorities; `system`: the operating system's.",
+        description="PEM file with the servers' certificate authorities, or `system` for the system's.",
     )
     tls_cert: pathlib.Path | None = Field(default=None, description="PEM file with the client's certificate chain.")
     tls_key: pathlib.Path | None = Field(default=None, description="PEM file with the client's private key.")

@@ -13,7 +13,7 @@ SYSTEM = pathlib.Path("system")
 """In place of a file: the authorities that the operating system trusts. libpq has the same word for them."""
 
 _PEM_MARK = b"-----BEGIN "
-# Files with the system's authorities: of Debian, Fedora, SUSE, Alpine and macOS. gRPC's own ones are those of its build.
+# Files with the system's authorities: of Debian, Fedora, SUSE, Alpine and macOS. gRPC has its own ones from its build.
 _SYSTEM_FILES = (
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -44,7 +44,7 @@ def channel_credentials(
 
 
 def _system_file() -> pathlib.Path:
-    """Returns the file of SSL_CERT_FILE or of OpenSSL, else the system's. Raises ConfigurationError if there is none."""
+    """Returns the file of SSL_CERT_FILE or OpenSSL, else the system's. Raises ConfigurationError if there is none."""
     candidates = [ssl.get_default_verify_paths().cafile, *_SYSTEM_FILES]
     for candidate in candidates:
         if candidate is not None and pathlib.Path(candidate).is_file():

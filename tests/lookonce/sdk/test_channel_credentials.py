@@ -84,8 +84,7 @@ async def test_a_server_is_trusted_by_the_systems_authorities(
     pem: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system trusts the authority of the server, and then another one."""
-    files = {"tls_cert": pem / "cert.pem", "tls_key": pem / "key.pem"}
-    async with running_system(**files) as system:
+    async with running_system(tls_cert=pem / "cert.pem", tls_key=pem / "key.pem") as system:
         target = system.decoder_target.replace("127.0.0.1", "localhost")
         monkeypatch.setenv("SSL_CERT_FILE", str(pem / "ca.pem"))
         async with lookonce.AsyncClient.connect(target, tls_ca="system") as client:
