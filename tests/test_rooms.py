@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
     "lookonce.generation": {"GenerateOptions", "Generation", "Message", "TextPrompt", "Usage"},
     "lookonce.images": {"BinaryFile", "Encoding", "ImageRef", "PilImage", "as_image", "as_images"},
     "lookonce.decoder_info": {"DecoderLoad", "ImageSpan", "ModelInfo", "TokenizedPrompt"},
+    "lookonce.testing": {"FakeRequest", "FakeServer"},
     "lookonce.videos": {"Video"},
     "lookonce.errors": {
         "AbortedError",

@@ -1,0 +1,65 @@
+"""A generate request as a FakeServer received it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from lookonce.common.v1 import common_pb2
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
+from lookonce.errors import UnsupportedError
+from lookonce.identity import REQUEST_ID_KEY
+from lookonce.images import ImageRef
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRequest:
+    """One generate request, as plain data."""
+
+    # Texts of all messages and parts in reading order, with line ends between them.
+    text: str
+    # Images in reading order; those that came as bytes have them.
+    images: tuple[ImageRef, ...]
+    # Sampling options that the caller gave, by their names in the contract.
+    options: Mapping[str, object]
+    request_id: str
+    # Metadata of the call, such as "authorization".
+    metadata: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def of(cls, params: decoder_pb2.GenerateParams, metadata: Mapping[str, str]) -> Self:
+        """Converts a request. Raises UnsupportedError for videos and token ids."""
+        if params.HasField("tokens"):
+            raise UnsupportedError("a FakeServer offers no prompts of token ids")
+        parts = [part for message in params.chat.messages for part in message.parts]
+        if any(part.HasField("video") for part in parts):
+            raise UnsupportedError("a FakeServer offers no videos")
+        sources = [*(part.image for part in parts if part.HasField("image")), *params.text.images]
+        texts = [*(part.text for part in parts if part.HasField("text")), params.text.text]
+        request_id = params.request_id or metadata.get(REQUEST_ID_KEY, "")
+        text, images = "\n".join(filter(None, texts)), tuple(images_of(sources))
+        return cls(text, images, _options_of(params.sampling), request_id, metadata)
+
+
+def _options_of(sampling: decoder_pb2.SamplingParams) -> dict[str, object]:
+    """Returns the fields that are set, with floats as the caller wrote them: the contract has 32 bits for each."""
+    options: dict[str, object] = {}
+    for descriptor, value in sampling.ListFields():
+        if isinstance(value, float):
+            options[descriptor.name] = float(f"{value:.7g}")
+        elif isinstance(value, int | str):
+            options[descriptor.name] = value
+        else:
+            options[descriptor.name] = dict(value) if isinstance(value, Mapping) else list(value)
+    return options
+
+
+def images_of(sources: Iterable[common_pb2.ImageSource]) -> Iterable[ImageRef]:
+    """Yields references to images of a request, with their bytes if they came."""
+    for source in sources:
+        max_pixels = source.max_pixels or None
+        if source.HasField("data"):
+            yield ImageRef.from_bytes(source.data, max_pixels=max_pixels)
+        else:
+            yield ImageRef.from_digest(source.key.digest, max_pixels=max_pixels)

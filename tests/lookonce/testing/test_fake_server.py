@@ -1,0 +1,135 @@
+"""The stand-in for the services behaves to clients as they do, in what it offers."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import lookonce
+from lookonce.errors import EmbeddingNotCachedError, OverloadedError, UnavailableError, UnsupportedError
+from lookonce.generation import Message, TextPrompt
+from lookonce.images import ImageRef
+from lookonce.testing import FakeRequest, FakeServer
+from lookonce.videos import Video
+
+DOCUMENT = pathlib.Path(__file__).parents[3] / "docs/sdk.md"
+LARGE, SMALL = b"x" * 100_000, b"y" * 100
+
+
+def test_the_documented_example_runs() -> None:
+    found = re.search(r"test_fake_server.py -->\n```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert found is not None
+    exec(compile(found[1], str(DOCUMENT), "exec"), {})
+
+
+def test_an_answer_is_a_text_or_what_a_function_returns_or_raises() -> None:
+    def answer(request: FakeRequest) -> str:
+        if "bad" in request.text:
+            raise OverloadedError("too bad", retry_after_s=99.0)
+        return f"{request.text} {len(request.images)} {request.options['temperature']} {request.options['stop']}"
+
+    with FakeServer(answer) as server, lookonce.Client.connect(server.target) as client:
+        options = {"temperature": 0.3, "stop": ["x"], "seed": 7, "logit_bias": {5: 1.5}, "max_tokens": 9}
+        generation = client.generate("good", [SMALL], request_id="mine", **options)  # type: ignore[arg-type]
+        assert generation.text == "good 1 0.3 ['x']"
+        assert generation.request_id == server.requests[0].request_id == "mine"
+        assert server.requests[0].options == options
+        with pytest.raises(OverloadedError) as caught:
+            client.generate("bad")
+        assert (caught.value.retry_after_s, caught.value.reason) == (99.0, "OVERLOADED")
+        assert [request.text for request in server.requests] == ["good", "bad"]
+
+
+@pytest.mark.parametrize("text", ["", "one", "one two  three", " padded "])
+async def test_a_stream_has_the_text_in_pieces(text: str) -> None:
+    with FakeServer(text) as server:
+        async with lookonce.AsyncClient.connect(server.target) as client:
+            stream = client.stream("what", [SMALL])
+            assert "".join([piece async for piece in stream]) == text
+            assert stream.generation.text == text
+            usage = stream.usage
+        assert (usage.image_tokens, usage.encoded_image_tokens, usage.completion_tokens) == (16, 16, len(text.split()))
+
+
+def test_an_image_is_uploaded_once_and_again_after_it_was_forgotten() -> None:
+    with FakeServer(rows_per_image=5) as server, lookonce.Client.connect(server.target) as client:
+        image = ImageRef.from_bytes(LARGE)
+        first = client.generate("what", [image]).usage
+        again = client.generate("what", [ImageRef.from_digest(image.digest), SMALL]).usage
+        assert (first.encoded_image_tokens, first.cached_image_tokens) == (5, 0)
+        assert (again.encoded_image_tokens, again.cached_image_tokens) == (5, 5)
+        assert [len(upload.data or b"") for upload in server.images.uploads] == [len(LARGE), len(SMALL)]
+        server.images.forget()
+        with pytest.raises(EmbeddingNotCachedError) as caught:
+            client.generate("what", [SMALL, ImageRef.from_digest(image.digest)])
+        assert caught.value.indexes == (1,)
+        client.generate("what", [image])
+        assert len(server.images.uploads) == 4
+
+
+def test_encode_and_lookup() -> None:
+    with FakeServer() as server, lookonce.Client.connect(server.target) as client:
+        assert client.lookup([LARGE, SMALL]) == [False, False]
+        (encoded,) = client.encode([LARGE])
+        assert encoded.encoding is not None
+        assert (encoded.encoding.source, encoded.encoding.num_rows) == ("computed", 16)
+        assert client.lookup([LARGE, SMALL]) == [True, False]
+        with pytest.raises(EmbeddingNotCachedError):
+            client.encode([ImageRef.from_digest("0" * 64)])
+
+
+def test_failures_come_in_turn() -> None:
+    with FakeServer() as server, lookonce.Client.connect(server.target, max_retries=0) as client:
+        server.fail(UnavailableError("gone"), OverloadedError("full"))
+        for kind in (UnavailableError, OverloadedError):
+            with pytest.raises(kind):
+                client.generate("what")
+        assert client.generate("what").text == "an answer"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [("what", {"json_schema": "{}"}), ([Message("user", [Video.from_frames([SMALL, SMALL]), "what"])], {})],
+)
+def test_what_it_does_not_offer_is_said(prompt: object, options: dict[str, str]) -> None:
+    with FakeServer() as server, lookonce.Client.connect(server.target) as client:
+        with pytest.raises(UnsupportedError, match="FakeServer"):
+            client.generate(prompt, **options)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match="FakeServer"):
+            client.tokenize("what")
+        with pytest.raises(UnsupportedError, match="FakeServer"):
+            client.detokenize([1])
+
+
+def test_chats_and_prompts_as_text_are_requests_with_a_text_and_images() -> None:
+    with FakeServer() as server, lookonce.Client.connect(server.target, token="secret") as client:
+        client.generate([Message("system", "be short"), Message("user", [SMALL, "what", LARGE])])
+        client.generate(TextPrompt("<image> what", [SMALL]))
+        chat, text = server.requests[-2:]
+        assert (chat.text, text.text) == ("be short\nwhat", "<image> what")
+        assert [len(one.images) for one in (chat, text)] == [2, 1]
+        assert chat.metadata["authorization"] == "Bearer secret"
+        assert "secret" not in repr(chat)
+
+
+def test_a_server_that_has_not_started_says_so_and_an_ended_one_is_gone() -> None:
+    server = FakeServer()
+    with pytest.raises(RuntimeError, match="not started"):
+        _ = server.target
+    server.close()
+    with server:
+        target = server.target
+    with lookonce.Client.connect(target, timeout_s=10) as client, pytest.raises(UnavailableError):
+        client.generate("what")
+
+
+def test_it_needs_none_of_the_services_packages() -> None:
+    code = (
+        "import sys, lookonce.testing; "
+        "sys.exit(bool({'torch', 'transformers', 'numpy', 'PIL', 'redis', 'lookonce.server'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
