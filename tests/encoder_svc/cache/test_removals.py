@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -296,34 +297,33 @@ async def test_an_image_that_waited_when_it_was_removed_is_not_stored(own_redis:
 
 
 class LateNews(CacheAdmin):
-    """Sends its messages some time after the call, as a slow network does."""
+    """Sends its messages some time after the call, in order, as a slow network does."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._url, self._sending = url, list[threading.Thread]()
+        self._url, self._sending = url, ThreadPoolExecutor(1)
 
     def tell_to_forget(self, forgotten: Forgotten, *, until_s: float = math.inf) -> bytes:
         token = new_token()
         with redis.Redis.from_url(self._url) as client:
             client.set(FORGET_TOKEN, token)
-        self._sending.append(threading.Thread(target=self._send, args=(token, forgotten)))
-        self._sending[-1].start()
+        self._sending.submit(self._send, token, forgotten)
         return token
 
     def _send(self, token: bytes, forgotten: Forgotten) -> None:
-        time.sleep(SETTLE_S)
+        time.sleep(0.1)
         with redis.Redis.from_url(self._url) as client:
             client.publish(FORGET_CHANNEL, to_message(token, forgotten))
 
     def close(self) -> None:
-        for thread in self._sending:
-            thread.join()
+        self._sending.shutdown()
         super().close()
 
 
 async def test_an_image_that_arrives_after_a_removal_is_stored_however_late_the_message_comes(
-    own_redis: EmbeddedRedis,
+    own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("encoder_svc.cache.removals._NUM_LOOKS", 4000)
     async with replicas(own_redis.url, False) as (mine,):
         await mine.finished(await mine.begun(Picture(("cat",))))
         control = CacheControl(mine.tiers, LateNews(own_redis.url), FINGERPRINT, ttl_s=60, restore_s=0.0)
