@@ -373,23 +373,31 @@ async def test_overload_is_refused_with_a_delay_and_passes(
         assert (await encode_one(encoder, png(50))).source == pb.RESULT_SOURCE_COMPUTED
 
 
-async def test_calls_of_many_images_that_do_not_fit_together_are_refused_and_not_each_of_them_half_done(
+async def test_a_call_of_images_that_do_not_fit_is_refused_and_gives_its_places_to_the_next_one(
     start_encoder: StartEncoder, sick_model: SickModel
 ) -> None:
-    async with start_encoder("llava_clip", max_queued_images=8, max_batch_items=4) as encoder:
+    async with start_encoder("llava_clip", max_queued_images=6, max_batch_items=6) as encoder:
         sick_model.gate.clear()
-        calls = [
-            asyncio.ensure_future(encoder.stub.Encode(request(*(source(png(4 * number + one)) for one in range(4)))))
-            for number in range(12)
-        ]
-        async with asyncio.timeout(60):
-            while sum(call.done() for call in calls) < 10:
-                await asyncio.sleep(0.01)
-            sick_model.gate.set()
-            ends = await asyncio.gather(*calls, return_exceptions=True)
-    assert sum(isinstance(end, pb.EncodeResponse) for end in ends) == 2
-    refusals = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
-    assert {type(status_codes.from_rpc_error(refusal)) for refusal in refusals} == {OverloadedError}
+        batcher = encoder.pipeline._encoder._batcher
+
+        def sent(*seeds: int) -> asyncio.Future[pb.EncodeResponse]:
+            return asyncio.ensure_future(encoder.stub.Encode(request(*(source(png(seed)) for seed in seeds))))
+
+        running = sent(0)
+        await settled(lambda: batcher.running_s > 0)
+        # Five of its images fit. They wait for the model, which works on another one.
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await asyncio.wait_for(sent(*range(1, 7)), TIMEOUT_S)
+        assert isinstance(status_codes.from_rpc_error(refusal.value), OverloadedError)
+        # Images that are being decoded keep their places until that ends.
+        async with asyncio.timeout(TIMEOUT_S):
+            while (await asyncio.wait([next_one := sent(*range(7, 12))], timeout=0.3))[0]:
+                refused = next_one.exception()
+                assert isinstance(refused, grpc.aio.AioRpcError)
+                assert isinstance(status_codes.from_rpc_error(refused), OverloadedError)
+        sick_model.gate.set()
+        for call in (running, next_one):
+            assert isinstance(await asyncio.wait_for(call, TIMEOUT_S), pb.EncodeResponse)
 
 
 async def test_killing_redis_costs_neither_answers_nor_rows(
