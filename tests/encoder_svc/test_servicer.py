@@ -380,7 +380,7 @@ async def test_a_call_of_images_that_do_not_fit_is_refused_and_gives_its_places_
         sick_model.gate.clear()
         batcher = encoder.pipeline._encoder._batcher
 
-        def sent(*seeds: int) -> asyncio.Future[pb.EncodeResponse]:
+        def sent(*seeds: int) -> asyncio.Future[Any]:
             return asyncio.ensure_future(encoder.stub.Encode(request(*(source(png(seed)) for seed in seeds))))
 
         running = sent(0)
