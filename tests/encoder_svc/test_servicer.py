@@ -381,7 +381,8 @@ async def test_a_call_of_images_that_do_not_fit_is_refused_and_gives_its_places_
         batcher = encoder.pipeline._encoder._batcher
 
         def sent(*seeds: int) -> asyncio.Future[Any]:
-            return asyncio.ensure_future(encoder.stub.Encode(request(*(source(png(seed)) for seed in seeds))))
+            call: Any = encoder.stub.Encode(request(*(source(png(seed)) for seed in seeds)))
+            return asyncio.ensure_future(call)
 
         running = sent(0)
         await settled(lambda: batcher.running_s > 0)
