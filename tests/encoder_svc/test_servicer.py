@@ -381,8 +381,9 @@ async def test_a_call_of_images_that_do_not_fit_is_refused_and_gives_its_places_
         batcher = encoder.pipeline._encoder._batcher
 
         def sent(*seeds: int) -> asyncio.Future[Any]:
-            call: Any = encoder.stub.Encode(request(*(source(png(seed)) for seed in seeds)))
-            return asyncio.ensure_future(call)
+            call = encoder.stub.Encode(request(*(source(png(seed)) for seed in seeds)))
+            waiting: asyncio.Future[Any] = asyncio.ensure_future(call)
+            return waiting
 
         running = sent(0)
         await settled(lambda: batcher.running_s > 0)
