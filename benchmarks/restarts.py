@@ -69,7 +69,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--without", type=int, default=10, help="the same without retries (default: %(default)s)")
     report.add_quick(parser)
     arguments = parser.parse_args(given)
-    plans = [(2, Plan(1 if arguments.quick else arguments.restarts))]
+    plans = [(2, Plan(1, 2, 1) if arguments.quick else Plan(arguments.restarts))]
     if not arguments.quick:
         plans.append((0, Plan(arguments.without)))
     outcomes = []
