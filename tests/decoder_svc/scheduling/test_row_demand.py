@@ -190,7 +190,7 @@ class RowDemandMachine(RuleBasedStateMachine):
     def ask(self) -> None:
         """Runs a step's requests for rows: only missing rows, each once, within the step's limit."""
         self.demand.begin_step()
-        # The first one whose tokens are not all computed may displace the others' rows: else all may wait for each other.
+        # The first one with tokens to compute may displace the others' rows: else all may wait for each other.
         first = next((one for one in self.live if one.num_computed_tokens < one.num_tokens), None)
         for one in self.live:
             self.demand.ask(one, one.num_computed_tokens, 1, is_first=True, may_displace=one is first)
