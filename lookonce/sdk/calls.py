@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import grpc.aio
 
@@ -18,21 +18,22 @@ from lookonce.sdk.replies import error_of, parsed
 from lookonce.sdk.retries import Attempts, Retries
 from lookonce.status_codes import from_rpc_error
 
+EventT = TypeVar("EventT", threading.Event, asyncio.Event)
 ResponseT = TypeVar("ResponseT")
 ResultT = TypeVar("ResultT")
 
 
-class _Calls:
+class _Calls(Generic[EventT]):
     """Knows whether a client is closed, and what its calls share."""
 
-    def __init__(self, options: ConnectionOptions) -> None:
+    def __init__(self, options: ConnectionOptions, closed: EventT) -> None:
         self._options = options
         self._retries = Retries(options.max_retries)
-        self._is_closed = False
+        self._closed: EventT = closed
 
     def close(self) -> None:
-        """Makes all later calls raise AbortedError. The client closes the channels."""
-        self._is_closed = True
+        """Makes all later calls raise AbortedError, and ends pauses. The client closes the channels."""
+        self._closed.set()
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Returns the deadline of a method. Raises AbortedError if the client is closed, also if it makes no call."""
@@ -52,25 +53,19 @@ class _Calls:
 
     def check_open(self) -> None:
         """Raises AbortedError if the client is closed."""
-        if self._is_closed:
+        if self._closed.is_set():
             raise closed_error()
 
 
-class SyncCalls(_Calls):
+class SyncCalls(_Calls[threading.Event]):
     """The calls of one synchronous client. Thread-safe."""
 
     def __init__(self, options: ConnectionOptions) -> None:
-        super().__init__(options)
-        self._closing = threading.Event()
-
-    def close(self) -> None:
-        """Makes all later calls raise AbortedError, and ends pauses."""
-        super().close()
-        self._closing.set()
+        super().__init__(options, threading.Event())
 
     def pause(self, pause_s: float) -> None:
         """Waits before the next attempt of a call. Raises AbortedError if the client is closed meanwhile."""
-        self._closing.wait(pause_s)
+        self._closed.wait(pause_s)
         self.check_open()
 
     def unary(
@@ -126,27 +121,21 @@ class SyncCalls(_Calls):
 
     def error_of(self, error: grpc.RpcError) -> LookonceError:
         """Returns the typed error of a failed call."""
-        if self._is_closed and error.code() is grpc.StatusCode.CANCELLED:
+        if self._closed.is_set() and error.code() is grpc.StatusCode.CANCELLED:
             return closed_error()
         return error_of(error)
 
 
-class AsyncCalls(_Calls):
+class AsyncCalls(_Calls[asyncio.Event]):
     """The calls of one client for asyncio."""
 
     def __init__(self, options: ConnectionOptions) -> None:
-        super().__init__(options)
-        self._closing = asyncio.Event()
-
-    def close(self) -> None:
-        """Makes all later calls raise AbortedError, and ends pauses."""
-        super().close()
-        self._closing.set()
+        super().__init__(options, asyncio.Event())
 
     async def pause(self, pause_s: float) -> None:
         """Waits before the next attempt of a call. Raises AbortedError if the client is closed meanwhile."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), pause_s)
+            await asyncio.wait_for(self._closed.wait(), pause_s)
         self.check_open()
 
     async def unary(
@@ -195,7 +184,7 @@ class AsyncCalls(_Calls):
         gRPC raises CancelledError in both cases.
         """
         task = asyncio.current_task()
-        if self._is_closed and (task is None or not task.cancelling()):
+        if self._closed.is_set() and (task is None or not task.cancelling()):
             raise closed_error() from None
 
 
