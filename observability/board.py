@@ -144,17 +144,24 @@ def calls_section() -> tuple[str, tuple[Graph, ...]]:
                     Query(f"max({selected('lookonce_drain_limit_seconds')})", "limit"),
                 ),
             ),
-            Graph(
-                "Memory",
-                "Resident memory of the processes.",
-                "bytes",
-                (Query(total("process_resident_memory_bytes"), "{{instance}}"),),
-            ),
-            Graph(
-                "CPU",
-                "Number of CPUs in use.",
-                "none",
-                (Query(rate("process_cpu_seconds_total", "instance"), "{{instance}}"),),
-            ),
+            *_process_graphs(),
+        ),
+    )
+
+
+def _process_graphs() -> tuple[Graph, ...]:
+    """Returns the graphs of the operating system's figures."""
+    return (
+        Graph(
+            "Memory",
+            "Resident memory of the processes.",
+            "bytes",
+            (Query(total("process_resident_memory_bytes"), "{{instance}}"),),
+        ),
+        Graph(
+            "CPU",
+            "Number of CPUs in use.",
+            "none",
+            (Query(rate("process_cpu_seconds_total", "instance"), "{{instance}}"),),
         ),
     )
