@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from benchmarks.wire_format import field, nested
 from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb
@@ -80,8 +81,10 @@ async def _empty_parts(abuser: Abuser) -> Counter[str]:
     parts = decoder_pb.ChatMessage(role=decoder_pb.ROLE_USER, parts=[decoder_pb.ContentPart()]).SerializeToString()
     empty = decoder_pb.ChatMessage(parts=[decoder_pb.ContentPart()]).SerializeToString()
     message = parts + empty * (abuser.count(30 * _MIB) // len(empty))
-    chat = _field(decoder_pb.ChatPrompt, "messages", message)
-    request = _field(decoder_pb.GenerateRequest, "params", _field(decoder_pb.GenerateParams, "chat", chat))
+    chat = nested(decoder_pb.ChatPrompt.DESCRIPTOR, "messages", message)
+    request = nested(
+        decoder_pb.GenerateRequest.DESCRIPTOR, "params", nested(decoder_pb.GenerateParams.DESCRIPTOR, "chat", chat)
+    )
     return await abuser.calls(abuser.decoder, _GENERATE, [request])
 
 
@@ -141,7 +144,7 @@ async def _many_calls(abuser: Abuser) -> Counter[str]:
 async def _large_health(abuser: Abuser) -> Counter[str]:
     ends: Counter[str] = Counter()
     # Field 1, the name of the service.
-    request = b"\x0a" + _varint(abuser.count(30 * _MIB)) + bytes(abuser.count(30 * _MIB))
+    request = field(1, bytes(abuser.count(30 * _MIB)))
     for target in (abuser.decoder, abuser.encoder):
         ends += await abuser.calls(target, _HEALTH, [request] * 2, has_token=False)
     return ends
@@ -161,19 +164,6 @@ ABUSES: dict[str, Callable[[Abuser], Awaitable[Counter[str]]]] = {
 def _encode(data: bytes) -> bytes:
     item = encoder_pb.EncodeItem(image=common_pb2.ImageSource(data=data))
     return encoder_pb.EncodeRequest(items=[item]).SerializeToString()
-
-
-def _field(message: Any, name: str, content: bytes) -> bytes:
-    """Returns a message with one field, which holds a serialized message."""
-    return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(number: int) -> bytes:
-    groups = []
-    while number > 127:
-        groups.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*groups, number])
 
 
 def main() -> None:

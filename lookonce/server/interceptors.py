@@ -324,11 +324,11 @@ async def _write_all(responses: Any, context: Context, call: Call) -> None:
         raise asyncio.CancelledError("the client has disconnected") from None
 
 
-def _parser(handler: Handler, bounds: MessageBounds) -> Callable[[bytes], Any]:
+def _parser(handler: Handler, bounds: MessageBounds) -> Callable[[bytes], Awaitable[Any]]:
     deserialize = handler.request_deserializer
 
-    def parse(raw_request: bytes) -> Any:
-        bounds.check(raw_request)
+    async def parse(raw_request: bytes) -> Any:
+        await bounds.check(raw_request)
         try:
             return raw_request if deserialize is None else deserialize(raw_request)
         except DecodeError:

@@ -161,3 +161,10 @@ def test_restarts(quick: Any) -> None:
     outcomes = quick("restarts", in_processes=True)["outcomes"]
     assert [(one["signal"], one["num_restarts"]) for one in outcomes] == [("SIGTERM", 1), ("SIGKILL", 1)]
     assert all(one["num_right"] > 0 and one["num_wrong"] == 0 and one["failures"] == [] for one in outcomes)
+
+
+def test_large_messages(quick: Any) -> None:
+    (stalls,) = quick("large_messages", in_processes=True)["rounds"]
+    refused = {one["message"]: one["status"] for one in stalls if one["service"] == "encoder"}
+    assert refused["Encode items empty, 1 MiB"] == refused["EvictEmbeddings keys empty, 1 MiB"] == "RESOURCE_EXHAUSTED"
+    assert all(one["num_calls"] > 0 and one["longest_s"] > 0 for one in stalls)

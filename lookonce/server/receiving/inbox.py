@@ -57,7 +57,7 @@ class Receivers:
 class Inbox:
     """The messages that a caller sends, parsed: one of a unary request, or a stream of them."""
 
-    def __init__(self, context: Any, call: Call, receiver: Receiver, parse: Callable[[bytes], Any]) -> None:
+    def __init__(self, context: Any, call: Call, receiver: Receiver, parse: Callable[[bytes], Awaitable[Any]]) -> None:
         """`context` is the context of `call`, whose handler is, to gRPC, one with a stream of requests."""
         self._context = context
         self._call = call
@@ -91,7 +91,7 @@ class Inbox:
     async def _parsed(self, message: bytes) -> Any:
         if len(message) > _LARGE_BYTES:
             await asyncio.sleep(0)
-        return self._parse(message)
+        return await self._parse(message)
 
     async def _receive(self, *, may_pause: bool) -> Any:
         receive = self._receiver.receive(self._caller(), self._context.read, may_pause=may_pause)

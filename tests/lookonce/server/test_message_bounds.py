@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from typing import Any
 
 import grpc
@@ -62,9 +64,21 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_message_that_takes_long_to_parse_is_refused(name: str) -> None:
+async def test_a_message_that_takes_long_to_parse_is_refused(name: str) -> None:
     with pytest.raises(errors.MessageTooLargeError, match="the request has more than"):
-        GENERATE.check(HOSTILE[name])
+        await GENERATE.check(HOSTILE[name])
+
+
+@pytest.mark.parametrize("name", ["messages", "single numbers", "groups"])
+async def test_others_have_turns_while_a_message_is_checked(name: str) -> None:
+    """The event loop stood still for 10 to 20 ms."""
+    check = asyncio.create_task(GENERATE.check(HOSTILE[name]))
+    num_turns = 0
+    while not check.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert isinstance(check.exception(), errors.MessageTooLargeError)
+    assert MAX_FIELDS / 1500 < num_turns < MAX_FIELDS / 500
 
 
 HONEST: dict[str, Message] = {
@@ -96,15 +110,15 @@ HONEST: dict[str, Message] = {
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_message_passes(name: str) -> None:
+async def test_an_honest_message_passes(name: str) -> None:
     message = HONEST[name]
-    MessageBounds.of(type(message).FromString).check(message.SerializeToString())
+    await MessageBounds.of(type(message).FromString).check(message.SerializeToString())
 
 
 @pytest.mark.parametrize("stop", [1, 7, 70_000, -1])
-def test_a_malformed_message_is_left_to_the_parser(stop: int) -> None:
+async def test_a_malformed_message_is_left_to_the_parser(stop: int) -> None:
     whole = params(TEXT, field(1, b"a" * 100_000)) + field(99, b"b")
-    GENERATE.check(whole[:stop])
+    await GENERATE.check(whole[:stop])
     with pytest.raises(DecodeError):
         pb.GenerateRequest.FromString(whole[:stop])
 
@@ -112,7 +126,7 @@ def test_a_malformed_message_is_left_to_the_parser(stop: int) -> None:
 @settings(max_examples=300)
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_are_walked_over(raw: bytes) -> None:
-    _Walk(raw).over(pb.GenerateRequest.DESCRIPTOR)
+    deque(_Walk(raw).over(pb.GenerateRequest.DESCRIPTOR), maxlen=0)
 
 
 @settings(max_examples=100)
@@ -134,7 +148,7 @@ def test_fields_and_bytes_are_those_of_the_message(
                 message.parts.add().image.data = part
     request.params.sampling.stop_token_ids.extend(token_ids)
     walk = _Walk(request.SerializeToString())
-    walk.over(pb.GenerateRequest.DESCRIPTOR)
+    deque(walk.over(pb.GenerateRequest.DESCRIPTOR), maxlen=0)
     assert walk._num_fields == num_fields(request)
     texts = [*stops, *(part for parts in turns for part in parts if isinstance(part, str))]
     assert walk._num_text_bytes == sum(len(text.encode()) for text in texts)
@@ -169,12 +183,12 @@ def test_methods_whose_requests_can_hold_an_image_are_known(kind: type[Message],
     assert MessageBounds.of(kind.FromString).has_images == has_images
 
 
-def test_a_request_that_cannot_hold_an_image_is_small() -> None:
+async def test_a_request_that_cannot_hold_an_image_is_small() -> None:
     bounds = MessageBounds.of(health_pb2.HealthCheckRequest.FromString)
     name = field(1, b"a" * MAX_IMAGELESS_BYTES)
     with pytest.raises(errors.MessageTooLargeError, match=f"has {len(name)} bytes"):
-        bounds.check(name)
-    bounds.check(field(1, b"a" * 100_000))
+        await bounds.check(name)
+    await bounds.check(field(1, b"a" * 100_000))
 
 
 async def test_the_caller_is_told_in_the_usual_form() -> None:
