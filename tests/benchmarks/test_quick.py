@@ -165,6 +165,7 @@ def test_restarts(quick: Any) -> None:
 
 def test_large_messages(quick: Any) -> None:
     (stalls,) = quick("large_messages", in_processes=True)["rounds"]
-    refused = {one["message"]: one["status"] for one in stalls if one["service"] == "encoder"}
-    assert refused["Encode items empty, 1 MiB"] == refused["EvictEmbeddings keys empty, 1 MiB"] == "RESOURCE_EXHAUSTED"
+    statuses = {one["message"]: one["status"] for one in stalls}
+    assert statuses["Encode items empty, 1 MiB"] == statuses["Check unknown numbers, 1 MiB"] == "RESOURCE_EXHAUSTED"
+    assert statuses["Encode items.image.data long, 1 MiB"] == "INVALID_ARGUMENT"
     assert all(one["num_calls"] > 0 and one["longest_s"] > 0 for one in stalls)
