@@ -7,7 +7,7 @@
 
 PYTHON ?= python3
 TESTS ?=
-JOBS ?= 3
+JOBS ?= 4
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
