@@ -7,7 +7,7 @@
 
 PYTHON ?= python3
 TESTS ?=
-JOBS ?= 4
+JOBS ?= 3
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed

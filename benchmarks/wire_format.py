@@ -8,7 +8,7 @@ _LENGTH_DELIMITED = 2
 
 
 def varint(number: int) -> bytes:
-    """Returns the encoded number."""
+    """Returns a number as protobuf encodes it."""
     groups = []
     while number > 127:
         groups.append(number & 127 | 128)
