@@ -1,38 +1,76 @@
 """Lookonce: an image is looked at once.
 
-The clients are loaded on first use, so that importing a module of this package does not import gRPC.
+The public names are loaded on first use, so that importing a module of this package does not import gRPC. Errors are in
+`lookonce.errors`, a server for tests in `lookonce.testing`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = ["AdminClient", "AsyncAdminClient", "AsyncClient", "Client", "__version__"]
+__all__ = [
+    "AdminClient",
+    "AsyncAdminClient",
+    "AsyncClient",
+    "AsyncTextStream",
+    "Client",
+    "DecoderLoad",
+    "Encoding",
+    "GenerateOptions",
+    "Generation",
+    "ImageRef",
+    "LookonceError",
+    "Message",
+    "ModelInfo",
+    "TextPrompt",
+    "TextStream",
+    "TokenizedPrompt",
+    "Usage",
+    "Video",
+    "__version__",
+]
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lookonce.admin.aio import AsyncAdminClient
     from lookonce.admin.client import AdminClient
-    from lookonce.aio import AsyncClient
-    from lookonce.client import Client
+    from lookonce.aio import AsyncClient, AsyncTextStream
+    from lookonce.client import Client, TextStream
+    from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
+    from lookonce.errors import LookonceError
+    from lookonce.generation import GenerateOptions, Generation, Message, TextPrompt, Usage
+    from lookonce.images import Encoding, ImageRef
+    from lookonce.videos import Video
 else:
+    import importlib
+
+    _MODULES = {
+        "AdminClient": "admin.client",
+        "AsyncAdminClient": "admin.aio",
+        "AsyncClient": "aio",
+        "AsyncTextStream": "aio",
+        "Client": "client",
+        "DecoderLoad": "decoder_info",
+        "Encoding": "images",
+        "GenerateOptions": "generation",
+        "Generation": "generation",
+        "ImageRef": "images",
+        "LookonceError": "errors",
+        "Message": "generation",
+        "ModelInfo": "decoder_info",
+        "TextPrompt": "generation",
+        "TextStream": "client",
+        "TokenizedPrompt": "decoder_info",
+        "Usage": "generation",
+        "Video": "videos",
+    }
+
     # Hidden from type checkers, for which any name would exist.
     def __getattr__(name: str) -> object:
-        if name == "Client":
-            from lookonce.client import Client
+        if name not in _MODULES:
+            raise AttributeError(f"module 'lookonce' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"lookonce.{_MODULES[name]}"), name)
 
-            return Client
-        if name == "AsyncClient":
-            from lookonce.aio import AsyncClient
-
-            return AsyncClient
-        if name == "AdminClient":
-            from lookonce.admin.client import AdminClient
-
-            return AdminClient
-        if name == "AsyncAdminClient":
-            from lookonce.admin.aio import AsyncAdminClient
-
-            return AsyncAdminClient
-        raise AttributeError(f"module 'lookonce' has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})

@@ -8,9 +8,9 @@ async with lookonce.AsyncClient.connect("127.0.0.1:50051") as client:
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
-import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, Unpack
 
@@ -19,27 +19,26 @@ from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
-from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
-from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
+from lookonce.errors import EmbeddingNotCachedError, LookonceError
 from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
 from lookonce.sdk.answers import Transcript, generation_of
-from lookonce.sdk.calls import AsyncCalls, closed_error
-from lookonce.sdk.channel import (
-    DECODER,
-    ENCODER,
-    ConnectionOptions,
-    Deadline,
-    check_request_id,
-    connection_options,
-)
+from lookonce.sdk.calls import AsyncCalls, not_ready_error
+from lookonce.sdk.channel import ConnectionOptions, Deadline, check_request_id, connection_options
+from lookonce.sdk.connections import AsyncConnection
 from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
 from lookonce.sdk.environment import named_connection
-from lookonce.sdk.lazy_channel import LazyChannel
-from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, detokenize_request, lookup_requests
+from lookonce.sdk.messages import (
+    EncodePlan,
+    PreparedPrompt,
+    abort_request,
+    cached_images,
+    detokenize_request,
+    lookup_requests,
+)
 from lookonce.sdk.replies import parsed
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
@@ -68,12 +67,7 @@ class AsyncClient:
         """Opens nothing yet. Call `connect` instead."""
         self._options = options
         self._calls = AsyncCalls(options)
-        self._streams: weakref.WeakSet[AsyncTextStream] = weakref.WeakSet()
-        self._encoder_target = encoder_target
-        self._decoder_channel = LazyChannel(decoder_target, DECODER, options)
-        self._decoder_stub: decoder_grpc.DecoderServiceAsyncStub | None = None
-        self._encoder_channel: LazyChannel | None = None
-        self._info: ModelInfo | None = None
+        self._connection = AsyncConnection(decoder_target, encoder_target, options, self._calls)
 
     @classmethod
     def connect(
@@ -86,16 +80,39 @@ class AsyncClient:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         token: Token | None = None,
+        token_over_plaintext: bool = False,
         max_retries: int = 2,
+        headers: Mapping[str, str] | None = None,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
         The arguments are those of `lookonce.Client.connect`.
         """
-        named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
-        options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)
+        named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token, token_over_plaintext)
+        options = connection_options(
+            timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token,
+            token_over_plaintext=named.token_over_plaintext, max_retries=max_retries, headers=headers,
+        )  # fmt: skip
         encoder = None if encoder_target is None else checked_target(encoder_target)
+        if encoder is not None:
+            options.check_token_is_safe(encoder)
         return cls(checked_target(named.target), encoder, options)
+
+    def with_options(
+        self,
+        *,
+        timeout_s: float | None = None,
+        max_retries: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Returns a client with other defaults; None leaves one as it is, and headers are added to the earlier ones.
+
+        The two share their connections: closing one closes both.
+        """
+        client = copy.copy(self)
+        client._options = self._options.changed(timeout_s, max_retries, headers)
+        client._calls = self._calls.with_options(client._options)
+        return client
 
     async def generate(
         self,
@@ -114,11 +131,11 @@ class AsyncClient:
             metadata = self._options.metadata(options.get("request_id"))
             try:
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = await self._calls.unary(self._decoder.Generate, request, deadline, metadata)
+                response = await self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
             except EmbeddingNotCachedError as error:
                 await self._supply(prepared, error, deadline)
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = await self._calls.unary(self._decoder.Generate, request, deadline, metadata)
+                response = await self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
             return generation_of(response)
 
     def stream(
@@ -143,7 +160,7 @@ class AsyncClient:
         def start(prepared: PreparedPrompt, wait_for_ready: bool) -> Any:
             self._calls.check_open()
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
-            return self._decoder.GenerateStream(
+            return self._connection.decoder.GenerateStream(
                 request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
             )
 
@@ -152,7 +169,7 @@ class AsyncClient:
                 await self._supply(prepared, error, deadline)
 
         stream = AsyncTextStream(self._calls, self._calls.attempts(deadline), metadata, prepare, start, supply, span)
-        self._streams.add(stream)
+        self._connection.add(stream)
         return stream
 
     async def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
@@ -192,10 +209,14 @@ class AsyncClient:
         with tracing.calling("client.tokenize"):
             prepared = await _prepared(prompt, images, {})
             try:
-                response = await self._calls.unary(self._decoder.Tokenize, prepared.tokenize_request(), deadline)
+                response = await self._calls.unary(
+                    self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline
+                )
             except EmbeddingNotCachedError as error:
                 await self._supply(prepared, error, deadline)
-                response = await self._calls.unary(self._decoder.Tokenize, prepared.tokenize_request(), deadline)
+                response = await self._calls.unary(
+                    self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline
+                )
             return tokenized_prompt_of(response)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
@@ -203,13 +224,15 @@ class AsyncClient:
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.detokenize"):
             request = detokenize_request(token_ids)
-            return (await self._calls.unary(self._decoder.Detokenize, request, deadline)).text
+            return (await self._calls.unary(self._connection.decoder.Detokenize, request, deadline)).text
 
     async def load(self, *, timeout_s: float | None = None) -> DecoderLoad:
         """Returns the load of the replica that the call reaches."""
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.load"):
-            return load_of(await self._calls.unary(self._decoder.GetLoad, decoder_pb2.GetLoadRequest(), deadline))
+            return load_of(
+                await self._calls.unary(self._connection.decoder.GetLoad, decoder_pb2.GetLoadRequest(), deadline)
+            )
 
     async def model_info(self, *, timeout_s: float | None = None) -> ModelInfo:
         """Returns the decoder's model and limits; later calls return the first answer."""
@@ -217,15 +240,38 @@ class AsyncClient:
         with tracing.calling("client.model_info"):
             return await self._model_info(deadline)
 
+    async def abort(self, request_id: str, *, timeout_s: float | None = None) -> None:
+        """Ends a running `generate` or `stream` of the caller's tenant; its answer has the finish reason `abort`.
+
+        The call reaches one replica of those behind the target; a request that it does not know is no error. To end a
+        call of this program, cancel its task, or close its stream.
+        """
+        deadline = self._options.deadline(timeout_s)
+        with tracing.calling("client.abort"):
+            request = abort_request(request_id)
+            await self._calls.unary(self._connection.decoder.AbortRequest, request, deadline)
+
+    async def wait_until_ready(self, *, timeout_s: float | None = None) -> None:
+        """Waits until a decoder can be reached and says that it serves. Raises DeadlineError, which says if none does.
+
+        It asks without a token, so it says nothing about the caller's rights.
+        """
+        deadline = self._options.deadline(timeout_s)
+        try:
+            await asyncio.wait_for(self._connection.decoder_channel.channel_ready(), deadline.remaining_s())
+        except TimeoutError:
+            raise not_ready_error() from None
+        except grpc.aio.UsageError:
+            # The channel has been closed meanwhile.
+            self._calls.check_open()
+            raise
+        except asyncio.CancelledError:
+            self._calls.check_cancelled()
+            raise
+
     async def aclose(self) -> None:
         """Closes the channels. Calls and streams in flight end with AbortedError; so do later calls."""
-        self._calls.close()
-        # gRPC ends only the calls for which a task is waiting at this moment.
-        for stream in list(self._streams):
-            stream._end(closed_error())
-        await self._decoder_channel.close()
-        if self._encoder_channel is not None:
-            await self._encoder_channel.close()
+        await self._connection.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -233,30 +279,17 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    @property
-    def _decoder(self) -> decoder_grpc.DecoderServiceAsyncStub:
-        self._calls.check_open()
-        channel = self._decoder_channel.opened()
-        if self._decoder_stub is None:
-            self._decoder_stub = decoder_grpc.DecoderServiceStub(channel)
-        return self._decoder_stub
-
     async def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceAsyncStub:
-        target = self._encoder_target or (await self._model_info(deadline)).encoder_target
-        if not target:
-            raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
-        self._calls.check_open()
-        if self._encoder_channel is None:
-            self._encoder_channel = LazyChannel(target, ENCODER, self._options)
-        stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel.opened())
-        return stub
+        needs_target = self._connection.needs_encoder_target
+        return self._connection.encoder((await self._model_info(deadline)).encoder_target if needs_target else "")
 
     async def _model_info(self, deadline: Deadline) -> ModelInfo:
         self._calls.check_open()
-        if self._info is None:
+        if self._connection.info is None:
             request = decoder_pb2.GetModelInfoRequest()
-            self._info = model_info_of(await self._calls.unary(self._decoder.GetModelInfo, request, deadline))
-        return self._info
+            response = await self._calls.unary(self._connection.decoder.GetModelInfo, request, deadline)
+            self._connection.info = model_info_of(response)
+        return self._connection.info
 
     async def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""

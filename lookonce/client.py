@@ -6,10 +6,9 @@ with lookonce.Client.connect("127.0.0.1:50051") as client:
 
 from __future__ import annotations
 
+import copy
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import grpc
@@ -17,32 +16,34 @@ from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
-from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
-from lookonce.errors import EmbeddingNotCachedError, LookonceError, UnsupportedError
+from lookonce.errors import EmbeddingNotCachedError, LookonceError
 from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
 from lookonce.sdk.answers import Transcript, generation_of
-from lookonce.sdk.calls import SyncCalls, closed_error
-from lookonce.sdk.channel import (
-    DECODER,
-    ENCODER,
-    ConnectionOptions,
-    Deadline,
-    channel_options,
-    check_request_id,
-    connection_options,
-)
+from lookonce.sdk.calls import SyncCalls, not_ready_error
+from lookonce.sdk.channel import ConnectionOptions, Deadline, check_request_id, connection_options
+from lookonce.sdk.connections import SyncConnection
 from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
 from lookonce.sdk.environment import named_connection
-from lookonce.sdk.messages import EncodePlan, PreparedPrompt, cached_images, detokenize_request, lookup_requests
+from lookonce.sdk.messages import (
+    EncodePlan,
+    PreparedPrompt,
+    abort_request,
+    cached_images,
+    detokenize_request,
+    lookup_requests,
+)
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
 from lookonce.sdk.tokens import Token
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
+
+# Between two looks at a deadline while a client waits for a server.
+_POLL_S = 0.05
 
 
 class Client:
@@ -62,14 +63,7 @@ class Client:
         """Opens the decoder's channel. Call `connect` instead."""
         self._options = options
         self._calls = SyncCalls(options)
-        self._encoder_target = encoder_target
-        # Guards the encoder's channel and the streams.
-        self._lock = threading.Lock()
-        self._streams: weakref.WeakSet[TextStream] = weakref.WeakSet()
-        self._decoder_channel = self._open(decoder_target, DECODER)
-        self._decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self._decoder_channel)
-        self._encoder_channel: grpc.Channel | None = None
-        self._info: ModelInfo | None = None
+        self._connection = SyncConnection(decoder_target, encoder_target, options, self._calls)
 
     @classmethod
     def connect(
@@ -82,7 +76,9 @@ class Client:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         token: Token | None = None,
+        token_over_plaintext: bool = False,
         max_retries: int = 2,
+        headers: Mapping[str, str] | None = None,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
@@ -95,17 +91,40 @@ class Client:
         for one that can be reached.
 
         `tls_ca` is a PEM file with the servers' authorities, or "system" for those that the operating system trusts;
-        without it the connection is plaintext. `tls_cert` and
-        `tls_key` are the client's own certificate and key, for servers that ask for one. `token` is sent as a bearer
-        token: a text, a pathlib.Path of a file that is read again every five seconds, or a function that is called for
-        each call and does not block.
+        without it the connection is plaintext. `tls_cert` and `tls_key` are the client's own certificate and key, for
+        servers that ask for one. `token` is sent as a bearer token: a text, a pathlib.Path of a file that is read again
+        every five seconds, or a function that is called for each call and does not block. A token goes to another
+        machine without TLS only with `token_over_plaintext` (in the environment LOOKONCE_TOKEN_OVER_PLAINTEXT).
+
+        `headers` is further metadata that every call sends, for gateways and meshes on the way.
 
         Raises ConfigurationError or InvalidParameterError for values that no call could use.
         """
-        named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token)
-        options = connection_options(timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token, max_retries)
+        named = named_connection(decoder_target, tls_ca, tls_cert, tls_key, token, token_over_plaintext)
+        options = connection_options(
+            timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token,
+            token_over_plaintext=named.token_over_plaintext, max_retries=max_retries, headers=headers,
+        )  # fmt: skip
         encoder = None if encoder_target is None else checked_target(encoder_target)
+        if encoder is not None:
+            options.check_token_is_safe(encoder)
         return cls(checked_target(named.target), encoder, options)
+
+    def with_options(
+        self,
+        *,
+        timeout_s: float | None = None,
+        max_retries: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Returns a client with other defaults; None leaves one as it is, and headers are added to the earlier ones.
+
+        The two share their connections: closing one closes both.
+        """
+        client = copy.copy(self)
+        client._options = self._options.changed(timeout_s, max_retries, headers)
+        client._calls = self._calls.with_options(client._options)
+        return client
 
     def generate(
         self,
@@ -124,11 +143,11 @@ class Client:
             metadata = self._options.metadata(options.get("request_id"))
             try:
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = self._calls.unary(self._decoder.Generate, request, deadline, metadata)
+                response = self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
             except EmbeddingNotCachedError as error:
                 self._supply(prepared, error, deadline)
                 request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = self._calls.unary(self._decoder.Generate, request, deadline, metadata)
+                response = self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
             return generation_of(response)
 
     def stream(
@@ -148,7 +167,7 @@ class Client:
         def start(wait_for_ready: bool) -> Any:
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
             return self._calls.started(
-                lambda: self._decoder.GenerateStream(
+                lambda: self._connection.decoder.GenerateStream(
                     request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
                 )
             )
@@ -158,8 +177,7 @@ class Client:
                 self._supply(prepared, error, deadline)
 
         stream = TextStream(self._calls, self._calls.attempts(deadline), metadata, start, supply, span)
-        with self._lock:
-            self._streams.add(stream)
+        self._connection.add(stream)
         return stream
 
     def encode(self, images: Sequence[ImageLike], *, timeout_s: float | None = None) -> list[ImageRef]:
@@ -197,10 +215,10 @@ class Client:
         with tracing.calling("client.tokenize"):
             prepared = PreparedPrompt(prompt, images, {})
             try:
-                response = self._calls.unary(self._decoder.Tokenize, prepared.tokenize_request(), deadline)
+                response = self._calls.unary(self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline)
             except EmbeddingNotCachedError as error:
                 self._supply(prepared, error, deadline)
-                response = self._calls.unary(self._decoder.Tokenize, prepared.tokenize_request(), deadline)
+                response = self._calls.unary(self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline)
             return tokenized_prompt_of(response)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
@@ -208,13 +226,13 @@ class Client:
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.detokenize"):
             request = detokenize_request(token_ids)
-            return (self._calls.unary(self._decoder.Detokenize, request, deadline)).text
+            return (self._calls.unary(self._connection.decoder.Detokenize, request, deadline)).text
 
     def load(self, *, timeout_s: float | None = None) -> DecoderLoad:
         """Returns the load of the replica that the call reaches."""
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.load"):
-            return load_of(self._calls.unary(self._decoder.GetLoad, decoder_pb2.GetLoadRequest(), deadline))
+            return load_of(self._calls.unary(self._connection.decoder.GetLoad, decoder_pb2.GetLoadRequest(), deadline))
 
     def model_info(self, *, timeout_s: float | None = None) -> ModelInfo:
         """Returns the decoder's model and limits; later calls return the first answer."""
@@ -222,17 +240,37 @@ class Client:
         with tracing.calling("client.model_info"):
             return self._model_info(deadline)
 
+    def abort(self, request_id: str, *, timeout_s: float | None = None) -> None:
+        """Ends a running `generate` or `stream` of the caller's tenant; its answer has the finish reason `abort`.
+
+        The call reaches one replica of those behind the target; a request that it does not know is no error. To end a
+        stream of this program, close it.
+        """
+        deadline = self._options.deadline(timeout_s)
+        with tracing.calling("client.abort"):
+            request = abort_request(request_id)
+            self._calls.unary(self._connection.decoder.AbortRequest, request, deadline)
+
+    def wait_until_ready(self, *, timeout_s: float | None = None) -> None:
+        """Waits until a decoder can be reached and says that it serves. Raises DeadlineError, which says if none does.
+
+        It asks without a token, so it says nothing about the caller's rights.
+        """
+        deadline = self._options.deadline(timeout_s)
+        self._calls.check_open()
+        ready = grpc.channel_ready_future(self._connection.decoder_channel)
+        try:
+            # gRPC does not end the wait when the channel is closed.
+            while not _is_done(ready, _POLL_S):
+                self._calls.check_open()
+                if deadline.has_passed():
+                    raise not_ready_error()
+        finally:
+            ready.cancel()
+
     def close(self) -> None:
         """Closes the channels. Calls and streams in flight end with AbortedError; so do later calls."""
-        self._calls.close()
-        with self._lock:
-            streams = list(self._streams)
-            channels = [self._decoder_channel, self._encoder_channel]
-        for channel in channels:
-            if channel is not None:
-                channel.close()
-        for stream in streams:
-            stream._end(closed_error())
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -240,34 +278,31 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, target: str, service: str) -> grpc.Channel:
-        credentials = self._options.credentials()
-        if credentials is None:
-            return grpc.insecure_channel(target, options=channel_options(service))
-        return grpc.secure_channel(target, credentials, options=channel_options(service))
-
     def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceStub:
-        target = self._encoder_target or self._model_info(deadline).encoder_target
-        if not target:
-            raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
-        with self._lock:
-            self._calls.check_open()
-            if self._encoder_channel is None:
-                self._encoder_channel = self._open(target, ENCODER)
-            return encoder_grpc.EncoderServiceStub(self._encoder_channel)
+        needs_target = self._connection.needs_encoder_target
+        return self._connection.encoder(self._model_info(deadline).encoder_target if needs_target else "")
 
     def _model_info(self, deadline: Deadline) -> ModelInfo:
         self._calls.check_open()
-        if self._info is None:
+        if self._connection.info is None:
             request = decoder_pb2.GetModelInfoRequest()
-            self._info = model_info_of(self._calls.unary(self._decoder.GetModelInfo, request, deadline))
-        return self._info
+            response = self._calls.unary(self._connection.decoder.GetModelInfo, request, deadline)
+            self._connection.info = model_info_of(response)
+        return self._connection.info
 
     def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
         """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""
         ahead = prepared.supply(error, self._model_info(deadline))
         if ahead:
             self._encode(ahead, deadline)
+
+
+def _is_done(future: grpc.Future[Any], timeout_s: float) -> bool:
+    try:
+        future.result(timeout=timeout_s)
+    except grpc.FutureTimeoutError:
+        return False
+    return True
 
 
 class TextStream(Iterator[str]):

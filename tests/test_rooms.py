@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+import lookonce
+
 ROOT = pathlib.Path(__file__).parents[1]
 PRODUCT = ("lookonce", "encoder_svc", "decoder_svc")
 # The public face: modules of lookonce/ that may import rooms.
@@ -19,7 +21,27 @@ MAX_MODULES = 20
 
 # Classes and functions that a public module defines: exactly these, so that a new name is a decision.
 PUBLIC_NAMES = {
-    "lookonce": {"AdminClient", "AsyncAdminClient", "AsyncClient", "Client", "__version__"},
+    "lookonce": {
+        "AdminClient",
+        "AsyncAdminClient",
+        "AsyncClient",
+        "AsyncTextStream",
+        "Client",
+        "DecoderLoad",
+        "Encoding",
+        "GenerateOptions",
+        "Generation",
+        "ImageRef",
+        "LookonceError",
+        "Message",
+        "ModelInfo",
+        "TextPrompt",
+        "TextStream",
+        "TokenizedPrompt",
+        "Usage",
+        "Video",
+        "__version__",
+    },
     "lookonce.admin": {"CacheStats", "EntryStats", "EvictedImage", "TierStats"},
     "lookonce.generation": {"GenerateOptions", "Generation", "Message", "TextPrompt", "Usage"},
     "lookonce.images": {"BinaryFile", "Encoding", "ImageRef", "PilImage", "as_image", "as_images"},
@@ -83,6 +105,18 @@ def test_public_names_stay_where_clients_import_them(module: str) -> None:
         if not name.startswith("_") and getattr(value, "__module__", None) == module
     }
     assert defined | set(getattr(loaded, "__all__", ())) == PUBLIC_NAMES[module]
+
+
+def test_the_names_of_the_package_are_those_of_its_modules() -> None:
+    assert set(lookonce.__all__) <= set(dir(lookonce))
+    for name in set(lookonce.__all__) - {"__version__"}:
+        value = getattr(lookonce, name)
+        assert value is getattr(importlib.import_module(value.__module__), name)
+
+
+def test_importing_the_package_imports_no_grpc() -> None:
+    code = "import lookonce, lookonce.errors, sys; print('grpc' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 
 @pytest.mark.parametrize("service", ["encoder_svc", "decoder_svc"])

@@ -53,9 +53,12 @@ class AsyncAdminClient:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         token: Token | None = None,
+        token_over_plaintext: bool = False,
     ) -> Self:
         """Returns a client. The arguments are those of `lookonce.AdminClient.connect`."""
-        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
+        options = connection_options(
+            timeout_s, tls_ca, tls_cert, tls_key, token, token_over_plaintext=token_over_plaintext
+        )
         return cls(checked_target(target), options)
 
     @property

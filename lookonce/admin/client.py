@@ -10,8 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import Self
 
-import grpc
-
 from lookonce import tracing
 from lookonce.admin.messages import (
     cache_stats,
@@ -26,7 +24,8 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import SyncCalls
-from lookonce.sdk.channel import ConnectionOptions, channel_options, connection_options
+from lookonce.sdk.channel import ConnectionOptions, connection_options
+from lookonce.sdk.connections import open_channel
 from lookonce.sdk.target import checked_target
 from lookonce.sdk.tokens import Token
 
@@ -46,11 +45,7 @@ class AdminClient:
     def __init__(self, target: str, options: ConnectionOptions) -> None:
         """Opens the channel. Call `connect` instead."""
         self._calls = SyncCalls(options)
-        credentials = options.credentials()
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=channel_options())
-        else:
-            self._channel = grpc.secure_channel(target, credentials, options=channel_options())
+        self._channel = open_channel(target, None, options)
         self._stub: pb_grpc.EncoderAdminServiceStub = pb_grpc.EncoderAdminServiceStub(self._channel)
 
     @classmethod
@@ -63,13 +58,16 @@ class AdminClient:
         tls_cert: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         token: Token | None = None,
+        token_over_plaintext: bool = False,
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if the encoder is not reached.
 
         `target` is the host:port of an encoder's `admin_listen`; any encoder of a fleet will do. `token` needs the role
         operator. The other arguments are those of `lookonce.Client.connect`.
         """
-        options = connection_options(timeout_s, tls_ca, tls_cert, tls_key, token)
+        options = connection_options(
+            timeout_s, tls_ca, tls_cert, tls_key, token, token_over_plaintext=token_over_plaintext
+        )
         return cls(checked_target(target), options)
 
     def evict(

@@ -30,6 +30,7 @@ class ConnectionArguments(TypedDict):
     tls_cert: pathlib.Path | None
     tls_key: pathlib.Path | None
     token: str | None
+    token_over_plaintext: bool
 
 
 class CliSettings(BaseSettings):
@@ -43,6 +44,9 @@ class CliSettings(BaseSettings):
     )
     redis_url: SecretStr | None = Field(default=None, description="Redis that `up` uses instead of its own.")
     token: SecretStr | None = Field(default=None, description="Bearer token for calls.")
+    token_over_plaintext: bool = Field(
+        default=False, description="Whether the token may go to another machine without TLS."
+    )
     tls_ca: pathlib.Path | None = Field(
         default=None,
         description="PEM file with the servers' certificate authorities, or `system` for the system's.",
@@ -75,7 +79,13 @@ class CliSettings(BaseSettings):
     def connection(self) -> ConnectionArguments:
         """Returns the TLS files and the token for calls."""
         token = None if self.token is None else self.token.get_secret_value()
-        return {"tls_ca": self.tls_ca, "tls_cert": self.tls_cert, "tls_key": self.tls_key, "token": token}
+        return {
+            "tls_ca": self.tls_ca,
+            "tls_cert": self.tls_cert,
+            "tls_key": self.tls_key,
+            "token": token,
+            "token_over_plaintext": self.token_over_plaintext,
+        }
 
     @property
     def record_dir(self) -> pathlib.Path:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import grpc.aio
 
 from lookonce import tracing
-from lookonce.errors import AbortedError, LookonceError
+from lookonce.errors import AbortedError, DeadlineError, LookonceError
 from lookonce.identity import REQUEST_ID_KEY
 from lookonce.sdk.channel import ConnectionOptions, Deadline
 from lookonce.sdk.replies import error_of, parsed
@@ -26,10 +27,16 @@ ResultT = TypeVar("ResultT")
 class _Calls(Generic[EventT]):
     """Knows whether a client is closed, and what its calls share."""
 
-    def __init__(self, options: ConnectionOptions, closed: EventT) -> None:
+    def __init__(self, options: ConnectionOptions, closed: EventT, retries: Retries) -> None:
         self._options = options
-        self._retries = Retries(options.max_retries)
+        self._retries = retries
         self._closed: EventT = closed
+
+    def with_options(self, options: ConnectionOptions) -> Self:
+        """Returns calls with other options that end with the same client, and share its budget of retries."""
+        calls = copy.copy(self)
+        calls._options = options
+        return calls
 
     def close(self) -> None:
         """Makes all later calls raise AbortedError, and ends pauses. The client closes the channels."""
@@ -42,7 +49,7 @@ class _Calls(Generic[EventT]):
 
     def attempts(self, deadline: Deadline) -> Attempts:
         """Returns the attempts of a new call, which decide whether it is repeated."""
-        return self._retries.attempts(deadline)
+        return self._retries.attempts(deadline, self._options.max_retries)
 
     @staticmethod
     def with_id(error: LookonceError, metadata: tracing.Metadata) -> LookonceError:
@@ -61,7 +68,7 @@ class SyncCalls(_Calls[threading.Event]):
     """The calls of one synchronous client. Thread-safe."""
 
     def __init__(self, options: ConnectionOptions) -> None:
-        super().__init__(options, threading.Event())
+        super().__init__(options, threading.Event(), Retries())
 
     def pause(self, pause_s: float) -> None:
         """Waits before the next attempt of a call. Raises AbortedError if the client is closed meanwhile."""
@@ -130,7 +137,7 @@ class AsyncCalls(_Calls[asyncio.Event]):
     """The calls of one client for asyncio."""
 
     def __init__(self, options: ConnectionOptions) -> None:
-        super().__init__(options, asyncio.Event())
+        super().__init__(options, asyncio.Event(), Retries())
 
     async def pause(self, pause_s: float) -> None:
         """Waits before the next attempt of a call. Raises AbortedError if the client is closed meanwhile."""
@@ -191,3 +198,8 @@ class AsyncCalls(_Calls[asyncio.Event]):
 def closed_error() -> AbortedError:
     """Returns the error of all calls of a closed client, earlier and later ones."""
     return AbortedError("the client is closed; connect a new one")
+
+
+def not_ready_error() -> DeadlineError:
+    """Returns the error for a server that did not become ready in time."""
+    return DeadlineError("no server could be reached that says it serves; check the target, TLS and the server's log")

@@ -9,7 +9,8 @@ import os
 import pathlib
 import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import grpc
@@ -20,6 +21,8 @@ from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.errors import ConfigurationError, DeadlineError, InvalidParameterError
 from lookonce.identity import REQUEST_ID, REQUEST_ID_KEY, REQUEST_ID_RULE
 from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.sdk.headers import checked_headers
+from lookonce.sdk.target import is_on_this_machine
 from lookonce.sdk.tokens import Token, TokenSource
 
 _MAX_RECEIVE_BYTES = 64 << 20
@@ -68,7 +71,7 @@ def check_request_id(request_id: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Deadline, TLS files and token of a client's connections."""
+    """Deadline, TLS files, token and further metadata of a client's connections."""
 
     # Default deadline of a call, seconds. None or math.inf: no deadline.
     timeout_s: float | None = 60.0
@@ -77,19 +80,49 @@ class ConnectionOptions:
     # PEM files of the client's own certificate and key, for servers that ask for one.
     tls_cert: pathlib.Path | None = None
     tls_key: pathlib.Path | None = None
-    # Bearer token of every call; see tokens.py. Use it with `tls_ca`, or anybody on the way can read it.
+    # Bearer token of every call; see tokens.py.
     token: Token | None = field(default=None, repr=False)
+    # Whether the token may go to another machine without TLS, where anybody on the way can read it.
+    token_over_plaintext: bool = False
     # Largest number of retries of one call; see retries.py.
     max_retries: int = 0
+    # Further metadata of every call.
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     _tokens: TokenSource | None = field(init=False, repr=False, compare=False)
+    _headers: tracing.Metadata = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises InvalidParameterError for a bad deadline or number of retries, ConfigurationError for a bad token."""
+        """Raises InvalidParameterError for a bad deadline or number of retries.
+
+        Raises ConfigurationError for a bad token, and for headers that no call could send.
+        """
         self.deadline(None)
         given: object = self.max_retries
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
             raise InvalidParameterError("max_retries", f"must be a whole number from 0, got {given!r}")
         object.__setattr__(self, "_tokens", None if self.token is None else TokenSource(self.token))
+        object.__setattr__(self, "_headers", checked_headers(self.headers))
+
+    def changed(
+        self, timeout_s: float | None, max_retries: int | None, headers: Mapping[str, str] | None
+    ) -> ConnectionOptions:
+        """Returns options with other values; None leaves one as it is. The headers are added to the earlier ones."""
+        merged = dict(self._headers) | dict(checked_headers({} if headers is None else headers))
+        return replace(
+            self,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            max_retries=self.max_retries if max_retries is None else max_retries,
+            headers=merged,
+        )
+
+    def check_token_is_safe(self, target: str) -> None:
+        """Raises ConfigurationError if calls to `target` would show the token to whoever is on the way."""
+        is_plaintext = self.token is not None and self.tls_ca is None
+        if is_plaintext and not self.token_over_plaintext and not is_on_this_machine(target):
+            raise ConfigurationError(
+                f"the token would go to {target} without TLS; give tls_ca, or token_over_plaintext=True if the network "
+                "is safe, for example a mesh with mutual TLS"
+            )
 
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Returns the deadline of one call; None: the client's default. Raises InvalidParameterError as Deadline."""
@@ -101,14 +134,14 @@ class ConnectionOptions:
         return channel_credentials(self.tls_ca, self.tls_cert, self.tls_key)
 
     def metadata(self, request_id: str | None = None) -> tracing.Metadata:
-        """Returns the metadata of one call: request id (a new one for None), current trace and token.
+        """Returns the metadata of one call: request id (a new one for None), current trace, token and headers.
 
         Raises ConfigurationError for an unusable token.
         """
         pairs = [(REQUEST_ID_KEY, request_id or uuid.uuid4().hex), *tracing.metadata()]
         if self._tokens is not None:
             pairs.append(("authorization", f"Bearer {self._tokens.current()}"))
-        return tuple(pairs)
+        return (*pairs, *self._headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +164,10 @@ class Deadline:
             raise InvalidParameterError("timeout_s", f"must be a number of seconds above 0, got {shown}")
         return cls(None if math.isinf(seconds) else time.monotonic() + min(seconds, _MAX_TIMEOUT_S))
 
+    def has_passed(self) -> bool:
+        """Whether no time is left."""
+        return self.at_s is not None and time.monotonic() >= self.at_s
+
     def remaining_s(self) -> float | None:
         """Returns the seconds left, None without a deadline. Raises DeadlineError if the deadline has passed."""
         if self.at_s is None:
@@ -147,13 +184,18 @@ def connection_options(
     tls_cert: str | os.PathLike[str] | None,
     tls_key: str | os.PathLike[str] | None,
     token: Token | None,
+    *,
+    token_over_plaintext: bool = False,
     max_retries: int = 0,
+    headers: Mapping[str, str] | None = None,
 ) -> ConnectionOptions:
     """Returns the options that the arguments of a client's `connect` give. Raises as ConnectionOptions."""
     authorities, certificate, key = (
         _path_of(name, path) for name, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key))
     )
-    return ConnectionOptions(timeout_s, authorities, certificate, key, token, max_retries)
+    return ConnectionOptions(
+        timeout_s, authorities, certificate, key, token, token_over_plaintext, max_retries, headers or {}
+    )
 
 
 def _path_of(name: str, path: str | os.PathLike[str] | None) -> pathlib.Path | None:

@@ -16,8 +16,9 @@ class LazyChannel:
     def __init__(self, target: str, service: str | None, options: ConnectionOptions) -> None:
         """`service` is the full name that health checks use; None: no health checks.
 
-        Raises ConfigurationError for unusable TLS files.
+        Raises ConfigurationError for unusable TLS files, and for a token that would go to another machine without TLS.
         """
+        options.check_token_is_safe(target)
         self._target = target
         self._options = channel_options(service)
         self._credentials = options.credentials()

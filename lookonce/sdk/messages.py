@@ -13,6 +13,7 @@ from lookonce.decoder_info import ModelInfo
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
 from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextPrompt
+from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
 from lookonce.images import EmbeddingSource, Encoding, ImageLike, ImageRef, as_image, as_images
 from lookonce.sdk.answers import seconds_of
 from lookonce.videos import Video
@@ -219,6 +220,14 @@ def detokenize_request(token_ids: Sequence[int]) -> decoder_pb2.DetokenizeReques
     request = decoder_pb2.DetokenizeRequest()
     _fill(request, "token_ids", token_ids)
     return request
+
+
+def abort_request(request_id: str) -> decoder_pb2.AbortRequestRequest:
+    """Returns the request to end a running one. Raises InvalidParameterError for what cannot be the id of one."""
+    given: object = request_id
+    if not isinstance(given, str) or not REQUEST_ID.fullmatch(given):
+        raise InvalidParameterError("request_id", f"{REQUEST_ID_RULE}, got {given!r}")
+    return decoder_pb2.AbortRequestRequest(request_id=given)
 
 
 def cached_images(images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> list[ImageRef]:

@@ -57,26 +57,25 @@ class RetryBudget:
 
 
 class Retries:
-    """The retries of one client. Thread-safe."""
+    """What the retries of one client share. Thread-safe."""
 
-    def __init__(self, max_retries: int) -> None:
-        """`max_retries`: largest number of retries of one call."""
-        self.max_retries = max_retries
+    def __init__(self) -> None:
         self.budget = RetryBudget()
         # Whether a server has ever answered. Then the address is right, and calls wait for its servers to come back.
         self.has_answered = False
 
-    def attempts(self, deadline: Deadline) -> Attempts:
-        """Returns the attempts of a new call."""
+    def attempts(self, deadline: Deadline, max_retries: int) -> Attempts:
+        """Returns the attempts of a new call, which is repeated at most `max_retries` times."""
         self.budget.note_call()
-        return Attempts(self, deadline)
+        return Attempts(self, deadline, max_retries)
 
 
 class Attempts:
     """The attempts of one call with one deadline. Not thread-safe."""
 
-    def __init__(self, retries: Retries, deadline: Deadline) -> None:
+    def __init__(self, retries: Retries, deadline: Deadline, max_retries: int) -> None:
         self._retries = retries
+        self._max_retries = max_retries
         self._deadline = deadline
         self._num_retries = 0
         # Message of the last failed attempt. The error itself refers to the frames of the call, and so to its images.
@@ -103,7 +102,7 @@ class Attempts:
         if not isinstance(error, UnavailableError | DeadlineError):
             self._retries.has_answered = True
         advised_s = self._advised_s(error)
-        if advised_s is None or self._num_retries >= self._retries.max_retries:
+        if advised_s is None or self._num_retries >= self._max_retries:
             return None
         pause_s = max(
             advised_s * random.uniform(1.0, 1.0 + _ADVISED_JITTER),

@@ -21,6 +21,8 @@ _SCHEMES = frozenset({"unix", "unix-abstract", "vsock", "xds", "google-c2p"})
 # Schemes whose addresses need a port.
 _IP_SCHEMES = frozenset({"ipv4", "ipv6"})
 _DNS_SCHEME = "dns"
+# Schemes whose servers are on this machine, or on the one that hosts it.
+_LOCAL_SCHEMES = frozenset({"unix", "unix-abstract", "vsock"})
 
 
 def checked_target(target: Target) -> str:
@@ -49,6 +51,22 @@ def checked_target(target: Target) -> str:
             f"the target must be host:port with a port of 1..{_MAX_PORT}, {_EXAMPLE}; got {target!r}"
         )
     return target
+
+
+def is_on_this_machine(target: str) -> bool:
+    """Whether a checked target has servers on this machine only, by its text. No name but "localhost" is looked up."""
+    scheme, _, rest = target.partition(":")
+    if scheme in _SCHEMES:
+        return scheme in _LOCAL_SCHEMES
+    return all(map(_is_loopback, _addresses(target, scheme, rest)))
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].replace("%5B", "[").replace("%5D", "]").strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.rstrip(".").lower() == "localhost"
 
 
 def _joined(targets: Sequence[str]) -> str:

@@ -196,7 +196,9 @@ async def test_a_wrong_video_is_refused_and_says_why(served: Served, what: str) 
     params.chat.messages.add(role=pb.ROLE_USER).parts.add(video=video)
     async with AsyncClient.connect(served.stack.decoder_targets[0]) as client:
         with pytest.raises((InvalidInputError, FingerprintMismatchError), match=reason):
-            await client._calls.unary(client._decoder.Generate, pb.GenerateRequest(params=params), Deadline.after(30))
+            await client._calls.unary(
+                client._connection.decoder.Generate, pb.GenerateRequest(params=params), Deadline.after(30)
+            )
 
 
 async def test_a_wrong_size_is_refused_of_cached_frames_as_of_others(served: Served) -> None:

@@ -255,13 +255,13 @@ class Clock:
 def test_retries_of_a_fleet_that_is_down_are_a_fifth_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """10 calls a second, and then 1,000, all of which fail."""
     clock = Clock(monkeypatch)
-    client = Retries(2)
+    client = Retries()
     for rate, expected in ((5, 2.0), (1000, 0.21)):
         num_retries = num_calls = 0
         for second in range(120):
             for _ in range(rate):
                 clock.now_s += 1 / rate
-                attempts = client.attempts(Deadline(None))
+                attempts = client.attempts(Deadline(None), 2)
                 while attempts.pause_s(UnavailableError("down")) is not None:
                     num_retries += second >= 20
                 num_calls += second >= 20
@@ -281,7 +281,7 @@ def test_pauses_are_random_up_to_a_limit_that_doubles_and_no_shorter_than_advise
     max_retries: int, seed: int, advice: list[float | None]
 ) -> None:
     random.seed(seed)
-    attempts = Attempts(Retries(max_retries), Deadline(None))
+    attempts = Attempts(Retries(), Deadline(None), max_retries)
     for index, advised_s in enumerate(advice):
         error = UnavailableError("down", retry_after_s=advised_s)
         pause_s = attempts.pause_s(error)

@@ -1,0 +1,157 @@
+"""The channels of a client to a decoder and its encoder, shared with the clients that `with_options` makes of it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
+from lookonce.decoder_info import ModelInfo
+from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
+from lookonce.errors import LookonceError, UnsupportedError
+from lookonce.sdk.calls import AsyncCalls, SyncCalls, closed_error
+from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, channel_options
+from lookonce.sdk.lazy_channel import LazyChannel
+
+
+class OpenStream(Protocol):
+    """A stream that ends with its client."""
+
+    def _end(self, error: LookonceError) -> None: ...
+
+
+class SyncConnection:
+    """The channels of a synchronous client. Thread-safe."""
+
+    def __init__(
+        self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions, calls: SyncCalls
+    ) -> None:
+        """Opens the decoder's channel. Raises ConfigurationError as `open_channel`."""
+        self._encoder_target = encoder_target
+        self._options = options
+        self._calls = calls
+        # Guards the encoder's channel and the streams.
+        self._lock = threading.Lock()
+        self._streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
+        self.decoder_channel = open_channel(decoder_target, DECODER, options)
+        self.decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self.decoder_channel)
+        self._encoder_channel: grpc.Channel | None = None
+        # The decoder's first answer.
+        self.info: ModelInfo | None = None
+
+    @property
+    def needs_encoder_target(self) -> bool:
+        """Whether only the decoder can tell where the encoder is."""
+        return self._encoder_target is None
+
+    def encoder(self, announced_target: str) -> encoder_grpc.EncoderServiceStub:
+        """Returns the encoder's stub. `announced_target` is the decoder's, for clients that were given none.
+
+        Raises UnsupportedError without a target, AbortedError if the client is closed, ConfigurationError as
+        `open_channel`.
+        """
+        target = _target_of_encoder(self._encoder_target, announced_target)
+        with self._lock:
+            self._calls.check_open()
+            if self._encoder_channel is None:
+                self._encoder_channel = open_channel(target, ENCODER, self._options)
+            return encoder_grpc.EncoderServiceStub(self._encoder_channel)
+
+    def add(self, stream: OpenStream) -> None:
+        """Makes a stream end with the connection."""
+        with self._lock:
+            self._streams.add(stream)
+
+    def close(self) -> None:
+        """Closes the channels and ends all calls and streams."""
+        self._calls.close()
+        with self._lock:
+            streams = list(self._streams)
+            channels = [self.decoder_channel, self._encoder_channel]
+        for channel in channels:
+            if channel is not None:
+                channel.close()
+        for stream in streams:
+            stream._end(closed_error())
+
+
+class AsyncConnection:
+    """The channels of a client for asyncio, opened in the event loop of their first use."""
+
+    def __init__(
+        self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions, calls: AsyncCalls
+    ) -> None:
+        """Opens nothing yet. Raises ConfigurationError as `LazyChannel`."""
+        self._encoder_target = encoder_target
+        self._options = options
+        self._calls = calls
+        self._streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
+        self._decoder_channel = LazyChannel(decoder_target, DECODER, options)
+        self._decoder_stub: decoder_grpc.DecoderServiceAsyncStub | None = None
+        self._encoder_channel: LazyChannel | None = None
+        # The decoder's first answer.
+        self.info: ModelInfo | None = None
+
+    @property
+    def needs_encoder_target(self) -> bool:
+        """Whether only the decoder can tell where the encoder is."""
+        return self._encoder_target is None
+
+    @property
+    def decoder_channel(self) -> grpc.aio.Channel:
+        """The decoder's channel. Raises AbortedError if the client is closed."""
+        self._calls.check_open()
+        return self._decoder_channel.opened()
+
+    @property
+    def decoder(self) -> decoder_grpc.DecoderServiceAsyncStub:
+        """The decoder's stub. Raises AbortedError if the client is closed."""
+        channel = self.decoder_channel
+        if self._decoder_stub is None:
+            self._decoder_stub = decoder_grpc.DecoderServiceStub(channel)
+        return self._decoder_stub
+
+    def encoder(self, announced_target: str) -> encoder_grpc.EncoderServiceAsyncStub:
+        """Returns the encoder's stub. Arguments and errors are those of `SyncConnection.encoder`."""
+        target = _target_of_encoder(self._encoder_target, announced_target)
+        self._calls.check_open()
+        if self._encoder_channel is None:
+            self._encoder_channel = LazyChannel(target, ENCODER, self._options)
+        stub: encoder_grpc.EncoderServiceAsyncStub = encoder_grpc.EncoderServiceStub(self._encoder_channel.opened())
+        return stub
+
+    def add(self, stream: OpenStream) -> None:
+        """Makes a stream end with the connection."""
+        self._streams.add(stream)
+
+    async def close(self) -> None:
+        """Closes the channels and ends all calls and streams."""
+        self._calls.close()
+        # gRPC ends only the calls for which a task is waiting at this moment.
+        for stream in list(self._streams):
+            stream._end(closed_error())
+        await self._decoder_channel.close()
+        if self._encoder_channel is not None:
+            await self._encoder_channel.close()
+
+
+def open_channel(target: str, service: str | None, options: ConnectionOptions) -> grpc.Channel:
+    """Returns a channel for synchronous calls; `service` as in `channel_options`.
+
+    Raises ConfigurationError for unusable TLS files, and for a token that would go to another machine without TLS.
+    """
+    options.check_token_is_safe(target)
+    credentials = options.credentials()
+    if credentials is None:
+        return grpc.insecure_channel(target, options=channel_options(service))
+    return grpc.secure_channel(target, credentials, options=channel_options(service))
+
+
+def _target_of_encoder(given: str | None, announced: str) -> str:
+    if not (target := given or announced):
+        raise UnsupportedError("the decoder does not announce its encoder; give encoder_target to connect")
+    return target
