@@ -57,7 +57,7 @@ class RetryBudget:
 
 
 class Retries:
-    """What the retries of one client share. Thread-safe."""
+    """Holds what the retries of one client share. Thread-safe."""
 
     def __init__(self) -> None:
         self.budget = RetryBudget()
