@@ -18,6 +18,7 @@ __all__ = [
     "Encoding",
     "GenerateOptions",
     "Generation",
+    "ImageFetcher",
     "ImageRef",
     "LookonceError",
     "Message",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from lookonce.errors import LookonceError
     from lookonce.generation import GenerateOptions, Generation, Message, TextPrompt, Usage
     from lookonce.images import Encoding, ImageRef
+    from lookonce.sdk.image_fetcher import ImageFetcher
     from lookonce.videos import Video
 else:
     import importlib
@@ -55,6 +57,7 @@ else:
         "Encoding": "images",
         "GenerateOptions": "generation",
         "Generation": "generation",
+        "ImageFetcher": "sdk.image_fetcher",
         "ImageRef": "images",
         "LookonceError": "errors",
         "Message": "generation",

@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
         "Encoding",
         "GenerateOptions",
         "Generation",
+        "ImageFetcher",
         "ImageRef",
         "LookonceError",
         "Message",
