@@ -207,7 +207,7 @@ def _ended_at(deadline: Deadline, connection: socket.socket) -> Iterator[None]:
 
     def end() -> None:
         with suppress(OSError):
-            # Not that of a TLS socket, after which its reader would take what is encrypted for the answer.
+            # The method of a TLS socket would let its reader take encrypted bytes for the answer.
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     timer = threading.Timer(remaining_s, end)
