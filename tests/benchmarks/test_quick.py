@@ -164,7 +164,7 @@ def test_restarts(quick: Any) -> None:
 
 
 def test_large_messages(quick: Any) -> None:
-    (stalls,) = quick("large_messages", in_processes=True)["rounds"]
+    (stalls,) = quick("large_messages")["rounds"]
     statuses = {one["message"]: one["status"] for one in stalls}
     assert statuses["Encode items empty, 1 MiB"] == statuses["Check unknown numbers, 1 MiB"] == "RESOURCE_EXHAUSTED"
     assert statuses["Encode items.image.data long, 1 MiB"] == "INVALID_ARGUMENT"
