@@ -83,6 +83,7 @@ class AsyncClient:
         token_over_plaintext: bool = False,
         max_retries: int = 2,
         headers: Mapping[str, str] | None = None,
+        interceptors: Sequence[Any] = (),
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
@@ -92,6 +93,7 @@ class AsyncClient:
         options = connection_options(
             timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token,
             token_over_plaintext=named.token_over_plaintext, max_retries=max_retries, headers=headers,
+            interceptors=interceptors,
         )  # fmt: skip
         encoder = None if encoder_target is None else checked_target(encoder_target)
         if encoder is not None:

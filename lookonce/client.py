@@ -79,6 +79,7 @@ class Client:
         token_over_plaintext: bool = False,
         max_retries: int = 2,
         headers: Mapping[str, str] | None = None,
+        interceptors: Sequence[Any] = (),
     ) -> Self:
         """Returns a client. It connects at the first call, which raises UnavailableError if a server cannot be reached.
 
@@ -96,7 +97,9 @@ class Client:
         every five seconds, or a function that is called for each call and does not block. A token goes to another
         machine without TLS only with `token_over_plaintext` (in the environment LOOKONCE_TOKEN_OVER_PLAINTEXT).
 
-        `headers` is further metadata that every call sends, for gateways and meshes on the way.
+        `headers` is further metadata that every call sends, for gateways and meshes on the way. `interceptors` are gRPC's
+        (`grpc.UnaryUnaryClientInterceptor` and `grpc.UnaryStreamClientInterceptor`, for an AsyncClient those of
+        `grpc.aio`), the outermost first. They see each attempt of a call.
 
         Raises ConfigurationError or InvalidParameterError for values that no call could use.
         """
@@ -104,6 +107,7 @@ class Client:
         options = connection_options(
             timeout_s, named.tls_ca, named.tls_cert, named.tls_key, named.token,
             token_over_plaintext=named.token_over_plaintext, max_retries=max_retries, headers=headers,
+            interceptors=interceptors,
         )  # fmt: skip
         encoder = None if encoder_target is None else checked_target(encoder_target)
         if encoder is not None:

@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -88,6 +88,8 @@ class ConnectionOptions:
     max_retries: int = 0
     # Further metadata of every call.
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    # Interceptors of gRPC or of grpc.aio, as the client's calls are. The first one is the outermost.
+    interceptors: Sequence[Any] = ()
     _tokens: TokenSource | None = field(init=False, repr=False, compare=False)
     _headers: tracing.Metadata = field(init=False, repr=False, compare=False)
 
@@ -188,14 +190,16 @@ def connection_options(
     token_over_plaintext: bool = False,
     max_retries: int = 0,
     headers: Mapping[str, str] | None = None,
+    interceptors: Sequence[Any] = (),
 ) -> ConnectionOptions:
     """Returns the options that the arguments of a client's `connect` give. Raises as ConnectionOptions."""
     authorities, certificate, key = (
         _path_of(name, path) for name, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key))
     )
     return ConnectionOptions(
-        timeout_s, authorities, certificate, key, token, token_over_plaintext, max_retries, headers or {}
-    )
+        timeout_s, authorities, certificate, key, token, token_over_plaintext, max_retries, headers or {},
+        tuple(interceptors),
+    )  # fmt: skip
 
 
 def _path_of(name: str, path: str | os.PathLike[str] | None) -> pathlib.Path | None:

@@ -147,8 +147,10 @@ def open_channel(target: str, service: str | None, options: ConnectionOptions) -
     options.check_token_is_safe(target)
     credentials = options.credentials()
     if credentials is None:
-        return grpc.insecure_channel(target, options=channel_options(service))
-    return grpc.secure_channel(target, credentials, options=channel_options(service))
+        channel = grpc.insecure_channel(target, options=channel_options(service))
+    else:
+        channel = grpc.secure_channel(target, credentials, options=channel_options(service))
+    return grpc.intercept_channel(channel, *options.interceptors)
 
 
 def _target_of_encoder(given: str | None, announced: str) -> str:

@@ -22,6 +22,7 @@ class LazyChannel:
         self._target = target
         self._options = channel_options(service)
         self._credentials = options.credentials()
+        self._interceptors = list(options.interceptors)
         self._channel: grpc.aio.Channel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -31,9 +32,13 @@ class LazyChannel:
         if self._channel is None:
             self._loop = loop
             if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._target, options=self._options)
+                self._channel = grpc.aio.insecure_channel(
+                    self._target, options=self._options, interceptors=self._interceptors
+                )
             else:
-                self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=self._options)
+                self._channel = grpc.aio.secure_channel(
+                    self._target, self._credentials, options=self._options, interceptors=self._interceptors
+                )
         if loop is not self._loop:
             raise ConfigurationError("this client was first used in another event loop; connect one in each")
         return self._channel
