@@ -97,8 +97,8 @@ class Client:
         every five seconds, or a function that is called for each call and does not block. A token goes to another
         machine without TLS only with `token_over_plaintext` (in the environment LOOKONCE_TOKEN_OVER_PLAINTEXT).
 
-        `headers` is further metadata that every call sends, for gateways and meshes on the way. `interceptors` are gRPC's
-        (`grpc.UnaryUnaryClientInterceptor` and `grpc.UnaryStreamClientInterceptor`, for an AsyncClient those of
+        `headers` is further metadata that every call sends, for gateways and meshes on the way. `interceptors` are
+        gRPC's (`grpc.UnaryUnaryClientInterceptor` and `grpc.UnaryStreamClientInterceptor`, for an AsyncClient those of
         `grpc.aio`), the outermost first. They see each attempt of a call.
 
         Raises ConfigurationError or InvalidParameterError for values that no call could use.
