@@ -43,6 +43,7 @@ from lookonce.sdk.replies import parsed
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
 from lookonce.sdk.tokens import Token
+from lookonce.sdk.uploads import Turn
 from lookonce.status_codes import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
@@ -131,14 +132,16 @@ class AsyncClient:
         with tracing.calling("client.generate"):
             prepared = await _prepared(prompt, images, options)
             metadata = self._options.metadata(options.get("request_id"))
-            try:
-                request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = await self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
-            except EmbeddingNotCachedError as error:
-                await self._supply(prepared, error, deadline)
-                request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = await self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
-            return generation_of(response)
+            with self._connection.uploads.turn() as turn:
+                while True:
+                    request = decoder_pb2.GenerateRequest(params=prepared.params())
+                    try:
+                        response = await self._calls.unary(
+                            self._connection.decoder.Generate, request, deadline, metadata
+                        )
+                        return generation_of(response)
+                    except EmbeddingNotCachedError as error:
+                        await self._supply(prepared, error, deadline, turn)
 
     def stream(
         self,
@@ -166,11 +169,14 @@ class AsyncClient:
                 request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
             )
 
+        turn = self._connection.uploads.turn()
+
         async def supply(prepared: PreparedPrompt, error: EmbeddingNotCachedError) -> None:
             with tracing.current(span):
-                await self._supply(prepared, error, deadline)
+                await self._supply(prepared, error, deadline, turn)
 
-        stream = AsyncTextStream(self._calls, self._calls.attempts(deadline), metadata, prepare, start, supply, span)
+        attempts = self._calls.attempts(deadline)
+        stream = AsyncTextStream(self._calls, attempts, metadata, prepare, start, supply, turn, span)
         self._connection.add(stream)
         return stream
 
@@ -210,16 +216,14 @@ class AsyncClient:
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.tokenize"):
             prepared = await _prepared(prompt, images, {})
-            try:
-                response = await self._calls.unary(
-                    self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline
-                )
-            except EmbeddingNotCachedError as error:
-                await self._supply(prepared, error, deadline)
-                response = await self._calls.unary(
-                    self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline
-                )
-            return tokenized_prompt_of(response)
+            with self._connection.uploads.turn() as turn:
+                while True:
+                    request = prepared.tokenize_request()
+                    try:
+                        response = await self._calls.unary(self._connection.decoder.Tokenize, request, deadline)
+                        return tokenized_prompt_of(response)
+                    except EmbeddingNotCachedError as error:
+                        await self._supply(prepared, error, deadline, turn)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         """Returns the text of these tokens."""
@@ -293,8 +297,21 @@ class AsyncClient:
             self._connection.info = model_info_of(response)
         return self._connection.info
 
-    async def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
-        """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""
+    async def _supply(
+        self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline, turn: Turn
+    ) -> None:
+        """Adds the missing images to the next request, or encodes them first if one message cannot hold them.
+
+        Waits instead while another call sends them. Raises an error equal to `error` if the server lacks what the call
+        has sent already, or what the caller gave by digest only.
+        """
+        missing = prepared.missing(error)
+        if turn.has_sent:
+            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
+        pause_s = turn.pause_s(missing)
+        if pause_s is not None:
+            await self._calls.pause(pause_s)
+            return
         ahead = prepared.supply(error, await self._model_info(deadline))
         if ahead:
             await self._encode(ahead, deadline)
@@ -321,9 +338,12 @@ class AsyncTextStream(AsyncIterator[str]):
         prepare: Callable[[], Awaitable[PreparedPrompt]],
         start: Callable[[PreparedPrompt, bool], Any],
         supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
+        turn: Turn,
         span: trace.Span,
     ) -> None:
-        """`prepare` hashes the images, `start` begins a call, `supply` adds images the server lacks. Ends `span`.
+        """`prepare` hashes the images, `start` begins a call, `supply` adds images the server lacks.
+
+        Ends `turn` and `span`.
 
         The second argument of `start` says whether the call waits for a server that can be reached.
         """
@@ -333,6 +353,7 @@ class AsyncTextStream(AsyncIterator[str]):
         self._prepare = prepare
         self._start = start
         self._supply = supply
+        self._turn = turn
         self._span = span
         self._transcript = Transcript()
         self._call: Any = None
@@ -371,31 +392,34 @@ class AsyncTextStream(AsyncIterator[str]):
 
     async def _read(self) -> AsyncGenerator[str]:
         prepared = await self._prepare()
-        has_supplied = False
         pause_s: float | None
-        while True:
-            try:
-                async with aclosing(self._texts(prepared)) as texts:
-                    async for text in texts:
-                        yield text
-                self._attempts.succeeded()
-                return
-            except EmbeddingNotCachedError as error:
-                if self._transcript.has_text or has_supplied:
-                    raise
-                await self._supply(prepared, error)
-                has_supplied, pause_s = True, 0.0
-            except LookonceError as error:
-                pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
-                if pause_s is None:
-                    raise
-            await self._calls.pause(pause_s)
-            self._transcript = Transcript()
+        try:
+            while True:
+                try:
+                    async with aclosing(self._texts(prepared)) as texts:
+                        async for text in texts:
+                            yield text
+                    self._attempts.succeeded()
+                    return
+                except EmbeddingNotCachedError as error:
+                    if self._transcript.has_text:
+                        raise
+                    await self._supply(prepared, error)
+                    pause_s = 0.0
+                except LookonceError as error:
+                    pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
+                    if pause_s is None:
+                        raise
+                await self._calls.pause(pause_s)
+                self._transcript = Transcript()
+        finally:
+            self._turn.end()
 
     async def _texts(self, prepared: PreparedPrompt) -> AsyncGenerator[str]:
         call = self._call = self._start(prepared, self._attempts.wait_for_ready)
         try:
             async for response in call:
+                self._turn.end()
                 if text := self._transcript.add(parsed(response)):
                     yield text
             self._transcript.generation()

@@ -39,6 +39,7 @@ from lookonce.sdk.messages import (
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
 from lookonce.sdk.tokens import Token
+from lookonce.sdk.uploads import Turn
 
 __all__ = ["Client", "Encoding", "Generation", "ImageRef", "Message", "TextStream", "Usage"]
 
@@ -145,14 +146,14 @@ class Client:
         with tracing.calling("client.generate"):
             prepared = PreparedPrompt(prompt, images, options)
             metadata = self._options.metadata(options.get("request_id"))
-            try:
-                request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
-            except EmbeddingNotCachedError as error:
-                self._supply(prepared, error, deadline)
-                request = decoder_pb2.GenerateRequest(params=prepared.params())
-                response = self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
-            return generation_of(response)
+            with self._connection.uploads.turn() as turn:
+                while True:
+                    request = decoder_pb2.GenerateRequest(params=prepared.params())
+                    try:
+                        response = self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
+                        return generation_of(response)
+                    except EmbeddingNotCachedError as error:
+                        self._supply(prepared, error, deadline, turn)
 
     def stream(
         self,
@@ -176,11 +177,13 @@ class Client:
                 )
             )
 
+        turn = self._connection.uploads.turn()
+
         def supply(error: EmbeddingNotCachedError) -> None:
             with tracing.current(span):
-                self._supply(prepared, error, deadline)
+                self._supply(prepared, error, deadline, turn)
 
-        stream = TextStream(self._calls, self._calls.attempts(deadline), metadata, start, supply, span)
+        stream = TextStream(self._calls, self._calls.attempts(deadline), metadata, start, supply, turn, span)
         self._connection.add(stream)
         return stream
 
@@ -218,12 +221,14 @@ class Client:
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.tokenize"):
             prepared = PreparedPrompt(prompt, images, {})
-            try:
-                response = self._calls.unary(self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline)
-            except EmbeddingNotCachedError as error:
-                self._supply(prepared, error, deadline)
-                response = self._calls.unary(self._connection.decoder.Tokenize, prepared.tokenize_request(), deadline)
-            return tokenized_prompt_of(response)
+            with self._connection.uploads.turn() as turn:
+                while True:
+                    request = prepared.tokenize_request()
+                    try:
+                        response = self._calls.unary(self._connection.decoder.Tokenize, request, deadline)
+                        return tokenized_prompt_of(response)
+                    except EmbeddingNotCachedError as error:
+                        self._supply(prepared, error, deadline, turn)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
         """Returns the text of these tokens."""
@@ -294,8 +299,19 @@ class Client:
             self._connection.info = model_info_of(response)
         return self._connection.info
 
-    def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline) -> None:
-        """Adds the missing images to the next request, or encodes them first if one message cannot hold them."""
+    def _supply(self, prepared: PreparedPrompt, error: EmbeddingNotCachedError, deadline: Deadline, turn: Turn) -> None:
+        """Adds the missing images to the next request, or encodes them first if one message cannot hold them.
+
+        Waits instead while another call sends them. Raises an error equal to `error` if the server lacks what the call
+        has sent already, or what the caller gave by digest only.
+        """
+        missing = prepared.missing(error)
+        if turn.has_sent:
+            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
+        pause_s = turn.pause_s(missing)
+        if pause_s is not None:
+            self._calls.pause(pause_s)
+            return
         ahead = prepared.supply(error, self._model_info(deadline))
         if ahead:
             self._encode(ahead, deadline)
@@ -322,9 +338,12 @@ class TextStream(Iterator[str]):
         metadata: tracing.Metadata,
         start: Callable[[bool], Any],
         supply: Callable[[EmbeddingNotCachedError], None],
+        turn: Turn,
         span: trace.Span,
     ) -> None:
-        """`start` begins a call with the current prompt, `supply` adds images that the server lacks. Ends `span`.
+        """`start` begins a call with the current prompt, `supply` adds images that the server lacks.
+
+        Ends `turn` and `span`.
 
         The argument of `start` says whether the call waits for a server that can be reached.
         """
@@ -333,6 +352,7 @@ class TextStream(Iterator[str]):
         self._metadata = metadata
         self._start = start
         self._supply = supply
+        self._turn = turn
         self._span = span
         self._transcript = Transcript()
         self._closed = False
@@ -371,29 +391,32 @@ class TextStream(Iterator[str]):
         self.close()
 
     def _read(self) -> Iterator[str]:
-        has_supplied = False
         pause_s: float | None
-        while True:
-            try:
-                yield from self._texts()
-                self._attempts.succeeded()
-                return
-            except EmbeddingNotCachedError as error:
-                if self._transcript.has_text or has_supplied:
-                    raise
-                self._supply(error)
-                has_supplied, pause_s = True, 0.0
-            except LookonceError as error:
-                pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
-                if pause_s is None:
-                    raise
-            self._calls.pause(pause_s)
-            self._transcript = Transcript()
-            self._call = self._start(self._attempts.wait_for_ready)
+        try:
+            while True:
+                try:
+                    yield from self._texts()
+                    self._attempts.succeeded()
+                    return
+                except EmbeddingNotCachedError as error:
+                    if self._transcript.has_text:
+                        raise
+                    self._supply(error)
+                    pause_s = 0.0
+                except LookonceError as error:
+                    pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
+                    if pause_s is None:
+                        raise
+                self._calls.pause(pause_s)
+                self._transcript = Transcript()
+                self._call = self._start(self._attempts.wait_for_ready)
+        finally:
+            self._turn.end()
 
     def _texts(self) -> Iterator[str]:
         try:
             for response in self._call:
+                self._turn.end()
                 if text := self._transcript.add(response):
                     yield text
         except grpc.RpcError as error:

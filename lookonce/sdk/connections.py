@@ -16,6 +16,7 @@ from lookonce.errors import LookonceError, UnsupportedError
 from lookonce.sdk.calls import AsyncCalls, SyncCalls, closed_error
 from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, channel_options
 from lookonce.sdk.lazy_channel import LazyChannel
+from lookonce.sdk.uploads import Uploads
 
 
 class OpenStream(Protocol):
@@ -42,6 +43,7 @@ class SyncConnection:
         self._encoder_channel: grpc.Channel | None = None
         # The decoder's first answer.
         self.info: ModelInfo | None = None
+        self.uploads = Uploads()
 
     @property
     def needs_encoder_target(self) -> bool:
@@ -95,6 +97,7 @@ class AsyncConnection:
         self._encoder_channel: LazyChannel | None = None
         # The decoder's first answer.
         self.info: ModelInfo | None = None
+        self.uploads = Uploads()
 
     @property
     def needs_encoder_target(self) -> bool:

@@ -109,6 +109,13 @@ class PreparedPrompt:
                     message.parts.add(image=image_source(part, as_bytes=index in self._inline, in_prompt=True))
                 index += 1
 
+    def missing(self, error: EmbeddingNotCachedError) -> list[bytes]:
+        """Returns the digests of the images that the server lacks, those of a video's frames included.
+
+        Raises an error equal to `error` if the caller gave a missing image by digest only.
+        """
+        return [image.digest for index in self._asked_for(error) for image in _images_of(self._visuals[index])]
+
     def supply(self, error: EmbeddingNotCachedError, info: ModelInfo) -> list[ImageRef]:
         """Sends the images that the server lacks as bytes from now on; returns those to encode ahead of the request.
 
