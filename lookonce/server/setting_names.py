@@ -22,7 +22,7 @@ _DECODER = frozenset({
     "speculative_tokens",
 })  # fmt: skip
 # Read by the `lookonce` command.
-_CLIENT = frozenset({"admin_target", "target", "token", "tls_ca"})
+_CLIENT = frozenset({"admin_target", "target", "token", "token_over_plaintext", "tls_ca"})
 # Read by compose.yaml, by the tests of images, by benchmarks, by native_level.py and by hatch_build.py.
 _TOOLS = frozenset({
     "compute", "image_base", "image_options", "model_folder", "native_level", "native_wheel", "peer_preload",
