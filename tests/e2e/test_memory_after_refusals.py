@@ -34,7 +34,8 @@ IMAGE_BYTES = 8 * MIB
 # After calls that keep nothing, gRPC's buffers were up to 8.3 MiB larger, after two calls as after six. Four calls that
 # keep their images would leave 32 MiB.
 NUM_CALLS = 4
-LEFT_BYTES = NUM_CALLS * IMAGE_BYTES // 2
+# On a busy machine they were more than 16 MiB larger, once in some 200 tests.
+LEFT_BYTES = NUM_CALLS * IMAGE_BYTES * 3 // 4
 # The same for calls that end on their way to the encoder. The buffers of both connections were up to 22 MiB larger.
 NUM_ENDED_CALLS = 2 * NUM_CALLS
 NOISE = os.urandom(IMAGE_BYTES)
@@ -132,7 +133,7 @@ def check(
         assert outcome(stack, kind, raw, timeout_s) == code
 
     call(0)
-    with nothing_left(num_calls * IMAGE_BYTES // 2):
+    with nothing_left(num_calls * IMAGE_BYTES * 3 // 4):
         for number in range(1, 1 + num_calls):
             call(number)
 
