@@ -31,12 +31,14 @@ from lookonce.sdk.channel import ConnectionOptions, Deadline, check_request_id, 
 from lookonce.sdk.connections import AsyncConnection
 from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
 from lookonce.sdk.environment import named_connection
+from lookonce.sdk.in_threads import readers, run_until
 from lookonce.sdk.messages import (
     EncodePlan,
     PreparedPrompt,
     abort_request,
     cached_images,
     detokenize_request,
+    equal_error,
     lookup_requests,
 )
 from lookonce.sdk.replies import parsed
@@ -130,7 +132,7 @@ class AsyncClient:
         check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
         with tracing.calling("client.generate"):
-            prepared = await _prepared(prompt, images, options)
+            prepared = await _prepared(prompt, images, options, deadline)
             metadata = self._options.metadata(options.get("request_id"))
             with self._connection.uploads.turn() as turn:
                 while True:
@@ -160,7 +162,7 @@ class AsyncClient:
             metadata = self._options.metadata(options.get("request_id"))
 
         async def prepare() -> PreparedPrompt:
-            return await _prepared(prompt, images, options)
+            return await _prepared(prompt, images, options, deadline)
 
         def start(prepared: PreparedPrompt, wait_for_ready: bool) -> Any:
             self._calls.check_open()
@@ -186,7 +188,7 @@ class AsyncClient:
 
     async def _encode(self, images: Sequence[ImageLike], deadline: Deadline) -> list[ImageRef]:
         with tracing.calling("client.encode"):
-            plan = EncodePlan(await asyncio.to_thread(as_images, images))
+            plan = EncodePlan(await run_until(deadline, readers(), as_images, images))
             encoder = await self._encoder(deadline)
             for looked_up, lookup in plan.lookups():
                 plan.take_lookup(looked_up, await self._calls.unary(encoder.LookupEmbeddings, lookup, deadline))
@@ -200,7 +202,7 @@ class AsyncClient:
         """Returns for each image whether its embedding is cached. Uploads and encodes nothing."""
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.lookup"):
-            refs = await asyncio.to_thread(as_images, images)
+            refs = await run_until(deadline, readers(), as_images, images)
             encoder = await self._encoder(deadline)
             found: set[ImageRef] = set()
             for looked_up, request in lookup_requests(refs, touch=False):
@@ -215,7 +217,7 @@ class AsyncClient:
         """Returns the tokens of a prompt and the places of its images. Encodes and generates nothing."""
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.tokenize"):
-            prepared = await _prepared(prompt, images, {})
+            prepared = await _prepared(prompt, images, {}, deadline)
             with self._connection.uploads.turn() as turn:
                 while True:
                     request = prepared.tokenize_request()
@@ -307,7 +309,7 @@ class AsyncClient:
         """
         missing = prepared.missing(error)
         if turn.has_sent:
-            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
+            raise equal_error(error)
         pause_s = turn.pause_s(missing)
         if pause_s is not None:
             await self._calls.pause(pause_s)
@@ -317,11 +319,13 @@ class AsyncClient:
             await self._encode(ahead, deadline)
 
 
-async def _prepared(prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions) -> PreparedPrompt:
+async def _prepared(
+    prompt: Prompt, images: Sequence[ImageLike], options: GenerateOptions, deadline: Deadline
+) -> PreparedPrompt:
     """Prepares a prompt, in a thread if it may have files to read and hash. Text alone is cheaper than a thread."""
     if isinstance(prompt, str) and isinstance(images, list | tuple) and not images:
         return PreparedPrompt(prompt, (), options)
-    return await asyncio.to_thread(PreparedPrompt, prompt, images, options)
+    return await run_until(deadline, readers(), PreparedPrompt, prompt, images, options)
 
 
 class AsyncTextStream(AsyncIterator[str]):

@@ -34,6 +34,7 @@ from lookonce.sdk.messages import (
     abort_request,
     cached_images,
     detokenize_request,
+    equal_error,
     lookup_requests,
 )
 from lookonce.sdk.retries import Attempts
@@ -307,7 +308,7 @@ class Client:
         """
         missing = prepared.missing(error)
         if turn.has_sent:
-            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
+            raise equal_error(error)
         pause_s = turn.pause_s(missing)
         if pause_s is not None:
             self._calls.pause(pause_s)

@@ -141,30 +141,50 @@ def as_image(image: ImageLike) -> ImageRef:
         return given
     if isinstance(given, bytes | bytearray | memoryview):
         return ImageRef.from_bytes(bytes(given))
-    if isinstance(given, PilImage):
+    if isinstance(given, PilImage) and not isinstance(given, type):
         return ImageRef.from_bytes(_png_of(given))
-    if isinstance(given, BinaryFile):
-        return ImageRef.from_bytes(given.read())
+    if isinstance(given, BinaryFile) and not isinstance(given, type):
+        return ImageRef.from_bytes(_content_of_file(given))
     if not isinstance(given, str | os.PathLike):
         raise InvalidParameterError(
             "images", f"one is a {type(given).__name__}; give references, bytes, paths, files or PIL images"
         )
     if isinstance(given, str) and given[:5].lower() == "data:":
         return ImageRef.from_bytes(_content_of(given))
+    if isinstance(given, str) and given[:8].lower().startswith(("http://", "https://")):
+        raise InvalidParameterError("images", "one is a URL; fetch it first, for example with lookonce.ImageFetcher")
     try:
+        if not os.fspath(given):
+            raise InvalidParameterError("images", "one is an empty path")
         return ImageRef.from_file(given)
-    except ValueError:
+    except (ValueError, TypeError):
         raise InvalidParameterError("images", "one is a path that no file can have") from None
 
 
 def _png_of(image: PilImage) -> bytes:
-    """Raises InvalidParameterError for a mode that PNG does not have, such as CMYK."""
+    """Raises InvalidParameterError for a mode that PNG does not have, such as CMYK, and for a closed or empty image."""
     file = io.BytesIO()
     try:
         image.save(file, "PNG")
+    except (ValueError, AssertionError):
+        # Pillow asserts that a file is open.
+        raise InvalidParameterError("images", "one is a PIL image without pixels, or a closed one") from None
     except OSError:
         raise InvalidParameterError("images", "one is a PIL image that PNG cannot hold; convert it to RGB") from None
     return file.getvalue()
+
+
+def _content_of_file(file: BinaryFile) -> bytes:
+    """Raises InvalidParameterError for a closed file, and for one whose `read` returns no bytes."""
+    try:
+        content: object = file.read()
+    except ValueError:
+        raise InvalidParameterError("images", "one is a file that is closed or not open for reading") from None
+    if not isinstance(content, bytes | bytearray | memoryview):
+        raise InvalidParameterError("images", "one is a file that is not open for reading bytes")
+    if not content:
+        raise InvalidParameterError("images", "one is an open file without further bytes; was it read before?")
+    return bytes(content)
 
 
 def _content_of(url: str) -> bytes:

@@ -6,7 +6,6 @@ async with lookonce.AsyncAdminClient.connect("127.0.0.1:50052", token=token) as 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from typing import Self
@@ -26,6 +25,7 @@ from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import AsyncCalls
 from lookonce.sdk.channel import ConnectionOptions, connection_options
+from lookonce.sdk.in_threads import readers, run_until
 from lookonce.sdk.lazy_channel import LazyChannel
 from lookonce.sdk.target import checked_target
 from lookonce.sdk.tokens import Token
@@ -74,7 +74,7 @@ class AsyncAdminClient:
         deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.evict"):
             results: list[EvictedImage] = []
-            for chunk, request in eviction_requests(await asyncio.to_thread(as_images, images), tenant):
+            for chunk, request in eviction_requests(await run_until(deadline, readers(), as_images, images), tenant):
                 results += evicted_images(chunk, await self._calls.unary(self._stub.EvictEmbeddings, request, deadline))
             return results
 
@@ -100,7 +100,7 @@ class AsyncAdminClient:
         """Pins images, or unpins them; see `lookonce.AdminClient.pin`."""
         deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.pin"):
-            refs = await asyncio.to_thread(as_images, images)
+            refs = await run_until(deadline, readers(), as_images, images)
             found = [False] * len(refs)
             for indexes, selection in selections(refs, tenant):
                 request = pb.PinEmbeddingsRequest(selection=selection, unpin=unpin)
@@ -115,7 +115,7 @@ class AsyncAdminClient:
         """Copies rows from the shared cache into this encoder; see `lookonce.AdminClient.prewarm`."""
         deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.prewarm"):
-            refs = await asyncio.to_thread(as_images, images)
+            refs = await run_until(deadline, readers(), as_images, images)
             found = [False] * len(refs)
             for indexes, selection in selections(refs, tenant):
                 request = pb.PrewarmEmbeddingsRequest(selection=selection)
@@ -130,7 +130,7 @@ class AsyncAdminClient:
         """Returns the state of each image's rows in the shared cache and in this encoder."""
         deadline = self._calls.deadline(timeout_s)
         with tracing.calling("admin.describe"):
-            refs = await asyncio.to_thread(as_images, images)
+            refs = await run_until(deadline, readers(), as_images, images)
             found: dict[int, EntryStats] = {}
             for indexes, selection in selections(refs, tenant):
                 request = pb.DescribeEmbeddingsRequest(selection=selection)

@@ -38,7 +38,7 @@ class Transcript:
             self._request_id = response.started.request_id
         elif response.HasField("finished"):
             if self._finished is not None:
-                raise InternalError("the stream ended twice")
+                raise self._broken("the stream ended twice")
             self._finished = response.finished
         elif response.HasField("delta"):
             return self._add_delta(response.delta)
@@ -46,7 +46,7 @@ class Transcript:
 
     def _add_delta(self, delta: decoder_pb2.StreamDelta) -> str:
         if delta.token_ids and delta.token_index != len(self._token_ids):
-            raise InternalError(f"the stream has a gap: token {delta.token_index} follows {len(self._token_ids)}")
+            raise self._broken(f"the stream has a gap: token {delta.token_index} follows {len(self._token_ids)}")
         self._token_ids += delta.token_ids
         self._logprobs += _logprobs(delta.logprobs)
         if delta.text:
@@ -56,7 +56,7 @@ class Transcript:
     def generation(self) -> Generation:
         """Returns the whole answer. Raises InternalError if the stream has not finished."""
         if self._finished is None:
-            raise InternalError("the stream stopped before its final event")
+            raise self._broken("the stream stopped before its final event")
         return Generation(
             text="".join(self._pieces),
             token_ids=tuple(self._token_ids),
@@ -66,11 +66,14 @@ class Transcript:
             logprobs=tuple(self._logprobs),
         )
 
+    def _broken(self, message: str) -> InternalError:
+        return _error_of(message, self._request_id)
+
 
 def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
     """Returns the first choice of a response. Raises InternalError if it has none."""
     if not response.choices:
-        raise InternalError("the answer has no choice")
+        raise _error_of("the answer has no choice", response.request_id)
     choice = response.choices[0]
     return Generation(
         text=choice.text,
@@ -80,6 +83,13 @@ def generation_of(response: decoder_pb2.GenerateResponse) -> Generation:
         request_id=response.request_id,
         logprobs=tuple(_logprobs(choice.logprobs)),
     )
+
+
+def _error_of(message: str, request_id: str) -> InternalError:
+    """Returns an error that names the request, by which the server's log is searched."""
+    error = InternalError(message)
+    error.request_id = request_id or None
+    return error
 
 
 def usage_of(usage: decoder_pb2.Usage) -> Usage:

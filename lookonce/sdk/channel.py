@@ -39,7 +39,7 @@ DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"]
 ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 
-def channel_options(service: str | None = None) -> list[tuple[str, int | str]]:
+def channel_options(target: str, service: str | None = None) -> list[tuple[str, int | str]]:
     """Returns the options of a channel to one service, given by its full name; None: one without health checks.
 
     Calls are balanced over the replicas behind the target, with health checks over those that report SERVING. gRPC
@@ -60,6 +60,8 @@ def channel_options(service: str | None = None) -> list[tuple[str, int | str]]:
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
         ("grpc.dns_min_time_between_resolutions_ms", _MIN_RESOLUTION_INTERVAL_MS),
         ("grpc.service_config", json.dumps(config)),
+        # Otherwise gRPC would send calls to this machine, with their token, to the proxy that http_proxy names.
+        ("grpc.enable_http_proxy", int(not is_on_this_machine(target))),
     ]
 
 
@@ -102,6 +104,9 @@ class ConnectionOptions:
         given: object = self.max_retries
         if not isinstance(given, int) or isinstance(given, bool) or given < 0:
             raise InvalidParameterError("max_retries", f"must be a whole number from 0, got {given!r}")
+        allows: object = self.token_over_plaintext
+        if not isinstance(allows, bool):
+            raise ConfigurationError(f"token_over_plaintext must be True or False, got {allows!r}")
         object.__setattr__(self, "_tokens", None if self.token is None else TokenSource(self.token))
         object.__setattr__(self, "_headers", checked_headers(self.headers))
 

@@ -57,7 +57,12 @@ def named_connection(
     )
     named_token = _text("LOOKONCE_TOKEN") if token is None else token
     return NamedConnection(
-        text, ca, certificate, key, named_token, token_over_plaintext or _is_true("LOOKONCE_TOKEN_OVER_PLAINTEXT")
+        text,
+        ca,
+        certificate,
+        key,
+        named_token,
+        _is_true("LOOKONCE_TOKEN_OVER_PLAINTEXT") if token_over_plaintext is False else token_over_plaintext,
     )
 
 

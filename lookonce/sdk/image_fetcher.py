@@ -7,7 +7,6 @@ redirection is checked in the same way, and time and size have limits. No proxy,
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import re
 import socket
@@ -15,6 +14,7 @@ import ssl
 import threading
 import urllib.parse
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -26,15 +26,18 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.sdk.channel import Deadline
+from lookonce.sdk.in_threads import run_until
 from lookonce.sdk.public_addresses import Address, addresses_of, is_private_network, is_public
 
 _FIELD = "image_url"
 _PORTS = {"http": 80, "https": 443}
 _MAX_REDIRECTS = 3
+_MAX_FETCHES = 64
 _MAX_URL_CHARACTERS = 8192
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 64 << 10
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]|\*")
+_PORT = re.compile(r":\d{1,5}$", re.ASCII)
 # Servers of files often do not know better. Whether it is an image, its decoder says.
 _UNSPECIFIC_TYPES = frozenset({"", "application/octet-stream", "binary/octet-stream"})
 
@@ -88,6 +91,8 @@ class ImageFetcher:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._tls = ssl.create_default_context()
+        # Slow servers take no thread from the caller's other work. A thread begins with the first fetch that needs it.
+        self._threads = ThreadPoolExecutor(_MAX_FETCHES, thread_name_prefix="lookonce-image-urls")
 
     def fetch(self, url: str) -> bytes:
         """Returns the bytes of the image at a URL.
@@ -95,7 +100,14 @@ class ImageFetcher:
         Raises InvalidParameterError for a URL that may not be fetched and for what is no image, ImageTooLargeError,
         UnavailableError if the server cannot be reached or does not answer with 200, and DeadlineError.
         """
+        return self._fetch(url, Deadline.after(self._timeout_s))
+
+    async def afetch(self, url: str) -> bytes:
+        """Returns the bytes of the image at a URL, as `fetch`. At most 64 are fetched at the same time; others wait."""
         deadline = Deadline.after(self._timeout_s)
+        return await run_until(deadline, self._threads, self._fetch, url, deadline)
+
+    def _fetch(self, url: str, deadline: Deadline) -> bytes:
         for _ in range(_MAX_REDIRECTS + 1):
             place = self._checked(url)
             with self._answer(place, deadline) as answer:
@@ -107,10 +119,6 @@ class ImageFetcher:
             if place.scheme == "https" and not url.startswith("https:"):
                 raise InvalidParameterError(_FIELD, "is redirected from https to http")
         raise InvalidParameterError(_FIELD, f"is redirected more than {_MAX_REDIRECTS} times")
-
-    async def afetch(self, url: str) -> bytes:
-        """Returns the bytes of the image at a URL, as `fetch`, which runs in a thread."""
-        return await asyncio.to_thread(self.fetch, url)
 
     def _checked(self, url: str) -> _Place:
         place = _place_of(url)
@@ -179,7 +187,12 @@ class ImageFetcher:
             raise InvalidParameterError(_FIELD, f"is no image: {place.host} says {kind}")
         if answer.headers.get("Content-Encoding", "identity") != "identity":
             raise InvalidParameterError(_FIELD, f"{place.host} compresses its answer, though it was asked not to")
-        if (answer.length or 0) > self._max_bytes:
+        if answer.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+            raise UnavailableError(f"{place.host} encodes its answer in a way that was not asked for")
+        stated = answer.headers.get("Content-Length", "0")
+        if not (stated.isascii() and stated.isdecimal()):
+            raise UnavailableError(f"{place.host} states a length that is no number")
+        if int(stated) > self._max_bytes:
             raise self._too_large(place)
         chunks: list[bytes] = []
         num_bytes = 0
@@ -190,6 +203,8 @@ class ImageFetcher:
             chunks.append(chunk)
         if answer.length:
             raise UnavailableError(f"{place.host} ended its answer early")
+        if not chunks:
+            raise InvalidParameterError(_FIELD, f"is no image: {place.host} sends an empty file")
         return b"".join(chunks)
 
     def _too_large(self, place: _Place) -> ImageTooLargeError:
@@ -267,9 +282,7 @@ def _checked_hosts(name: str, hosts: Iterable[str]) -> frozenset[str]:
     checked = set()
     for host in given:
         text = host.lower() if isinstance(host, str) else ""
-        bare, _, port = (
-            text.rpartition(":") if re.search(r":\d{1,5}$", text) and not text.endswith("]") else (text, "", "")
-        )
+        bare, _, port = text.rpartition(":") if _PORT.search(text) else (text, "", "")
         if not _HOST.fullmatch(bare) or (port and not 1 <= int(port) <= 65535):
             raise ConfigurationError(
                 f"{name}: {host!r} is no host; write it like images.example.com or *.example.com:8080"
@@ -282,7 +295,9 @@ def _matches(origin: str, pattern: str) -> bool:
     """Whether a host, with its port if it is no scheme's, is one of a pattern's."""
     if pattern == "*":
         # All hosts, but not all services of a host: with other ports a URL could speak to databases.
-        return not re.search(r":\d+$", origin)
+        return not _PORT.search(origin)
+    if pattern.startswith("*:"):
+        return origin.endswith(pattern[1:])
     if pattern.startswith("*."):
         return origin.endswith(pattern[1:]) and len(origin) > len(pattern) - 1
     return origin == pattern

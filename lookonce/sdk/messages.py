@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import ModelInfo
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
-from lookonce.errors import EmbeddingNotCachedError, InvalidParameterError
+from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
 from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextPrompt
 from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
 from lookonce.images import EmbeddingSource, Encoding, ImageLike, ImageRef, as_image, as_images
@@ -140,12 +140,19 @@ class PreparedPrompt:
         frame: a cycle that would keep the images in memory until the next garbage collection.
         """
         if any(index >= len(self._visual_of) for index in error.indexes):
-            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
+            raise equal_error(error)
         asked = {self._visual_of[index] for index in error.indexes}
         asked = asked or set(range(len(self._visuals))) - self._inline
         if not asked or not all(_has_bytes(self._visuals[index]) for index in asked):
-            raise EmbeddingNotCachedError(error.message, indexes=error.indexes)
+            raise equal_error(error)
         return asked
+
+
+def equal_error(error: EmbeddingNotCachedError) -> EmbeddingNotCachedError:
+    """Returns an error that is equal and has no traceback, which would refer to a call and its images."""
+    equal = EmbeddingNotCachedError(error.message, indexes=error.indexes)
+    equal.request_id = error.request_id
+    return equal
 
 
 class EncodePlan:
@@ -167,7 +174,8 @@ class EncodePlan:
         return lookup_requests(self._distinct, touch=True)
 
     def take_lookup(self, images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> None:
-        """Takes the answer to a look-up of `images`."""
+        """Takes the answer to a look-up of `images`. Raises InternalError for a wrong number of results."""
+        _check_number(images, response.results)
         for image, result in zip(images, response.results, strict=True):
             if result.cached:
                 size = result.embedding
@@ -190,7 +198,8 @@ class EncodePlan:
             yield batch, encoder_pb2.EncodeRequest(items=items)
 
     def take_encoded(self, images: Sequence[ImageRef], response: encoder_pb2.EncodeResponse) -> None:
-        """Takes the answer to an Encode request for `images`."""
+        """Takes the answer to an Encode request for `images`. Raises InternalError for a wrong number of results."""
+        _check_number(images, response.results)
         for image, result in zip(images, response.results, strict=True):
             self._known[image] = Encoding(
                 num_rows=result.embedding.num_rows,
@@ -238,8 +247,14 @@ def abort_request(request_id: str) -> decoder_pb2.AbortRequestRequest:
 
 
 def cached_images(images: Sequence[ImageRef], response: encoder_pb2.LookupEmbeddingsResponse) -> list[ImageRef]:
-    """Returns the images that a look-up found in the cache."""
+    """Returns the images that a look-up found in the cache. Raises InternalError for a wrong number of results."""
+    _check_number(images, response.results)
     return [image for image, result in zip(images, response.results, strict=True) if result.cached]
+
+
+def _check_number(images: Sequence[ImageRef], results: Sized) -> None:
+    if len(results) != len(images):
+        raise InternalError(f"the encoder answered with {len(results)} results for {len(images)} images")
 
 
 def image_source(image: ImageRef, *, as_bytes: bool, in_prompt: bool) -> common_pb2.ImageSource:

@@ -14,10 +14,19 @@ Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
 # Packets to these addresses are taken to the IPv4 address in their last four bytes (RFC 6052).
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+# All of the public internet in IPv6 (https://www.iana.org/assignments/ipv6-address-space).
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+# Networks of special purpose that some releases of Python count as public: protocol assignments, the relays of 6to4,
+# documentation, and the address at which Azure serves its virtual machines.
+_SPECIAL = tuple(
+    ipaddress.ip_network(text) for text in ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20", "168.63.129.16/32")
+)
+# Networks of a provider or a cluster (RFC 6598).
+_SHARED = ipaddress.IPv4Network("100.64.0.0/10")
 # "This network" (RFC 1122): Linux takes all of it for this machine.
 _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
-# Protocol assignments (RFC 6890). Some releases of Python 3.11 count most of it as global.
-_ASSIGNMENTS = ipaddress.IPv4Network("192.0.0.0/24")
+# Look-ups at the same time: one that gets no answer keeps its thread, perhaps for minutes.
+_look_ups = threading.BoundedSemaphore(64)
 
 
 def addresses_of(host: str, port: int, deadline: Deadline) -> list[Address]:
@@ -32,8 +41,12 @@ def addresses_of(host: str, port: int, deadline: Deadline) -> list[Address]:
             failure.append(error if isinstance(error, OSError) else OSError(str(error)))
         else:
             found.append([ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos])
+        finally:
+            _look_ups.release()
 
     # The system's look-up has no limit of its own that a caller could set.
+    if not _look_ups.acquire(timeout=deadline.remaining_s()):
+        raise DeadlineError(f"the address of {host} was not found in time: name servers do not answer")
     thread = threading.Thread(target=look_up, name="image-url-dns", daemon=True)
     thread.start()
     thread.join(deadline.remaining_s())
@@ -52,7 +65,9 @@ def is_public(address: Address) -> bool:
         hidden = (address.ipv4_mapped, address.sixtofour, *(address.teredo or ()))
         if not all(one is None or is_public(one) for one in hidden):
             return False
-    is_special = address.is_multicast or address.is_reserved or address in _ASSIGNMENTS
+        if address not in _UNICAST:
+            return False
+    is_special = address.is_multicast or address.is_reserved or any(address in network for network in _SPECIAL)
     return address.is_global and not is_special
 
 
@@ -61,7 +76,8 @@ def is_private_network(address: Address) -> bool:
 
     Link-local ones do not count: there clouds serve the keys of a machine.
     """
-    if address.is_loopback:
+    if address.is_loopback or address in _SHARED:
         return True
     is_special = address.is_link_local or address.is_multicast or address.is_unspecified or address.is_reserved
-    return address.is_private and not is_special and address not in _THIS_NETWORK and address not in _ASSIGNMENTS
+    is_special = is_special or address in _THIS_NETWORK or any(address in network for network in _SPECIAL)
+    return address.is_private and not is_special

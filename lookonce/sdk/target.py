@@ -21,8 +21,7 @@ _SCHEMES = frozenset({"unix", "unix-abstract", "vsock", "xds", "google-c2p"})
 # Schemes whose addresses need a port.
 _IP_SCHEMES = frozenset({"ipv4", "ipv6"})
 _DNS_SCHEME = "dns"
-# Schemes whose servers are on this machine, or on the one that hosts it.
-_LOCAL_SCHEMES = frozenset({"unix", "unix-abstract", "vsock"})
+_LOCAL_SCHEMES = frozenset({"unix", "unix-abstract"})
 
 
 def checked_target(target: Target) -> str:
@@ -54,10 +53,16 @@ def checked_target(target: Target) -> str:
 
 
 def is_on_this_machine(target: str) -> bool:
-    """Whether a checked target has servers on this machine only, by its text. No name but "localhost" is looked up."""
+    """Whether a checked target has servers on this machine only, as its text says.
+
+    Of names, only "localhost" counts, for which gRPC asks no name server. It asks one for "localhost." with a dot.
+    """
     scheme, _, rest = target.partition(":")
     if scheme in _SCHEMES:
         return scheme in _LOCAL_SCHEMES
+    if scheme == _DNS_SCHEME and rest.startswith("//") and not rest.startswith("///"):
+        # It names its own name server.
+        return False
     return all(map(_is_loopback, _addresses(target, scheme, rest)))
 
 
@@ -66,7 +71,7 @@ def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host.rstrip(".").lower() == "localhost"
+        return host.lower() == "localhost"
 
 
 def _joined(targets: Sequence[str]) -> str:

@@ -6,6 +6,8 @@ with FakeServer("a red square") as server, lookonce.Client.connect(server.target
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -19,7 +21,12 @@ from lookonce.testing.fake_encoder import FakeEncoder
 from lookonce.testing.fake_request import FakeRequest
 from lookonce.testing.known_images import KnownImages
 
-_NUM_THREADS = 32
+# Each call takes one, and so does each connection of a client, which reads health.
+_NUM_THREADS = 256
+_HEALTH = "grpc.health.v1.Health"
+# HealthCheckResponse with the status SERVING.
+_SERVING = b"\x08\x01"
+_POLL_S = 0.1
 _MAX_MESSAGE_BYTES = 32 << 20
 
 
@@ -27,20 +34,22 @@ class FakeServer:
     """A decoder and an encoder behind one target of this machine, in threads of this process.
 
     A token is a word. An image has always the same number of rows, and is known by its digest once its bytes were sent.
-    Videos, structured output and operators' calls are not offered.
+    Options of sampling have no effect. Videos, structured output, tokenizing and operators' calls are not offered.
+    A function that answers must return: Python waits for it when the program ends.
     """
 
     def __init__(self, answer: Answer = "an answer", *, rows_per_image: int = 16) -> None:
         self.images = KnownImages(rows_per_image)
         self._decoder = FakeDecoder(answer, self.images, _MAX_MESSAGE_BYTES)
         self._server: grpc.Server | None = None
+        self._ended = threading.Event()
         self._target = ""
 
     @property
     def target(self) -> str:
-        """Address of both services. Raises RuntimeError before the start."""
-        if not self._target:
-            raise RuntimeError("the server has not started: use `with`, or call start")
+        """Address of both services. Raises RuntimeError before the start and after the end."""
+        if self._server is None:
+            raise RuntimeError("the server does not run: use `with`, or call start")
         return self._target
 
     @property
@@ -49,14 +58,29 @@ class FakeServer:
         return list(self._decoder.requests)
 
     def fail(self, *errors: LookonceError) -> None:
-        """Makes the next generate requests fail, one with each error, instead of being answered."""
+        """Makes the next generate requests fail, one with each error, instead of being answered.
+
+        Raises TypeError for anything but errors of `lookonce.errors`.
+        """
+        for error in errors:
+            given: object = error
+            if not isinstance(given, LookonceError):
+                raise TypeError(
+                    f"an error of lookonce.errors is needed, such as OverloadedError('full'); got {given!r}"
+                )
         self._decoder.failures.extend(errors)
 
     def start(self) -> None:
-        """Listens on a free port of this machine."""
+        """Listens on a free port of this machine. Raises RuntimeError if the server runs already."""
+        if self._server is not None:
+            raise RuntimeError("the server runs already")
+        self._ended.clear()
         server = grpc.server(
             ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fake-server"),
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)],
+        )
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(_HEALTH, {"Watch": self._watch_handler()})]
         )
         decoder_grpc.add_DecoderServiceServicer_to_server(self._decoder, server)
         encoder_grpc.add_EncoderServiceServicer_to_server(FakeEncoder(self.images, _MAX_MESSAGE_BYTES), server)
@@ -68,7 +92,19 @@ class FakeServer:
     def close(self) -> None:
         """Ends all calls and the server."""
         if self._server is not None:
+            self._ended.set()
             self._server.stop(None).wait()
+            self._server = None
+
+    def _watch_handler(self) -> grpc.RpcMethodHandler[bytes, bytes]:
+        """Returns the handler of health's stream, which clients read while they are connected."""
+
+        def watch(_: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            yield _SERVING
+            while context.is_active() and not self._ended.wait(_POLL_S):
+                pass
+
+        return grpc.unary_stream_rpc_method_handler(watch)
 
     def __enter__(self) -> Self:
         self.start()

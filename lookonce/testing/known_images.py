@@ -37,14 +37,15 @@ class KnownImages:
     def shown(self, images: Sequence[ImageRef]) -> int:
         """Takes the images of one request. Returns how many of them were new.
 
-        Raises EmbeddingNotCachedError if some are given by digest and unknown. The others are known from then on.
+        Raises EmbeddingNotCachedError if some are given by digest and unknown. Otherwise all are known from then on.
         """
         with self._lock:
-            before = len(self._digests)
             sent = [image for image in images if image.data is not None]
             self._uploads += sent
-            self._digests.update(image.digest for image in sent)
-            missing = [index for index, image in enumerate(images) if image.digest not in self._digests]
+            known = self._digests | {image.digest for image in sent}
+            missing = [index for index, image in enumerate(images) if image.digest not in known]
             if missing:
                 raise EmbeddingNotCachedError("no rows are cached for this digest", indexes=missing)
-            return len(self._digests) - before
+            num_new = len(known) - len(self._digests)
+            self._digests = known
+            return num_new

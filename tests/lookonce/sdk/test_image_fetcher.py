@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import pathlib
@@ -25,6 +26,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.sdk.public_addresses import is_private_network, is_public
+from lookonce.testing import FakeServer
 
 PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40
 Handler = Callable[[socket.socket, bytes], None]
@@ -79,6 +81,8 @@ class WebServer:
             head = b""
             while b"\r\n\r\n" not in head and (more := connection.recv(65536)):
                 head += more
+            if not head:
+                return
             self.heads.append(head)
             path = head.split(b" ")[1].decode()
             self.paths[path](connection, head)
@@ -141,6 +145,11 @@ def test_chunks_and_an_answer_without_a_length(server: WebServer, fetcher: looko
             UnavailableError,
             "could not be asked",
         ),
+        (picture(b""), InvalidParameterError, "sends an empty file"),
+        (answer("HTTP/1.1 200 OK\nContent-Type: image/png"), InvalidParameterError, "sends an empty file"),
+        (answer("HTTP/1.1 200 OK\nTransfer-Encoding: gzip, chunked", b"x"), UnavailableError, "encodes its answer"),
+        (answer("HTTP/1.1 200 OK\nContent-Length: -5", b"x"), UnavailableError, "a length that is no number"),
+        (answer("HTTP/1.1 200 OK\nContent-Length: 5x", b"x"), UnavailableError, "a length that is no number"),
         (answer("HTTP/1.1 404 Not Found\nContent-Type: image/png"), UnavailableError, "with the status 404"),
         (answer("HTTP/1.1 206 Partial Content\nContent-Type: image/png", b"x"), UnavailableError, "status 206"),
         (answer("HTTP/1.1 204 No Content"), UnavailableError, "status 204"),
@@ -205,9 +214,69 @@ def test_a_slow_server_gets_no_more_time(server: WebServer, handler: Handler) ->
     assert time.monotonic() - begin_s < 20.0
 
 
+async def test_slow_servers_take_no_time_from_other_calls() -> None:
+    """All shared the event loop's six threads: 200 fetches of one second took 34, and calls with images waited."""
+    ended = threading.Event()
+    with contextlib.closing(WebServer()) as server, FakeServer("an answer") as decoder:
+
+        def wait(*_: object) -> None:
+            ended.wait()
+
+        server.paths["/"] = wait
+        fetcher = lookonce.ImageFetcher([], private_hosts=[server.origin], timeout_s=60.0)
+        fetches = [asyncio.create_task(fetcher.afetch(server.url("/"))) for _ in range(100)]
+        others = [asyncio.create_task(asyncio.to_thread(ended.wait)) for _ in range(40)]
+        try:
+            async with lookonce.AsyncClient.connect(decoder.target) as client:
+                assert (await client.generate("hello", [b"a picture"])).text == "an answer"
+            assert not any(task.done() for task in fetches)
+        finally:
+            ended.set()
+        found = await asyncio.gather(*fetches, return_exceptions=True)
+        assert {type(one) for one in found} == {UnavailableError}
+        await asyncio.gather(*others)
+
+
+async def test_the_wait_for_a_thread_counts() -> None:
+    """With 64 threads, 36 of these 100 fetches wait for one."""
+    with contextlib.closing(WebServer()) as server:
+        server.paths["/"] = lambda *_: time.sleep(60)
+        fetcher = lookonce.ImageFetcher([], private_hosts=[server.origin], timeout_s=0.5)
+        fetches = [asyncio.create_task(fetcher.afetch(server.url("/"))) for _ in range(100)]
+        found = await asyncio.gather(*fetches, return_exceptions=True)
+        assert {type(one) for one in found} == {DeadlineError}
+
+
+async def test_a_deadline_holds_while_all_readers_are_busy() -> None:
+    ended = threading.Event()
+
+    class Slow:
+        def read(self) -> bytes:
+            ended.wait()
+            return b"a picture"
+
+    with FakeServer("an answer") as server:
+        try:
+            async with lookonce.AsyncClient.connect(server.target) as client:
+                calls = [client.generate("hello", [Slow()], timeout_s=0.3) for _ in range(40)]
+                found = await asyncio.gather(*calls, return_exceptions=True)
+                assert {type(one) for one in found} == {DeadlineError}
+        finally:
+            ended.set()
+
+
 def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))
-    assert type(failure_of(lookonce.ImageFetcher(["*"], timeout_s=0.2), "http://example.com/")) is DeadlineError
+    ended = threading.Event()
+
+    def look_up(*_: object, **__: object) -> list[Any]:
+        ended.wait()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    try:
+        assert type(failure_of(lookonce.ImageFetcher(["*"], timeout_s=0.2), "http://example.com/")) is DeadlineError
+    finally:
+        ended.set()
 
 
 @pytest.fixture
@@ -262,15 +331,15 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 PRIVATE = [
-    "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "fd00::1", "::1",
+    "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "fd00::1", "::1", "100.64.0.1",
 ]  # fmt: skip
 NEVER = [
     "169.254.169.254", "0.0.0.0", "0.1.2.3", "224.0.0.1", "240.0.0.1", "255.255.255.255", "fe80::1", "::", "ff02::1",
-    "::ffff:169.254.169.254", "64:ff9b::169.254.169.254", "2002:a9fe:a9fe::1", "100.64.0.1", "192.0.0.8",
+    "::ffff:169.254.169.254", "64:ff9b::169.254.169.254", "2002:a9fe:a9fe::1", "192.0.0.8", "fec0::2", "168.63.129.16",
 ]  # fmt: skip
 ALSO_NOT_PUBLIC = [
     "::ffff:10.0.0.1", "::10.0.0.1", "64:ff9b::10.0.0.1", "2002:0a00:0001::", "2001:db8::1", "192.0.2.1", "198.18.0.1",
-    "203.0.113.5", "2001:0:0a00:0001::1",
+    "203.0.113.5", "2001:0:0a00:0001::1", "3fff::1", "192.88.99.1", "4000::1",
 ]  # fmt: skip
 PUBLIC = ["93.184.215.14", "8.8.8.8", "2606:2800:220:1:248:1893:25c8:1946", "64:ff9b::8.8.8.8"]
 
@@ -337,6 +406,15 @@ def test_listed_hosts_are_looked_up(names: dict[str, list[str]], url: str) -> No
     for name in ("example.com", "a.example.org", "a.b.example.org", "xn--bcher-kva.example.org", "example.net"):
         names[name] = ["8.8.8.8"]
     assert isinstance(failure_of(fetcher, url), UnavailableError)
+    assert names["connected"] == ["8.8.8.8"]
+
+
+def test_a_star_with_a_port_means_that_port(names: dict[str, list[str]]) -> None:
+    names["example.com"] = ["8.8.8.8"]
+    fetcher = lookonce.ImageFetcher(["*:8099"])
+    assert isinstance(failure_of(fetcher, "http://example.com:8099/"), UnavailableError)
+    for url in ("http://example.com/", "http://example.com:80990/", "http://example.com:9/"):
+        assert isinstance(failure_of(fetcher, url), InvalidParameterError)
     assert names["connected"] == ["8.8.8.8"]
 
 

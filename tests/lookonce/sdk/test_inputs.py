@@ -42,15 +42,38 @@ def test_an_image_is_a_path_bytes_a_file_a_data_url_or_a_pil_image(tmp_path: pat
         ("data:image/png;base64", "not in base64"),
         ("data:image/png;base64,%%%", "not valid base64"),
         ("data:image/png;base64,abc", "not valid base64"),
-        (io.StringIO("abc"), "must be bytes"),
+        (io.StringIO("abc"), "not open for reading bytes"),
         (PIL.Image.new("CMYK", (2, 2)), "convert it to RGB"),
         (7, "one is a int"),
         (None, "one is a NoneType"),
+        ("https://images.example.com/a.png", r"fetch it first, .*lookonce\.ImageFetcher"),
+        ("HTTP://images.example.com/a.png", "fetch it first"),
+        ("", "an empty path"),
+        (pathlib.PurePath, "one is a type"),
+        (PIL.Image.Image, "one is a "),
+        (io.BytesIO, "one is a "),
+        (io.BytesIO(), "was it read before"),
+        (PIL.Image.new("RGB", (0, 0)), "without pixels"),
     ],
 )
 def test_other_images_are_refused(image: Any, text: str) -> None:
     with pytest.raises(InvalidParameterError, match=text):
         as_image(image)
+
+
+def test_closed_files_and_images_are_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(png())
+    with path.open("rb") as file, PIL.Image.open(path) as picture:
+        pass
+    with path.open("wb") as written:
+        for closed in (file, written):
+            with pytest.raises(InvalidParameterError, match="closed or not open for reading"):
+                as_image(closed)
+    with pytest.raises(InvalidParameterError, match="closed"):
+        as_image(picture)
+    with pytest.raises(FileNotFoundError):
+        as_image(tmp_path / "missing.png")
 
 
 @pytest.mark.parametrize("name", ["picture.png", "Picture.JPEG", "picture.heic"])

@@ -15,13 +15,14 @@ from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
 from lookonce.generation import GenerateOptions, Message
 from lookonce.images import ImageRef
-from lookonce.sdk.answers import Transcript
+from lookonce.sdk.answers import Transcript, generation_of
 from lookonce.sdk.decoder_facts import model_info_of
 from lookonce.sdk.messages import (
     MAX_LOOKUP_KEYS,
     SMALL_IMAGE_BYTES,
     EncodePlan,
     PreparedPrompt,
+    cached_images,
     lookup_requests,
 )
 from lookonce.videos import Video
@@ -161,12 +162,19 @@ def test_a_stream_must_have_no_gap_and_exactly_one_end() -> None:
         transcript = Transcript()
         for event in events[:-1]:
             transcript.add(event)
-        with pytest.raises(InternalError):
+        with pytest.raises(InternalError) as caught:
             transcript.add(events[-1])
+        assert caught.value.request_id == "r"
     transcript = Transcript()
     transcript.add(first)
     with pytest.raises(InternalError, match="final event"):
         transcript.generation()
+
+
+def test_an_answer_without_a_choice_names_its_request() -> None:
+    with pytest.raises(InternalError, match="no choice") as caught:
+        generation_of(decoder_pb2.GenerateResponse(request_id="r"))
+    assert caught.value.request_id == "r"
 
 
 def _cached(images: list[ImageRef], *, known: set[ImageRef]) -> encoder_pb2.LookupEmbeddingsResponse:
@@ -174,6 +182,22 @@ def _cached(images: list[ImageRef], *, known: set[ImageRef]) -> encoder_pb2.Look
     for image in images:
         response.results.add(cached=image in known)
     return response
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_wrong_number_of_results_is_the_servers_error(number: int) -> None:
+    """It was a ValueError of `zip`."""
+    images = LARGE[:2]
+    looked_up = encoder_pb2.LookupEmbeddingsResponse(results=[encoder_pb2.LookupResult()] * number)
+    encoded = encoder_pb2.EncodeResponse(results=[encoder_pb2.EncodeResult()] * number)
+    plan = EncodePlan(images)
+    for take in (
+        lambda: plan.take_lookup(images, looked_up),
+        lambda: plan.take_encoded(images, encoded),
+        lambda: cached_images(images, looked_up),
+    ):
+        with pytest.raises(InternalError, match=f"{number} results for 2 images"):
+            take()
 
 
 def test_an_encode_uploads_each_missing_image_once_within_both_limits() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
+import socket
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import lookonce
 from lookonce.errors import ConfigurationError
 from lookonce.sdk.target import checked_target, is_on_this_machine
+from lookonce.testing import FakeServer
 from tests.lookonce.sdk.sdk_servers import running_system
 
 CLIENTS = [lookonce.Client, lookonce.AsyncClient, lookonce.AdminClient, lookonce.AsyncAdminClient]
@@ -18,18 +21,21 @@ HERE = [
     "127.9.8.7:1",
     "[::1]:50051",
     "localhost:50051",
-    "LOCALHOST.:50051",
+    "LOCALHOST:50051",
     "dns:///localhost:50051",
     "dns:localhost:50051",
-    "dns://8.8.8.8/localhost:50051",
     "ipv4:127.0.0.1:1,127.0.0.2:1",
     "ipv6:[::1]:1",
     "ipv6:%5B::1%5D:1",
     "unix:/run/decoder.sock",
     "unix-abstract:decoder",
-    "vsock:2:50051",
 ]
 ELSEWHERE = [
+    "localhost.:50051",
+    "dns:///localhost.:50051",
+    "dns://8.8.8.8/localhost:50051",
+    "dns://8.8.8.8/127.0.0.1:50051",
+    "vsock:2:50051",
     "10.0.0.1:50051",
     "[fe80::1]:50051",
     "0.0.0.0:50051",
@@ -100,3 +106,31 @@ def test_a_file_of_authorities_is_enough(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "ca.pem"
     file.write_text("-----BEGIN CERTIFICATE-----")
     lookonce.AsyncClient.connect("decoder:50051", token="secret", tls_ca=file)
+
+
+@pytest.mark.parametrize("given", ["false", "", 0, 1, None])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_permission_is_true_or_false(kind: Any, given: Any) -> None:
+    """A program that passes the text of a variable would have allowed what it forbids."""
+    with pytest.raises(ConfigurationError, match="must be True or False"):
+        kind.connect("127.0.0.1:1", token_over_plaintext=given)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_no_proxy_is_asked_for_this_machine(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC sent the calls, with their token, to the proxy."""
+    with FakeServer("an answer") as server, socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        proxy.settimeout(0.0)
+        port = server.target.rpartition(":")[2]
+        for target in (server.target, f"localhost:{port}", f"ipv4:127.0.0.1:{port}", f"dns:///localhost:{port}"):
+            with lookonce.Client.connect(target, token="secret", timeout_s=30.0) as client:
+                assert client.generate("hello").text == "an answer"
+
+            async def ask(target: str = target) -> str:
+                async with lookonce.AsyncClient.connect(target, token="secret", timeout_s=30.0) as client:
+                    return (await client.generate("hello")).text
+
+            assert asyncio.run(ask()) == "an answer"
+        with pytest.raises(BlockingIOError):
+            proxy.accept()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import grpc
 import pytest
 
 import lookonce
@@ -118,13 +119,45 @@ def test_chats_and_prompts_as_text_are_requests_with_a_text_and_images() -> None
 
 def test_a_server_that_has_not_started_says_so_and_an_ended_one_is_gone() -> None:
     server = FakeServer()
-    with pytest.raises(RuntimeError, match="not started"):
+    with pytest.raises(RuntimeError, match="does not run"):
         _ = server.target
     server.close()
     with server:
         target = server.target
     with lookonce.Client.connect(target, timeout_s=10) as client, pytest.raises(UnavailableError):
         client.generate("what")
+
+
+def test_it_starts_once_and_again_after_its_end() -> None:
+    server = FakeServer()
+    with server, pytest.raises(RuntimeError, match="runs already"):
+        server.start()
+    with pytest.raises(RuntimeError, match="does not run"):
+        _ = server.target
+    with server, lookonce.Client.connect(server.target) as client:
+        assert client.generate("what").text == "an answer"
+
+
+def test_a_failure_is_an_error_of_the_sdk() -> None:
+    with pytest.raises(TypeError, match=r"an error of lookonce\.errors"):
+        FakeServer().fail(ValueError("full"))  # type: ignore[arg-type]
+
+
+def test_health_is_served_and_ends_with_the_server() -> None:
+    with FakeServer() as server, grpc.insecure_channel(server.target) as channel:
+        watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        stream = watch(b"", timeout=60)
+        assert next(stream) == b"\x08\x01"
+        server.close()
+        with pytest.raises((grpc.RpcError, StopIteration)):
+            next(stream)
+
+
+def test_a_refused_request_makes_no_image_known() -> None:
+    with FakeServer() as server, lookonce.Client.connect(server.target) as client:
+        with pytest.raises(EmbeddingNotCachedError):
+            client.generate("what", [SMALL, ImageRef.from_digest("0" * 64)])
+        assert client.lookup([SMALL]) == [False]
 
 
 def test_it_needs_none_of_the_services_packages() -> None:
