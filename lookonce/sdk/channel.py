@@ -39,7 +39,7 @@ DECODER: str = decoder_service_pb2.DESCRIPTOR.services_by_name["DecoderService"]
 ENCODER: str = encoder_service_pb2.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 
-def channel_options(target: str, service: str | None = None) -> list[tuple[str, int | str]]:
+def channel_options(service: str | None, *, target: str) -> list[tuple[str, int | str]]:
     """Returns the options of a channel to one service, given by its full name; None: one without health checks.
 
     Calls are balanced over the replicas behind the target, with health checks over those that report SERVING. gRPC

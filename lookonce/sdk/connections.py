@@ -150,9 +150,9 @@ def open_channel(target: str, service: str | None, options: ConnectionOptions) -
     options.check_token_is_safe(target)
     credentials = options.credentials()
     if credentials is None:
-        channel = grpc.insecure_channel(target, options=channel_options(target, service))
+        channel = grpc.insecure_channel(target, options=channel_options(service, target=target))
     else:
-        channel = grpc.secure_channel(target, credentials, options=channel_options(target, service))
+        channel = grpc.secure_channel(target, credentials, options=channel_options(service, target=target))
     return grpc.intercept_channel(channel, *options.interceptors)
 
 

@@ -20,7 +20,7 @@ class LazyChannel:
         """
         options.check_token_is_safe(target)
         self._target = target
-        self._options = channel_options(target, service)
+        self._options = channel_options(service, target=target)
         self._credentials = options.credentials()
         self._interceptors = list(options.interceptors)
         self._channel: grpc.aio.Channel | None = None

@@ -140,7 +140,7 @@ class Clients:
 @asynccontextmanager
 async def clients_of(stack: LocalStack) -> AsyncIterator[Clients]:
     decoders, encoders = (f"ipv4:{','.join(targets)}" for targets in (stack.decoder_targets, stack.encoder_targets))
-    options = [*channel_options(DECODER), ("grpc.use_local_subchannel_pool", 1)]
+    options = [*channel_options(DECODER, target=decoders), ("grpc.use_local_subchannel_pool", 1)]
     async with (
         AsyncClient.connect(decoders, encoders, max_retries=0) as client,
         grpc.aio.insecure_channel(decoders, options=options) as channel,
