@@ -163,6 +163,9 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
         if unknown_ids:
             raise InvalidParameterError("token_ids", f"{min(unknown_ids)} is not in the vocabulary")
         caller = caller_of(self._tenant(), _call_id())
+        if request.separately:
+            texts = await self._threads.compute_text(caller, len(token_ids), self._tokenizer.token_texts, token_ids)
+            return decoder_service_pb2.DetokenizeResponse(token_texts=texts)
         text = await self._threads.compute_text(
             caller, len(token_ids), self._tokenizer.decode, token_ids, skip_special_tokens=False
         )

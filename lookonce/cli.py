@@ -35,7 +35,7 @@ from lookonce.local.cli_options import MAX_UINT32, MAX_UINT64, Images, Target, T
 from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
 from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 from lookonce.local.family_offers import offers_of
-from lookonce.local.serve_extra import require_serve_packages
+from lookonce.local.serve_extra import GATEWAY_MODULES, require_packages, require_serve_packages
 from lookonce.sdk.channel import Deadline
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
@@ -184,13 +184,24 @@ def serve_decoder(context: typer.Context) -> None:
     _become("decoder_svc", context.args)
 
 
+@serve_app.command("gateway", context_settings=_RAW_ARGUMENTS)
+def serve_gateway(context: typer.Context) -> None:
+    """Run the gateway with OpenAI's interface (`lookonce serve gateway --help` lists its flags)."""
+    require_packages(GATEWAY_MODULES, "lookonce serve gateway", "gateway")
+    _run("gateway_svc", context.args)
+
+
 def _become(module: str, arguments: Sequence[str]) -> Never:
     """Replaces this process by the service, so that signals and the exit status are the service's."""
     require_serve_packages(f"lookonce serve {module.removesuffix('_svc')}")
     from lookonce.local.model_source import with_resolved_model
 
+    _run(module, with_resolved_model(arguments))
+
+
+def _run(module: str, arguments: Sequence[str]) -> Never:
     # -P keeps the current folder off the import path: it may be a model's folder with Python files.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *with_resolved_model(arguments)])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])
 
 
 @app.command()

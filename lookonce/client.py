@@ -20,7 +20,7 @@ from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import EmbeddingNotCachedError, LookonceError
-from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, TokenLogprobs, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
 from lookonce.sdk.answers import Transcript, generation_of
 from lookonce.sdk.calls import SyncCalls, not_ready_error
@@ -36,6 +36,7 @@ from lookonce.sdk.messages import (
     detokenize_request,
     equal_error,
     lookup_requests,
+    token_texts_of,
 )
 from lookonce.sdk.retries import Attempts
 from lookonce.sdk.target import Target, checked_target
@@ -122,14 +123,18 @@ class Client:
         timeout_s: float | None = None,
         max_retries: int | None = None,
         headers: Mapping[str, str] | None = None,
+        token: Token | None = None,
     ) -> Self:
         """Returns a client with other defaults; None leaves one as it is, and headers are added to the earlier ones.
 
-        The two share their connections: closing one closes both.
+        The two share their connections: closing one closes both. A program that serves several users can send the token
+        of each. Raises ConfigurationError as `connect`.
         """
         client = copy.copy(self)
-        client._options = self._options.changed(timeout_s, max_retries, headers)
+        client._options = self._options.changed(timeout_s, max_retries, headers, token)
         client._calls = self._calls.with_options(client._options)
+        if token is not None:
+            self._connection.check_token_is_safe(client._options)
         return client
 
     def generate(
@@ -147,7 +152,7 @@ class Client:
         with tracing.calling("client.generate"):
             prepared = PreparedPrompt(prompt, images, options)
             metadata = self._options.metadata(options.get("request_id"))
-            with self._connection.uploads.turn() as turn:
+            with self._connection.uploads.turn(self._options.caller) as turn:
                 while True:
                     request = decoder_pb2.GenerateRequest(params=prepared.params())
                     try:
@@ -178,7 +183,7 @@ class Client:
                 )
             )
 
-        turn = self._connection.uploads.turn()
+        turn = self._connection.uploads.turn(self._options.caller)
 
         def supply(error: EmbeddingNotCachedError) -> None:
             with tracing.current(span):
@@ -222,7 +227,7 @@ class Client:
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.tokenize"):
             prepared = PreparedPrompt(prompt, images, {})
-            with self._connection.uploads.turn() as turn:
+            with self._connection.uploads.turn(self._options.caller) as turn:
                 while True:
                     request = prepared.tokenize_request()
                     try:
@@ -238,15 +243,28 @@ class Client:
             request = detokenize_request(token_ids)
             return (self._calls.unary(self._connection.decoder.Detokenize, request, deadline)).text
 
+    def token_texts(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> list[str]:
+        """Returns the text of each of these tokens where it follows others, for example with the space before a word.
+
+        A token that is a part of a character is U+FFFD.
+        """
+        deadline = self._options.deadline(timeout_s)
+        with tracing.calling("client.token_texts"):
+            request = detokenize_request(token_ids, separately=True)
+            response = self._calls.unary(self._connection.decoder.Detokenize, request, deadline)
+            return token_texts_of(token_ids, response)
+
     def load(self, *, timeout_s: float | None = None) -> DecoderLoad:
         """Returns the load of the replica that the call reaches."""
         deadline = self._options.deadline(timeout_s)
         with tracing.calling("client.load"):
             return load_of(self._calls.unary(self._connection.decoder.GetLoad, decoder_pb2.GetLoadRequest(), deadline))
 
-    def model_info(self, *, timeout_s: float | None = None) -> ModelInfo:
-        """Returns the decoder's model and limits; later calls return the first answer."""
+    def model_info(self, *, fresh: bool = False, timeout_s: float | None = None) -> ModelInfo:
+        """Returns the decoder's model and limits; later calls return the first answer, unless it is to be `fresh`."""
         deadline = self._options.deadline(timeout_s)
+        if fresh:
+            self._connection.info = None
         with tracing.calling("client.model_info"):
             return self._model_info(deadline)
 
@@ -290,7 +308,8 @@ class Client:
 
     def _encoder(self, deadline: Deadline) -> encoder_grpc.EncoderServiceStub:
         needs_target = self._connection.needs_encoder_target
-        return self._connection.encoder(self._model_info(deadline).encoder_target if needs_target else "")
+        announced = self._model_info(deadline).encoder_target if needs_target else ""
+        return self._connection.encoder(announced, self._options)
 
     def _model_info(self, deadline: Deadline) -> ModelInfo:
         self._calls.check_open()
@@ -365,6 +384,11 @@ class TextStream(Iterator[str]):
     def generation(self) -> Generation:
         """The whole answer. Raises InternalError before the iteration has ended."""
         return self._transcript.generation()
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """The log-probabilities of the tokens so far, one entry a token; empty unless asked for."""
+        return self._transcript.logprobs
 
     @property
     def usage(self) -> Usage:

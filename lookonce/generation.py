@@ -11,6 +11,8 @@ from lookonce.videos import Video
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+TokenLogprobs: TypeAlias = "tuple[tuple[int, float], ...]"
+"""Token ids and natural-log probabilities at the place of one generated token: the sampled one, then the likeliest."""
 Part: TypeAlias = "str | Video | NonTextImage"
 """One part of a message. A str is text; images are references, bytes, pathlib.Paths, open files or PIL images."""
 
@@ -115,4 +117,4 @@ class Generation:
     # The request's id, for logs and AbortRequest.
     request_id: str
     # Per generated token (token id, natural-log probability), the sampled one first; empty unless asked for.
-    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGES = ("lookonce", "encoder_svc", "decoder_svc")
+PACKAGES = ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc")
 # Modules of one device, which may name it.
 DEVICE_MODULES = (
     "lookonce/devices/cpu.py",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PACKAGES = ("lookonce", "encoder_svc", "decoder_svc")
+PACKAGES = ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc")
 # Data that becomes code, or addresses that come from a request.
 _MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 _CALLS = {

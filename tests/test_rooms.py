@@ -13,7 +13,7 @@ import pytest
 import lookonce
 
 ROOT = pathlib.Path(__file__).parents[1]
-PRODUCT = ("lookonce", "encoder_svc", "decoder_svc")
+PRODUCT = ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc")
 # The public face: modules of lookonce/ that may import rooms.
 FACE = {"__init__", "aio", "cli", "client"}
 # Modules of one folder that a reader can still take in.

@@ -81,6 +81,17 @@ class TextTokenizer:
         """
         return str(call_rust(self.backend.decode, list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token where it follows another one, control tokens included.
+
+        Decoded alone, the token of a word would lack the space before it in many tokenizers.
+        """
+        return [self._text_after_another(token_id) for token_id in token_ids]
+
+    def _text_after_another(self, token_id: int) -> str:
+        alone, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice.removeprefix(alone) if len(twice) > len(alone) else alone
+
     def unknown_ids(self, token_ids: Sequence[int]) -> frozenset[int]:
         """Returns those of the ids that are not in the vocabulary."""
         return frozenset(token_ids) - self._ids

@@ -1,4 +1,4 @@
-"""Tells which packages of the extra `serve` are not installed. The SDK and the client commands work without them."""
+"""Tells which packages of the extras are not installed. The SDK and the client commands work without them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,29 @@ SERVE_MODULES: Mapping[str, str] = {
 }
 
 
-def missing_packages() -> list[str]:
+# Packages without which the gateway does not start.
+GATEWAY_MODULES: Mapping[str, str] = {
+    "starlette": "starlette",
+    "uvicorn": "uvicorn",
+    "httptools": "httptools",
+    "structlog": "structlog",
+    "prometheus-client": "prometheus_client",
+}
+
+
+def missing_packages(modules: Mapping[str, str] = SERVE_MODULES) -> list[str]:
     """Returns the packages that are not installed. Imports none of them."""
-    return [package for package, module in SERVE_MODULES.items() if importlib.util.find_spec(module) is None]
+    return [package for package, module in modules.items() if importlib.util.find_spec(module) is None]
 
 
 def require_serve_packages(command: str) -> None:
-    """Raises ConfigurationError with the command that installs the packages if one is missing."""
-    missing = missing_packages()
+    """Raises ConfigurationError with the command that installs the packages if one of `serve` is missing."""
+    require_packages(SERVE_MODULES, command, "serve")
+
+
+def require_packages(modules: Mapping[str, str], command: str, extra: str) -> None:
+    """Raises ConfigurationError with the command that installs the packages of an extra if one is missing."""
+    missing = missing_packages(modules)
     if missing:
-        raise ConfigurationError(
-            f"`{command}` needs packages that are not installed ({', '.join(missing)}); {INSTALL_HINT}"
-        )
+        hint = f"pip install 'lookonce[{extra}]'"
+        raise ConfigurationError(f"`{command}` needs packages that are not installed ({', '.join(missing)}); {hint}")

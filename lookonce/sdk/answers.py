@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import InternalError
-from lookonce.generation import FinishReason, Generation, Usage
+from lookonce.generation import FinishReason, Generation, TokenLogprobs, Usage
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     decoder_pb2.FINISH_REASON_STOP: "stop",
@@ -24,13 +24,18 @@ class Transcript:
         self._request_id = ""
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
-        self._logprobs: list[tuple[tuple[int, float], ...]] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._finished: decoder_pb2.StreamFinished | None = None
 
     @property
     def has_text(self) -> bool:
         """Whether any text has arrived. A stream that has shown text cannot be started again."""
         return bool(self._pieces)
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """The log-probabilities of the tokens so far, if they were asked for."""
+        return self._logprobs
 
     def add(self, response: decoder_pb2.GenerateStreamResponse) -> str:
         """Adds one event and returns its text, "" for none. Raises InternalError on a gap or a second end."""
@@ -108,7 +113,7 @@ def usage_of(usage: decoder_pb2.Usage) -> Usage:
     )
 
 
-def _logprobs(tokens: Sequence[decoder_pb2.TokenLogprobs]) -> list[tuple[tuple[int, float], ...]]:
+def _logprobs(tokens: Sequence[decoder_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
     return [tuple((entry.token_id, entry.logprob) for entry in token.top) for token in tokens]
 
 

@@ -111,7 +111,11 @@ class ConnectionOptions:
         object.__setattr__(self, "_headers", checked_headers(self.headers))
 
     def changed(
-        self, timeout_s: float | None, max_retries: int | None, headers: Mapping[str, str] | None
+        self,
+        timeout_s: float | None,
+        max_retries: int | None,
+        headers: Mapping[str, str] | None,
+        token: Token | None,
     ) -> ConnectionOptions:
         """Returns options with other values; None leaves one as it is. The headers are added to the earlier ones."""
         merged = dict(self._headers) | dict(checked_headers({} if headers is None else headers))
@@ -120,7 +124,13 @@ class ConnectionOptions:
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             max_retries=self.max_retries if max_retries is None else max_retries,
             headers=merged,
+            token=self.token if token is None else token,
         )
+
+    @property
+    def caller(self) -> str:
+        """A text that differs between callers with different fixed tokens. Keep it secret."""
+        return self.token if isinstance(self.token, str) else ""
 
     def check_token_is_safe(self, target: str) -> None:
         """Raises ConfigurationError if calls to `target` would show the token to whoever is on the way."""

@@ -32,6 +32,7 @@ class SyncConnection:
         self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions, calls: SyncCalls
     ) -> None:
         """Opens the decoder's channel. Raises ConfigurationError as `open_channel`."""
+        self._decoder_target = decoder_target
         self._encoder_target = encoder_target
         self._options = options
         self._calls = calls
@@ -50,13 +51,20 @@ class SyncConnection:
         """Whether only the decoder can tell where the encoder is."""
         return self._encoder_target is None
 
-    def encoder(self, announced_target: str) -> encoder_grpc.EncoderServiceStub:
+    def check_token_is_safe(self, options: ConnectionOptions) -> None:
+        """Raises ConfigurationError if calls with these options would show their token to whoever is on the way."""
+        for target in (self._decoder_target, self._encoder_target):
+            if target is not None:
+                options.check_token_is_safe(target)
+
+    def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceStub:
         """Returns the encoder's stub. `announced_target` is the decoder's, for clients that were given none.
 
-        Raises UnsupportedError without a target, AbortedError if the client is closed, ConfigurationError as
-        `open_channel`.
+        `options` are those of the client that calls. Raises UnsupportedError without a target, AbortedError if the
+        client is closed, ConfigurationError as `open_channel`.
         """
-        target = _target_of_encoder(self._encoder_target, announced_target)
+        target = self._encoder_target = _target_of_encoder(self._encoder_target, announced_target)
+        options.check_token_is_safe(target)
         with self._lock:
             self._calls.check_open()
             if self._encoder_channel is None:
@@ -88,6 +96,7 @@ class AsyncConnection:
         self, decoder_target: str, encoder_target: str | None, options: ConnectionOptions, calls: AsyncCalls
     ) -> None:
         """Opens nothing yet. Raises ConfigurationError as `LazyChannel`."""
+        self._decoder_target = decoder_target
         self._encoder_target = encoder_target
         self._options = options
         self._calls = calls
@@ -104,6 +113,12 @@ class AsyncConnection:
         """Whether only the decoder can tell where the encoder is."""
         return self._encoder_target is None
 
+    def check_token_is_safe(self, options: ConnectionOptions) -> None:
+        """Raises ConfigurationError if calls with these options would show their token to whoever is on the way."""
+        for target in (self._decoder_target, self._encoder_target):
+            if target is not None:
+                options.check_token_is_safe(target)
+
     @property
     def decoder_channel(self) -> grpc.aio.Channel:
         """The decoder's channel. Raises AbortedError if the client is closed."""
@@ -118,9 +133,10 @@ class AsyncConnection:
             self._decoder_stub = decoder_grpc.DecoderServiceStub(channel)
         return self._decoder_stub
 
-    def encoder(self, announced_target: str) -> encoder_grpc.EncoderServiceAsyncStub:
+    def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceAsyncStub:
         """Returns the encoder's stub. Arguments and errors are those of `SyncConnection.encoder`."""
-        target = _target_of_encoder(self._encoder_target, announced_target)
+        target = self._encoder_target = _target_of_encoder(self._encoder_target, announced_target)
+        options.check_token_is_safe(target)
         self._calls.check_open()
         if self._encoder_channel is None:
             self._encoder_channel = LazyChannel(target, ENCODER, self._options)

@@ -11,7 +11,7 @@ from lookonce.common.v1 import common_pb2
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import ModelInfo
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
-from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError
+from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParameterError, UnsupportedError
 from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextPrompt
 from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
 from lookonce.images import EmbeddingSource, Encoding, ImageLike, ImageRef, as_image, as_images
@@ -231,11 +231,23 @@ def lookup_requests(
             yield chunk, request
 
 
-def detokenize_request(token_ids: Sequence[int]) -> decoder_pb2.DetokenizeRequest:
+def detokenize_request(token_ids: Sequence[int], *, separately: bool = False) -> decoder_pb2.DetokenizeRequest:
     """Returns the request for the text of tokens. Raises InvalidParameterError for anything but their ids."""
-    request = decoder_pb2.DetokenizeRequest()
+    request = decoder_pb2.DetokenizeRequest(separately=separately)
     _fill(request, "token_ids", token_ids)
     return request
+
+
+def token_texts_of(token_ids: Sequence[int], response: decoder_pb2.DetokenizeResponse) -> list[str]:
+    """Returns the text of each token.
+
+    Raises UnsupportedError for the answer of an older decoder, and InternalError for a wrong number of texts.
+    """
+    if response.text and not response.token_texts:
+        raise UnsupportedError("the decoder is too old to return the text of single tokens")
+    if len(response.token_texts) != len(token_ids):
+        raise InternalError(f"the decoder answered with {len(response.token_texts)} texts for {len(token_ids)} tokens")
+    return list(response.token_texts)
 
 
 def abort_request(request_id: str) -> decoder_pb2.AbortRequestRequest:

@@ -11,7 +11,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import Self, TypeAlias
+
+# A caller and the digest of an image.
+_Image: TypeAlias = "tuple[str, bytes]"
 
 # Pauses before a call asks again, each twice as long as the one before, seconds.
 _FIRST_PAUSE_S = 0.05
@@ -28,36 +31,39 @@ class Uploads:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        # The turn that sends each image, by digest.
-        self._senders: dict[bytes, Turn] = {}
-        # The time at which the last sender of an image ended, by digest, the latest at the end.
-        self._sent_s: dict[bytes, float] = {}
+        # The turn that sends each image, by caller and digest.
+        self._senders: dict[_Image, Turn] = {}
+        # The time at which the last sender of an image ended, by caller and digest, the latest at the end.
+        self._sent_s: dict[_Image, float] = {}
 
-    def turn(self) -> Turn:
-        """Returns the turn of a new call. Leave its `with` block when the call has ended."""
-        return Turn(self)
+    def turn(self, caller: str = "") -> Turn:
+        """Returns the turn of a new call. Leave its `with` block when the call has ended.
+
+        Calls of different callers do not wait for each other: they may be tenants, each with images of its own.
+        """
+        return Turn(self, caller)
 
     def _take(self, turn: Turn, digests: Iterable[bytes], *, by_force: bool) -> bool:
         """Notes that a turn sends these images.
 
         Without force, returns False if another turn sends one of them, or has sent it after this one asked the server.
         """
-        wanted = set(digests)
+        wanted = {(turn.caller, digest) for digest in digests}
         with self._lock:
             if not by_force:
-                is_sent = any(self._sent_s.get(digest, -math.inf) >= turn.asked_s for digest in wanted)
-                if is_sent or any(self._senders.get(digest, turn) is not turn for digest in wanted):
+                is_sent = any(self._sent_s.get(image, -math.inf) >= turn.asked_s for image in wanted)
+                if is_sent or any(self._senders.get(image, turn) is not turn for image in wanted):
                     return False
-            for digest in wanted:
-                self._senders.setdefault(digest, turn)
+            for image in wanted:
+                self._senders.setdefault(image, turn)
             return True
 
     def _give_back(self, turn: Turn) -> None:
         with self._lock:
-            for digest in [digest for digest, sender in self._senders.items() if sender is turn]:
-                del self._senders[digest]
-                self._sent_s.pop(digest, None)
-                self._sent_s[digest] = self.clock()
+            for image in [image for image, sender in self._senders.items() if sender is turn]:
+                del self._senders[image]
+                self._sent_s.pop(image, None)
+                self._sent_s[image] = self.clock()
             while len(self._sent_s) > _MAX_SENT:
                 del self._sent_s[next(iter(self._sent_s))]
 
@@ -65,8 +71,9 @@ class Uploads:
 class Turn:
     """The place of one call among those that send images. Not thread-safe."""
 
-    def __init__(self, uploads: Uploads) -> None:
+    def __init__(self, uploads: Uploads, caller: str) -> None:
         self._uploads = uploads
+        self.caller = caller
         # Time of the beginning of the current attempt, which asks the server by digest.
         self.asked_s = uploads.clock()
         self._waits_since_s: float | None = None

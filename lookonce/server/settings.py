@@ -24,8 +24,8 @@ _MAX_TTL_S = 10 * 365 * 86_400
 _MAX_DURATION_S = 2_000_000
 
 
-class ServiceSettings(BaseSettings):
-    """Settings of every Lookonce service: model, addresses, cache, limits, drain, telemetry."""
+class EnvironmentSettings(BaseSettings):
+    """Base of the settings of each service: sources, their order, and names of flags and variables."""
 
     model_config = SettingsConfigDict(
         env_prefix="LOOKONCE_",
@@ -38,6 +38,29 @@ class ServiceSettings(BaseSettings):
         cli_avoid_json=True,
         protected_namespaces=(),
     )
+
+    def are_given(self, *names: str) -> bool:
+        """Whether somebody set all of these. A default that another setting makes pointless is no contradiction."""
+        return self.model_fields_set.issuperset(names)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Orders the sources: flags (added by `parse_settings`) > keyword arguments > environment > TOML."""
+        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        if settings_cls.model_config.get("toml_file"):
+            sources.append(TomlConfigSettingsSource(settings_cls))
+        return tuple(sources)
+
+
+class ServiceSettings(EnvironmentSettings):
+    """Settings of encoders and decoders: model, addresses, cache, limits, drain, telemetry."""
 
     model: pathlib.Path = Field(description="Folder of a Hugging Face vision-language model (safetensors).")
     served_model_name: str | None = Field(
@@ -197,12 +220,7 @@ class ServiceSettings(BaseSettings):
     @field_validator("listen", "admin_listen", "health_listen", "metrics_listen")
     @classmethod
     def _check_address(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError("must be host:port with a port of 0..65535, for example 127.0.0.1:50051")
-        return value
+        return None if value is None else check_address(value)
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:
@@ -260,29 +278,10 @@ class ServiceSettings(BaseSettings):
             )
         return self
 
-    def are_given(self, *names: str) -> bool:
-        """Whether somebody set all of these. A default that another setting makes pointless is no contradiction."""
-        return self.model_fields_set.issuperset(names)
-
     @property
     def model_name(self) -> str:
         """The name that clients may give in `model`."""
         return self.served_model_name or self.model.resolve().name
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Orders the sources: flags (added by `parse_settings`) > keyword arguments > environment > TOML."""
-        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
-        if settings_cls.model_config.get("toml_file"):
-            sources.append(TomlConfigSettingsSource(settings_cls))
-        return tuple(sources)
 
 
 class TracingVariables(BaseSettings):
@@ -308,6 +307,14 @@ class TracingVariables(BaseSettings):
         otlp = "otlp_proto_http" if protocol.strip() == "http/protobuf" else "otlp_proto_grpc"
         names = [name.strip().lower() for name in asked.split(",")]
         return tuple(otlp if name == "otlp" else name for name in names if name not in ("", "none"))
+
+
+def check_address(value: str) -> str:
+    """Returns an address to listen on. Raises ValueError for what is no host:port."""
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("must be host:port with a port of 0..65535, for example 127.0.0.1:50051")
+    return value
 
 
 def is_loopback(address: str) -> bool:

@@ -17,9 +17,9 @@ from pydantic_settings import SettingsConfigDict, SettingsError
 
 from lookonce.errors import ConfigurationError
 from lookonce.server.setting_names import unknown_flags
-from lookonce.server.settings import ServiceSettings
+from lookonce.server.settings import EnvironmentSettings
 
-SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+SettingsT = TypeVar("SettingsT", bound=EnvironmentSettings)
 
 
 def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
@@ -79,7 +79,9 @@ def _existing(name: str) -> pathlib.Path:
     return path
 
 
-def _command_line_fault(arguments: Sequence[str], settings_class: type[ServiceSettings], error: SettingsError) -> str:
+def _command_line_fault(
+    arguments: Sequence[str], settings_class: type[EnvironmentSettings], error: SettingsError
+) -> str:
     """Returns the fault of a command line that argparse refuses. Its text has no value, which may be secret."""
     flags = [_flag((name,)) for name in settings_class.model_fields]
     negated = [f"--no-{flag[2:]}" for flag in flags]

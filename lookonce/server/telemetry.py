@@ -25,7 +25,7 @@ from lookonce.server.settings import ServiceSettings
 
 _HANDLER_NAME = "lookonce"
 # Loggers that follow the chosen level. All others, those of libraries, log warnings and errors only.
-_OWN_LOGGERS = ("lookonce", "encoder_svc", "decoder_svc", "__main__")
+_OWN_LOGGERS = ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc", "__main__")
 # Always logs at info level, because an audit record must be complete.
 _AUDIT_LOGGER = "lookonce.audit"
 

@@ -1,0 +1,1 @@
+"""The gateway: an HTTP server with OpenAI's interface in front of decoders. It keeps no state and decodes no image."""

@@ -1,0 +1,49 @@
+"""`python -m gateway_svc`: settings → HTTP server in front of a decoder, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from gateway_svc.settings import GatewaySettings
+from lookonce import tracing
+from lookonce.errors import StartupError
+from lookonce.logs import get_logger
+from lookonce.server.setting_names import unknown_variables
+from lookonce.server.settings import ServiceSettings, TracingVariables
+from lookonce.server.settings_parser import exit_with, parse_settings
+from lookonce.server.telemetry import Telemetry, configure_logging
+
+_log = get_logger(__name__)
+
+
+async def serve(arguments: list[str]) -> None:
+    """Runs the gateway until SIGTERM. Raises StartupError when it must not start."""
+    from gateway_svc.app import open_app
+    from gateway_svc.serving import serve_until_stopped
+
+    settings = parse_settings(GatewaySettings, arguments, "gateway_svc")
+    configure_logging(settings.log_format, settings.log_level)
+    for warning in unknown_variables(os.environ, ServiceSettings.model_fields):
+        _log.warning(warning)
+    tracing.start("lookonce-gateway", TracingVariables().exporters)
+    telemetry = Telemetry(settings.metrics_listen)
+    telemetry.start_endpoint()
+    try:
+        async with open_app(settings, telemetry.registry) as (app, endpoints):
+            await serve_until_stopped(settings, app, endpoints, telemetry.metrics_port)
+    finally:
+        telemetry.stop_endpoint()
+
+
+def main() -> None:
+    """Runs the gateway with the flags of the command line, and ends the process."""
+    try:
+        asyncio.run(serve(sys.argv[1:]))
+    except StartupError as error:
+        exit_with(error)
+
+
+if __name__ == "__main__":
+    main()

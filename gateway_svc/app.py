@@ -1,0 +1,86 @@
+"""The HTTP application: routes, and errors as JSON."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway_svc.access import Access, AccessMetrics
+from gateway_svc.backend import Backend
+from gateway_svc.connected import ClientGoneError
+from gateway_svc.endpoints import Endpoints, fault
+from gateway_svc.errors import body_of, headers_of, status_of
+from gateway_svc.openai.chat import ChatRequest
+from gateway_svc.openai.completions import CompletionRequest
+from gateway_svc.openai.responses import ResponseRequest
+from gateway_svc.settings import GatewaySettings
+from lookonce.errors import LookonceError
+
+_GENERATING: Mapping[str, Any] = {
+    "/v1/chat/completions": ChatRequest.parse,
+    "/v1/completions": CompletionRequest.parse,
+    "/v1/responses": ResponseRequest.parse,
+}
+_PATHS = frozenset({*_GENERATING, "/v1/models", "/health"})
+
+
+@asynccontextmanager
+async def open_app(settings: GatewaySettings, registry: CollectorRegistry) -> AsyncIterator[tuple[ASGIApp, Endpoints]]:
+    """Yields the application and its endpoints, and ends their calls afterwards.
+
+    Raises ConfigurationError for settings that cannot be used.
+    """
+    backend = Backend(settings)
+    try:
+        endpoints = Endpoints(settings, backend)
+        yield Access(_routes(endpoints), AccessMetrics(registry), _PATHS), endpoints
+    finally:
+        await backend.aclose()
+
+
+def _routes(endpoints: Endpoints) -> Starlette:
+    generating = [
+        Route(path, functools.partial(endpoints.generate, parse), methods=["POST"])
+        for path, parse in _GENERATING.items()
+    ]
+    others = [
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{model:path}", endpoints.model),
+        Route("/health", endpoints.health),
+    ]
+    return Starlette(
+        routes=[*generating, *others],
+        exception_handlers={
+            ClientGoneError: _gone,
+            LookonceError: _failed,
+            HTTPException: _refused,
+            Exception: _failed,
+        },
+    )
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    found = fault(error)
+    return JSONResponse(body_of(found), status_of(found), headers=headers_of(found))
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Answers what no route takes."""
+    assert isinstance(error, HTTPException)
+    described = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": described}, error.status_code, headers=error.headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Answers a client that does not hear it."""
+    return Response(status_code=499)

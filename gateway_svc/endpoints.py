@@ -1,0 +1,176 @@
+"""The endpoints: from a request to its answer. Keys are checked before large bodies are read and images are fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway_svc.backend import Backend
+from gateway_svc.bodies import SMALL_BODY_BYTES, Buffers, BufferShare, parse_json, read_body, stated_length
+from gateway_svc.connected import EventStream, while_connected
+from gateway_svc.errors import UnknownModelError
+from gateway_svc.openai.api import ApiRequest, Context, now
+from gateway_svc.settings import GatewaySettings
+from lookonce import AsyncClient
+from lookonce.errors import InternalError, InvalidInputError, LookonceError, UnauthenticatedError, UnavailableError
+from lookonce.logs import get_logger
+from lookonce.sdk.in_threads import readers
+from lookonce.threads import run_in_thread
+
+_READY_TIMEOUT_S = 1.0
+
+_log = get_logger(__name__)
+
+
+class Endpoints:
+    """Answers requests with the help of one decoder. Use it from one event loop."""
+
+    def __init__(self, settings: GatewaySettings, backend: Backend) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._buffers = Buffers(settings.max_buffered_bytes)
+        self.is_draining = False
+
+    async def generate(self, parse: Callable[[Mapping[str, Any]], ApiRequest], request: Request) -> Response:
+        """Answers a request that `parse` understands, as one object or as events."""
+        async with AsyncExitStack() as exits:
+            share = exits.enter_context(self._buffers.share())
+            client = self._backend.as_caller(key_of(request))
+            body = await self._body(request, client, share)
+            api = await _parsed(parse, body)
+            info = await self._backend.check_model(client, api.model)
+            if api.remote_images:
+                # Nobody fetches images without a key that the decoder accepts.
+                await client.load()
+                share.take(len(api.remote_images) * self._settings.max_image_bytes)
+            context = Context(
+                client=client,
+                model=info.model,
+                request_id=request.state.request_id,
+                timeout_s=self._settings.request_timeout_s,
+                token_texts=functools.partial(self._backend.token_texts, client),
+                created=now(),
+            )
+            asking = api.ask(self._backend.fetch, info.max_images_per_prompt)
+            ask = await while_connected(request.receive, asking)
+            if not api.streams:
+                answer = await while_connected(request.receive, api.whole(ask, context))
+                return Response(await _dumped(answer), media_type="application/json")
+            events = api.events(ask, context)
+            first = await while_connected(request.receive, _next(events))
+            return EventStream(_told(first, events, api), exits.pop_all())
+
+    async def models(self, request: Request) -> Response:
+        """Lists the model that is served."""
+        return JSONResponse({"object": "list", "data": [await self._model(request)]})
+
+    async def model(self, request: Request) -> Response:
+        """Describes the model that is served. Raises UnknownModelError for any other name."""
+        model = await self._model(request)
+        name = request.path_params["model"]
+        if name != model["id"]:
+            raise UnknownModelError(f"the model {name!r} is not served here; this is {model['id']!r}")
+        return JSONResponse(model)
+
+    async def health(self, request: Request) -> Response:
+        """Says 200 while a decoder serves and this gateway takes calls, 503 else."""
+        if self.is_draining:
+            return JSONResponse({"status": "ending"}, 503)
+        try:
+            await self._backend.wait_until_ready(_READY_TIMEOUT_S)
+        except LookonceError:
+            return JSONResponse({"status": "no decoder serves"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def _model(self, request: Request) -> dict[str, Any]:
+        client = self._backend.as_caller(key_of(request))
+        # The model's description may be remembered, so it says nothing about this caller's key.
+        await client.load()
+        info = await self._backend.model_info(client)
+        return {
+            "id": info.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "lookonce",
+            "lookonce": {
+                "model_type": info.model_type,
+                "max_context_tokens": info.max_context_tokens,
+                "max_images_per_prompt": info.max_images_per_prompt,
+            },
+        }
+
+    async def _body(self, request: Request, client: AsyncClient, share: BufferShare) -> bytes:
+        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise InvalidInputError("the body must be application/json")
+        stated = stated_length(request)
+        if stated is None or stated > SMALL_BODY_BYTES:
+            await client.load()
+        return await read_body(request, share, self._settings.max_body_bytes)
+
+
+def key_of(request: Request) -> str | None:
+    """Returns the caller's key; None without one.
+
+    Raises UnauthenticatedError for two headers, and for another scheme than Bearer.
+    """
+    given = request.headers.getlist("authorization")
+    if len(given) > 1:
+        raise UnauthenticatedError("the request has two authorization headers")
+    if not given:
+        return None
+    scheme, _, key = given[0].partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise UnauthenticatedError("the key must be sent as authorization: Bearer …")
+    return key.strip()
+
+
+def fault(error: Exception) -> LookonceError:
+    """Returns the error that a client sees of a fault, and logs the fault under the id in it."""
+    if isinstance(error, LookonceError):
+        return error
+    error_id = uuid.uuid4().hex
+    _log.error("fault", error_id=error_id, exc_info=error)
+    return InternalError(f"a fault of the gateway; its log has the details under {error_id}")
+
+
+async def _parsed(parse: Callable[[Mapping[str, Any]], ApiRequest], body: bytes) -> ApiRequest:
+    """Parses a body, off the event loop if it is large: its images are decoded from base64 and hashed."""
+
+    def work() -> ApiRequest:
+        return parse(parse_json(body))
+
+    return work() if len(body) <= SMALL_BODY_BYTES else await run_in_thread(readers(), work)
+
+
+async def _dumped(answer: Mapping[str, Any]) -> bytes:
+    def work() -> bytes:
+        return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+    has_logprobs = any(choice.get("logprobs") for choice in answer.get("choices", ()))
+    return await run_in_thread(readers(), work) if has_logprobs else work()
+
+
+async def _next(events: AsyncGenerator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _told(first: bytes, events: AsyncGenerator[bytes], api: ApiRequest) -> AsyncGenerator[bytes]:
+    """Yields all events. An error after the first one becomes an event, since the status has been sent."""
+    async with contextlib.aclosing(events):
+        yield first
+        try:
+            async for one in events:
+                yield one
+        except Exception as error:
+            if isinstance(error, UnavailableError | InternalError):
+                _log.warning("an answer broke off", reason=error.reason)
+            yield api.failure(fault(error))

@@ -1,0 +1,66 @@
+"""Errors as HTTP statuses and OpenAI's JSON: the reason of Lookonce is the `code`, the wrong field the `param`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lookonce.errors import LookonceError
+
+# HTTP status and OpenAI's type of error, by gRPC code.
+_STATUSES: Mapping[str, tuple[int, str]] = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "NOT_FOUND": (404, "invalid_request_error"),
+    "FAILED_PRECONDITION": (400, "invalid_request_error"),
+    "OUT_OF_RANGE": (400, "invalid_request_error"),
+    "UNIMPLEMENTED": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "CANCELLED": (499, "request_cancelled"),
+    "UNAVAILABLE": (503, "service_unavailable"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error"),
+}
+_FAULT = (500, "server_error")
+# Reasons with a status of their own.
+_BY_REASON: Mapping[str, tuple[int, str]] = {"MESSAGE_TOO_LARGE": (413, "invalid_request_error")}
+
+
+class UnknownModelError(LookonceError):
+    """The request names a model that is not served."""
+
+    code, reason = "NOT_FOUND", "model_not_found"
+
+
+class RequestTooLargeError(LookonceError):
+    """The body of a request exceeds the limit."""
+
+    code, reason = "RESOURCE_EXHAUSTED", "MESSAGE_TOO_LARGE"
+
+
+def status_of(error: LookonceError) -> int:
+    """Returns the HTTP status of an error."""
+    return _entry(error)[0]
+
+
+def body_of(error: LookonceError) -> dict[str, Any]:
+    """Returns the JSON that tells a client of an error, in OpenAI's form."""
+    field = error.metadata.get("field")
+    described = {"message": error.message, "type": _entry(error)[1], "param": field, "code": error.reason}
+    return {"error": described}
+
+
+def headers_of(error: LookonceError) -> dict[str, str]:
+    """Returns the headers of an error: when to come again, and how to authenticate."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
+    if error.code == "UNAUTHENTICATED":
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def _entry(error: LookonceError) -> tuple[int, str]:
+    return _BY_REASON.get(error.reason) or _STATUSES.get(error.code, _FAULT)

@@ -1,0 +1,265 @@
+"""Chat completions: https://platform.openai.com/docs/api-reference/chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway_svc.answers import Ask, End, answer_events, whole_answers
+from gateway_svc.errors import body_of
+from gateway_svc.openai.api import Context, event
+from gateway_svc.openai.content import (
+    Part,
+    RemoteImage,
+    Turn,
+    image_part,
+    part_fields,
+    remote_images,
+    role_of,
+    with_images,
+)
+from gateway_svc.openai.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
+from gateway_svc.openai.logprobs import chat_logprobs
+from gateway_svc.openai.sampling import SAMPLING, num_answers, sampling_options
+from gateway_svc.openai.usage import chat_usage
+from lookonce.errors import LookonceError
+from lookonce.generation import GenerateOptions, TokenLogprobs, Usage
+from lookonce.images import ImageRef
+
+CHAT_FIELDS: Mapping[str, Field] = {
+    "model": Field("honoured", "The served name; any other one is `model_not_found`."),
+    "messages": Field(
+        "honoured",
+        "Roles system, developer (as system), user, assistant. Parts `text` and `image_url`, with a data URL or an "
+        "address, and `detail`: `low` means at most 262,144 pixels.",
+    ),
+    **SAMPLING,
+    "max_completion_tokens": HONOURED,
+    "max_tokens": Field("honoured", "The older name of max_completion_tokens."),
+    "logprobs": HONOURED,
+    "top_logprobs": Field("honoured", "At most the decoder's max_logprobs."),
+    "response_format": Field(
+        "honoured", "`text`. `json_object` and `json_schema` are refused by decoders without structured output."
+    ),
+    "stream": HONOURED,
+    "stream_options": Field("honoured", "`include_usage`."),
+    "user": LABEL,
+    "safety_identifier": LABEL,
+    "prompt_cache_key": Field("label", "Prompts are cached by their content; no key is needed."),
+    "prompt_cache_options": Field("refused", "Prompts are cached by their content."),
+    "prompt_cache_retention": Field("refused", "The cache keeps what is used."),
+    "metadata": Field("refused", "Nothing is stored.", ({},)),
+    "store": Field("refused", "Nothing is stored.", (False,)),
+    "service_tier": Field("refused", "There are no tiers.", ("auto", "default")),
+    "modalities": Field("refused", "Answers are text.", (["text"],)),
+    "reasoning_effort": Field("refused", "Not offered yet.", ("none",)),
+    "verbosity": Field("refused", "Not offered.", ("medium",)),
+    "tools": Field("refused", "Not offered yet.", ([],)),
+    "tool_choice": Field("refused", "Not offered yet.", ("none", "auto")),
+    "parallel_tool_calls": Field("refused", "Not offered yet.", (True, False)),
+    "functions": Field("refused", "Not offered yet.", ([],)),
+    "function_call": Field("refused", "Not offered yet.", ("none", "auto")),
+    "audio": Field("refused", "Answers are text."),
+    "moderation": Field("refused", "Not offered."),
+    "prediction": Field("refused", "Not offered; decoders guess from the prompt by themselves."),
+    "web_search_options": Field("refused", "Not offered."),
+    **EXTENSIONS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A parsed request for chat completions."""
+
+    model: str
+    turns: Sequence[Turn]
+    options: GenerateOptions
+    num_each: int
+    # Number of alternatives for each token; None: no log-probabilities.
+    num_top: int | None
+    streams: bool
+    includes_usage: bool
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> ChatRequest:
+        """Raises InvalidParameterError for fields that are unknown, refused or of a wrong type."""
+        fields = Fields.checked(values, CHAT_FIELDS)
+        num_top = _num_top(fields)
+        options = sampling_options(fields)
+        if (max_tokens := _max_tokens(fields)) is not None:
+            options["max_tokens"] = max_tokens
+        if num_top is not None:
+            options["logprobs"] = num_top
+        if (schema := json_schema_of(fields, "response_format", "json_schema")) is not None:
+            options["json_schema"] = schema
+        streams = fields.flag("stream") or False
+        return cls(
+            model=fields.needed("model", fields.text("model")),
+            turns=_turns(fields),
+            options=options,
+            num_each=num_answers(fields),
+            num_top=num_top,
+            streams=streams,
+            includes_usage=includes_usage(fields, streams=streams),
+        )
+
+    @property
+    def remote_images(self) -> Sequence[RemoteImage]:
+        """Images that must be fetched."""
+        return remote_images(self.turns)
+
+    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], max_images: int) -> Ask:
+        """Returns the request for the decoder, with fetched images."""
+        return Ask([await with_images(self.turns, fetch, max_images)], self.options, self.num_each)
+
+    async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
+        """Returns a chat completion."""
+        generations = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": generation.text, "refusal": None},
+                "logprobs": await self._logprobs(generation.logprobs, context),
+                "finish_reason": generation.finish_reason,
+            }
+            for index, generation in enumerate(generations)
+        ]
+        usage = chat_usage([generation.usage for generation in generations], ask.num_each)
+        return {**_head(context, "chat.completion"), "choices": choices, "usage": usage}
+
+    async def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:
+        """Yields chunks of a chat completion, and `[DONE]`."""
+        head = _head(context, "chat.completion.chunk")
+        if self.includes_usage:
+            head["usage"] = None
+        usages: dict[int, Usage] = {}
+        has_begun = False
+        async for one in answer_events(context.client, ask, context.request_id, context.timeout_s):
+            if not has_begun:
+                has_begun = True
+                for index in range(ask.num_answers):
+                    yield _chunk(head, index, {"role": "assistant", "content": "", "refusal": None})
+            logprobs = await self._logprobs(one.logprobs, context)
+            if not isinstance(one, End):
+                yield _chunk(head, one.index, {"content": one.text}, logprobs)
+                continue
+            usages[one.index] = one.generation.usage
+            yield _chunk(head, one.index, {}, logprobs, one.generation.finish_reason)
+        if self.includes_usage:
+            ordered = [usages[index] for index in range(ask.num_answers)]
+            yield event({**head, "choices": [], "usage": chat_usage(ordered, ask.num_each)})
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: LookonceError) -> bytes:
+        """Returns the event that ends an answer with an error."""
+        return event(body_of(error))
+
+    async def _logprobs(self, tokens: Sequence[TokenLogprobs], context: Context) -> dict[str, Any] | None:
+        if self.num_top is None or not tokens:
+            return None
+        return {"content": await chat_logprobs(tokens, self.num_top, context.token_texts), "refusal": None}
+
+
+def json_schema_of(fields: Fields, name: str, nested: str | None) -> str | None:
+    """Returns the JSON schema of a format for answers, as text; None for plain text.
+
+    `nested` is the field of the format that holds the schema; None: the format itself holds it.
+    """
+    if fields.raw(name) is None:
+        return None
+    format_fields = Fields.of(fields.raw(name), name)
+    kind = format_fields.text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return '{"type": "object"}'
+    if kind != "json_schema":
+        raise format_fields.wrong("type", "must be text, json_object or json_schema")
+    where = name if nested is None else f"{name}.{nested}"
+    schema_fields = format_fields if nested is None else Fields.of(format_fields.raw(nested), where)
+    schema = schema_fields.raw("schema")
+    if not isinstance(schema, dict | bool):
+        raise schema_fields.wrong("schema", "must be a JSON schema")
+    return json.dumps(schema)
+
+
+def includes_usage(fields: Fields, *, streams: bool) -> bool:
+    """Returns whether the last event of a stream has the usage."""
+    if fields.raw("stream_options") is None:
+        return False
+    if not streams:
+        raise fields.wrong("stream_options", "is for streams only")
+    options = Fields.of(fields.raw("stream_options"), "stream_options").only("include_usage", "include_obfuscation")
+    if options.flag("include_obfuscation"):
+        raise options.wrong("include_obfuscation", "is not supported")
+    return options.flag("include_usage") or False
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    newer, older = fields.integer("max_completion_tokens"), fields.integer("max_tokens")
+    if newer is not None and older is not None and newer != older:
+        raise fields.wrong("max_tokens", "differs from max_completion_tokens")
+    return older if newer is None else newer
+
+
+def _num_top(fields: Fields) -> int | None:
+    is_wanted, number = fields.flag("logprobs"), fields.integer("top_logprobs")
+    if number is not None and not is_wanted:
+        raise fields.wrong("top_logprobs", "needs logprobs: true")
+    return (number or 0) if is_wanted else None
+
+
+def _turns(fields: Fields) -> list[Turn]:
+    messages = fields.needed("messages", fields.array("messages"))
+    if not messages:
+        raise fields.wrong("messages", "is empty")
+    return [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _turn(message: Any, where: str) -> Turn:
+    fields = Fields.of(message, where)
+    role = role_of(fields)
+    fields.only("role", "content")
+    content = fields.raw("content")
+    if isinstance(content, str):
+        return Turn(role, [content])
+    if not isinstance(content, list):
+        raise fields.wrong("content", "must be a text or a list of parts")
+    return Turn(role, [_part(part, where, index) for index, part in enumerate(content)])
+
+
+def _part(value: Any, where: str, index: int) -> Part:
+    fields = part_fields(value, where, index)
+    kind = fields.text("type")
+    if kind == "text":
+        return fields.only("type", "text").needed("text", fields.text("text"))
+    if kind != "image_url":
+        raise fields.wrong("type", "must be text or image_url")
+    fields.only("type", "image_url")
+    image = Fields.of(fields.raw("image_url"), f"{where}.content[{index}].image_url").only(
+        "url", "detail", "max_pixels"
+    )
+    url = image.needed("url", image.text("url"))
+    return image_part(image, url, image.text("detail"), image.integer("max_pixels"))
+
+
+def _head(context: Context, kind: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{context.request_id}",
+        "object": kind,
+        "created": context.created,
+        "model": context.model,
+    }
+
+
+def _chunk(
+    head: Mapping[str, Any],
+    index: int,
+    delta: Mapping[str, Any],
+    logprobs: Mapping[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    return event({**head, "choices": [choice]})

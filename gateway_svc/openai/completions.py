@@ -1,0 +1,141 @@
+"""Completions of texts without a chat template: https://platform.openai.com/docs/api-reference/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway_svc.answers import Ask, End, answer_events, whole_answers
+from gateway_svc.errors import body_of
+from gateway_svc.openai.api import Context, event
+from gateway_svc.openai.chat import includes_usage
+from gateway_svc.openai.content import RemoteImage
+from gateway_svc.openai.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
+from gateway_svc.openai.logprobs import completion_logprobs
+from gateway_svc.openai.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
+from gateway_svc.openai.usage import chat_usage
+from lookonce.errors import LookonceError
+from lookonce.generation import GenerateOptions, TextPrompt, TokenLogprobs, Usage
+from lookonce.images import ImageRef
+
+COMPLETION_FIELDS: Mapping[str, Field] = {
+    "model": Field("honoured", "The served name; any other one is `model_not_found`."),
+    "prompt": Field("honoured", "A text or a list of texts. Control tokens in it count. Token ids are refused."),
+    **SAMPLING,
+    "max_tokens": Field("honoured", "Default: 16, as OpenAI's."),
+    "logprobs": Field("honoured", "At most the decoder's max_logprobs."),
+    "stream": HONOURED,
+    "stream_options": Field("honoured", "`include_usage`."),
+    "user": LABEL,
+    "echo": Field("refused", "Not offered yet.", (False,)),
+    "best_of": Field("refused", "Not offered yet.", (1,)),
+    "suffix": Field("refused", "Not offered.", ("",)),
+    **EXTENSIONS,
+}
+_DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A parsed request for completions."""
+
+    model: str
+    prompts: Sequence[str]
+    options: GenerateOptions
+    num_each: int
+    # Whether log-probabilities are asked for.
+    has_logprobs: bool
+    streams: bool
+    includes_usage: bool
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> CompletionRequest:
+        """Raises InvalidParameterError for fields that are unknown, refused or of a wrong type."""
+        fields = Fields.checked(values, COMPLETION_FIELDS)
+        options = sampling_options(fields)
+        max_tokens = fields.integer("max_tokens")
+        options["max_tokens"] = _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        num_top = fields.integer("logprobs")
+        if num_top is not None:
+            options["logprobs"] = num_top
+        prompts = fields.needed("prompt", fields.texts("prompt"))
+        num_each = num_answers(fields)
+        if not 1 <= len(prompts) * num_each <= MAX_ANSWERS:
+            raise fields.wrong("prompt", f"prompts times n must be 1 to {MAX_ANSWERS}, got {len(prompts) * num_each}")
+        streams = fields.flag("stream") or False
+        return cls(
+            model=fields.needed("model", fields.text("model")),
+            prompts=prompts,
+            options=options,
+            num_each=num_each,
+            has_logprobs=num_top is not None,
+            streams=streams,
+            includes_usage=includes_usage(fields, streams=streams),
+        )
+
+    @property
+    def remote_images(self) -> Sequence[RemoteImage]:
+        """Images that must be fetched; there are none in texts."""
+        return ()
+
+    async def ask(self, fetch: Callable[[str], Awaitable[ImageRef]], max_images: int) -> Ask:
+        """Returns the request for the decoder."""
+        return Ask([TextPrompt(prompt) for prompt in self.prompts], self.options, self.num_each)
+
+    async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
+        """Returns a completion."""
+        generations = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
+        choices = [
+            {
+                "index": index,
+                "text": generation.text,
+                "logprobs": await self._logprobs(generation.logprobs, 0, context),
+                "finish_reason": generation.finish_reason,
+            }
+            for index, generation in enumerate(generations)
+        ]
+        usage = chat_usage([generation.usage for generation in generations], ask.num_each)
+        return {**_head(context), "choices": choices, "usage": usage}
+
+    async def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:
+        """Yields parts of a completion, and `[DONE]`."""
+        head = _head(context)
+        if self.includes_usage:
+            head["usage"] = None
+        usages: dict[int, Usage] = {}
+        lengths = [0] * ask.num_answers
+        async for one in answer_events(context.client, ask, context.request_id, context.timeout_s):
+            logprobs = await self._logprobs(one.logprobs, lengths[one.index], context)
+            text, finish_reason = "", None
+            if isinstance(one, End):
+                usages[one.index], finish_reason = one.generation.usage, one.generation.finish_reason
+            else:
+                text = one.text
+            lengths[one.index] += len(text)
+            choice = {"index": one.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+            yield event({**head, "choices": [choice]})
+        if self.includes_usage:
+            ordered = [usages[index] for index in range(ask.num_answers)]
+            yield event({**head, "choices": [], "usage": chat_usage(ordered, ask.num_each)})
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: LookonceError) -> bytes:
+        """Returns the event that ends an answer with an error."""
+        return event(body_of(error))
+
+    async def _logprobs(
+        self, tokens: Sequence[TokenLogprobs], first_offset: int, context: Context
+    ) -> dict[str, list[Any]] | None:
+        if not self.has_logprobs or not tokens:
+            return None
+        return await completion_logprobs(tokens, first_offset, context.token_texts)
+
+
+def _head(context: Context) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{context.request_id}",
+        "object": "text_completion",
+        "created": context.created,
+        "model": context.model,
+    }

@@ -1,0 +1,95 @@
+"""The content of messages: texts, and images as data URLs or addresses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from gateway_svc.openai.fields import Fields
+from lookonce.errors import ImageCountError
+from lookonce.generation import Message, Role
+from lookonce.images import ImageRef, as_image
+
+# For `detail: low`: about the size to which OpenAI shrinks such images.
+LOW_DETAIL_PIXELS = 512 * 512
+ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteImage:
+    """An image that must be fetched."""
+
+    url: str
+    max_pixels: int | None
+
+
+Part: TypeAlias = "str | ImageRef | RemoteImage"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message whose images may still have to be fetched."""
+
+    role: Role
+    parts: Sequence[Part]
+
+
+def role_of(fields: Fields) -> Role:
+    """Returns the author of a message. Raises InvalidParameterError for roles that are not served."""
+    name = fields.needed("role", fields.text("role"))
+    if name not in ROLES:
+        raise fields.wrong("role", f"must be one of {', '.join(ROLES)}")
+    return ROLES[name]
+
+
+def image_part(fields: Fields, url: str, detail: str | None, max_pixels: int | None) -> Part:
+    """Returns an image by its URL. Raises InvalidParameterError."""
+    if detail not in (None, "auto", "low", "high", "original"):
+        raise fields.wrong("detail", "must be auto, low, high or original")
+    if max_pixels is None and detail == "low":
+        max_pixels = LOW_DETAIL_PIXELS
+    if url[:5].lower() == "data:":
+        return replace(as_image(url), max_pixels=max_pixels)
+    if not url[:8].lower().startswith(("http://", "https://")):
+        # A path would be one of this machine.
+        raise fields.wrong("url", "must be a data URL with an image in base64, or begin with http:// or https://")
+    return RemoteImage(url, max_pixels)
+
+
+def remote_images(turns: Sequence[Turn]) -> list[RemoteImage]:
+    """Returns the images that must be fetched, each once."""
+    return list(dict.fromkeys(part for turn in turns for part in turn.parts if isinstance(part, RemoteImage)))
+
+
+async def with_images(
+    turns: Sequence[Turn], fetch: Callable[[str], Awaitable[ImageRef]], max_images: int
+) -> list[Message]:
+    """Fetches the images that must be. Raises ImageCountError for more images than a prompt may have."""
+    num_images = sum(not isinstance(part, str) for turn in turns for part in turn.parts)
+    if num_images > max_images:
+        raise ImageCountError(f"the prompt has {num_images} images, the limit is {max_images}")
+    remote = remote_images(turns)
+    tasks = [asyncio.ensure_future(fetch(image.url)) for image in remote]
+    try:
+        found = dict(zip(remote, await asyncio.gather(*tasks), strict=True))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def fetched(part: Part) -> str | ImageRef:
+        return replace(found[part], max_pixels=part.max_pixels) if isinstance(part, RemoteImage) else part
+
+    return [Message(turn.role, [fetched(part) for part in turn.parts]) for turn in turns]
+
+
+def part_fields(value: Any, where: str, index: int) -> Fields:
+    """Returns the fields of one part of a message."""
+    return Fields.of(value, f"{where}.content[{index}]")

@@ -1,0 +1,167 @@
+"""The HTTP server: its address, limits on slow clients, readiness and drain.
+
+SIGTERM or SIGINT → /health says 503 → `drain_delay_s` → no new connections and calls → calls in progress finish, for at
+most `drain_timeout_s` → exit 0. A second signal kills the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway_svc.endpoints import Endpoints
+from gateway_svc.settings import GatewaySettings
+from lookonce.errors import ConfigurationError
+from lookonce.logs import get_logger
+
+# Time for the head of a request to arrive, and its largest size: clients that never finish one would pile up.
+_HEAD_TIMEOUT_S = 30.0
+_MAX_HEAD_BYTES = 64 << 10
+# Idle time after which a connection is closed. Above the 60 s of common load balancers, which must close first.
+_KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+
+_log = get_logger(__name__)
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's connection, which also ends if the head of a request takes long or is large."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()
+        if self._timer is not None:
+            self._num_head_bytes += len(data)
+            # The beginning of a body may come with the head.
+            if self._num_head_bytes > _MAX_HEAD_BYTES + len(data):
+                self.transport.close()
+                return
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._end_wait()
+        super().on_headers_complete()
+
+    def _await_head(self) -> None:
+        self._num_head_bytes = 0
+        self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.close)
+
+    def _end_wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its handlers of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve_until_stopped(
+    settings: GatewaySettings, app: ASGIApp, endpoints: Endpoints, metrics_port: int | None
+) -> None:
+    """Serves until SIGTERM or SIGINT, drains, and returns. Raises ConfigurationError if the address cannot be taken."""
+    listening = _listening(settings.listen)
+    config = uvicorn.Config(
+        app,
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
+    try:
+        config.load()
+    except OSError as error:
+        listening.close()
+        raise ConfigurationError(f"--tls-cert, --tls-key: cannot be used: {error.strerror or error}") from None
+    server = _Server(config)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        await _announced(settings, server, serving, listening, metrics_port)
+        await asyncio.wait({serving, asyncio.ensure_future(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, _killed)
+        _log.info("draining", calls=len(server.server_state.tasks))
+        endpoints.is_draining = True
+        _remove(settings.ready_file)
+        await asyncio.sleep(settings.drain_delay_s)
+    finally:
+        server.should_exit = True
+        await serving
+    _log.info("stopped")
+
+
+async def _announced(
+    settings: GatewaySettings,
+    server: uvicorn.Server,
+    serving: asyncio.Task[None],
+    listening: socket.socket,
+    metrics_port: int | None,
+) -> None:
+    while not server.started and not serving.done():  # noqa: ASYNC110 (uvicorn has no event for it)
+        await asyncio.sleep(0.01)
+    host = settings.listen.rpartition(":")[0]
+    target = f"{host}:{listening.getsockname()[1]}"
+    _log.info("listening", target=target, metrics_port=metrics_port)
+    if settings.ready_file is not None:
+        text = json.dumps({"target": target, "metrics_port": metrics_port, "pid": os.getpid()})
+        temporary = settings.ready_file.with_name(settings.ready_file.name + ".new")
+        temporary.write_text(text)
+        temporary.replace(settings.ready_file)
+
+
+def _listening(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(f"--listen: cannot listen on {address}: {error.strerror or error}") from None
+
+
+def _remove(path: pathlib.Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def _killed(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
