@@ -56,6 +56,15 @@ class BufferShare:
         self._buffers.take(num_bytes)
         self._num_bytes += num_bytes
 
+    @contextmanager
+    def lent(self, num_bytes: int) -> Iterator[None]:
+        """Adds bytes until the end of the block. Raises OverloadedError if they are not free."""
+        self._buffers.take(num_bytes)
+        try:
+            yield
+        finally:
+            self._buffers.num_bytes -= num_bytes
+
     def give_back(self) -> None:
         """Frees all bytes of the call."""
         self._buffers.num_bytes -= self._num_bytes

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,11 +22,14 @@ from gateway_svc.openai.api import ApiRequest, Context, now
 from gateway_svc.settings import GatewaySettings
 from lookonce import AsyncClient
 from lookonce.errors import InternalError, InvalidInputError, LookonceError, UnauthenticatedError, UnavailableError
+from lookonce.images import ImageRef
 from lookonce.logs import get_logger
 from lookonce.sdk.in_threads import readers
 from lookonce.threads import run_in_thread
 
 _READY_TIMEOUT_S = 1.0
+# Images of one call that are fetched at the same time.
+_FETCHES_AT_ONCE = 8
 
 _log = get_logger(__name__)
 
@@ -50,7 +54,6 @@ class Endpoints:
             if api.remote_images:
                 # Nobody fetches images without a key that the decoder accepts.
                 await client.load()
-                share.take(len(api.remote_images) * self._settings.max_image_bytes)
             context = Context(
                 client=client,
                 model=info.model,
@@ -59,7 +62,7 @@ class Endpoints:
                 token_texts=functools.partial(self._backend.token_texts, client),
                 created=now(),
             )
-            asking = api.ask(self._backend.fetch, info.max_images_per_prompt)
+            asking = api.ask(self._fetcher(share), info.max_images_per_prompt)
             ask = await while_connected(request.receive, asking)
             if not api.streams:
                 answer = await while_connected(request.receive, api.whole(ask, context))
@@ -89,6 +92,20 @@ class Endpoints:
         except LookonceError:
             return JSONResponse({"status": "no decoder serves"}, 503)
         return JSONResponse({"status": "ok"})
+
+    def _fetcher(self, share: BufferShare) -> Callable[[str], Awaitable[ImageRef]]:
+        """Returns the function that fetches the images of one call, whose bytes it adds to the call's share."""
+        at_once = asyncio.Semaphore(_FETCHES_AT_ONCE)
+
+        async def fetch(url: str) -> ImageRef:
+            async with at_once:
+                # Until it is there, it may have any size.
+                with share.lent(self._settings.max_image_bytes):
+                    image = await self._backend.fetch(url)
+                share.take(len(image.data or b""))
+            return image
+
+        return fetch
 
     async def _model(self, request: Request) -> dict[str, Any]:
         client = self._backend.as_caller(key_of(request))

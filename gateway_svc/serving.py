@@ -36,7 +36,7 @@ _BACKLOG = 2048
 _log = get_logger(__name__)
 
 
-class _Protocol(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """uvicorn's connection, which also ends if the head of a request takes long or is large."""
 
     _timer: asyncio.TimerHandle | None = None
@@ -90,7 +90,7 @@ async def serve_until_stopped(
     listening = _listening(settings.listen)
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -9,7 +9,17 @@ import pytest
 from tests.prose import findings, product_files
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc", "benchmarks", "demo", "docs", "observability", "tests")
+FOLDERS = (
+    "lookonce",
+    "encoder_svc",
+    "decoder_svc",
+    "gateway_svc",
+    "benchmarks",
+    "demo",
+    "docs",
+    "observability",
+    "tests",
+)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -38,7 +38,9 @@ def test_a_process_without_configured_logs_shows_tracebacks_without_local_variab
 
 def test_all_loggers_come_from_the_one_place_that_sets_the_tracebacks() -> None:
     sources = [
-        path for package in ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc") for path in (ROOT / package).rglob("*.py")
+        path
+        for package in ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc")
+        for path in (ROOT / package).rglob("*.py")
     ]
     found = {path.relative_to(ROOT).as_posix() for path in sources if "structlog.get_logger" in path.read_text()}
     assert found == {"lookonce/logs.py"}

@@ -159,4 +159,4 @@ def test_few_images_are_remembered() -> None:
     for number in range(1000):
         with uploads.turn() as turn:
             assert turn.pause_s([b"%d" % number]) is None
-    assert list(uploads._sent_s) == [b"%d" % number for number in range(744, 1000)]
+    assert list(uploads._sent_s) == [("", b"%d" % number) for number in range(744, 1000)]

@@ -1,0 +1,88 @@
+"""A gateway in the test's event loop, in front of a stand-in for the services or of any decoder, on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from gateway_svc.app import open_app
+from gateway_svc.endpoints import Endpoints
+from gateway_svc.serving import HttpProtocol
+from gateway_svc.settings import GatewaySettings
+
+KEY = "key-of-a-user"
+PICTURE = b"the bytes of a picture"
+
+
+class Gateway:
+    """A running gateway, and a client of OpenAI's for it."""
+
+    def __init__(self, port: int, endpoints: Endpoints, registry: CollectorRegistry) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.endpoints = endpoints
+        self.registry = registry
+        self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60.0)
+
+    async def raw(self, request: bytes) -> bytes:
+        """Sends bytes over a connection of their own and returns all that comes back."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(request)
+        try:
+            return await asyncio.wait_for(reader.read(), 60)
+        finally:
+            writer.close()
+
+    async def post(self, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        """Returns the status and the body of the answer to a POST."""
+        lines = {
+            "host": "gateway",
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            **(headers or {}),
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        answer = await self.raw(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        return int(answer.split(b" ")[1]), answer.partition(b"\r\n\r\n")[2]
+
+
+@asynccontextmanager
+async def running_gateway(decoder_target: str, **settings: Any) -> AsyncIterator[Gateway]:
+    """Starts a gateway and ends it."""
+    registry = CollectorRegistry()
+    chosen = GatewaySettings(decoder_target=decoder_target, **settings)
+    async with open_app(chosen, registry) as (app, endpoints):
+        listening = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server._serve([listening]))
+        while not server.started:
+            await asyncio.sleep(0.005)
+        gateway = Gateway(listening.getsockname()[1], endpoints, registry)
+        try:
+            async with gateway.client:
+                yield gateway
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            await serving
+            listening.close()
+
+
+def data_url(data: bytes = PICTURE, kind: str = "image/png") -> str:
+    """Returns an image as a URL that contains it."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def picture_part(data: bytes = PICTURE, **options: Any) -> dict[str, Any]:
+    """Returns an image as a part of a chat's message."""
+    return {"type": "image_url", "image_url": {"url": data_url(data), **options}}
