@@ -96,6 +96,7 @@ wheels: $(INSTALLED) ## build wheels with compiled CPU kernels into dist/; for A
 docs: $(INSTALLED) ## rewrite the generated parts of documentation and dashboards
 	@$(BIN)/python docs/generate_settings.py
 	@$(BIN)/python -m docs.generate_metrics
+	@$(BIN)/python -m docs.generate_gateway
 	@$(BIN)/python -m observability.generate_dashboards
 
 families: $(INSTALLED) ## run the conformance suite of all families and write its table into the README

@@ -18,6 +18,7 @@ from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from docs.marked_page import replace_between
 from encoder_svc.metrics import EncoderMetrics
+from gateway_svc.access import AccessMetrics
 from lookonce.model.kernels.kernel_report import KernelCollector
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.interceptors import CallMetrics
@@ -89,10 +90,17 @@ def service_metrics(service: Service) -> list[MetricRow]:
 
 
 def all_metrics() -> list[MetricRow]:
-    """Returns the metrics of both services, then those of encoders alone, then those of decoders alone."""
+    """Returns the metrics that encoders and decoders share, then those of each alone, then the gateway's."""
     encoder, decoder = map(service_metrics, SERVICES)
     shared = [row for row in encoder if row in decoder]
-    return [*shared, *(row for row in [*encoder, *decoder] if row not in shared)]
+    return [*shared, *(row for row in [*encoder, *decoder] if row not in shared), *gateway_metrics()]
+
+
+def gateway_metrics() -> list[MetricRow]:
+    """Returns the metrics that a gateway exports."""
+    registry = _RecordingRegistry()
+    AccessMetrics(registry)
+    return [row for collector in registry.collectors for row in _rows(collector)]
 
 
 def metrics_text() -> str:

@@ -10,7 +10,8 @@ from pydantic.fields import FieldInfo
 
 from decoder_svc.settings import DecoderSettings
 from encoder_svc.settings import EncoderSettings
-from lookonce.server.settings import ServiceSettings
+from gateway_svc.settings import GatewaySettings
+from lookonce.server.settings import EnvironmentSettings, ServiceSettings
 
 PAGE = pathlib.Path(__file__).parent / "operations/settings.md"
 _INTRODUCTION = """\
@@ -36,7 +37,7 @@ Put a Redis URL that contains a password into the environment, not into a flag: 
 flags of a process.
 
 [Tuning](tuning.md) explains the settings for memory, compiled kernels, int8 rows and prompt lookup.
-[Security](security.md) explains TLS, tokens and quotas.
+[Security](security.md) explains TLS, tokens and quotas, [Gateway](../gateway.md) the gateway.
 """
 _HEAD = "| setting | default | allowed | meaning |\n| --- | --- | --- | --- |"
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -45,15 +46,16 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
 def settings_page() -> str:
-    """Returns the whole page: an introduction, then one table for both services, the encoder and the decoder."""
+    """Returns the whole page: an introduction, then a table of what encoders and decoders share, and one each."""
     shared = set(ServiceSettings.model_fields)
-    sections = [("Both services", _table(ServiceSettings, set()))]
+    sections = [("Encoder and decoder", _table(ServiceSettings, set()))]
     sections += [("Encoder", _table(EncoderSettings, shared)), ("Decoder", _table(DecoderSettings, shared))]
+    sections.append(("Gateway", _table(GatewaySettings, set())))
     tables = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections)
     return f"{_INTRODUCTION}\n{tables}\n"
 
 
-def _table(settings_class: type[ServiceSettings], without: set[str]) -> str:
+def _table(settings_class: type[EnvironmentSettings], without: set[str]) -> str:
     rows = [_row(name, field) for name, field in settings_class.model_fields.items() if name not in without]
     return "\n".join([_HEAD, *rows])
 

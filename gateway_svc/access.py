@@ -1,4 +1,4 @@
-"""What every HTTP request gets, whatever it asks for: an id, a line in the log, a place in the metrics, JSON errors."""
+"""Gives every HTTP request an id, a line in the log and a place in the metrics, whatever it asks for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Access:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
+        """Serves one request and notes how it ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -26,7 +26,7 @@ class Ask:
 
     @property
     def num_answers(self) -> int:
-        """Number of all answers."""
+        """The number of answers to all prompts."""
         return len(self.prompts) * self.num_each
 
     def prompt_of(self, index: int) -> Prompt:

@@ -108,7 +108,7 @@ class Backend:
         await self._client.wait_until_ready(timeout_s=timeout_s)
 
     async def aclose(self) -> None:
-        """Ends all calls."""
+        """Ends all calls and closes the connections."""
         await self._client.aclose()
 
 

@@ -111,12 +111,12 @@ class GatewaySettings(EnvironmentSettings):
 
     @property
     def image_host_names(self) -> list[str]:
-        """The hosts of image_hosts."""
+        """The hosts that image_hosts names."""
         return _names(self.image_hosts)
 
     @property
     def private_image_host_names(self) -> list[str]:
-        """The hosts of private_image_hosts."""
+        """The hosts that private_image_hosts names."""
         return _names(self.private_image_hosts)
 
 

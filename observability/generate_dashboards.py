@@ -22,8 +22,9 @@ from observability.board import Board, Graph
 from observability.cache_board import CACHE
 from observability.decoder_board import DECODER
 from observability.encoder_board import ENCODER
+from observability.gateway_board import GATEWAY
 
-BOARDS = (ENCODER, DECODER, CACHE)
+BOARDS = (ENCODER, DECODER, GATEWAY, CACHE)
 FOLDER = pathlib.Path(__file__).with_name("dashboards")
 _TAG = "lookonce"
 # Size of a panel. Grafana's grid is 24 columns wide.

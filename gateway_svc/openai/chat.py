@@ -1,4 +1,4 @@
-"""Chat completions: https://platform.openai.com/docs/api-reference/chat."""
+"""Parses and answers chat completions (https://platform.openai.com/docs/api-reference/chat)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ChatRequest:
         return Ask([await with_images(self.turns, fetch, max_images)], self.options, self.num_each)
 
     async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
-        """Returns a chat completion."""
+        """Returns a chat completion with all answers."""
         generations = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
         choices = [
             {

@@ -1,4 +1,4 @@
-"""Completions of texts without a chat template: https://platform.openai.com/docs/api-reference/completions."""
+"""Parses and answers completions of texts (https://platform.openai.com/docs/api-reference/completions)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CompletionRequest:
         return Ask([TextPrompt(prompt) for prompt in self.prompts], self.options, self.num_each)
 
     async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
-        """Returns a completion."""
+        """Returns a completion with all answers."""
         generations = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
         choices = [
             {

@@ -85,22 +85,22 @@ class Fields:
         return self._values.get(name)
 
     def number(self, name: str) -> float | None:
-        """Returns a number."""
+        """Returns a number, whole or not."""
         found: float | None = self._typed(name, "a number", lambda value: isinstance(value, int | float))
         return found
 
     def integer(self, name: str) -> int | None:
-        """Returns a whole number."""
+        """Returns a number that must be whole."""
         found: int | None = self._typed(name, "a whole number", lambda value: isinstance(value, int))
         return found
 
     def flag(self, name: str) -> bool | None:
-        """Returns true or false."""
+        """Returns a value that must be true or false."""
         found: bool | None = self._typed(name, "true or false", lambda value: isinstance(value, bool), takes_bool=True)
         return found
 
     def text(self, name: str) -> str | None:
-        """Returns a text."""
+        """Returns a value that must be a text."""
         found: str | None = self._typed(name, "a text", lambda value: isinstance(value, str))
         return found
 
@@ -118,7 +118,7 @@ class Fields:
         return found
 
     def array(self, name: str) -> list[Any] | None:
-        """Returns a list."""
+        """Returns a list of values of any type."""
         found: list[Any] | None = self._typed(name, "a list", lambda value: isinstance(value, list))
         return found
 

@@ -1,4 +1,4 @@
-"""Responses: https://platform.openai.com/docs/api-reference/responses.
+"""Parses and answers requests for responses (https://platform.openai.com/docs/api-reference/responses).
 
 Nothing is stored, so each request has the whole conversation.
 """
@@ -137,7 +137,7 @@ class ResponseRequest:
         return Ask([await with_images(self.turns, fetch, max_images)], self.options)
 
     async def whole(self, ask: Ask, context: Context) -> dict[str, Any]:
-        """Returns a finished response."""
+        """Returns a response that has ended."""
         (generation,) = await whole_answers(context.client, ask, context.request_id, context.timeout_s)
         part = _text_part(generation.text, await self._logprobs(generation.logprobs, context))
         return self._response(context, generation.finish_reason, part, generation.usage)

@@ -7,15 +7,17 @@ import pytest
 from decoder_svc.settings import DecoderSettings
 from docs.generate_settings import PAGE, settings_page
 from encoder_svc.settings import EncoderSettings
+from gateway_svc.settings import GatewaySettings
 
 
 def test_the_committed_page_is_current() -> None:
     assert PAGE.read_text("utf-8") == settings_page(), "run `make docs`"
 
 
-@pytest.mark.parametrize("settings_class", [EncoderSettings, DecoderSettings])
-def test_every_setting_is_described(settings_class: type[EncoderSettings | DecoderSettings]) -> None:
-    page = PAGE.read_text("utf-8")
+@pytest.mark.parametrize("settings_class", [EncoderSettings, DecoderSettings, GatewaySettings])
+def test_every_setting_is_described(settings_class: type[EncoderSettings | DecoderSettings | GatewaySettings]) -> None:
+    services, _, gateway = PAGE.read_text("utf-8").partition("## Gateway")
+    page = gateway if settings_class is GatewaySettings else services
     for name, field in settings_class.model_fields.items():
         assert field.description
         assert page.count(f"| `{name}` |") == 1
@@ -26,7 +28,11 @@ def test_the_page_tells_editors_that_it_is_generated() -> None:
 
 
 def test_sizes_have_units_and_choices_are_listed() -> None:
-    rows = {line.split("|")[1].strip(" `"): line for line in settings_page().splitlines() if line.startswith("| `")}
+    rows = {
+        line.split("|")[1].strip(" `"): line
+        for line in reversed(settings_page().splitlines())
+        if line.startswith("| `")
+    }
     assert "| 32 MiB | ≥ 1 MiB |" in rows["max_message_bytes"]
     assert "| `native` | `native`, `int8` |" in rows["row_format"]
     assert "| required |" in rows["model"]

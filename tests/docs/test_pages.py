@@ -16,7 +16,9 @@ PAGES = sorted(
         *(ROOT / "models").rglob("*.md"),
     ]
 )
-_PATH = re.compile(r"`((?:lookonce|encoder_svc|decoder_svc|tests|benchmarks|protos|k8s|docs|observability)/[\w./-]*)`")
+_PATH = re.compile(
+    r"`((?:lookonce|encoder_svc|decoder_svc|gateway_svc|tests|benchmarks|protos|k8s|docs|observability)/[\w./-]*)`"
+)
 _LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 _ANCHOR = re.compile(r"\]\(([^):#]*)#([^)]+)\)")
 
