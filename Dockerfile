@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1.7
-# Builds the two services, one image each.
+# Builds the two services, one image each. Both images have the gateway too (python -m gateway_svc).
 #
 #   docker build --target encoder --tag lookonce-encoder:0.1.0 .
 #   docker build --target decoder --tag lookonce-decoder:0.1.0 .
@@ -17,7 +17,7 @@ ARG COMPUTE=cpu
 # Address of a mirror of PyTorch's index. If set, COMPUTE has no effect.
 ARG TORCH_INDEX_URL=
 # The extra heic is not among them because of its licence (docs/operations/deploying.md).
-ARG EXTRAS=serve,otel
+ARG EXTRAS=serve,gateway,otel
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_PROGRESS_BAR=off
 WORKDIR /src
@@ -36,6 +36,7 @@ COPY protos protos
 COPY lookonce lookonce
 COPY encoder_svc encoder_svc
 COPY decoder_svc decoder_svc
+COPY gateway_svc gateway_svc
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --constraint constraints/cpu.txt ".[${EXTRAS}]"

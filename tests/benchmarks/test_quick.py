@@ -163,6 +163,14 @@ def test_restarts(quick: Any) -> None:
     assert all(one["num_right"] > 0 and one["num_wrong"] == 0 and one["failures"] == [] for one in outcomes)
 
 
+def test_gateway_cost(quick: Any) -> None:
+    figures = quick("gateway_cost")
+    assert [cell["num_streams"] for cell in figures["cells"]] == [1, 4]
+    for pair in (pair for cell in figures["cells"] for pair in cell["pairs"]):
+        assert min(pair["gateway"]["first_token_s"]) > 0
+    assert 0 < figures["idle"]["empty_bytes"] < figures["idle"]["full_bytes"]
+
+
 def test_large_messages(quick: Any) -> None:
     (stalls,) = quick("large_messages")["rounds"]
     statuses = {one["message"]: one["status"] for one in stalls}

@@ -240,6 +240,10 @@ async def test_tokenize_and_detokenize_text_without_an_encoder(folder: pathlib.P
         error = await failure(decoder.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5, 4_000_000])))
         assert isinstance(error, errors.InvalidParameterError)
         assert (await decoder.stub.Detokenize(pb.DetokenizeRequest())).text == ""
+        each = await decoder.stub.Detokenize(pb.DetokenizeRequest(token_ids=tokenized.token_ids, separately=True))
+        assert each.text == ""
+        assert [len(each.token_texts), each.token_texts[0]] == [len(tokenized.token_ids), "<s>"]
+        assert "".join(each.token_texts[1:]).startswith("what")
         too_many = await failure(decoder.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 2001)))
         assert isinstance(too_many, errors.ContextTooLongError)
 

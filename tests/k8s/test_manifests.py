@@ -48,6 +48,7 @@ SECRETS = {
     "lookonce-decoder-token",
     "lookonce-admin-token",
     "lookonce-admin-tls",
+    "lookonce-gateway-tls",
 }
 # Time that the server waits at the end for cancelled calls to get their status; see lookonce/server/serving.py.
 _FLUSH_S = 1.0

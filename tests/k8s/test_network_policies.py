@@ -14,7 +14,7 @@ import pytest
 
 from tests.k8s.manifests import CASES, container_ports, environment, names, of_kind, pod_labels, selects
 from tests.k8s.render import Manifest
-from tests.k8s.variants import GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
+from tests.k8s.variants import GATEWAY, GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
 
 _HERE = {"kubernetes.io/metadata.name": "lookonce"}
 _CLIENTS = {"kubernetes.io/metadata.name": "shop", "lookonce-client": "true"}
@@ -88,12 +88,14 @@ def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
     found = {("lookonce-decoder", "lookonce-encoder", "grpc")}
     if _ENVOY in names(manifests, "Deployment"):
         found |= {("lookonce-decoder", _ENVOY, "grpc"), (_ENVOY, "lookonce-encoder", "grpc")}
+    if "lookonce-gateway" in names(manifests, "Deployment"):
+        found |= {("lookonce-gateway", called, "grpc") for called in ("lookonce-decoder", "lookonce-encoder")}
     if "lookonce-redis" in names(manifests, "Deployment"):
         found |= {(caller, "lookonce-redis", "redis") for caller in ("lookonce-encoder", "lookonce-decoder")}
     return found
 
 
-@pytest.fixture(params=[NETWORK_POLICY, PROD_ALL, GPU_ALL], ids=str)
+@pytest.fixture(params=[NETWORK_POLICY, GATEWAY, PROD_ALL, GPU_ALL], ids=str)
 def variant(request: pytest.FixtureRequest) -> Variant:
     one: Variant = request.param
     return one
@@ -117,11 +119,11 @@ def test_pods_of_the_namespace_talk_as_the_system_needs_and_no_more(manifests: l
     assert found - {(_ENVOY, _ENVOY, "grpc")} == _wanted(manifests)
 
 
-def test_clients_reach_grpc_and_nothing_else(manifests: list[Manifest]) -> None:
+def test_clients_reach_grpc_and_the_gateway_and_nothing_else(manifests: list[Manifest]) -> None:
     client = Peer({}, _CLIENTS)
     for name in names(manifests, "Deployment"):
         for port, number in container_ports(manifests, name).items():
-            assert _allows(manifests, "Ingress", name, client, port, number) == (port == "grpc")
+            assert _allows(manifests, "Ingress", name, client, port, number) == (port in ("grpc", "http"))
 
 
 def test_prometheus_reaches_metrics_and_nothing_else(manifests: list[Manifest]) -> None:

@@ -56,6 +56,7 @@ AFFINITY = Variant("base", ("affinity",))
 TOKENS = Variant("base", ("tokens",))
 TRACING = Variant("base", ("tracing",))
 ADMIN = Variant("base", ("tokens", "admin"))
+GATEWAY = Variant("base", ("tokens", "gateway", "networkpolicy", "networkpolicy/gateway", "servicemonitor"))
 PROD_ALL = Variant(
     PROD.start,
     (
@@ -70,6 +71,9 @@ PROD_ALL = Variant(
         "tracing",
         "admin",
         "admin/mtls",
+        "gateway",
+        "gateway/mtls",
+        "networkpolicy/gateway",
     ),
 )
 GPU_ALL = Variant(GPU.start, ("keda", "servicemonitor", "networkpolicy", "affinity"))
@@ -87,6 +91,7 @@ VARIANTS = (
     TOKENS,
     TRACING,
     ADMIN,
+    GATEWAY,
     GRPC_ROUTE,
     REVISION,
     IMAGE_VOLUME,

@@ -177,3 +177,35 @@ def test_closing_ends_the_wait_of_another_thread() -> None:
 def test_an_id_that_no_request_has_is_refused(given: Any) -> None:
     with lookonce.Client.connect("127.0.0.1:1") as client, pytest.raises(InvalidParameterError, match="request_id"):
         client.abort(given)
+
+
+async def test_each_user_has_a_token_of_its_own() -> None:
+    picture = bytes(range(256)) * 400
+    with FakeServer("an answer") as server:
+        async with lookonce.AsyncClient.connect(server.target, token="of-the-program") as client:
+            for token in ("first", "second"):
+                await client.with_options(token=token).generate("hello")
+            await client.generate("hello")
+            sent = [request.metadata["authorization"] for request in server.requests]
+            assert sent == ["Bearer first", "Bearer second", "Bearer of-the-program"]
+            with pytest.raises(ConfigurationError):
+                client.with_options(token="two words")
+            # Two users may be two tenants: neither waits for the upload of the other.
+            uploads = client._connection.uploads
+            first, second = (uploads.turn(client.with_options(token=name)._options.caller) for name in ("a", "b"))
+            assert first.pause_s([picture]) is None
+            assert second.pause_s([picture]) is None
+            assert uploads.turn("a").pause_s([picture]) is not None
+
+
+@pytest.mark.parametrize("kind", [lookonce.Client, lookonce.AsyncClient])
+async def test_a_users_token_goes_to_another_machine_over_tls_only(kind: Any) -> None:
+    client = kind.connect("127.0.0.1:1", "10.0.0.1:1")
+    with pytest.raises(ConfigurationError, match=r"would go to 10\.0\.0\.1:1 without TLS"):
+        client.with_options(token="secret")
+    other = kind.connect("127.0.0.1:1")
+    with_token = other.with_options(token="secret")
+    # The decoder announces its encoder later.
+    with pytest.raises(ConfigurationError, match="without TLS"):
+        with_token._connection.encoder("10.0.0.1:1", with_token._options)
+    other._connection.encoder("10.0.0.1:1", other._options)
