@@ -32,7 +32,7 @@ from benchmarks.edge_cost import run_service
 from benchmarks.text_service import TextService, told_prompts
 from lookonce.aio import AsyncClient
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
-from lookonce.sdk.channel import DECODER
+from lookonce.sdk.connection.channel import DECODER
 
 _NAME = "gateway_cost"
 _MODELS = {"small-llava": models.small_llava, "demo": models.demo_model}

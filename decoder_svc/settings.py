@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.target import checked_target
+from lookonce.sdk.connection.target import checked_target
 from lookonce.server.settings import ServiceSettings
 
 

@@ -12,7 +12,7 @@ from lookonce.decoder_info import ModelInfo
 from lookonce.errors import ConfigurationError, InvalidParameterError, UnauthenticatedError
 from lookonce.images import ImageRef
 from lookonce.logs import get_logger
-from lookonce.sdk.channel import ConnectionOptions
+from lookonce.sdk.connection.channel import ConnectionOptions
 
 # Time after which the decoder is asked again for its model, seconds: a roll-out may have changed the name.
 _MODEL_AGE_S = 10.0

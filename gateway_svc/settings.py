@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.target import checked_target
+from lookonce.sdk.connection.target import checked_target
 from lookonce.server.settings import MIB, EnvironmentSettings, check_address, is_loopback
 
 _MAX_DURATION_S = 2_000_000

@@ -10,44 +10,32 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import grpc.aio
-from opentelemetry import trace
 
 from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder_info import DecoderLoad, ModelInfo, TokenizedPrompt
 from lookonce.encoder.v1 import encoder_service_pb2 as encoder_pb2
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
-from lookonce.errors import EmbeddingNotCachedError, LookonceError
-from lookonce.generation import GenerateOptions, Generation, Message, Prompt, TokenLogprobs, Usage
+from lookonce.errors import EmbeddingNotCachedError
+from lookonce.generation import GenerateOptions, Generation, Message, Prompt, Usage
 from lookonce.images import Encoding, ImageLike, ImageRef, as_images
-from lookonce.sdk.answers import Transcript, generation_of
+from lookonce.sdk.answers import generation_of
+from lookonce.sdk.async_text_stream import AsyncTextStream
 from lookonce.sdk.calls import AsyncCalls, not_ready_error
-from lookonce.sdk.channel import ConnectionOptions, Deadline, check_request_id, connection_options
+from lookonce.sdk.connection.channel import ConnectionOptions, Deadline, check_request_id, connection_options
+from lookonce.sdk.connection.environment import named_connection
+from lookonce.sdk.connection.target import Target, checked_target
+from lookonce.sdk.connection.tokens import Token
 from lookonce.sdk.connections import AsyncConnection
 from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
-from lookonce.sdk.environment import named_connection
+from lookonce.sdk.encode_plan import EncodePlan, cached_images, lookup_requests
 from lookonce.sdk.in_threads import readers, run_until
-from lookonce.sdk.messages import (
-    EncodePlan,
-    PreparedPrompt,
-    abort_request,
-    cached_images,
-    detokenize_request,
-    equal_error,
-    lookup_requests,
-    token_texts_of,
-)
-from lookonce.sdk.replies import parsed
-from lookonce.sdk.retries import Attempts
-from lookonce.sdk.target import Target, checked_target
-from lookonce.sdk.tokens import Token
+from lookonce.sdk.messages import PreparedPrompt, abort_request, detokenize_request, equal_error, token_texts_of
 from lookonce.sdk.uploads import Turn
-from lookonce.status_codes import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
 
@@ -345,119 +333,3 @@ async def _prepared(
     if isinstance(prompt, str) and isinstance(images, list | tuple) and not images:
         return PreparedPrompt(prompt, (), options)
     return await run_until(deadline, readers(), PreparedPrompt, prompt, images, options)
-
-
-class AsyncTextStream(AsyncIterator[str]):
-    """The text of an answer, piece by piece as it is generated.
-
-    Leaving the `async with` block or calling `aclose` ends the request early.
-    """
-
-    def __init__(
-        self,
-        calls: AsyncCalls,
-        attempts: Attempts,
-        metadata: tracing.Metadata,
-        prepare: Callable[[], Awaitable[PreparedPrompt]],
-        start: Callable[[PreparedPrompt, bool], Any],
-        supply: Callable[[PreparedPrompt, EmbeddingNotCachedError], Awaitable[None]],
-        turn: Turn,
-        span: trace.Span,
-    ) -> None:
-        """`prepare` hashes the images, `start` begins a call, `supply` adds images the server lacks.
-
-        Ends `turn` and `span`.
-
-        The second argument of `start` says whether the call waits for a server that can be reached.
-        """
-        self._calls = calls
-        self._attempts = attempts
-        self._metadata = metadata
-        self._prepare = prepare
-        self._start = start
-        self._supply = supply
-        self._turn = turn
-        self._span = span
-        self._transcript = Transcript()
-        self._call: Any = None
-        self._pieces = self._read()
-
-    @property
-    def generation(self) -> Generation:
-        """The whole answer. Raises InternalError before the iteration has ended."""
-        return self._transcript.generation()
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprobs]:
-        """The log-probabilities of the tokens so far, one entry a token; empty unless asked for."""
-        return self._transcript.logprobs
-
-    @property
-    def usage(self) -> Usage:
-        """Token accounting. Raises InternalError before the iteration has ended."""
-        return self.generation.usage
-
-    async def aclose(self) -> None:
-        """Ends the request and the iteration. Must not be called while another task waits for the next piece."""
-        await self._pieces.aclose()
-        tracing.end(self._span)
-
-    def _end(self, error: LookonceError) -> None:
-        """Ends the request and the span. A task that waits for the next piece gets AbortedError."""
-        if self._call is not None:
-            self._call.cancel()
-        tracing.end(self._span, error)
-
-    async def __anext__(self) -> str:
-        with tracing.ended_by(self._span, StopAsyncIteration):
-            return await anext(self._pieces)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def _read(self) -> AsyncGenerator[str]:
-        prepared = await self._prepare()
-        pause_s: float | None
-        try:
-            while True:
-                try:
-                    async with aclosing(self._texts(prepared)) as texts:
-                        async for text in texts:
-                            yield text
-                    self._attempts.succeeded()
-                    return
-                except EmbeddingNotCachedError as error:
-                    if self._transcript.has_text:
-                        raise
-                    await self._supply(prepared, error)
-                    pause_s = 0.0
-                except LookonceError as error:
-                    pause_s = None if self._transcript.has_text else self._attempts.pause_s(error)
-                    if pause_s is None:
-                        raise
-                await self._calls.pause(pause_s)
-                self._transcript = Transcript()
-        finally:
-            self._turn.end()
-
-    async def _texts(self, prepared: PreparedPrompt) -> AsyncGenerator[str]:
-        call = self._call = self._start(prepared, self._attempts.wait_for_ready)
-        try:
-            async for response in call:
-                self._turn.end()
-                if text := self._transcript.add(parsed(response)):
-                    yield text
-            self._transcript.generation()
-        except grpc.aio.AioRpcError as error:
-            raise self._calls.with_id(from_rpc_error(error), self._metadata) from None
-        except asyncio.CancelledError:
-            self._calls.check_cancelled()
-            raise
-        finally:
-            # Has no effect on a finished call.
-            call.cancel()
-            # The call refers to its request, and so to the images.
-            self._call = None

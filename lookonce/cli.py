@@ -36,7 +36,7 @@ from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
 from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 from lookonce.local.family_offers import offers_of
 from lookonce.local.serve_extra import GATEWAY_MODULES, require_packages, require_serve_packages
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.sdk.connection.channel_credentials import channel_credentials
 from lookonce.server.encoder_health import ENCODER_SERVICE
 from lookonce.server.watched_files import Current, WatchedFiles
 

@@ -24,11 +24,11 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageLike, as_images
 from lookonce.sdk.calls import AsyncCalls
-from lookonce.sdk.channel import ConnectionOptions, connection_options
+from lookonce.sdk.connection.channel import ConnectionOptions, connection_options
+from lookonce.sdk.connection.lazy_channel import LazyChannel
+from lookonce.sdk.connection.target import checked_target
+from lookonce.sdk.connection.tokens import Token
 from lookonce.sdk.in_threads import readers, run_until
-from lookonce.sdk.lazy_channel import LazyChannel
-from lookonce.sdk.target import checked_target
-from lookonce.sdk.tokens import Token
 
 
 class AsyncAdminClient:

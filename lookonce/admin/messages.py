@@ -10,7 +10,8 @@ from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.errors import InvalidParameterError
 from lookonce.identity import TENANT_NAME
 from lookonce.images import ImageRef
-from lookonce.sdk.messages import MAX_LOOKUP_KEYS, assign_max_pixels
+from lookonce.sdk.encode_plan import MAX_LOOKUP_KEYS
+from lookonce.sdk.messages import assign_max_pixels
 
 
 def checked_tenant(tenant: str) -> str:

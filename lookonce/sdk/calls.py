@@ -14,7 +14,7 @@ import grpc.aio
 from lookonce import tracing
 from lookonce.errors import AbortedError, DeadlineError, LookonceError
 from lookonce.identity import REQUEST_ID_KEY
-from lookonce.sdk.channel import ConnectionOptions, Deadline
+from lookonce.sdk.connection.channel import ConnectionOptions, Deadline
 from lookonce.sdk.replies import error_of, parsed
 from lookonce.sdk.retries import Attempts, Retries
 from lookonce.status_codes import from_rpc_error

@@ -14,8 +14,8 @@ from lookonce.decoder_info import ModelInfo
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import LookonceError, UnsupportedError
 from lookonce.sdk.calls import AsyncCalls, SyncCalls, closed_error
-from lookonce.sdk.channel import DECODER, ENCODER, ConnectionOptions, channel_options
-from lookonce.sdk.lazy_channel import LazyChannel
+from lookonce.sdk.connection.channel import DECODER, ENCODER, ConnectionOptions, channel_options
+from lookonce.sdk.connection.lazy_channel import LazyChannel
 from lookonce.sdk.uploads import Uploads
 
 

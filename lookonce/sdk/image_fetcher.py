@@ -25,7 +25,7 @@ from lookonce.errors import (
     InvalidParameterError,
     UnavailableError,
 )
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 from lookonce.sdk.in_threads import run_until
 from lookonce.sdk.public_addresses import Address, addresses_of, is_private_network, is_public
 

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeVar
 
 from lookonce.errors import DeadlineError
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 from lookonce.threads import run_in_thread
 
 ResultT = TypeVar("ResultT")

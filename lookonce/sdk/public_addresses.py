@@ -8,7 +8,7 @@ import threading
 from typing import TypeAlias
 
 from lookonce.errors import DeadlineError, UnavailableError
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 
 Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 

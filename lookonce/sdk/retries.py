@@ -15,7 +15,7 @@ import threading
 import time
 
 from lookonce.errors import DeadlineError, InvalidParameterError, LookonceError, OverloadedError, UnavailableError
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 
 # Limit of the first pause, and of every later one, seconds.
 _FIRST_PAUSE_S = 0.2

@@ -28,7 +28,7 @@ from lookonce.decoder.v1 import decoder_service_pb2_grpc as pb_grpc
 from lookonce.images import ImageRef
 from lookonce.local.child_process import ChildProcess
 from lookonce.local.local_stack import LocalStack
-from lookonce.sdk.channel import DECODER, channel_options
+from lookonce.sdk.connection.channel import DECODER, channel_options
 from tests.conftest import DEMO_MODEL, ONE_THREAD
 from tests.decoder_svc.decoders import chat
 from tests.e2e.pictures import QUESTION, Picture, fresh

@@ -24,7 +24,7 @@ from lookonce.errors import EmbeddingNotCachedError, FingerprintMismatchError, I
 from lookonce.generation import Generation, Message, Part
 from lookonce.images import ImageRef
 from lookonce.local.local_stack import LocalStack
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 from lookonce.videos import Video
 from tests.conftest import REPOSITORY, SERVICE_FLAGS
 from tests.in_process_stack import InProcessStack

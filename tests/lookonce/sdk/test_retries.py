@@ -29,7 +29,7 @@ from lookonce.errors import (
 from lookonce.images import ImageRef
 from lookonce.local.reserved_port import reserved_port
 from lookonce.sdk import retries
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 from lookonce.sdk.retries import Attempts, Retries, RetryBudget
 from tests.lookonce.sdk.sdk_servers import System, running_system
 

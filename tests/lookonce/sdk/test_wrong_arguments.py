@@ -12,7 +12,7 @@ import lookonce
 from lookonce.errors import ConfigurationError, InvalidParameterError
 from lookonce.generation import Message, TextPrompt
 from lookonce.images import ImageRef
-from lookonce.sdk.channel import Deadline
+from lookonce.sdk.connection.channel import Deadline
 from lookonce.videos import Video
 
 CLIENTS: list[Any] = [lookonce.Client, lookonce.AsyncClient]

@@ -15,7 +15,7 @@ import trustme
 from lookonce.encoder.v1 import encoder_service_pb2 as pb
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as pb_grpc
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.channel_credentials import channel_credentials
+from lookonce.sdk.connection.channel_credentials import channel_credentials
 from lookonce.server import watched_files
 from lookonce.server.service_entry import ServiceEntry
 from lookonce.server.serving import GrpcService

@@ -7,7 +7,7 @@ import asyncio
 import grpc.aio
 
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.channel import ConnectionOptions, channel_options
+from lookonce.sdk.connection.channel import ConnectionOptions, channel_options
 
 
 class LazyChannel:

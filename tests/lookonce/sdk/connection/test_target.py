@@ -10,7 +10,7 @@ import pytest
 
 import lookonce
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.target import checked_target
+from lookonce.sdk.connection.target import checked_target
 from tests.lookonce.sdk.sdk_servers import running_system
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import lookonce
 from lookonce.errors import AbortedError, DeadlineError, InvalidParameterError
-from lookonce.sdk.channel import ConnectionOptions, Deadline
+from lookonce.sdk.connection.channel import ConnectionOptions, Deadline
 from tests.lookonce.sdk.sdk_servers import System, running_system
 
 CLIENTS = [lookonce.Client, lookonce.AsyncClient]

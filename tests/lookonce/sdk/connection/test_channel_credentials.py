@@ -10,7 +10,7 @@ import trustme
 
 import lookonce
 from lookonce.errors import ConfigurationError, UnavailableError
-from lookonce.sdk.channel_credentials import SYSTEM, channel_credentials
+from lookonce.sdk.connection.channel_credentials import SYSTEM, channel_credentials
 from tests.lookonce.sdk.sdk_servers import running_system
 
 
@@ -66,7 +66,7 @@ def test_the_systems_authorities_are_a_file_that_the_system_or_the_user_names(
     pem: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "lookonce.sdk.channel_credentials._SYSTEM_FILES", (str(tmp_path / "missing"), str(pem / "ca.pem"))
+        "lookonce.sdk.connection.channel_credentials._SYSTEM_FILES", (str(tmp_path / "missing"), str(pem / "ca.pem"))
     )
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
     assert isinstance(channel_credentials(SYSTEM, None, None), grpc.ChannelCredentials)
@@ -75,7 +75,7 @@ def test_the_systems_authorities_are_a_file_that_the_system_or_the_user_names(
     with pytest.raises(ConfigurationError, match="is no PEM file"):
         channel_credentials(SYSTEM, None, None)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
-    monkeypatch.setattr("lookonce.sdk.channel_credentials._SYSTEM_FILES", ())
+    monkeypatch.setattr("lookonce.sdk.connection.channel_credentials._SYSTEM_FILES", ())
     with pytest.raises(ConfigurationError, match="name one as tls_ca"):
         channel_credentials(SYSTEM, None, None)
 

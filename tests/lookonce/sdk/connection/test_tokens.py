@@ -9,15 +9,15 @@ import pytest
 
 import lookonce
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.channel import ConnectionOptions
-from lookonce.sdk.tokens import TokenSource
+from lookonce.sdk.connection.channel import ConnectionOptions
+from lookonce.sdk.connection.tokens import TokenSource
 from tests.lookonce.sdk.sdk_servers import running_system
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("lookonce.sdk.tokens.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lookonce.sdk.connection.tokens.time.monotonic", lambda: now[0])
     return now
 
 

@@ -20,10 +20,10 @@ from lookonce.decoder.v1 import decoder_service_pb2
 from lookonce.encoder.v1 import encoder_service_pb2
 from lookonce.errors import ConfigurationError, DeadlineError, InvalidParameterError
 from lookonce.identity import REQUEST_ID, REQUEST_ID_KEY, REQUEST_ID_RULE
-from lookonce.sdk.channel_credentials import channel_credentials
-from lookonce.sdk.headers import checked_headers
-from lookonce.sdk.target import is_on_this_machine
-from lookonce.sdk.tokens import Token, TokenSource
+from lookonce.sdk.connection.channel_credentials import channel_credentials
+from lookonce.sdk.connection.headers import checked_headers
+from lookonce.sdk.connection.target import is_on_this_machine
+from lookonce.sdk.connection.tokens import Token, TokenSource
 
 _MAX_RECEIVE_BYTES = 64 << 20
 _KEEPALIVE_TIME_MS = 30_000

@@ -11,7 +11,7 @@ import pytest
 
 import lookonce
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.target import checked_target, is_on_this_machine
+from lookonce.sdk.connection.target import checked_target, is_on_this_machine
 from lookonce.testing import FakeServer
 from tests.lookonce.sdk.sdk_servers import running_system
 

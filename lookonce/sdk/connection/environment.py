@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lookonce.errors import ConfigurationError
-from lookonce.sdk.target import Target
-from lookonce.sdk.tokens import Token
+from lookonce.sdk.connection.target import Target
+from lookonce.sdk.connection.tokens import Token
 
 File: TypeAlias = "str | os.PathLike[str] | None"
 
