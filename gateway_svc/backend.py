@@ -78,7 +78,7 @@ class Backend:
         info = await self.model_info(client)
         if name != info.model:
             raise UnknownModelError(
-                f"the model {name!r} is not served here; this is {info.model!r}", metadata={"field": "model"}
+                f"the model {name[:100]!r} is not served here; this is {info.model!r}", metadata={"field": "model"}
             )
         return info
 

@@ -80,7 +80,7 @@ class Endpoints:
         model = await self._model(request)
         name = request.path_params["model"]
         if name != model["id"]:
-            raise UnknownModelError(f"the model {name!r} is not served here; this is {model['id']!r}")
+            raise UnknownModelError(f"the model {name[:100]!r} is not served here; this is {model['id']!r}")
         return JSONResponse(model)
 
     async def health(self, request: Request) -> Response:

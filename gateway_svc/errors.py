@@ -23,6 +23,8 @@ _STATUSES: Mapping[str, tuple[int, str]] = {
     "DEADLINE_EXCEEDED": (504, "timeout_error"),
 }
 _FAULT = (500, "server_error")
+# A message may quote a value of the request, which may have any length.
+_MAX_MESSAGE = 1000
 # Reasons with a status of their own.
 _BY_REASON: Mapping[str, tuple[int, str]] = {"MESSAGE_TOO_LARGE": (413, "invalid_request_error")}
 
@@ -47,7 +49,8 @@ def status_of(error: LookonceError) -> int:
 def body_of(error: LookonceError) -> dict[str, Any]:
     """Returns the JSON that tells a client of an error, in OpenAI's form."""
     field = error.metadata.get("field")
-    described = {"message": error.message, "type": _entry(error)[1], "param": field, "code": error.reason}
+    message = error.message if len(error.message) <= _MAX_MESSAGE else f"{error.message[:_MAX_MESSAGE]} …"
+    described = {"message": message, "type": _entry(error)[1], "param": field, "code": error.reason}
     return {"error": described}
 
 

@@ -96,6 +96,19 @@ async def test_memory_for_bodies_is_bounded_and_comes_back(gateway: Gateway) -> 
     assert buffers.num_bytes == 0
 
 
+async def test_a_body_of_very_many_values_is_refused_before_it_is_parsed(gateway: Gateway) -> None:
+    status, answer = await gateway.post(PATH, b"[" + b"{}," * 300_000 + b"{}]")
+    assert status == 400
+    assert "more than 400000 signs" in error_of(answer)["message"]
+
+
+async def test_errors_do_not_repeat_long_values(gateway: Gateway) -> None:
+    for body in ({**CHAT, "model": "m" * 500_000}, {**CHAT, "stop_token_ids": [-1] * 100_000}, {"x" * 500_000: 1}):
+        status, answer = await gateway.post(PATH, json.dumps(body).encode())
+        assert status in (400, 404)
+        assert len(answer) < 2000
+
+
 def test_a_share_that_was_refused_is_given_back() -> None:
     buffers = Buffers(10)
     with buffers.share() as share, buffers.share() as other:
