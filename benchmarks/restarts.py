@@ -72,15 +72,21 @@ def main(given: Sequence[str] | None = None) -> None:
     plans = [(2, Plan(1, 2, 1) if arguments.quick else Plan(arguments.restarts))]
     if not arguments.quick:
         plans.append((0, Plan(arguments.without)))
-    outcomes = []
     flags = [*_ONE_THREAD, *_DRAIN]
     with LocalStack(_MODEL, num_decoders=2, encoder_arguments=_ONE_THREAD, decoder_arguments=flags) as stack:
-        for max_retries, plan in plans:
-            for name in _SIGNALS:
-                outcomes.append(asyncio.run(measure(stack, name, max_retries, plan)))
-                print(asdict(outcomes[-1]), flush=True)
+        outcomes = asyncio.run(_measure_all(stack, plans))
     figures = {"model": _MODEL.name, "outcomes": [asdict(one) for one in outcomes]}
     report.publish(_NAME, figures, section(outcomes), is_quick=arguments.quick)
+
+
+async def _measure_all(stack: LocalStack, plans: Sequence[tuple[int, Plan]]) -> list[Outcome]:
+    """Measures each plan in turn, in one event loop: its threads start decoders, which would end with their thread."""
+    outcomes = []
+    for max_retries, plan in plans:
+        for name in _SIGNALS:
+            outcomes.append(await measure(stack, name, max_retries, plan))
+            print(asdict(outcomes[-1]), flush=True)
+    return outcomes
 
 
 async def measure(stack: LocalStack, name: str, max_retries: int, plan: Plan) -> Outcome:
