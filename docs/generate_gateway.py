@@ -7,10 +7,11 @@ import pathlib
 from collections.abc import Mapping
 
 from docs.marked_page import replace_between
-from gateway_svc.openai.chat import CHAT_FIELDS
-from gateway_svc.openai.completions import COMPLETION_FIELDS
-from gateway_svc.openai.fields import EXTENSIONS, Field
-from gateway_svc.openai.responses import RESPONSE_FIELDS
+from gateway_svc.apis.chat import CHAT_FIELDS
+from gateway_svc.apis.completions import COMPLETION_FIELDS
+from gateway_svc.apis.fields import EXTENSIONS, Field
+from gateway_svc.apis.messages import MESSAGE_FIELDS
+from gateway_svc.apis.responses import RESPONSE_FIELDS
 
 PAGE = pathlib.Path(__file__).parent / "gateway.md"
 BEGIN = "<!-- fields: written by `make docs` -->"
@@ -24,7 +25,8 @@ def fields_text() -> str:
         "`/v1/chat/completions`": _without_extensions(CHAT_FIELDS),
         "`/v1/responses`": _without_extensions(RESPONSE_FIELDS),
         "`/v1/completions`": _without_extensions(COMPLETION_FIELDS),
-        "Extensions of all three": EXTENSIONS,
+        "Extensions of these three": EXTENSIONS,
+        "`/v1/messages`": MESSAGE_FIELDS,
     }
     return "\n\n".join(f"### {title}\n\n{_table(fields)}" for title, fields in tables.items())
 

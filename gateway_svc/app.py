@@ -16,20 +16,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway_svc.access import Access, AccessMetrics
+from gateway_svc.apis.chat import ChatRequest
+from gateway_svc.apis.completions import CompletionRequest
+from gateway_svc.apis.messages import MessagesRequest
+from gateway_svc.apis.responses import ResponseRequest
 from gateway_svc.backend import Backend
 from gateway_svc.connected import ClientGoneError
 from gateway_svc.endpoints import Endpoints, fault
-from gateway_svc.errors import body_of, headers_of, status_of
-from gateway_svc.openai.chat import ChatRequest
-from gateway_svc.openai.completions import CompletionRequest
-from gateway_svc.openai.responses import ResponseRequest
+from gateway_svc.errors import anthropic_body_of, body_of, headers_of, status_of
 from gateway_svc.settings import GatewaySettings
 from lookonce.errors import LookonceError
 
+_ANTHROPIC_PATH = "/v1/messages"
 _GENERATING: Mapping[str, Any] = {
     "/v1/chat/completions": ChatRequest.parse,
     "/v1/completions": CompletionRequest.parse,
     "/v1/responses": ResponseRequest.parse,
+    _ANTHROPIC_PATH: MessagesRequest.parse,
 }
 _PATHS = frozenset({*_GENERATING, "/v1/models", "/health"})
 
@@ -71,7 +74,8 @@ def _routes(endpoints: Endpoints) -> Starlette:
 
 async def _failed(request: Request, error: Exception) -> Response:
     found = fault(error)
-    return JSONResponse(body_of(found), status_of(found), headers=headers_of(found))
+    body = anthropic_body_of(found) if request.url.path == _ANTHROPIC_PATH else body_of(found)
+    return JSONResponse(body, status_of(found), headers=headers_of(found))
 
 
 async def _refused(request: Request, error: Exception) -> Response:

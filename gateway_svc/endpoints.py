@@ -14,11 +14,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway_svc.apis.api import ApiRequest, Context, now
 from gateway_svc.backend import Backend
 from gateway_svc.bodies import SMALL_BODY_BYTES, Buffers, BufferShare, parse_json, read_body, stated_length
 from gateway_svc.connected import EventStream, while_connected
 from gateway_svc.errors import UnknownModelError
-from gateway_svc.openai.api import ApiRequest, Context, now
 from gateway_svc.settings import GatewaySettings
 from lookonce import AsyncClient
 from lookonce.errors import InternalError, InvalidInputError, LookonceError, UnauthenticatedError, UnavailableError
@@ -137,17 +137,18 @@ class Endpoints:
 def key_of(request: Request) -> str | None:
     """Returns the caller's key; None without one.
 
-    Raises UnauthenticatedError for two headers, and for another scheme than Bearer.
+    OpenAI's clients send it as `authorization: Bearer …`, Anthropic's as `x-api-key`. Raises UnauthenticatedError for
+    several headers, and for another scheme than Bearer.
     """
-    given = request.headers.getlist("authorization")
-    if len(given) > 1:
-        raise UnauthenticatedError("the request has two authorization headers")
-    if not given:
-        return None
-    scheme, _, key = given[0].partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise UnauthenticatedError("the key must be sent as authorization: Bearer …")
-    return key.strip()
+    bearers, plain = request.headers.getlist("authorization"), request.headers.getlist("x-api-key")
+    if len(bearers) + len(plain) > 1:
+        raise UnauthenticatedError("the request has several keys")
+    if bearers:
+        scheme, _, key = bearers[0].partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthenticatedError("the key must be sent as authorization: Bearer …")
+        return key.strip()
+    return plain[0].strip() if plain else None
 
 
 def fault(error: Exception) -> LookonceError:

@@ -23,6 +23,13 @@ _STATUSES: Mapping[str, tuple[int, str]] = {
     "DEADLINE_EXCEEDED": (504, "timeout_error"),
 }
 _FAULT = (500, "server_error")
+# Anthropic's types of errors, by status, where they differ from OpenAI's.
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 # A message may quote a value of the request, which may have any length.
 _MAX_MESSAGE = 1000
 # Reasons with a status of their own.
@@ -52,6 +59,14 @@ def body_of(error: LookonceError) -> dict[str, Any]:
     message = error.message if len(error.message) <= _MAX_MESSAGE else f"{error.message[:_MAX_MESSAGE]} …"
     described = {"message": message, "type": _entry(error)[1], "param": field, "code": error.reason}
     return {"error": described}
+
+
+def anthropic_body_of(error: LookonceError) -> dict[str, Any]:
+    """Returns the JSON that tells a client of an error, in Anthropic's form."""
+    status, kind = _entry(error)
+    described = body_of(error)["error"]
+    kind = _ANTHROPIC_TYPES.get(status, kind)
+    return {"type": "error", "error": {"type": kind, "message": f"{described['message']} ({error.reason})"}}
 
 
 def headers_of(error: LookonceError) -> dict[str, str]:

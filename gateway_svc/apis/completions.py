@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
+from gateway_svc.apis.api import Context, event
+from gateway_svc.apis.chat import includes_usage
+from gateway_svc.apis.content import RemoteImage
+from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
+from gateway_svc.apis.logprobs import completion_logprobs
+from gateway_svc.apis.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
+from gateway_svc.apis.usage import chat_usage
 from gateway_svc.errors import body_of
-from gateway_svc.openai.api import Context, event
-from gateway_svc.openai.chat import includes_usage
-from gateway_svc.openai.content import RemoteImage
-from gateway_svc.openai.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
-from gateway_svc.openai.logprobs import completion_logprobs
-from gateway_svc.openai.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
-from gateway_svc.openai.usage import chat_usage
 from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions, TextPrompt, TokenLogprobs, Usage
 from lookonce.images import ImageRef

@@ -69,6 +69,10 @@ class Fields:
             raise InvalidParameterError(where, "must be an object")
         return cls(value, where)
 
+    def inner(self, name: str) -> Fields:
+        """Returns the fields of the object that is the value of one of these."""
+        return Fields.of(self._values.get(name), f"{self._where}.{name}" if self._where else name)
+
     def names(self) -> set[str]:
         """Returns the names of the fields that have a value."""
         return {name for name, value in self._values.items() if value is not None}

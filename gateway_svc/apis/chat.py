@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
-from gateway_svc.errors import body_of
-from gateway_svc.openai.api import Context, event
-from gateway_svc.openai.content import (
+from gateway_svc.apis.api import Context, event
+from gateway_svc.apis.content import (
     Part,
     RemoteImage,
     Turn,
@@ -20,10 +19,11 @@ from gateway_svc.openai.content import (
     role_of,
     with_images,
 )
-from gateway_svc.openai.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
-from gateway_svc.openai.logprobs import chat_logprobs
-from gateway_svc.openai.sampling import SAMPLING, num_answers, sampling_options
-from gateway_svc.openai.usage import chat_usage
+from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
+from gateway_svc.apis.logprobs import chat_logprobs
+from gateway_svc.apis.sampling import SAMPLING, num_answers, sampling_options
+from gateway_svc.apis.usage import chat_usage
+from gateway_svc.errors import body_of
 from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions, TokenLogprobs, Usage
 from lookonce.images import ImageRef

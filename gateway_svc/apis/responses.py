@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
-from gateway_svc.openai.api import Context, event
-from gateway_svc.openai.chat import json_schema_of
-from gateway_svc.openai.content import (
+from gateway_svc.apis.api import Context, event
+from gateway_svc.apis.chat import json_schema_of
+from gateway_svc.apis.content import (
     Part,
     RemoteImage,
     Turn,
@@ -22,10 +22,10 @@ from gateway_svc.openai.content import (
     role_of,
     with_images,
 )
-from gateway_svc.openai.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
-from gateway_svc.openai.logprobs import chat_logprobs
-from gateway_svc.openai.sampling import sampling_options
-from gateway_svc.openai.usage import responses_usage
+from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
+from gateway_svc.apis.logprobs import chat_logprobs
+from gateway_svc.apis.sampling import sampling_options
+from gateway_svc.apis.usage import responses_usage
 from lookonce.errors import LookonceError
 from lookonce.generation import FinishReason, GenerateOptions, TokenLogprobs, Usage
 from lookonce.images import ImageRef

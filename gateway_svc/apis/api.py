@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway_svc.answers import Ask
-from gateway_svc.openai.content import RemoteImage
+from gateway_svc.apis.content import RemoteImage
 from lookonce import AsyncClient
 from lookonce.errors import LookonceError
 from lookonce.images import ImageRef

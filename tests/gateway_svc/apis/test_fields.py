@@ -1,4 +1,4 @@
-"""Every field of OpenAI's requests is honoured, a label, or refused by name. None is ignored."""
+"""Every field of OpenAI's and Anthropic's requests is honoured, a label, or refused by name. None is ignored."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from anthropic.types import message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from gateway_svc.openai import chat, completions, responses, sampling
-from gateway_svc.openai.chat import CHAT_FIELDS, ChatRequest
-from gateway_svc.openai.completions import COMPLETION_FIELDS, CompletionRequest
-from gateway_svc.openai.fields import Field
-from gateway_svc.openai.responses import RESPONSE_FIELDS, ResponseRequest
+from gateway_svc.apis import chat, completions, messages, responses, sampling
+from gateway_svc.apis.chat import CHAT_FIELDS, ChatRequest
+from gateway_svc.apis.completions import COMPLETION_FIELDS, CompletionRequest
+from gateway_svc.apis.fields import EXTENSIONS, Field
+from gateway_svc.apis.messages import MESSAGE_FIELDS, MessagesRequest
+from gateway_svc.apis.responses import RESPONSE_FIELDS, ResponseRequest
 from lookonce.errors import InvalidParameterError
 from lookonce.generation import GenerateOptions
 
@@ -34,6 +36,12 @@ TABLES: dict[str, tuple[Mapping[str, Field], Any, Any, dict[str, Any]]] = {
         completion_create_params.CompletionCreateParamsBase,
         {"model": "m", "prompt": "hello"},
     ),
+    "messages": (
+        MESSAGE_FIELDS,
+        MessagesRequest.parse,
+        message_create_params.MessageCreateParamsBase,
+        {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]},
+    ),
     "responses": (
         RESPONSE_FIELDS,
         ResponseRequest.parse,
@@ -41,7 +49,7 @@ TABLES: dict[str, tuple[Mapping[str, Field], Any, Any, dict[str, Any]]] = {
         {"model": "m", "input": "hello"},
     ),
 }
-MODULES = {"chat": chat, "completions": completions, "responses": responses}
+MODULES = {"chat": chat, "completions": completions, "messages": messages, "responses": responses}
 REFUSED = [
     (name, field) for name, (table, *_) in TABLES.items() for field, one in table.items() if one.rule == "refused"
 ]
@@ -107,12 +115,6 @@ def test_an_unknown_field_is_refused(name: str) -> None:
         ("model", 7),
         ("stream", 1),
         ("stream", "true"),
-        ("priority", "low"),
-        ("stop_token_ids", [1, "2"]),
-        ("stop_token_ids", 3),
-        ("stop_token_ids", [True]),
-        ("cache_salt", 1),
-        ("ignore_eos", "no"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(name: str, field: str, value: Any) -> None:
@@ -186,6 +188,46 @@ def test_wrong_messages_are_named(message: Any, field: str) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("priority", "low"),
+        ("stop_token_ids", [1, "2"]),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", [True]),
+        ("cache_salt", 1),
+        ("ignore_eos", "no"),
+    ],
+)
+@pytest.mark.parametrize("name", ["chat", "completions", "responses"])
+def test_extensions_of_a_wrong_type_are_named(name: str, field: str, value: Any) -> None:
+    _, parse, _, least = TABLES[name]
+    with pytest.raises(InvalidParameterError) as caught:
+        parse({**least, field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"system": 3}, "system"),
+        ({"system": [{"type": "image", "source": {}}]}, "system[0].type"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
+            "messages[0].content[0].source.type",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
+    ],
+)
+def test_wrong_values_of_a_message_are_named(values: Any, field: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        MessagesRequest.parse({**TABLES["messages"][3], **values})
+    assert caught.value.field == field
+
+
 def test_two_names_of_one_limit_must_agree() -> None:
     least = TABLES["chat"][3]
     assert ChatRequest.parse({**least, "max_tokens": 3, "max_completion_tokens": 3}).options == {"max_tokens": 3}
@@ -209,6 +251,4 @@ def test_items_of_responses_that_are_not_served_are_refused(item: Any) -> None:
 
 
 def test_extensions_are_options_of_the_sdk() -> None:
-    from gateway_svc.openai.fields import EXTENSIONS
-
     assert set(EXTENSIONS) <= set(GenerateOptions.__annotations__)

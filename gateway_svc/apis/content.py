@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from gateway_svc.openai.fields import Fields
+from gateway_svc.apis.fields import Fields
 from lookonce.errors import ImageCountError
 from lookonce.generation import Message, Role
 from lookonce.images import ImageRef, as_image
