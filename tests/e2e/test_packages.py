@@ -415,6 +415,16 @@ def test_without_the_extra_a_service_says_what_to_install(
     assert line.endswith("pip install 'lookonce[serve]'")
 
 
+@pytest.mark.parametrize("arguments", ["-m gateway_svc", "-m lookonce.cli serve gateway --help"])
+def test_without_its_extra_the_gateway_says_what_to_install(
+    arguments: str, clean: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    finished = _run(clean / "python", "-P", *arguments.split(), cwd=tmp_path, check=False)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    (line,) = finished.stderr.splitlines()
+    assert line.endswith("pip install 'lookonce[gateway]'")
+
+
 def test_without_the_extra_the_doctor_names_it_and_the_client_commands_work(
     clean: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
