@@ -46,7 +46,10 @@ async def open_app(settings: GatewaySettings, registry: CollectorRegistry) -> As
     backend = Backend(settings)
     try:
         endpoints = Endpoints(settings, backend)
-        yield Access(_routes(endpoints), AccessMetrics(registry), _PATHS), endpoints
+        try:
+            yield Access(_routes(endpoints), AccessMetrics(registry), _PATHS), endpoints
+        finally:
+            await endpoints.aclose()
     finally:
         await backend.aclose()
 
@@ -61,7 +64,7 @@ def _routes(endpoints: Endpoints) -> Starlette:
         Route("/v1/models/{model:path}", endpoints.model),
         Route("/health", endpoints.health),
     ]
-    return Starlette(
+    app = Starlette(
         routes=[*generating, *others],
         exception_handlers={
             ClientGoneError: _gone,
@@ -70,6 +73,9 @@ def _routes(endpoints: Endpoints) -> Starlette:
             Exception: _failed,
         },
     )
+    # A redirection would name the host of the request's own header.
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _failed(request: Request, error: Exception) -> Response:

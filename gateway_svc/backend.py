@@ -16,6 +16,8 @@ from lookonce.sdk.connection.channel import ConnectionOptions
 
 # Time after which the decoder is asked again for its model, seconds: a roll-out may have changed the name.
 _MODEL_AGE_S = 10.0
+# gRPC servers refuse longer ones with all other metadata, and the SDK would try again.
+_MAX_KEY_LENGTH = 4096
 
 _log = get_logger(__name__)
 
@@ -56,6 +58,8 @@ class Backend:
 
     def as_caller(self, key: str | None) -> AsyncClient:
         """Returns a client whose calls carry a key. Raises UnauthenticatedError for a key that no call could carry."""
+        if key is not None and len(key) > _MAX_KEY_LENGTH:
+            raise UnauthenticatedError("the key is too long")
         if key is None or not self._sends_keys:
             return self._client
         try:
@@ -77,6 +81,8 @@ class Backend:
         """Returns the decoder's model. Raises UnknownModelError if it has another name."""
         info = await self.model_info(client)
         if name != info.model:
+            # The name is for callers with a key that the decoder accepts.
+            await client.load()
             raise UnknownModelError(
                 f"the model {name[:100]!r} is not served here; this is {info.model!r}", metadata={"field": "model"}
             )

@@ -15,8 +15,9 @@ from lookonce.errors import DeadlineError, InvalidInputError, InvalidParameterEr
 
 # Above this size a body is parsed in a thread: 64 KiB take 0.1 ms (2 × AMD EPYC, 2026-11-26).
 SMALL_BODY_BYTES = 64 << 10
-# Time for a body of any size to arrive. 64 MiB take 54 s at 10 Mbit/s.
+# Time for a body to arrive, and for a small one, whose caller may have no key. 64 MiB take 54 s at 10 Mbit/s.
 _BODY_TIMEOUT_S = 120.0
+_SMALL_BODY_TIMEOUT_S = 20.0
 # Signs with which a value of JSON begins or ends, and how many a body may have. A text of a million letters has fewer.
 _SIGNS = (b",", b"[", b"{", b":")
 _MAX_SIGNS = 400_000
@@ -40,10 +41,14 @@ class Buffers:
         finally:
             share.give_back()
 
-    def take(self, num_bytes: int) -> None:
+    def check(self, num_bytes: int) -> None:
         """Raises OverloadedError if so many bytes are not free."""
         if self.num_bytes + num_bytes > self._max_bytes:
             raise OverloadedError("the memory for requests is full; try again later", retry_after_s=_RETRY_AFTER_S)
+
+    def take(self, num_bytes: int) -> None:
+        """Counts bytes. Raises OverloadedError if they are not free."""
+        self.check(num_bytes)
         self.num_bytes += num_bytes
 
 
@@ -51,26 +56,26 @@ class BufferShare:
     """The bytes of one call."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
+        self.buffers = buffers
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
         """Adds bytes. Raises OverloadedError if they are not free."""
-        self._buffers.take(num_bytes)
+        self.buffers.take(num_bytes)
         self._num_bytes += num_bytes
 
     @contextmanager
     def lent(self, num_bytes: int) -> Iterator[None]:
         """Adds bytes until the end of the block. Raises OverloadedError if they are not free."""
-        self._buffers.take(num_bytes)
+        self.buffers.take(num_bytes)
         try:
             yield
         finally:
-            self._buffers.num_bytes -= num_bytes
+            self.buffers.num_bytes -= num_bytes
 
     def give_back(self) -> None:
         """Frees all bytes of the call."""
-        self._buffers.num_bytes -= self._num_bytes
+        self.buffers.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
 
@@ -88,19 +93,21 @@ async def read_body(request: Request, share: BufferShare, max_bytes: int) -> byt
     stated = stated_length(request)
     if stated is not None:
         _check_size(stated, max_bytes)
-        share.take(stated)
+        # Nothing is reserved for bytes that may never come.
+        share.buffers.check(stated)
+    is_small = stated is not None and stated <= SMALL_BODY_BYTES
+    timeout_s = _SMALL_BODY_TIMEOUT_S if is_small else _BODY_TIMEOUT_S
     chunks: list[bytes] = []
     num_bytes = 0
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 num_bytes += len(chunk)
                 _check_size(num_bytes, max_bytes)
-                if stated is None:
-                    share.take(len(chunk))
+                share.take(len(chunk))
                 chunks.append(chunk)
     except TimeoutError:
-        raise DeadlineError(f"the request did not arrive within {_BODY_TIMEOUT_S:.0f} seconds") from None
+        raise DeadlineError(f"the request did not arrive within {timeout_s:.0f} seconds") from None
     except ClientDisconnect:
         raise InvalidInputError("the request ended before its body was complete") from None
     return b"".join(chunks)

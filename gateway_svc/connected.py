@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from gateway_svc.interruptions import Interruptions
+from lookonce.errors import LookonceError
 
 ResultT = TypeVar("ResultT")
 
@@ -24,22 +27,27 @@ class ClientGoneError(Exception):
     """The client has closed its connection; nobody waits for the answer."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def while_connected(
+    receive: Receive, interruptions: Interruptions, work: Coroutine[Any, Any, ResultT]
+) -> ResultT:
     """Returns the result of `work`, or cancels it when the client goes, and raises ClientGoneError.
 
-    The body of the request must have been read.
+    Raises the error of an interruption in the same way. The body of the request must have been read.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(receive))
+    interrupted = asyncio.ensure_future(interruptions.next())
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGoneError
-        return working.result()
+        await asyncio.wait({working, watching, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if interrupted.done():
+            raise interrupted.result()
+        raise ClientGoneError
     finally:
-        for task in (working, watching):
+        for task in (working, watching, interrupted):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await asyncio.gather(working, watching, interrupted, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:
@@ -51,20 +59,28 @@ class EventStream(Response):
     """An answer that is sent event by event. It ends the generator when the client goes."""
 
     def __init__(
-        self, events: AsyncGenerator[bytes], exits: AsyncExitStack, headers: Mapping[str, str] | None = None
+        self,
+        events: AsyncGenerator[bytes],
+        interruptions: Interruptions,
+        failure: Callable[[LookonceError], bytes],
+        exits: AsyncExitStack,
     ) -> None:
-        """`exits` is closed at the end of the answer."""
-        super().__init__(headers={**_EVENT_HEADERS, **(headers or {})})
+        """`failure` makes the last event of an answer that is interrupted. `exits` is closed at the end."""
+        super().__init__(headers=_EVENT_HEADERS)
         del self.headers["content-length"]
         self._events = events
+        self._interruptions = interruptions
+        self._failure = failure
         self._exits = exits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events; returns when all are sent or the client has gone."""
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._interruptions, self._send(send))
         except ClientGoneError:
             pass
+        except LookonceError as error:
+            await send({"type": "http.response.body", "body": self._failure(error), "more_body": False})
         finally:
             await self._events.aclose()
             await self._exits.aclose()

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,18 +19,19 @@ from gateway_svc.apis.api import ApiRequest, Context, now
 from gateway_svc.backend import Backend
 from gateway_svc.bodies import SMALL_BODY_BYTES, Buffers, BufferShare, parse_json, read_body, stated_length
 from gateway_svc.connected import EventStream, while_connected
-from gateway_svc.errors import UnknownModelError
+from gateway_svc.errors import UnknownModelError, presentable
+from gateway_svc.interruptions import Interruptions
 from gateway_svc.settings import GatewaySettings
 from lookonce import AsyncClient
-from lookonce.errors import InternalError, InvalidInputError, LookonceError, UnauthenticatedError, UnavailableError
+from lookonce.errors import InternalError, InvalidInputError, LookonceError, UnauthenticatedError
 from lookonce.images import ImageRef
 from lookonce.logs import get_logger
 from lookonce.sdk.in_threads import readers
 from lookonce.threads import run_in_thread
 
 _READY_TIMEOUT_S = 1.0
-# Images of one call that are fetched at the same time.
-_FETCHES_AT_ONCE = 8
+# Images that are fetched at the same time for one key.
+_FETCHES_AT_ONCE = 16
 
 _log = get_logger(__name__)
 
@@ -41,13 +43,26 @@ class Endpoints:
         self._settings = settings
         self._backend = backend
         self._buffers = Buffers(settings.max_buffered_bytes)
+        self._interruptions = Interruptions(backend.wait_until_ready)
+        # Fetches in progress by key, so that one caller leaves room to others.
+        self._fetches: WeakValueDictionary[str | None, asyncio.Semaphore] = WeakValueDictionary()
         self.is_draining = False
+
+    def end_calls(self) -> None:
+        """Ends all calls in progress with an answer that says so."""
+        self._interruptions.end()
+
+    async def aclose(self) -> None:
+        """Ends what runs in the background."""
+        await self._interruptions.aclose()
 
     async def generate(self, parse: Callable[[Mapping[str, Any]], ApiRequest], request: Request) -> Response:
         """Answers a request that `parse` understands, as one object or as events."""
         async with AsyncExitStack() as exits:
             share = exits.enter_context(self._buffers.share())
-            client = self._backend.as_caller(key_of(request))
+            key = key_of(request)
+            client = self._backend.as_caller(key)
+            await self._interruptions.check_served()
             body = await self._body(request, client, share)
             api = await _parsed(parse, body)
             info = await self._backend.check_model(client, api.model)
@@ -62,14 +77,18 @@ class Endpoints:
                 token_texts=functools.partial(self._backend.token_texts, client),
                 created=now(),
             )
-            asking = api.ask(self._fetcher(share), info.max_images_per_prompt)
-            ask = await while_connected(request.receive, asking)
-            if not api.streams:
-                answer = await while_connected(request.receive, api.whole(ask, context))
-                return Response(await _dumped(answer), media_type="application/json")
-            events = api.events(ask, context)
-            first = await while_connected(request.receive, _next(events))
-            return EventStream(_told(first, events, api), exits.pop_all())
+            asking = api.ask(self._fetcher(share, key), info.max_images_per_prompt)
+            ask = await while_connected(request.receive, self._interruptions, asking)
+            try:
+                if not api.streams:
+                    whole = api.whole(ask, context)
+                    answer = await while_connected(request.receive, self._interruptions, whole)
+                    return Response(await _dumped(answer), media_type="application/json")
+                events = api.events(ask, context)
+                first = await while_connected(request.receive, self._interruptions, _next(events))
+            except LookonceError as error:
+                raise api.renamed(error) from None
+            return EventStream(_told(first, events, api), self._interruptions, api.failure, exits.pop_all())
 
     async def models(self, request: Request) -> Response:
         """Lists the model that is served."""
@@ -93,9 +112,9 @@ class Endpoints:
             return JSONResponse({"status": "no decoder serves"}, 503)
         return JSONResponse({"status": "ok"})
 
-    def _fetcher(self, share: BufferShare) -> Callable[[str], Awaitable[ImageRef]]:
+    def _fetcher(self, share: BufferShare, key: str | None) -> Callable[[str], Awaitable[ImageRef]]:
         """Returns the function that fetches the images of one call, whose bytes it adds to the call's share."""
-        at_once = asyncio.Semaphore(_FETCHES_AT_ONCE)
+        at_once = self._fetches.setdefault(key, asyncio.Semaphore(_FETCHES_AT_ONCE))
 
         async def fetch(url: str) -> ImageRef:
             async with at_once:
@@ -109,6 +128,7 @@ class Endpoints:
 
     async def _model(self, request: Request) -> dict[str, Any]:
         client = self._backend.as_caller(key_of(request))
+        await self._interruptions.check_served()
         # The model's description may be remembered, so it says nothing about this caller's key.
         await client.load()
         info = await self._backend.model_info(client)
@@ -125,9 +145,15 @@ class Endpoints:
         }
 
     async def _body(self, request: Request, client: AsyncClient, share: BufferShare) -> bytes:
-        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise InvalidInputError("the body must be application/json")
+        kinds = request.headers.getlist("content-type")
+        kind, _, parameters = (kinds[0] if len(kinds) == 1 else "").partition(";")
+        # Browsers send this kind to another site only after they have asked it, and get no answer to that.
+        if kind.strip().lower() != "application/json":
+            raise InvalidInputError("the content-type must be application/json")
+        if parameters.replace(" ", "").replace('"', "").lower() not in ("", "charset=utf-8"):
+            raise InvalidInputError("the body must be UTF-8, without further parameters of its content-type")
+        if "content-encoding" in request.headers:
+            raise InvalidInputError("the body must not have a content-encoding")
         stated = stated_length(request)
         if stated is None or stated > SMALL_BODY_BYTES:
             await client.load()
@@ -152,9 +178,11 @@ def key_of(request: Request) -> str | None:
 
 
 def fault(error: Exception) -> LookonceError:
-    """Returns the error that a client sees of a fault, and logs the fault under the id in it."""
+    """Returns the error that a client sees, whose text is ours. Logs a fault under the id in its error."""
     if isinstance(error, LookonceError):
-        return error
+        if error.text_is_foreign:
+            _log.warning("a call failed", code=error.code, text=error.message[:1000])
+        return presentable(error)
     error_id = uuid.uuid4().hex
     _log.error("fault", error_id=error_id, exc_info=error)
     return InternalError(f"a fault of the gateway; its log has the details under {error_id}")
@@ -189,6 +217,4 @@ async def _told(first: bytes, events: AsyncGenerator[bytes], api: ApiRequest) ->
             async for one in events:
                 yield one
         except Exception as error:
-            if isinstance(error, UnavailableError | InternalError):
-                _log.warning("an answer broke off", reason=error.reason)
-            yield api.failure(fault(error))
+            yield api.failure(fault(api.renamed(error) if isinstance(error, LookonceError) else error))

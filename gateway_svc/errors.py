@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lookonce.errors import LookonceError
@@ -48,6 +49,18 @@ class RequestTooLargeError(LookonceError):
     code, reason = "RESOURCE_EXHAUSTED", "MESSAGE_TOO_LARGE"
 
 
+# Texts in place of those of gRPC and of other programs, which may show addresses.
+_PLAIN_TEXTS: Mapping[str, str] = {
+    "UNAVAILABLE": "no decoder could answer; try again later",
+    "DEADLINE_EXCEEDED": "the answer was not complete in time",
+    "RESOURCE_EXHAUSTED": "the decoder takes no more at the moment; try again later",
+}
+_OTHER_TEXT = "the decoder answered with an error that is not for callers"
+# Fields of the contract of decoders, as errors name them.
+_CONTRACT_FIELD = re.compile(r"(?:sampling|chat|text|images|prompt)\b[\w.\[\]]*")
+_INDEX = re.compile(r"images\[(\d+)\]")
+
+
 def status_of(error: LookonceError) -> int:
     """Returns the HTTP status of an error."""
     return _entry(error)[0]
@@ -78,6 +91,35 @@ def headers_of(error: LookonceError) -> dict[str, str]:
     if error.code == "UNAUTHENTICATED":
         headers["www-authenticate"] = "Bearer"
     return headers
+
+
+def presentable(error: LookonceError) -> LookonceError:
+    """Returns an error whose text is ours."""
+    if not error.text_is_foreign:
+        return error
+    plain = LookonceError(_PLAIN_TEXTS.get(error.code, _OTHER_TEXT))
+    plain.code, plain.reason, plain.retry_after_s = error.code, error.reason, error.retry_after_s
+    return plain
+
+
+def renamed(error: LookonceError, names: Mapping[str, str], images: Sequence[str]) -> LookonceError:
+    """Returns an error that names the field of the request in place of the decoder's.
+
+    `names` has fields of the request by those of the decoder without `sampling.`, and `images` the place of each image.
+    """
+    field = error.metadata.get("field") or error.message.partition(": ")[0]
+    if not _CONTRACT_FIELD.fullmatch(field):
+        return error
+    image = _INDEX.match(field)
+    if image is not None and int(image[1]) < len(images):
+        own = images[int(image[1])]
+    else:
+        short = field.removeprefix("sampling.")
+        base, bracket, rest = short.partition("[")
+        own = names.get(base, base) + bracket + rest
+    changed = LookonceError(f"{own}: {error.message.removeprefix(f'{field}: ')}", metadata={"field": own})
+    changed.code, changed.reason, changed.retry_after_s = error.code, error.reason, error.retry_after_s
+    return changed
 
 
 def _entry(error: LookonceError) -> tuple[int, str]:

@@ -19,60 +19,20 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway_svc.endpoints import Endpoints
+from gateway_svc.http_connection import HttpConnection
 from gateway_svc.settings import GatewaySettings
 from lookonce.errors import ConfigurationError
 from lookonce.logs import get_logger
 
-# Time for the head of a request to arrive, and its largest size: clients that never finish one would pile up.
-_HEAD_TIMEOUT_S = 30.0
-_MAX_HEAD_BYTES = 64 << 10
 # Idle time after which a connection is closed. Above the 60 s of common load balancers, which must close first.
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
+# Time for the last answers to reach their clients, seconds.
+_LAST_ANSWERS_S = 1.0
 
 _log = get_logger(__name__)
-
-
-class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's connection, which also ends if the head of a request takes long or is large."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _num_head_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end_wait()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._await_head()
-        if self._timer is not None:
-            self._num_head_bytes += len(data)
-            # The beginning of a body may come with the head.
-            if self._num_head_bytes > _MAX_HEAD_BYTES + len(data):
-                self.transport.close()
-                return
-        super().data_received(data)
-
-    def on_headers_complete(self) -> None:
-        self._end_wait()
-        super().on_headers_complete()
-
-    def _await_head(self) -> None:
-        self._num_head_bytes = 0
-        self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.close)
-
-    def _end_wait(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class _Server(uvicorn.Server):
@@ -90,7 +50,7 @@ async def serve_until_stopped(
     listening = _listening(settings.listen)
     config = uvicorn.Config(
         app,
-        http=HttpProtocol,
+        http=HttpConnection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -98,7 +58,8 @@ async def serve_until_stopped(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
+        # Calls end a little before, with an answer.
+        timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s + _LAST_ANSWERS_S),
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
     )
@@ -123,6 +84,7 @@ async def serve_until_stopped(
         endpoints.is_draining = True
         _remove(settings.ready_file)
         await asyncio.sleep(settings.drain_delay_s)
+        loop.call_later(settings.drain_timeout_s, endpoints.end_calls)
     finally:
         server.should_exit = True
         await serving
@@ -152,9 +114,16 @@ def _listening(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small pieces at once only on sockets of this protocol. Otherwise each request on a connection that
+    # was used before waits 40 ms for an acknowledgement.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, int(port)))
+        listening.listen(_BACKLOG)
+        return listening
     except OSError as error:
+        listening.close()
         raise ConfigurationError(f"--listen: cannot listen on {address}: {error.strerror or error}") from None
 
 

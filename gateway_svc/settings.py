@@ -47,7 +47,7 @@ class GatewaySettings(EnvironmentSettings):
         1024 * MIB,
         ge=1024,
         description="Memory for the requests and the fetched images of all calls in progress. Further calls get the "
-        "status 503.",
+        "status 429.",
     )
     image_hosts: str = Field(
         "",
@@ -107,6 +107,9 @@ class GatewaySettings(EnvironmentSettings):
             )
         if self.max_body_bytes > self.max_buffered_bytes:
             raise ValueError("max_buffered_bytes must be at least max_body_bytes, or a large call can never be served")
+        has_hosts = bool(self.image_host_names or self.private_image_host_names)
+        if has_hosts and self.max_image_bytes > self.max_buffered_bytes:
+            raise ValueError("max_buffered_bytes must be at least max_image_bytes, or no image can ever be fetched")
         return self
 
     @property

@@ -49,6 +49,8 @@ class LookonceError(Exception):
     reason: str = "INTERNAL"
     # Id of the failed call in the server's logs; None for an error that the client raised without a call.
     request_id: str | None = None
+    # Whether the message is another program's text, such as gRPC's: it may show addresses.
+    text_is_foreign: bool = False
     # Pause before the next try that the server advises, seconds; None: it advises none.
     retry_after_s: float | None = None
 

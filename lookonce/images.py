@@ -7,7 +7,6 @@ import io
 import os
 import pathlib
 import re
-import urllib.parse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
@@ -15,6 +14,12 @@ from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 from lookonce.content_key import ImageDigest, image_digest, parse_digest
 from lookonce.errors import InvalidParameterError
 
+# Percent escapes of the signs of base64, and white space, which many programs put into long lines of it.
+_ESCAPES = (
+    (b"%2B", b"+"), (b"%2b", b"+"), (b"%2F", b"/"), (b"%2f", b"/"), (b"%3D", b"="), (b"%3d", b"="),
+    (b"%0D", b""), (b"%0d", b""), (b"%0A", b""), (b"%0a", b""), (b"%20", b""),
+)  # fmt: skip
+_WHITE_SPACE = b" \t\r\n"
 _HEX_DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
 
 EmbeddingSource: TypeAlias = Literal["computed", "coalesced", "local cache", "shared cache", "cache"]
@@ -193,7 +198,11 @@ def _content_of(url: str) -> bytes:
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidParameterError("images", "one is a data URL that is not in base64")
     try:
-        return base64.b64decode(urllib.parse.unquote_to_bytes(content), validate=True)
+        data = content.encode("ascii")
+        # Decoding all percent escapes takes seconds where there are millions. Base64 can have only these.
+        for escape, sign in _ESCAPES if b"%" in data else ():
+            data = data.replace(escape, sign)
+        return base64.b64decode(data.translate(None, _WHITE_SPACE), validate=True)
     except ValueError:
         raise InvalidParameterError("images", "one is a data URL that is not valid base64") from None
 

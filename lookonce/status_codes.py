@@ -188,6 +188,7 @@ def _by_code(code: int | None, message: str, retry_after_s: float | None) -> err
     name = _CODE_NAMES.get(code, f"unknown status {code}")
     error = _with_pause(kind, message or name, {}, retry_after_s)
     error.code = name
+    error.text_is_foreign = True
     return error
 
 

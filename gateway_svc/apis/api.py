@@ -59,6 +59,10 @@ class ApiRequest(Protocol):
         """Yields the answer as events. An error before the first one is raised."""
         ...
 
+    def renamed(self, error: LookonceError) -> LookonceError:
+        """Returns an error of the decoder with the name of the request's field."""
+        ...
+
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends an answer with an error."""
         ...

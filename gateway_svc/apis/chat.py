@@ -13,7 +13,9 @@ from gateway_svc.apis.content import (
     Part,
     RemoteImage,
     Turn,
+    check_size,
     image_part,
+    image_places,
     part_fields,
     remote_images,
     role_of,
@@ -23,7 +25,7 @@ from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import chat_logprobs
 from gateway_svc.apis.sampling import SAMPLING, num_answers, sampling_options
 from gateway_svc.apis.usage import chat_usage
-from gateway_svc.errors import body_of
+from gateway_svc.errors import body_of, renamed
 from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions, TokenLogprobs, Usage
 from lookonce.images import ImageRef
@@ -33,7 +35,7 @@ CHAT_FIELDS: Mapping[str, Field] = {
     "messages": Field(
         "honoured",
         "Roles system, developer (as system), user, assistant. Parts `text` and `image_url`, with a data URL or an "
-        "address, and `detail`: `low` means at most 262,144 pixels.",
+        "address, and `detail`: `low` means at most 262,144 pixels, and is refused by models with images of one size.",
     ),
     **SAMPLING,
     "max_completion_tokens": HONOURED,
@@ -69,6 +71,16 @@ CHAT_FIELDS: Mapping[str, Field] = {
 }
 
 
+_NAMES: Mapping[str, str] = {
+    "max_tokens": "max_completion_tokens",
+    "logprobs": "top_logprobs",
+    "json_schema": "response_format",
+    "prompt": "messages",
+    "chat.messages": "messages",
+    "images": "messages",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A parsed request for chat completions."""
@@ -81,6 +93,8 @@ class ChatRequest:
     num_top: int | None
     streams: bool
     includes_usage: bool
+    # Fields of the request by those of the decoder, where they differ.
+    names: Mapping[str, str]
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> ChatRequest:
@@ -95,14 +109,17 @@ class ChatRequest:
         if (schema := json_schema_of(fields, "response_format", "json_schema")) is not None:
             options["json_schema"] = schema
         streams = fields.flag("stream") or False
+        turns, num_each = _turns(fields), num_answers(fields)
+        check_size(turns, num_each, fields, "messages")
         return cls(
             model=fields.needed("model", fields.text("model")),
-            turns=_turns(fields),
+            turns=turns,
             options=options,
-            num_each=num_answers(fields),
+            num_each=num_each,
             num_top=num_top,
             streams=streams,
             includes_usage=includes_usage(fields, streams=streams),
+            names={**_NAMES, **({} if fields.raw("max_tokens") is None else {"max_tokens": "max_tokens"})},
         )
 
     @property
@@ -151,6 +168,10 @@ class ChatRequest:
             ordered = [usages[index] for index in range(ask.num_answers)]
             yield event({**head, "choices": [], "usage": chat_usage(ordered, ask.num_each)})
         yield b"data: [DONE]\n\n"
+
+    def renamed(self, error: LookonceError) -> LookonceError:
+        """Returns an error of the decoder with the name of the request's field."""
+        return renamed(error, self.names, image_places(self.turns))
 
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends an answer with an error."""
@@ -224,10 +245,10 @@ def _turn(message: Any, where: str) -> Turn:
     fields.only("role", "content")
     content = fields.raw("content")
     if isinstance(content, str):
-        return Turn(role, [content])
+        return Turn(role, [content], where)
     if not isinstance(content, list):
         raise fields.wrong("content", "must be a text or a list of parts")
-    return Turn(role, [_part(part, where, index) for index, part in enumerate(content)])
+    return Turn(role, [_part(part, where, index) for index, part in enumerate(content)], where)
 
 
 def _part(value: Any, where: str, index: int) -> Part:

@@ -9,19 +9,21 @@ from typing import Any
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
 from gateway_svc.apis.chat import includes_usage
-from gateway_svc.apis.content import RemoteImage
+from gateway_svc.apis.content import MAX_CHARACTERS, RemoteImage
 from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import completion_logprobs
 from gateway_svc.apis.sampling import MAX_ANSWERS, SAMPLING, num_answers, sampling_options
 from gateway_svc.apis.usage import chat_usage
-from gateway_svc.errors import body_of
+from gateway_svc.errors import body_of, renamed
 from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions, TextPrompt, TokenLogprobs, Usage
 from lookonce.images import ImageRef
 
 COMPLETION_FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "The served name; any other one is `model_not_found`."),
-    "prompt": Field("honoured", "A text or a list of texts. Control tokens in it count. Token ids are refused."),
+    "prompt": Field(
+        "honoured", "A text or a list of texts; times n at most 16. Control tokens in it count. Token ids are refused."
+    ),
     **SAMPLING,
     "max_tokens": Field("honoured", "Default: 16, as OpenAI's."),
     "logprobs": Field("honoured", "At most the decoder's max_logprobs."),
@@ -63,6 +65,8 @@ class CompletionRequest:
         num_each = num_answers(fields)
         if not 1 <= len(prompts) * num_each <= MAX_ANSWERS:
             raise fields.wrong("prompt", f"prompts times n must be 1 to {MAX_ANSWERS}, got {len(prompts) * num_each}")
+        if sum(map(len, prompts)) * num_each > MAX_CHARACTERS:
+            raise fields.wrong("prompt", f"is too long; all answers together may have {MAX_CHARACTERS} characters")
         streams = fields.flag("stream") or False
         return cls(
             model=fields.needed("model", fields.text("model")),
@@ -90,7 +94,7 @@ class CompletionRequest:
             {
                 "index": index,
                 "text": generation.text,
-                "logprobs": await self._logprobs(generation.logprobs, 0, context),
+                "logprobs": await self._logprobs(generation.logprobs, generation.text, 0, context),
                 "finish_reason": generation.finish_reason,
             }
             for index, generation in enumerate(generations)
@@ -106,12 +110,12 @@ class CompletionRequest:
         usages: dict[int, Usage] = {}
         lengths = [0] * ask.num_answers
         async for one in answer_events(context.client, ask, context.request_id, context.timeout_s):
-            logprobs = await self._logprobs(one.logprobs, lengths[one.index], context)
             text, finish_reason = "", None
             if isinstance(one, End):
                 usages[one.index], finish_reason = one.generation.usage, one.generation.finish_reason
             else:
                 text = one.text
+            logprobs = await self._logprobs(one.logprobs, text, lengths[one.index], context)
             lengths[one.index] += len(text)
             choice = {"index": one.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
             yield event({**head, "choices": [choice]})
@@ -120,16 +124,20 @@ class CompletionRequest:
             yield event({**head, "choices": [], "usage": chat_usage(ordered, ask.num_each)})
         yield b"data: [DONE]\n\n"
 
+    def renamed(self, error: LookonceError) -> LookonceError:
+        """Returns an error of the decoder with the name of the request's field."""
+        return renamed(error, {"text.text": "prompt", "text": "prompt"}, ())
+
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends an answer with an error."""
         return event(body_of(error))
 
     async def _logprobs(
-        self, tokens: Sequence[TokenLogprobs], first_offset: int, context: Context
+        self, tokens: Sequence[TokenLogprobs], text: str, first_offset: int, context: Context
     ) -> dict[str, list[Any]] | None:
         if not self.has_logprobs or not tokens:
             return None
-        return await completion_logprobs(tokens, first_offset, context.token_texts)
+        return await completion_logprobs(tokens, text, first_offset, context.token_texts)
 
 
 def _head(context: Context) -> dict[str, Any]:

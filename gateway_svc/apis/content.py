@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from gateway_svc.apis.fields import Fields
-from lookonce.errors import ImageCountError
+from lookonce.errors import ImageCountError, InvalidParameterError
 from lookonce.generation import Message, Role
 from lookonce.images import ImageRef, as_image
 
 # For `detail: low`: about the size to which OpenAI shrinks such images.
 LOW_DETAIL_PIXELS = 512 * 512
+# Limits on all answers to one request together: building that many requests holds up other callers.
+MAX_PARTS = 4096
+MAX_CHARACTERS = 8 << 20
 ROLES: Mapping[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -28,6 +31,8 @@ class RemoteImage:
 
     url: str
     max_pixels: int | None
+    # Its place in the request, for errors.
+    where: str = field(compare=False)
 
 
 Part: TypeAlias = "str | ImageRef | RemoteImage"
@@ -39,6 +44,8 @@ class Turn:
 
     role: Role
     parts: Sequence[Part]
+    # Its place in the request, for errors.
+    where: str = ""
 
 
 def role_of(fields: Fields) -> Role:
@@ -56,11 +63,37 @@ def image_part(fields: Fields, url: str, detail: str | None, max_pixels: int | N
     if max_pixels is None and detail == "low":
         max_pixels = LOW_DETAIL_PIXELS
     if url[:5].lower() == "data:":
-        return replace(as_image(url), max_pixels=max_pixels)
+        try:
+            return replace(as_image(url), max_pixels=max_pixels)
+        except InvalidParameterError as error:
+            raise fields.wrong("url", error.description.removeprefix("one ")) from None
     if not url[:8].lower().startswith(("http://", "https://")):
         # A path would be one of this machine.
         raise fields.wrong("url", "must be a data URL with an image in base64, or begin with http:// or https://")
-    return RemoteImage(url, max_pixels)
+    return RemoteImage(url, max_pixels, fields.where)
+
+
+def check_size(turns: Sequence[Turn], num_each: int, fields: Fields, name: str) -> None:
+    """Raises InvalidParameterError for more messages, parts and text than all answers together may have.
+
+    Each answer is a request of its own to the decoder, which has such limits too.
+    """
+    num_parts = sum(1 + len(turn.parts) for turn in turns)
+    if num_parts * num_each > MAX_PARTS:
+        raise fields.wrong(name, f"has {num_parts} messages and parts; times n, the limit is {MAX_PARTS}")
+    num_characters = sum(len(part) for turn in turns for part in turn.parts if isinstance(part, str))
+    if num_characters * num_each > MAX_CHARACTERS:
+        raise fields.wrong(name, f"has {num_characters} characters; times n, the limit is {MAX_CHARACTERS}")
+
+
+def image_places(turns: Sequence[Turn]) -> list[str]:
+    """Returns the place of each image in the request, in the order of the prompt."""
+    return [
+        f"{turn.where}.content[{index}]"
+        for turn in turns
+        for index, part in enumerate(turn.parts)
+        if not isinstance(part, str)
+    ]
 
 
 def remote_images(turns: Sequence[Turn]) -> list[RemoteImage]:
@@ -76,7 +109,7 @@ async def with_images(
     if num_images > max_images:
         raise ImageCountError(f"the prompt has {num_images} images, the limit is {max_images}")
     remote = remote_images(turns)
-    tasks = [asyncio.ensure_future(fetch(image.url)) for image in remote]
+    tasks = [asyncio.ensure_future(_fetched(image, fetch)) for image in remote]
     try:
         found = dict(zip(remote, await asyncio.gather(*tasks), strict=True))
     finally:
@@ -88,6 +121,13 @@ async def with_images(
         return replace(found[part], max_pixels=part.max_pixels) if isinstance(part, RemoteImage) else part
 
     return [Message(turn.role, [fetched(part) for part in turn.parts]) for turn in turns]
+
+
+async def _fetched(image: RemoteImage, fetch: Callable[[str], Awaitable[ImageRef]]) -> ImageRef:
+    try:
+        return await fetch(image.url)
+    except InvalidParameterError as error:
+        raise InvalidParameterError(image.where, error.description) from None
 
 
 def part_fields(value: Any, where: str, index: int) -> Fields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -46,8 +47,9 @@ class Fields:
     """The fields of one JSON object, read with their types. Every error names the field."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        """`where` is the place of the object in the request."""
         self._values = values
-        self._where = where
+        self.where = where
 
     @classmethod
     def checked(cls, values: Mapping[str, Any], table: Mapping[str, Field], where: str = "") -> Fields:
@@ -71,7 +73,7 @@ class Fields:
 
     def inner(self, name: str) -> Fields:
         """Returns the fields of the object that is the value of one of these."""
-        return Fields.of(self._values.get(name), f"{self._where}.{name}" if self._where else name)
+        return Fields.of(self._values.get(name), f"{self.where}.{name}" if self.where else name)
 
     def names(self) -> set[str]:
         """Returns the names of the fields that have a value."""
@@ -90,7 +92,7 @@ class Fields:
 
     def number(self, name: str) -> float | None:
         """Returns a number, whole or not."""
-        found: float | None = self._typed(name, "a number", lambda value: isinstance(value, int | float))
+        found: float | None = self._typed(name, "a number", _is_number)
         return found
 
     def integer(self, name: str) -> int | None:
@@ -134,7 +136,7 @@ class Fields:
 
     def wrong(self, name: str, description: str) -> InvalidParameterError:
         """Returns the error for one of the fields."""
-        return InvalidParameterError(f"{self._where}.{name}" if self._where else name, description)
+        return InvalidParameterError(f"{self.where}.{name}" if self.where else name, description)
 
     def _typed(self, name: str, kind: str, is_right: Callable[[Any], bool], *, takes_bool: bool = False) -> Any:
         value = self._values.get(name)
@@ -143,6 +145,11 @@ class Fields:
         if not is_right(value) or (isinstance(value, bool) and not takes_bool):
             raise self.wrong(name, f"must be {kind}")
         return value
+
+
+def _is_number(value: object) -> bool:
+    # Python reads 1e400 as infinity.
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_list_of(value: object, kind: type) -> bool:

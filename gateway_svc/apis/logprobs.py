@@ -9,6 +9,8 @@ from lookonce.generation import TokenLogprobs
 
 TokenTexts: TypeAlias = Callable[[Sequence[int]], Awaitable[list[str]]]
 
+# Characters between the texts of two tokens: those of tokens that are parts of characters.
+_MAX_SKIPPED = 4
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -26,19 +28,25 @@ async def chat_logprobs(tokens: Sequence[TokenLogprobs], num_top: int, texts_of:
 
 
 async def completion_logprobs(
-    tokens: Sequence[TokenLogprobs], first_offset: int, texts_of: TokenTexts
+    tokens: Sequence[TokenLogprobs], text: str, first_offset: int, texts_of: TokenTexts
 ) -> dict[str, list[Any]]:
-    """Returns the lists of the older form. `first_offset` is the place of the first token's text in the answer."""
+    """Returns the lists of the older form.
+
+    `text` is that of these tokens, which begins at `first_offset` of the answer. A control token has no text there, so
+    the next token has the same offset.
+    """
     texts = iter(await texts_of([token_id for top in tokens for token_id, _ in top]))
     result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = first_offset
+    place = 0
     for top in tokens:
         named = [(next(texts), logprob) for _, logprob in top]
         result["tokens"].append(named[0][0])
         result["token_logprobs"].append(named[0][1])
         result["top_logprobs"].append(dict(named[1:]))
-        result["text_offset"].append(offset)
-        offset += len(named[0][0])
+        found = text.find(named[0][0], place)
+        is_near = 0 <= found <= place + _MAX_SKIPPED
+        result["text_offset"].append(first_offset + (found if is_near else place))
+        place = found + len(named[0][0]) if is_near else place
     return result
 
 

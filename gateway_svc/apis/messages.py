@@ -8,10 +8,19 @@ from typing import Any, cast
 
 from gateway_svc.answers import Ask, End, answer_events, whole_answers
 from gateway_svc.apis.api import Context, event
-from gateway_svc.apis.content import Part, RemoteImage, Turn, image_part, remote_images, with_images
+from gateway_svc.apis.content import (
+    Part,
+    RemoteImage,
+    Turn,
+    check_size,
+    image_part,
+    image_places,
+    remote_images,
+    with_images,
+)
 from gateway_svc.apis.fields import HONOURED, Field, Fields
 from gateway_svc.apis.usage import image_usage
-from gateway_svc.errors import anthropic_body_of
+from gateway_svc.errors import anthropic_body_of, renamed
 from lookonce.errors import LookonceError
 from lookonce.generation import FinishReason, GenerateOptions, Role, Usage
 from lookonce.images import ImageRef
@@ -45,6 +54,12 @@ MESSAGE_FIELDS: Mapping[str, Field] = {
     "diagnostics": Field("refused", "Not offered."),
     "inference_geo": Field("refused", "Answers come from where this gateway's decoders are."),
 }
+_NAMES: Mapping[str, str] = {
+    "stop": "stop_sequences",
+    "prompt": "messages",
+    "chat.messages": "messages",
+    "images": "messages",
+}
 _ROLES: Mapping[str, Role] = {"user": "user", "assistant": "assistant"}
 _STOP_REASONS: Mapping[FinishReason, str] = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 
@@ -69,9 +84,11 @@ class MessagesRequest:
             "top_k": fields.integer("top_k"),
             "stop": fields.texts("stop_sequences"),
         }
+        turns = [*_system(fields), *_turns(fields)]
+        check_size(turns, 1, fields, "messages")
         return cls(
             model=fields.needed("model", fields.text("model")),
-            turns=[*_system(fields), *_turns(fields)],
+            turns=turns,
             options=cast(GenerateOptions, {name: value for name, value in options.items() if value is not None}),
             streams=fields.flag("stream") or False,
         )
@@ -114,6 +131,10 @@ class MessagesRequest:
             else:
                 yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": one.text})
 
+    def renamed(self, error: LookonceError) -> LookonceError:
+        """Returns an error of the decoder with the name of the request's field."""
+        return renamed(error, _NAMES, image_places(self.turns))
+
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends a message with an error."""
         return event(anthropic_body_of(error), "error")
@@ -123,7 +144,7 @@ def _system(fields: Fields) -> list[Turn]:
     given = fields.raw("system")
     if given is None:
         return []
-    return [Turn("system", _parts(given, "system", takes_images=False, fields=fields, name="system"))]
+    return [Turn("system", _parts(given, "system", takes_images=False, fields=fields, name="system"), "system")]
 
 
 def _turns(fields: Fields) -> list[Turn]:
@@ -139,7 +160,7 @@ def _turn(value: Any, where: str) -> Turn:
     if name not in _ROLES:
         raise fields.wrong("role", "must be user or assistant")
     parts = _parts(fields.raw("content"), f"{where}.content", takes_images=True, fields=fields, name="content")
-    return Turn(_ROLES[name], parts)
+    return Turn(_ROLES[name], parts, where)
 
 
 def _parts(given: Any, where: str, *, takes_images: bool, fields: Fields, name: str) -> list[Part]:

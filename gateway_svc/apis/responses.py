@@ -16,7 +16,9 @@ from gateway_svc.apis.content import (
     Part,
     RemoteImage,
     Turn,
+    check_size,
     image_part,
+    image_places,
     part_fields,
     remote_images,
     role_of,
@@ -26,11 +28,22 @@ from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
 from gateway_svc.apis.logprobs import chat_logprobs
 from gateway_svc.apis.sampling import sampling_options
 from gateway_svc.apis.usage import responses_usage
+from gateway_svc.errors import renamed
 from lookonce.errors import LookonceError
 from lookonce.generation import FinishReason, GenerateOptions, TokenLogprobs, Usage
 from lookonce.images import ImageRef
 
 _INCLUDED_LOGPROBS = "message.output_text.logprobs"
+# OpenAI's limits on metadata.
+_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+_NAMES: Mapping[str, str] = {
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "json_schema": "text.format",
+    "prompt": "input",
+    "chat.messages": "input",
+    "images": "input",
+}
 RESPONSE_FIELDS: Mapping[str, Field] = {
     "model": Field("honoured", "The served name; any other one is `model_not_found`."),
     "input": Field(
@@ -42,7 +55,7 @@ RESPONSE_FIELDS: Mapping[str, Field] = {
     "temperature": HONOURED,
     "top_p": HONOURED,
     "max_output_tokens": HONOURED,
-    "top_logprobs": Field("honoured", "At most the decoder's max_logprobs."),
+    "top_logprobs": Field("honoured", "At most the decoder's max_logprobs. Needs no `include`."),
     "include": Field("honoured", f"`{_INCLUDED_LOGPROBS}`; other values are refused."),
     "text": Field("honoured", "`format`: as response_format of chats."),
     "stream": HONOURED,
@@ -55,13 +68,13 @@ RESPONSE_FIELDS: Mapping[str, Field] = {
     "conversation": Field("refused", "Nothing is stored: send the whole conversation."),
     "background": Field("refused", "Nothing is stored.", (False,)),
     "background_options": Field("refused", "Nothing is stored."),
-    "context_management": Field("refused", "Not offered."),
+    "context_management": Field("refused", "Not offered.", ([],)),
     "truncation": Field("refused", "Prompts are never shortened.", ("disabled",)),
     "tools": Field("refused", "Not offered yet.", ([],)),
     "tool_choice": Field("refused", "Not offered yet.", ("none", "auto")),
     "parallel_tool_calls": Field("refused", "Not offered yet.", (True, False)),
     "max_tool_calls": Field("refused", "Not offered yet."),
-    "reasoning": Field("refused", "Not offered yet.", ({},)),
+    "reasoning": Field("refused", "Not offered yet.", ({}, {"effort": None}, {"effort": "none"})),
     "service_tier": Field("refused", "There are no tiers.", ("auto", "default")),
     "stream_options": Field("refused", "Not offered.", ({}, {"include_obfuscation": False})),
     "prompt": Field("refused", "Nothing is stored."),
@@ -72,6 +85,13 @@ RESPONSE_FIELDS: Mapping[str, Field] = {
     "access_programs": Field("refused", "Not offered."),
     **EXTENSIONS,
 }
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The number of events that were made of a response."""
+
+    num_events: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +106,7 @@ class ResponseRequest:
     streams: bool
     # Fields of the request that the response repeats.
     repeated: Mapping[str, Any]
+    progress: _Progress
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> ResponseRequest:
@@ -105,26 +126,27 @@ class ResponseRequest:
             if (schema := json_schema_of(text, "format", None)) is not None:
                 options["json_schema"] = schema
             text_format = text.raw("format") or text_format
-        metadata = fields.raw("metadata")
-        if metadata is not None and not isinstance(metadata, dict):
-            raise fields.wrong("metadata", "must be an object")
+        metadata = _metadata(fields)
         instructions = fields.text("instructions")
-        first = [] if instructions is None else [Turn("system", [instructions])]
+        first = [] if instructions is None else [Turn("system", [instructions], "instructions")]
+        turns = [*first, *_turns(fields)]
+        check_size(turns, 1, fields, "input")
         return cls(
             model=fields.needed("model", fields.text("model")),
-            turns=[*first, *_turns(fields)],
+            turns=turns,
             options=options,
             num_top=num_top,
             streams=fields.flag("stream") or False,
             repeated={
                 "instructions": instructions,
                 "max_output_tokens": max_tokens,
-                "metadata": metadata or {},
+                "metadata": metadata,
                 "temperature": options.get("temperature"),
                 "top_p": options.get("top_p"),
                 "top_logprobs": num_top or 0,
                 "text": {"format": text_format},
             },
+            progress=_Progress(),
         )
 
     @property
@@ -144,12 +166,11 @@ class ResponseRequest:
 
     async def events(self, ask: Ask, context: Context) -> AsyncGenerator[bytes]:
         """Yields the events of a response."""
-        number = 0
+        progress = self.progress
 
         def numbered(kind: str, **values: Any) -> bytes:
-            nonlocal number
-            number += 1
-            return event({"type": kind, **values, "sequence_number": number - 1}, kind)
+            progress.num_events += 1
+            return event({"type": kind, **values, "sequence_number": progress.num_events - 1}, kind)
 
         place = {"item_id": _message_id(context), "output_index": 0, "content_index": 0}
         pieces: list[str] = []
@@ -169,6 +190,9 @@ class ResponseRequest:
                 pieces.append(one.text)
                 yield numbered("response.output_text.delta", **place, delta=one.text, logprobs=new_logprobs)
                 continue
+            if new_logprobs:
+                # The last tokens have no text, for example the one that ends the answer.
+                yield numbered("response.output_text.delta", **place, delta="", logprobs=new_logprobs)
             part = _text_part("".join(pieces), logprobs)
             reason = one.generation.finish_reason
             yield numbered("response.output_text.done", **place, text=part["text"], logprobs=logprobs)
@@ -177,10 +201,15 @@ class ResponseRequest:
             response = self._response(context, reason, part, one.generation.usage)
             yield numbered(f"response.{response['status']}", response=response)
 
+    def renamed(self, error: LookonceError) -> LookonceError:
+        """Returns an error of the decoder with the name of the request's field."""
+        return renamed(error, _NAMES, image_places(self.turns))
+
     def failure(self, error: LookonceError) -> bytes:
         """Returns the event that ends a response with an error."""
         values = {"type": "error", "code": error.reason, "message": error.message}
-        return event({**values, "param": error.metadata.get("field")}, "error")
+        number = self.progress.num_events
+        return event({**values, "param": error.metadata.get("field"), "sequence_number": number}, "error")
 
     async def _logprobs(self, tokens: Sequence[TokenLogprobs], context: Context) -> list[dict[str, Any]]:
         if self.num_top is None or not tokens:
@@ -213,6 +242,19 @@ class ResponseRequest:
         }
 
 
+def _metadata(fields: Fields) -> dict[str, str]:
+    value = fields.raw("metadata")
+    if value is None:
+        return {}
+    is_right = isinstance(value, dict) and len(value) <= _MAX_METADATA
+    if not is_right or not all(isinstance(one, str) for one in value.values()):
+        raise fields.wrong("metadata", f"must have at most {_MAX_METADATA} texts")
+    if any(len(key) > _MAX_KEY or len(one) > _MAX_VALUE for key, one in value.items()):
+        raise fields.wrong("metadata", f"has a key above {_MAX_KEY} or a value above {_MAX_VALUE} characters")
+    metadata: dict[str, str] = value
+    return metadata
+
+
 def _num_top(fields: Fields) -> int | None:
     included = fields.array("include") or []
     for one in included:
@@ -241,10 +283,10 @@ def _turn(item: Any, where: str) -> Turn:
     role = role_of(fields)
     content = fields.raw("content")
     if isinstance(content, str):
-        return Turn(role, [content])
+        return Turn(role, [content], where)
     if not isinstance(content, list):
         raise fields.wrong("content", "must be a text or a list of parts")
-    return Turn(role, [_part(part, where, index) for index, part in enumerate(content)])
+    return Turn(role, [_part(part, where, index) for index, part in enumerate(content)], where)
 
 
 def _part(value: Any, where: str, index: int) -> Part:

@@ -11,23 +11,29 @@ from lookonce.generation import GenerateOptions
 MAX_ANSWERS = 16
 # OpenAI's seeds may be negative; the decoder's have 64 bits.
 _SEEDS = 1 << 64
+_MAX_BIASES = 1024
 
 # Fields that chats and completions share.
 SAMPLING: Mapping[str, Field] = {
-    "temperature": HONOURED,
+    "temperature": Field("honoured", "Default: the model's own, without one greedy."),
     "top_p": HONOURED,
     "presence_penalty": HONOURED,
     "frequency_penalty": HONOURED,
     "logit_bias": HONOURED,
-    "seed": HONOURED,
+    "seed": Field("honoured", "Up to 64 bits; a negative one counts from 2⁶⁴ downwards."),
     "stop": HONOURED,
-    "n": Field("honoured", f"1 to {MAX_ANSWERS} answers, each a request of its own to the decoder."),
+    "n": Field(
+        "honoured",
+        f"1 to {MAX_ANSWERS} answers, each a request of its own to the decoder. With a seed, answer i has seed + i.",
+    ),
 }
 
 
 def sampling_options(fields: Fields) -> GenerateOptions:
     """Returns the options that have the same meaning in all requests. Raises InvalidParameterError for wrong types."""
-    seed = fields.integer("seed")
+    seed, top_k = fields.integer("seed"), fields.integer("top_k")
+    if seed is not None and not -_SEEDS // 2 <= seed < _SEEDS:
+        raise fields.wrong("seed", "must have at most 64 bits")
     options: dict[str, Any] = {
         "temperature": fields.number("temperature"),
         "top_p": fields.number("top_p"),
@@ -36,7 +42,8 @@ def sampling_options(fields: Fields) -> GenerateOptions:
         "logit_bias": _logit_bias(fields),
         "seed": None if seed is None else seed % _SEEDS,
         "stop": fields.texts("stop"),
-        "top_k": fields.integer("top_k"),
+        # vLLM's clients write -1 for no limit.
+        "top_k": 0 if top_k == -1 else top_k,
         "min_p": fields.number("min_p"),
         "repetition_penalty": fields.number("repetition_penalty"),
         "min_tokens": fields.integer("min_tokens"),
@@ -67,6 +74,8 @@ def _logit_bias(fields: Fields) -> dict[int, float] | None:
         return None
     if not isinstance(value, dict):
         raise fields.wrong("logit_bias", "must be an object of token ids and numbers")
+    if len(value) > _MAX_BIASES:
+        raise fields.wrong("logit_bias", f"has {len(value)} tokens, the limit is {_MAX_BIASES}")
     bias: dict[int, float] = {}
     for key, number in value.items():
         is_id = key.isascii() and key.isdecimal() and len(key) < 11

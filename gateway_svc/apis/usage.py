@@ -9,7 +9,10 @@ from lookonce.generation import Usage
 
 
 def chat_usage(usages: Sequence[Usage], num_each: int) -> dict[str, Any]:
-    """Returns the usage of all answers to one request, `num_each` to a prompt. Each prompt counts once."""
+    """Returns the usage of all answers to one request, `num_each` to a prompt. Each prompt counts once.
+
+    Of its tokens, those count as cached that were so for the first answer that was computed.
+    """
     prompts = usages[::num_each]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
@@ -18,7 +21,10 @@ def chat_usage(usages: Sequence[Usage], num_each: int) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(usage.cached_prompt_tokens for usage in prompts),
+            "cached_tokens": sum(
+                min(usage.cached_prompt_tokens for usage in usages[start : start + num_each])
+                for start in range(0, len(usages), num_each)
+            ),
             "image_tokens": sum(usage.image_tokens for usage in prompts),
         },
         "lookonce": image_usage(usages),

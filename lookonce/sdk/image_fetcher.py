@@ -27,7 +27,13 @@ from lookonce.errors import (
 )
 from lookonce.sdk.connection.channel import Deadline
 from lookonce.sdk.in_threads import run_until
-from lookonce.sdk.public_addresses import Address, addresses_of, is_private_network, is_public
+from lookonce.sdk.public_addresses import (
+    Address,
+    UnknownHostError,
+    addresses_of,
+    is_private_network,
+    is_public,
+)
 
 _FIELD = "image_url"
 _PORTS = {"http": 80, "https": 443}
@@ -35,6 +41,8 @@ _MAX_REDIRECTS = 3
 _MAX_FETCHES = 64
 _MAX_URL_CHARACTERS = 8192
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+# Statuses that say that there is no such image for us. Asking again does not help.
+_CALLERS_FAULTS = frozenset({400, 401, 402, 403, 404, 405, 406, 410, 414, 451})
 _CHUNK_BYTES = 64 << 10
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]|\*")
 _PORT = re.compile(r":\d{1,5}$", re.ASCII)
@@ -97,20 +105,26 @@ class ImageFetcher:
     def fetch(self, url: str) -> bytes:
         """Returns the bytes of the image at a URL.
 
-        Raises InvalidParameterError for a URL that may not be fetched and for what is no image, ImageTooLargeError,
-        UnavailableError if the server cannot be reached or does not answer with 200, and DeadlineError.
+        Raises InvalidParameterError for a URL that may not be fetched, for an image that is not there and for what is
+        no image, ImageTooLargeError, UnavailableError if the server cannot be reached or fails, and DeadlineError.
         """
-        return self._fetch(url, Deadline.after(self._timeout_s))
+        return self._fetch(url, Deadline.after(self._timeout_s), _Abort())
 
     async def afetch(self, url: str) -> bytes:
-        """Returns the bytes of the image at a URL, as `fetch`. At most 64 are fetched at the same time; others wait."""
-        deadline = Deadline.after(self._timeout_s)
-        return await run_until(deadline, self._threads, self._fetch, url, deadline)
+        """Returns the bytes of the image at a URL, as `fetch`. At most 64 are fetched at the same time; others wait.
 
-    def _fetch(self, url: str, deadline: Deadline) -> bytes:
+        Cancelling the task ends the connection.
+        """
+        deadline, abort = Deadline.after(self._timeout_s), _Abort()
+        try:
+            return await run_until(deadline, self._threads, self._fetch, url, deadline, abort)
+        finally:
+            abort.set()
+
+    def _fetch(self, url: str, deadline: Deadline, abort: _Abort) -> bytes:
         for _ in range(_MAX_REDIRECTS + 1):
             place = self._checked(url)
-            with self._answer(place, deadline) as answer:
+            with self._answer(place, deadline, abort) as answer:
                 if answer.status not in _REDIRECTS:
                     content = self._content(place, answer)
                     deadline.remaining_s()
@@ -128,19 +142,26 @@ class ImageFetcher:
         return place
 
     def _addresses(self, place: _Place, deadline: Deadline) -> list[Address]:
-        found = addresses_of(place.host.strip("[]"), place.port, deadline)
         is_private_host = place.origin in self._private_hosts
+        try:
+            found = addresses_of(place.host.strip("[]"), place.port, deadline)
+        except UnknownHostError:
+            if is_private_host:
+                raise UnavailableError(f"the host {place.host} has no address") from None
+            # Whether a private network has the name is not for the caller to learn.
+            found = []
         # All of them: one that is no public address shows that somebody plays with the name.
-        if not all(is_public(one) or (is_private_host and is_private_network(one)) for one in found):
+        if not found or not all(is_public(one) or (is_private_host and is_private_network(one)) for one in found):
             raise InvalidParameterError(_FIELD, f"{place.host} is no host of the public internet")
         return found
 
     @contextmanager
-    def _answer(self, place: _Place, deadline: Deadline) -> Iterator[http.client.HTTPResponse]:
+    def _answer(self, place: _Place, deadline: Deadline, abort: _Abort) -> Iterator[http.client.HTTPResponse]:
         """Sends a request and yields the head of its answer."""
         with (
             _failures(place, deadline),
             closing(self._connected(place, deadline)) as opened,
+            abort.ending(opened),
             _ended_at(deadline, opened),
         ):
             connection = http.client.HTTPConnection(place.host, place.port)
@@ -181,7 +202,10 @@ class ImageFetcher:
 
     def _content(self, place: _Place, answer: http.client.HTTPResponse) -> bytes:
         if answer.status != http.client.OK:
-            raise UnavailableError(f"{place.host} answered with the status {answer.status}, not with an image")
+            text = f"{place.host} answered with the status {answer.status}, not with an image"
+            if answer.status in _CALLERS_FAULTS:
+                raise InvalidParameterError(_FIELD, text)
+            raise UnavailableError(text)
         kind = answer.headers.get_content_type() if "Content-Type" in answer.headers else ""
         if not kind.startswith("image/") and kind not in _UNSPECIFIC_TYPES:
             raise InvalidParameterError(_FIELD, f"is no image: {place.host} says {kind}")
@@ -211,6 +235,41 @@ class ImageFetcher:
         return ImageTooLargeError(f"the image at {place.host} has more than {self._max_bytes} bytes")
 
 
+class _Abort:
+    """Ends the connection of a fetch for which nobody waits any more. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_set = False
+        self._connection: socket.socket | None = None
+
+    def set(self) -> None:
+        """Ends the connection, and each later one of the same fetch."""
+        with self._lock:
+            self._is_set = True
+            if self._connection is not None:
+                _shut_down(self._connection)
+
+    @contextmanager
+    def ending(self, connection: socket.socket) -> Iterator[None]:
+        """Lets `set` end a connection until the end of the block."""
+        with self._lock:
+            self._connection = connection
+            if self._is_set:
+                _shut_down(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connection = None
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        # The method of a TLS socket would let its reader take encrypted bytes for the answer.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
 @contextmanager
 def _ended_at(deadline: Deadline, connection: socket.socket) -> Iterator[None]:
     """Ends a connection at the deadline. A socket's own time limit begins anew with each byte that arrives."""
@@ -220,12 +279,7 @@ def _ended_at(deadline: Deadline, connection: socket.socket) -> Iterator[None]:
         yield
         return
 
-    def end() -> None:
-        with suppress(OSError):
-            # The method of a TLS socket would let its reader take encrypted bytes for the answer.
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-    timer = threading.Timer(remaining_s, end)
+    timer = threading.Timer(remaining_s, _shut_down, (connection,))
     timer.daemon = True
     timer.start()
     try:

@@ -29,8 +29,15 @@ _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 _look_ups = threading.BoundedSemaphore(64)
 
 
+class UnknownHostError(Exception):
+    """No host has this name."""
+
+
 def addresses_of(host: str, port: int, deadline: Deadline) -> list[Address]:
-    """Returns the addresses of a host, IPv4 ones first. Raises UnavailableError without one, and DeadlineError."""
+    """Returns the addresses of a host, IPv4 ones first.
+
+    Raises UnknownHostError, UnavailableError if no name server answers, and DeadlineError.
+    """
     found: list[list[Address]] = []
     failure: list[OSError] = []
 
@@ -52,8 +59,10 @@ def addresses_of(host: str, port: int, deadline: Deadline) -> list[Address]:
     thread.join(deadline.remaining_s())
     if not found and not failure:
         raise DeadlineError(f"the address of {host} was not found in time")
+    if failure and isinstance(failure[0], socket.gaierror) and failure[0].errno == socket.EAI_AGAIN:
+        raise UnavailableError(f"no name server answers for {host}")
     if not found or not found[0]:
-        raise UnavailableError(f"the host {host} has no address")
+        raise UnknownHostError
     return sorted(dict.fromkeys(found[0]), key=lambda address: address.version)
 
 

@@ -99,6 +99,7 @@ class Attempts:
         if isinstance(error, DeadlineError) and self._failure:
             error.message += f"; the attempt before it failed: {self._failure}"
             error.args = (error.message,)
+            error.text_is_foreign = True
         if not isinstance(error, UnavailableError | DeadlineError):
             self._retries.has_answered = True
         advised_s = self._advised_s(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from gateway_svc.app import open_app
 from gateway_svc.endpoints import Endpoints
-from gateway_svc.serving import HttpProtocol
+from gateway_svc.http_connection import HttpConnection
+from gateway_svc.serving import _listening
 from gateway_svc.settings import GatewaySettings
 
 KEY = "key-of-a-user"
@@ -25,9 +25,10 @@ PICTURE = b"the bytes of a picture"
 class Gateway:
     """A running gateway, and a client of OpenAI's for it."""
 
-    def __init__(self, port: int, endpoints: Endpoints, registry: CollectorRegistry) -> None:
+    def __init__(self, port: int, server: uvicorn.Server, endpoints: Endpoints, registry: CollectorRegistry) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+        self.server = server
         self.endpoints = endpoints
         self.registry = registry
         self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60.0)
@@ -61,13 +62,13 @@ async def running_gateway(decoder_target: str, **settings: Any) -> AsyncIterator
     registry = CollectorRegistry()
     chosen = GatewaySettings(decoder_target=decoder_target, **settings)
     async with open_app(chosen, registry) as (app, endpoints):
-        listening = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+        listening = _listening("127.0.0.1:0")
+        config = uvicorn.Config(app, http=HttpConnection, ws="none", lifespan="off", log_config=None, access_log=False)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([listening]))
         while not server.started:
             await asyncio.sleep(0.005)
-        gateway = Gateway(listening.getsockname()[1], endpoints, registry)
+        gateway = Gateway(listening.getsockname()[1], server, endpoints, registry)
         try:
             async with gateway.client:
                 yield gateway

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,8 +17,9 @@ from lookonce.errors import OverloadedError
 from lookonce.testing import FakeRequest, FakeServer
 from tests.gateway_svc.gateways import Gateway, running_gateway
 
-CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/chat/completions"
+JSON = "content-type: application/json\r\n"
 
 
 @pytest.fixture
@@ -58,7 +60,11 @@ def error_of(body: bytes) -> dict[str, Any]:
         b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
         b'{"model": "fake", "messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 5000 + b"}",
         json.dumps({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}).encode(),
-        json.dumps({**CHAT, "temperature": 1e400}).encode(),
+        json.dumps(CHAT).replace("{", '{"temperature": 1e400, ', 1).encode(),
+        json.dumps({**CHAT, "seed": 1 << 64}).encode(),
+        json.dumps({**CHAT, "n": 16, "messages": CHAT["messages"] * 129}).encode(),
+        json.dumps({**CHAT, "n": 16, "messages": [{"role": "user", "content": "x" * 530_000}]}).encode(),
+        json.dumps({**CHAT, "logit_bias": {str(index): 1 for index in range(1025)}}).encode(),
         json.dumps({**CHAT, "seed": 1, "top_k": -5}).encode(),
         json.dumps({**CHAT, "messages": [{"role": "user", "content": " "}]}).encode(),
         json.dumps({**CHAT, "max_tokens": 1 << 70}).encode(),
@@ -74,20 +80,22 @@ async def test_a_body_that_is_too_large_is_refused_before_it_arrives(gateway: Ga
     status, answer = await gateway.post(PATH, b"", {"content-length": "1000001"})
     assert (status, error_of(answer)["code"]) == (413, "MESSAGE_TOO_LARGE")
     chunk = b"f4240\r\n" + b"x" * 1_000_000 + b"\r\n"
-    head = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % PATH.encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode()
     answer = await gateway.raw(head + chunk + b"1\r\nx\r\n0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
 async def test_memory_for_bodies_is_bounded_and_comes_back(gateway: Gateway) -> None:
     """Bodies that never come to an end hold their memory; a third one of this size has no room."""
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n".encode()
-    held = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(2)]
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n{JSON}content-length: 900001\r\n\r\n".encode()
+    held = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(3)]
     buffers = gateway.endpoints._buffers
-    for _, writer in held:
-        writer.write(head)
+    # Bytes that are only announced take no memory from others.
+    held[2][1].write(head)
+    for _, writer in held[:2]:
+        writer.write(head + b"x" * 900_000)
     await until(lambda: buffers.num_bytes == 1_800_000)
-    status, answer = await gateway.post(PATH, b"", {"content-length": "900000"})
+    status, answer = await gateway.post(PATH, b"", {"content-length": "900001"})
     assert (status, error_of(answer)["code"]) == (429, "OVERLOADED")
     for _, writer in held:
         writer.close()
@@ -119,7 +127,9 @@ def test_a_share_that_was_refused_is_given_back() -> None:
     assert buffers.num_bytes == 0
 
 
-@pytest.mark.parametrize("key", ["Basic abc", "Bearer", "Bearer  ", "Bearer a b", "Bearer \u00e9"])
+@pytest.mark.parametrize(
+    "key", ["Basic abc", "Bearer", "Bearer  ", "Bearer a b", "Bearer \u00e9", f"Bearer {'x' * 5000}"]
+)
 async def test_a_key_that_is_none_is_refused(gateway: Gateway, key: str) -> None:
     status, answer = await gateway.post(PATH, json.dumps(CHAT).encode(), {"authorization": key})
     assert (status, error_of(answer)["code"]) == (401, "UNAUTHENTICATED")
@@ -130,10 +140,51 @@ async def test_two_keys_are_refused(gateway: Gateway) -> None:
     assert (await gateway.post(PATH, json.dumps(CHAT).encode(), keys))[0] == 401
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "application/x-www-form-urlencoded"])
-async def test_other_kinds_of_bodies_are_refused(gateway: Gateway, kind: str) -> None:
-    """A page of another site may make a browser send these without asking the server first."""
-    assert (await gateway.post(PATH, json.dumps(CHAT).encode(), {"content-type": kind}))[0] == 400
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "",
+        "content-type: text/plain\r\n",
+        "content-type: multipart/form-data\r\n",
+        "content-type: application/x-www-form-urlencoded\r\n",
+        "content-type: application/json\r\ncontent-type: text/plain\r\n",
+        "content-type: application/json; charset=latin-1\r\n",
+        "content-type: application/json\r\ncontent-encoding: gzip\r\n",
+    ],
+)
+async def test_other_kinds_of_bodies_are_refused(gateway: Gateway, server: FakeServer, headers: str) -> None:
+    """A page of another site may make a browser send some of these without asking the server first."""
+    body = json.dumps(CHAT)
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{headers}content-length: {len(body)}\r\n\r\n"
+    assert (await gateway.raw((head + body).encode())).startswith(b"HTTP/1.1 400 ")
+    assert not server.requests
+
+
+async def test_headers_after_a_body_are_not_taken_for_those_before_it(gateway: Gateway, server: FakeServer) -> None:
+    body = json.dumps(CHAT)
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n{JSON}connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = f"{len(body):x}\r\n{body}\r\n0\r\nauthorization: Bearer smuggled\r\n\r\n"
+    assert (await gateway.raw((head + chunks).encode())).startswith(b"HTTP/1.1 200 ")
+    assert "authorization" not in server.requests[-1].metadata
+
+
+async def test_a_second_request_before_the_answer_to_the_first_is_not_answered(gateway: Gateway) -> None:
+    body = json.dumps(CHAT)
+    one = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n{JSON}content-length: {len(body)}\r\n\r\n{body}"
+    answer = await gateway.raw((one + one).encode())
+    assert answer.count(b"HTTP/1.1 200 ") == 1
+    assert b"connection: close" in answer
+
+
+async def test_requests_on_a_connection_that_was_used_do_not_wait(gateway: Gateway) -> None:
+    """Without TCP_NODELAY on the server's side, each took 40 ms."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    await reader.readline()
+    (connection,) = gateway.server.server_state.connections
+    opened = connection.transport.get_extra_info("socket")
+    assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    writer.close()
 
 
 @pytest.mark.parametrize(
@@ -148,7 +199,7 @@ async def test_other_paths_and_methods(gateway: Gateway, request_line: str, stat
 
 async def test_a_request_has_the_id_that_its_caller_gives_it(gateway: Gateway, server: FakeServer) -> None:
     for offered, is_taken in (("mine-1", True), ("no id", False), ("x" * 129, False)):
-        request = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: {offered}\r\n"
+        request = f"POST {PATH} HTTP/1.1\r\nhost: x\r\n{JSON}connection: close\r\nx-request-id: {offered}\r\n"
         body = json.dumps(CHAT)
         answer = await gateway.raw(f"{request}content-length: {len(body)}\r\n\r\n{body}".encode())
         head = answer.partition(b"\r\n\r\n")[0].decode()
@@ -157,8 +208,10 @@ async def test_a_request_has_the_id_that_its_caller_gives_it(gateway: Gateway, s
         assert server.requests[-1].request_id == found
 
 
+@pytest.mark.parametrize("after", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_client_that_goes_ends_its_call(streams: bool) -> None:
+async def test_a_client_that_goes_ends_its_call(streams: bool, after: bytes) -> None:
+    """A further request on the connection kept the gateway from reading, and so from seeing the end."""
     begun, ended = threading.Event(), threading.Event()
 
     def answer(request: FakeRequest) -> str:
@@ -170,7 +223,9 @@ async def test_a_client_that_goes_ends_its_call(streams: bool) -> None:
         async with running_gateway(server.target) as gateway:
             body = json.dumps({**CHAT, "stream": streams}).encode()
             _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-            writer.write(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            writer.write(
+                f"POST {PATH} HTTP/1.1\r\nhost: x\r\n{JSON}content-length: {len(body)}\r\n\r\n".encode() + body + after
+            )
             await until(begun.is_set)
             writer.close()
             labels = {"path": PATH, "status": "499"}

@@ -205,5 +205,5 @@ def _text(values: Mapping[str, Any], name: str, allowed: re.Pattern[str]) -> str
 
 def _refused(token: str | None) -> UnauthenticatedError:
     if token is None:
-        return UnauthenticatedError("a bearer token is needed: send it as metadata authorization: Bearer …")
+        return UnauthenticatedError("a bearer token is needed: send it as authorization: Bearer …")
     return UnauthenticatedError("the bearer token is not accepted")
