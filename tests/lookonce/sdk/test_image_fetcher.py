@@ -192,6 +192,28 @@ async def test_the_wait_for_a_thread_counts() -> None:
         assert {type(one) for one in found} == {DeadlineError}
 
 
+async def test_a_fetch_that_is_cancelled_ends_its_connection() -> None:
+    """Its thread went on to the deadline, and 64 of them kept all others waiting."""
+    ended = threading.Event()
+
+    def drip(connection: socket.socket, _: bytes) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n\r\n")
+        with contextlib.suppress(OSError):
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.01)
+        ended.set()
+
+    with contextlib.closing(WebServer()) as server:
+        server.paths["/"] = drip
+        fetcher = lookonce.ImageFetcher([], private_hosts=[server.origin], timeout_s=100.0)
+        fetching = asyncio.create_task(fetcher.afetch(server.url("/")))
+        while not server.heads:
+            await asyncio.sleep(0.01)
+        fetching.cancel()
+        assert await asyncio.to_thread(ended.wait, 60)
+
+
 async def test_a_deadline_holds_while_all_readers_are_busy() -> None:
     ended = threading.Event()
 

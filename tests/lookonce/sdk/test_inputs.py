@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import pathlib
+import time
 from typing import Any
 
 import PIL.Image
@@ -59,6 +60,33 @@ def test_an_image_is_a_path_bytes_a_file_a_data_url_or_a_pil_image(tmp_path: pat
 def test_other_images_are_refused(image: Any, text: str) -> None:
     with pytest.raises(InvalidParameterError, match=text):
         as_image(image)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{text}",
+        "{text}\n",
+        " {text}",
+        "{lines}",
+        "{escaped}",
+    ],
+)
+def test_base64_with_line_ends_and_escapes_is_read(written: str) -> None:
+    data = bytes(range(256)) * 5
+    text = base64.b64encode(data).decode()
+    escaped = text.replace("+", "%2B").replace("/", "%2f").replace("=", "%3D") + "%0A"
+    content = written.format(text=text, lines=base64.encodebytes(data).decode(), escaped=escaped)
+    assert as_image(f"data:image/png;base64,{content}").data == data
+
+
+def test_millions_of_escapes_take_no_time() -> None:
+    """Percent-decoding took seconds, in which no other thread ran."""
+    begin_s = time.process_time()
+    for content in ("%" * 20_000_000, "%41" * 7_000_000):
+        with pytest.raises(InvalidParameterError, match="not valid base64"):
+            as_image(f"data:image/png;base64,{content}")
+    assert time.process_time() - begin_s < 20.0
 
 
 def test_closed_files_and_images_are_refused(tmp_path: pathlib.Path) -> None:
