@@ -191,10 +191,11 @@ async def texts_of(port: int, body: bytes) -> AsyncIterator[str]:
     """Yields the pieces of a streamed chat completion. Raises RuntimeError if it does not end as it should."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     try:
-        writer.write(head.encode() + b"\r\n" + body)
+        writer.write(head.encode() + body)
         status = await reader.readline()
         if b" 200 " not in status:
             raise RuntimeError(f"the gateway answered {status!r}")
