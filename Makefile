@@ -116,7 +116,7 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@echo "Installing PyTorch into .venv; this may take a few minutes …"
 	@$(PIP) "$$(grep '^torch==' constraints/cpu.txt)"
 	@echo "Installing Lookonce and its tools …"
-	@$(PIP) --editable ".[serve,heic,dev]"
+	@$(PIP) --editable ".[serve,gateway,heic,dev]"
 	@test "$$(uname -s)" != Linux || { rm -rf $(TRITON) \
 		&& $(PIP) --no-deps --target $(TRITON) "$$(grep '^triton==' constraints/cpu.txt)"; }
 	@touch $@

@@ -79,7 +79,7 @@ class Idle:
     full_bytes: int
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Measures every cell and the memory, writes JSON and the section of RESULTS.md."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{_NAME}", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="per cell (default: %(default)s)")
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(_MODELS), choices=list(_MODELS))
     parser.add_argument("--idle", type=int, default=1000, help="streams that wait (default: %(default)s)")
     report.add_quick(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.quick:
         arguments.rounds, arguments.tokens, arguments.streams, arguments.models = 2, 8, [1, 4], ["demo"]
         arguments.threads, arguments.idle = [1], 50

@@ -29,7 +29,7 @@ from tests.conftest import REPOSITORY
 pytestmark = pytest.mark.timeout(900)
 
 _PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-_PACKAGES = ("decoder_svc", "encoder_svc", "lookonce")
+_PACKAGES = ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc")
 _SDIST_ROOT = {*_PACKAGES, "protos", "hatch_build.py", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
 # Added by the build backend.
 _SDIST_ROOT |= {"PKG-INFO", ".gitignore"}
@@ -154,7 +154,7 @@ def test_the_source_distribution_holds_sources_only(sdist: pathlib.Path) -> None
     assert [name for name in _LEFTOVERS if (sdist / name).exists()] == []
 
 
-def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: pathlib.Path) -> None:
+def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: pathlib.Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
     info = f"lookonce-{_PROJECT['project']['version']}.dist-info"
