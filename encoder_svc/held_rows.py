@@ -65,7 +65,7 @@ class HeldRows:
 
     @contextmanager
     def copies(self, tenant: str) -> Iterator[RowCopies]:
-        """Counts the copies of rows in the answers of one call. What was not given back by then ends with the block."""
+        """Counts the copies of rows in the answers of one call. The end of the block gives back those that are left."""
         copies = RowCopies(self._shares, tenant)
         try:
             yield copies

@@ -86,7 +86,7 @@ def stated_length(request: Request) -> int | None:
 
 
 async def read_body(request: Request, share: BufferShare, max_bytes: int) -> bytes:
-    """Returns the body, whose bytes it adds to the call's share.
+    """Returns the body of a request, and adds its bytes to the call's share.
 
     Raises RequestTooLargeError, OverloadedError, DeadlineError, and InvalidInputError for a body that is cut.
     """

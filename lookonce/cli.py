@@ -29,13 +29,14 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.families.registry import FAMILIES
-from lookonce.generation import GenerateOptions, TextPrompt, Usage
+from lookonce.generation import GenerateOptions, TextPrompt
 from lookonce.images import ImageRef
 from lookonce.local.cli_options import MAX_UINT32, MAX_UINT64, Images, Target, Timeout, filled, named_image, tenant_name
 from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
 from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 from lookonce.local.family_offers import offers_of
 from lookonce.local.serve_extra import GATEWAY_MODULES, require_packages, require_serve_packages
+from lookonce.local.usage_line import usage_line
 from lookonce.sdk.connection.channel import Deadline
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
@@ -256,18 +257,6 @@ def _raw(client: Client, text: str, images: Sequence[pathlib.Path], timeout_s: f
     """Returns a prompt without a chat template. A text without placeholders gets one for each image at its start."""
     placeholder = client.model_info(timeout_s=timeout_s).image_placeholder if images else ""
     return TextPrompt(text if placeholder in text else placeholder * len(images) + text, images)
-
-
-def usage_line(usage: Usage) -> str:
-    """Returns one line with the token counts and the latency of a generation."""
-    parts = [f"{usage.prompt_tokens} prompt tokens"]
-    if usage.image_tokens:
-        rows = f"{usage.encoded_image_tokens} encoded, {usage.cached_image_tokens} from the shared cache"
-        parts.append(f"image rows: {rows}, {usage.skipped_image_tokens} skipped")
-    if usage.accepted_draft_tokens:
-        parts.append(f"{usage.accepted_draft_tokens} of {usage.completion_tokens} tokens guessed")
-    parts.append(f"first token after {usage.time_to_first_token_s * 1000:.0f} ms")
-    return " · ".join(parts)
 
 
 @app.command()

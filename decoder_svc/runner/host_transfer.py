@@ -74,7 +74,7 @@ class PinnedTransfer(HostTransfer):
         self._gathered_bytes = _GATHERED_BYTES
 
     def move(self, host: Tensor) -> Tensor:
-        """See HostTransfer. Returns before the copy is done."""
+        """Begins a copy of `staging` memory to the device, and returns before it is done."""
         return host.pin_memory().to(self.device, non_blocking=True)
 
     @contextmanager
@@ -104,7 +104,7 @@ class PinnedTransfer(HostTransfer):
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, staged: Tensor, target: Tensor) -> None:
-        """See HostTransfer. Returns before the copy is done."""
+        """Begins a copy of `staging` memory to the device, and returns before it is done."""
         target.copy_(staged, non_blocking=True)
 
     @contextmanager

@@ -19,6 +19,7 @@ from gateway_svc.apis.content import (
     part_fields,
     remote_images,
     role_of,
+    turn_of,
     with_images,
 )
 from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
@@ -243,12 +244,7 @@ def _turn(message: Any, where: str) -> Turn:
     fields = Fields.of(message, where)
     role = role_of(fields)
     fields.only("role", "content")
-    content = fields.raw("content")
-    if isinstance(content, str):
-        return Turn(role, [content], where)
-    if not isinstance(content, list):
-        raise fields.wrong("content", "must be a text or a list of parts")
-    return Turn(role, [_part(part, where, index) for index, part in enumerate(content)], where)
+    return turn_of(fields, role, where, _part)
 
 
 def _part(value: Any, where: str, index: int) -> Part:

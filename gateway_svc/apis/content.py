@@ -56,6 +56,16 @@ def role_of(fields: Fields) -> Role:
     return ROLES[name]
 
 
+def turn_of(fields: Fields, role: Role, where: str, part_of: Callable[[Any, str, int], Part]) -> Turn:
+    """Returns a message whose `content` is a text or a list of parts, each of which `part_of` parses."""
+    content = fields.raw("content")
+    if isinstance(content, str):
+        return Turn(role, [content], where)
+    if not isinstance(content, list):
+        raise fields.wrong("content", "must be a text or a list of parts")
+    return Turn(role, [part_of(part, where, index) for index, part in enumerate(content)], where)
+
+
 def image_part(fields: Fields, url: str, detail: str | None, max_pixels: int | None) -> Part:
     """Returns an image by its URL. Raises InvalidParameterError."""
     if detail not in (None, "auto", "low", "high", "original"):

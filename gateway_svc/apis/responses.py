@@ -22,6 +22,7 @@ from gateway_svc.apis.content import (
     part_fields,
     remote_images,
     role_of,
+    turn_of,
     with_images,
 )
 from gateway_svc.apis.fields import EXTENSIONS, HONOURED, LABEL, Field, Fields
@@ -280,13 +281,7 @@ def _turn(item: Any, where: str) -> Turn:
         raise fields.wrong("type", "must be message")
     # An answer of before, sent back as it was, has an id and a status.
     fields.only("type", "role", "content", "id", "status")
-    role = role_of(fields)
-    content = fields.raw("content")
-    if isinstance(content, str):
-        return Turn(role, [content], where)
-    if not isinstance(content, list):
-        raise fields.wrong("content", "must be a text or a list of parts")
-    return Turn(role, [_part(part, where, index) for index, part in enumerate(content)], where)
+    return turn_of(fields, role_of(fields), where, _part)
 
 
 def _part(value: Any, where: str, index: int) -> Part:

@@ -47,7 +47,7 @@ class _Location:
 
 @dataclass(slots=True)
 class Items:
-    """The items of a file. Raises ImageUndecodableError for what the file lacks when it is asked for."""
+    """The items of a file. Its methods raise ImageUndecodableError if the file lacks the item that they look for."""
 
     data: bytes
     primary_id: int = 0

@@ -99,7 +99,7 @@ def _winner(candidates: Iterable[str], seconds: Mapping[str, float]) -> str:
 
 
 def _is_complete(candidates: Mapping[str, Callable[[], Candidate]], seconds: Mapping[str, float]) -> bool:
-    """Whether the winner of an earlier trial can run in this process, and nothing else but what was timed.
+    """Whether the winner of an earlier trial can run in this process, and no candidate can that was not timed.
 
     The compiler may be gone, or it may have been missing, or killed, in the earlier process.
     """
