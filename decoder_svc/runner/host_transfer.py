@@ -74,7 +74,7 @@ class PinnedTransfer(HostTransfer):
         self._gathered_bytes = _GATHERED_BYTES
 
     def move(self, host: Tensor) -> Tensor:
-        """Begins a copy of `staging` memory to the device, and returns before it is done."""
+        """Begins a copy to the device, and returns the new tensor before the copy is done."""
         return host.pin_memory().to(self.device, non_blocking=True)
 
     @contextmanager
