@@ -18,8 +18,8 @@ PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the gateway give up soon. Called once a decoder has gone: on a busy machine one that serves seems late."""
     for name, seconds in {"_LOOK_S": 0.05, "_WAIT_S": 0.2, "_LOST_S": 0.5}.items():
         monkeypatch.setattr(interruptions, name, seconds)
 
@@ -32,9 +32,11 @@ def held() -> Iterator[tuple[threading.Event, threading.Event]]:
     may_end.set()
 
 
-async def until(condition: Any) -> None:
+async def until(condition: Any, asking: asyncio.Task[Any] | None = None) -> None:
+    """Waits until something is so. Fails at once if a call that must wait for it has ended."""
     async with asyncio.timeout(60):
         while not condition():
+            assert asking is None or not asking.done(), asking
             await asyncio.sleep(0.01)
 
 
@@ -43,13 +45,17 @@ def error_of(answer: tuple[int, bytes]) -> tuple[int, str, str]:
     return answer[0], error["code"], error["message"]
 
 
-async def test_without_a_decoder_calls_are_unavailable_soon_and_the_address_is_not_told() -> None:
+async def test_without_a_decoder_calls_are_unavailable_soon_and_the_address_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They hung for ten minutes, and then told where the decoder had been."""
     with FakeServer() as server:
         async with running_gateway(server.target) as gateway:
             assert (await gateway.post(PATH, json.dumps(CHAT).encode()))[0] == 200
             server.close()
-            await asyncio.sleep(0.3)
+            make_hasty(monkeypatch)
+            # The last look with the longer times ends meanwhile.
+            await asyncio.sleep(2.5)
             expected = (503, "UNAVAILABLE", "no decoder serves at the moment; try again later")
             assert error_of(await gateway.post(PATH, json.dumps(CHAT).encode())) == expected
             models = await gateway.raw(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -71,7 +77,8 @@ async def test_a_call_whose_decoder_is_gone_ends(
     with FakeServer(answer) as server:
         async with running_gateway(server.target) as gateway:
             asking = asyncio.create_task(gateway.post(PATH, json.dumps({**CHAT, "stream": streams}).encode()))
-            await until(begun.is_set)
+            await until(begun.is_set, asking)
+            make_hasty(monkeypatch)
             closing = asyncio.create_task(asyncio.to_thread(server.close))
             status, code, message = error_of(await asking)
             may_end.set()
@@ -97,7 +104,7 @@ async def test_calls_that_a_drain_cuts_get_an_answer(
     with FakeServer(answer) as server:
         async with running_gateway(server.target) as gateway:
             asking = asyncio.create_task(gateway.post(PATH, json.dumps({**CHAT, "stream": streams}).encode()))
-            await until(begun.is_set)
+            await until(begun.is_set, asking)
             gateway.endpoints.end_calls()
             assert error_of(await asking) == (503, "UNAVAILABLE", "the gateway ends; try another one")
             may_end.set()
