@@ -122,13 +122,16 @@ async def _held(opened: tuple[asyncio.StreamReader, asyncio.StreamWriter] | Base
 
 async def _large_webps(abuser: Abuser) -> Counter[str]:
     """Sends files of 34 bytes whose headers claim 49 megapixels."""
-    requests = []
-    for _ in range(abuser.count(100)):
-        size = (_WEBP_SIDE - 1) | (_WEBP_SIDE - 1) << 14
-        lossless = b"\x2f" + struct.pack("<I", size) + os.urandom(9)
-        body = b"WEBPVP8L" + struct.pack("<I", len(lossless)) + lossless
-        requests.append(_encode(b"RIFF" + struct.pack("<I", len(body)) + body))
+    requests = [_encode(webp_of_34_bytes()) for _ in range(abuser.count(100))]
     return await abuser.calls(abuser.encoder, _ENCODE, requests)
+
+
+def webp_of_34_bytes() -> bytes:
+    """Returns a new file that claims 49 megapixels."""
+    size = (_WEBP_SIDE - 1) | (_WEBP_SIDE - 1) << 14
+    lossless = b"\x2f" + struct.pack("<I", size) + os.urandom(9)
+    body = b"WEBPVP8L" + struct.pack("<I", len(lossless)) + lossless
+    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 async def _refused_images(abuser: Abuser) -> Counter[str]:

@@ -163,6 +163,19 @@ def test_restarts(quick: Any) -> None:
     assert all(one["num_right"] > 0 and one["num_wrong"] == 0 and one["failures"] == [] for one in outcomes)
 
 
+def test_drains(quick: Any) -> None:
+    (burst,) = quick("drains", in_processes=True)["bursts"]
+    assert sum(burst["ends"].values()) == 60
+    assert burst["ends"]["OK"] > 0, "the decoder took calls before it got the signal"
+    assert burst["ends"]["INVALID_ARGUMENT INVALID_PARAMETER"] > 0, "refused calls are among them"
+
+
+def test_giants(quick: Any) -> None:
+    (only,) = quick("giants", in_processes=True)["rounds"]
+    assert only["giants"] == {"INVALID_ARGUMENT IMAGE_UNDECODABLE": 1}
+    assert min(*only["alone_s"], *only["same_tenant_s"], *only["other_tenant_s"]) > 0
+
+
 def test_gateway_cost(quick: Any) -> None:
     figures = quick("gateway_cost")
     assert [cell["num_streams"] for cell in figures["cells"]] == [1, 4]
