@@ -151,19 +151,19 @@ class SdpaBackend:
     name = "sdpa"
     reads_tensors = False
 
-    def block_slots(self, block_size: int) -> int:
-        """See AttentionBackend: one slot per token."""
-        return block_size
-
     def __init__(self) -> None:
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._sliding_layers: frozenset[int] = frozenset()
         self._window: int | None = None
 
+    def block_slots(self, block_size: int) -> int:
+        """Returns `block_size`: each token takes one slot."""
+        return block_size
+
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """See AttentionBackend: pools are `[blocks, block_size, kv_heads, head_dim]`."""
+        """Makes pools `[blocks, block_size, kv_heads, head_dim]`."""
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
 
         def pool(layer: int) -> Tensor:

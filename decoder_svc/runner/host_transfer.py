@@ -79,7 +79,7 @@ class PinnedTransfer(HostTransfer):
 
     @contextmanager
     def gathered(self) -> Iterator[Callable[[Tensor], Tensor]]:
-        """See HostTransfer. All tensors go through one page-locked buffer and one copy."""
+        """Yields a function that puts tensors into one page-locked buffer, which is copied once, after the block."""
         gather = _Gather(self, self._gathered_bytes)
         yield gather.move
         gather.finish()
@@ -87,7 +87,7 @@ class PinnedTransfer(HostTransfer):
             self._gathered_bytes *= 2
 
     def fetch(self, values: Tensor) -> Callable[[], Tensor]:
-        """See HostTransfer. Returns before the values are computed; work submitted later does not delay them."""
+        """Starts a copy to the host before the values are computed; work submitted later does not delay it."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         is_done = torch.cuda.Event()
@@ -100,7 +100,7 @@ class PinnedTransfer(HostTransfer):
         return wait
 
     def staging(self, num_bytes: int) -> Tensor:
-        """See HostTransfer. PyTorch reuses the memory when copies out of it are done."""
+        """Returns uninitialised page-locked memory, which PyTorch reuses when copies out of it are done."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, staged: Tensor, target: Tensor) -> None:
@@ -114,11 +114,11 @@ class PinnedTransfer(HostTransfer):
             yield
 
     def mark_used_by_steps(self, values: Tensor) -> None:
-        """See HostTransfer. Without this the allocator would wait for the rows' stream only."""
+        """Tells the allocator that steps read these values; without it, it would wait for the rows' stream only."""
         values.record_stream(torch.cuda.current_stream(self.device))
 
     def wait_for_overlapping(self) -> None:
-        """See HostTransfer. The device waits for the rows, the host does not."""
+        """Makes the device wait for the rows before it begins later work. The host does not wait."""
         torch.cuda.current_stream(self.device).wait_stream(self._rows_stream)
 
 

@@ -100,13 +100,13 @@ class NativeBackend:
         self._step: NativeStep | None = None
 
     def block_slots(self, block_size: int) -> int:
-        """See AttentionBackend: rounded up to whole vectors of 16 keys."""
+        """Returns `block_size`, rounded up to whole vectors of 16 keys."""
         return -(-block_size // _LANES) * _LANES
 
     def allocate(
         self, spec: KVCacheSpec, num_blocks: int, num_sliding_blocks: int, device: torch.device
     ) -> list[tuple[Tensor, Tensor]]:
-        """See AttentionBackend: pools are `[blocks, kv_heads, block_slots, head_dim]`, laid out as in native/step.h."""
+        """Makes pools `[blocks, kv_heads, block_slots, head_dim]`, laid out as in native/step.h."""
         self._sliding_layers, self._window = spec.sliding_layers, spec.window
         self._sizes = PoolSizes(spec.block_size, num_blocks, num_sliding_blocks)
         slots = self.block_slots(spec.block_size)

@@ -43,7 +43,7 @@ class CPUModelRunner(ModelRunnerBase):
             self.is_batch_invariant = install_kernels(self.model, self.backend, spec, num_axes)
 
     def profile_run(self, worst: WorstCase) -> int:
-        """See ModelRunnerBase. Measures resident memory, and the free memory of machine and container."""
+        """Measures resident memory, and the free memory of machine and container."""
         if isinstance(self.backend, NativeBackend):
             # The kernel reads keys in place: a longer context costs time but no memory, so measure a short one.
             worst = replace(worst, context_tokens=min(worst.context_tokens, worst.num_tokens))

@@ -63,7 +63,7 @@ class GPUModelRunner(ModelRunnerBase):
             install_fused_stack(self.model, self.backend, spec, num_axes, self.device)
 
     def profile_run(self, worst: WorstCase) -> int:
-        """See ModelRunnerBase. PyTorch's allocator gives the step's peak, the driver gives the memory of graphs."""
+        """Measures the step's peak by PyTorch's allocator, and the memory of graphs by the driver."""
         self._compile_kernels()
         self._dummy_run(worst)
         torch.cuda.synchronize(self.device)
