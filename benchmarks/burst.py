@@ -1,4 +1,4 @@
-"""Sends requests that begin together through the SDK, round robin over the decoders."""
+"""Sends requests that begin together through the SDK, to the decoders in turns or as the SDK places them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from benchmarks.workloads import Ask
 from lookonce.client import Client
 from lookonce.generation import Generation
 from lookonce.local.local_stack import LocalStack
+from lookonce.sdk.connection.target import Target
 
 _TIMEOUT_S = 600.0
 
@@ -40,19 +41,22 @@ class Burst:
         return sum(answer.usage.cached_prompt_tokens for answer in self.answers)
 
 
-def run_burst(stack: LocalStack, asks: Sequence[Ask], max_tokens: int) -> Burst:
+def run_burst(stack: LocalStack, asks: Sequence[Ask], max_tokens: int, *, routed: bool = False) -> Burst:
     """Runs `ask_together` on a stack and adds the CPU time that the decoders took."""
     decoders = [psutil.Process(decoder.pid) for decoder in stack.decoders]
     encodes, cpu_s = _num_encodes(stack), sum(map(_cpu_s, decoders))
-    duration_s, answers = ask_together(stack.decoder_targets, asks, max_tokens)
+    duration_s, answers = ask_together(stack.decoder_targets, asks, max_tokens, routed=routed)
     cpu_s = sum(map(_cpu_s, decoders)) - cpu_s
     return Burst(duration_s, cpu_s, answers, _num_encodes(stack) - encodes)
 
 
-def ask_together(targets: Sequence[str], asks: Sequence[Ask], max_tokens: int) -> tuple[float, tuple[Generation, ...]]:
+def ask_together(
+    targets: Sequence[str], asks: Sequence[Ask], max_tokens: int, *, routed: bool = False
+) -> tuple[float, tuple[Generation, ...]]:
     """Returns the seconds from first request to last answer, and the answers in the order of the requests.
 
-    Greedy, each with exactly `max_tokens` tokens; request i goes to target i modulo their number.
+    Greedy, each with exactly `max_tokens` tokens; request i goes to target i modulo their number. If `routed`, one
+    client knows all targets and places the requests.
     """
     together = threading.Barrier(len(asks) + 1)
 
@@ -61,8 +65,9 @@ def ask_together(targets: Sequence[str], asks: Sequence[Ask], max_tokens: int) -
         return client.generate(ask.question, ask.pictures, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
     with contextlib.ExitStack() as exits:
+        of_clients: list[Target] = [targets] if routed else [*targets]
         clients = [
-            exits.enter_context(Client.connect(target, timeout_s=_TIMEOUT_S, max_retries=0)) for target in targets
+            exits.enter_context(Client.connect(target, timeout_s=_TIMEOUT_S, max_retries=0)) for target in of_clients
         ]
         pool = exits.enter_context(ThreadPoolExecutor(len(asks)))
         waiting = [pool.submit(one, clients[index % len(clients)], ask) for index, ask in enumerate(asks)]

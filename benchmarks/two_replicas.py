@@ -1,7 +1,9 @@
 """Two decoders and one encoder against two engines of the peer: requests per second on the same CPUs. See `--help`.
 
-Requests go to the replicas in turns, as a load balancer sends them, all of a round at once. Each of the peer's engines
-has a share of the CPUs to itself and encodes for itself; our three processes share them all, and rows through Redis.
+All requests of a round are sent at once. They go to the peer's engines in turns, as a load balancer sends them, and to
+our decoders in both ways: in turns, and as the SDK places them, by the pictures that they begin with. Each of the
+peer's engines has a share of the CPUs to itself and encodes for itself; our three processes share them all, and rows
+through Redis.
 """
 
 from __future__ import annotations
@@ -54,18 +56,15 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The same requests on both sides."""
+    """The same requests on both sides, and for the placed ones others of the same shape."""
 
     ours: Side
     # Images that went through our encoder.
     num_encodes: int
+    placed: Side
+    num_placed_encodes: int
     # None: not run.
     peer: Side | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Our requests per second over the peer's."""
-        return None if self.peer is None else self.peer.duration_s / self.ours.duration_s
 
 
 @dataclass(slots=True)
@@ -111,12 +110,15 @@ def measure(
         stack = exits.enter_context(_our_stack(model))
         for number in range(-1, num_rounds):
             for workload in workloads:
-                asks = workload.draw(random.Random(f"{workload.name}:{number}"), workload.num_requests)
-                found = _round(stack, peers, prompts, asks, peer_first=number % 2 == 1)
+                asks, others = (
+                    workload.draw(random.Random(f"{workload.name}:{number}{name}"), workload.num_requests)
+                    for name in ("", ":placed")
+                )
+                found = _round(stack, peers, prompts, asks, others, is_odd=number % 2 == 1)
                 # The first round is for the caches, and for what is compiled at first use.
                 if number >= 0:
                     rounds[workload.name].append(found)
-                    print(f"{workload.name} {number}: ÷ peer {found.ratio}, {found}", flush=True)
+                    print(f"{workload.name} {number}: {found}", flush=True)
         assert stack.redis is not None
         memory.ours = memory_bytes([stack.redis.pid, *(one.pid for one in [*stack.encoders, *stack.decoders])])
         memory.peer = sum(peer.memory_bytes() for peer in peers) if peers else None
@@ -148,16 +150,24 @@ def _open_peers(exits: contextlib.ExitStack, install: PeerInstall, model: pathli
 
 
 def _round(
-    stack: LocalStack, peers: Sequence[Peer], prompts: PeerPrompts, asks: Sequence[Ask], *, peer_first: bool
+    stack: LocalStack,
+    peers: Sequence[Peer],
+    prompts: PeerPrompts,
+    asks: Sequence[Ask],
+    others: Sequence[Ask],
+    *,
+    is_odd: bool,
 ) -> Round:
-    theirs = _ask_peers(peers, prompts, asks) if peers and peer_first else None
+    theirs = _ask_peers(peers, prompts, asks) if peers and is_odd else None
     with all_paused(peers):
+        placed = run_burst(stack, others, _MAX_TOKENS, routed=True) if is_odd else None
         burst = run_burst(stack, asks, _MAX_TOKENS)
-    if peers and not peer_first:
+        placed = placed or run_burst(stack, others, _MAX_TOKENS, routed=True)
+    if peers and not is_odd:
         theirs = _ask_peers(peers, prompts, asks)
     if theirs is not None and theirs.num_prompt_tokens != burst.num_prompt_tokens:
         raise AssertionError(f"the peer had {theirs.num_prompt_tokens} prompt tokens, we {burst.num_prompt_tokens}")
-    return Round(_our_side(burst), burst.num_encodes, theirs)
+    return Round(_our_side(burst), burst.num_encodes, _our_side(placed), placed.num_encodes, theirs)
 
 
 def _our_side(burst: Burst) -> Side:
@@ -183,13 +193,14 @@ def _ask_peers(peers: Sequence[Peer], prompts: PeerPrompts, asks: Sequence[Ask])
 
 def _section(model: str, workloads: Sequence[Workload], rounds: dict[str, list[Round]], memory: Memory) -> str:
     head = [
-        "workload", "requests/s", "encodes", "prompt tokens cached", "peer's requests/s", "cached", "÷ peer",
-        "least … most",
+        "workload", "requests go", "requests/s", "÷ in turns", "encodes", "prompt tokens cached", "peer's requests/s",
+        "cached", "÷ peer", "least … most",
     ]  # fmt: skip
-    rows = [[workload.name, *_cells(rounds[workload.name])] for workload in workloads]
+    rows = [row for workload in workloads for row in _rows(workload.name, rounds[workload.name])]
     question = (
-        "## two_replicas\n\nTwo decoders and one encoder against two engines of the peer, requests going to the "
-        f"replicas in turns.\nGoal: {_GOAL:g} × the peer's requests per second, with no more memory."
+        "## two_replicas\n\nTwo decoders and one encoder against two engines of the peer. Requests go to the peer's "
+        "engines in turns,\nand to ours in turns or as the SDK places them. "
+        f"Goal: {_GOAL:g} × the peer's requests per second, with no more memory."
     )
     theirs = "not run" if memory.peer is None else f"{memory.peer / 1e9:.2f} GB"
     note = (
@@ -201,23 +212,34 @@ def _section(model: str, workloads: Sequence[Workload], rounds: dict[str, list[R
     return f"{question}\n\n{report.table(head, rows)}\n\n{note}"
 
 
-def _cells(rounds: Sequence[Round]) -> list[str]:
-    cells = [
-        f"{statistics.median(_speed(one.ours) for one in rounds):.2f}",
-        f"{statistics.median(one.num_encodes for one in rounds):g}",
-        f"{statistics.median(_cached(one.ours) for one in rounds):.0%}",
-    ]
-    ratios = [one.ratio for one in rounds if one.ratio is not None]
-    if not ratios:
-        return [*cells, "not run", "–", "–", "–"]
+def _rows(name: str, rounds: Sequence[Round]) -> list[list[str]]:
     peers = [one.peer for one in rounds if one.peer is not None]
-    return [
-        *cells,
-        f"{statistics.median(map(_speed, peers)):.2f}",
-        f"{statistics.median(map(_cached, peers)):.0%}",
-        f"{statistics.median(ratios):.2f}",
-        f"{min(ratios):.2f} … {max(ratios):.2f}",
-    ]
+    rows = []
+    for way, sides, encodes in (
+        ("in turns", [one.ours for one in rounds], [one.num_encodes for one in rounds]),
+        ("as placed", [one.placed for one in rounds], [one.num_placed_encodes for one in rounds]),
+    ):
+        to_turns = statistics.median(_speed(side) / _speed(one.ours) for side, one in zip(sides, rounds, strict=True))
+        row = [
+            name,
+            way,
+            f"{statistics.median(map(_speed, sides)):.2f}",
+            f"{to_turns:.2f}",
+            f"{statistics.median(encodes):g}",
+            f"{statistics.median(map(_cached, sides)):.0%}",
+        ]
+        if peers:
+            ratios = [_speed(side) / _speed(peer) for side, peer in zip(sides, peers, strict=True)]
+            row += [
+                f"{statistics.median(map(_speed, peers)):.2f}",
+                f"{statistics.median(map(_cached, peers)):.0%}",
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f} … {max(ratios):.2f}",
+            ]
+        else:
+            row += ["not run", "–", "–", "–"]
+        rows.append(row)
+    return rows
 
 
 def _speed(side: Side) -> float:

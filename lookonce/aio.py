@@ -35,6 +35,7 @@ from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_
 from lookonce.sdk.encode_plan import EncodePlan, cached_images, lookup_requests
 from lookonce.sdk.in_threads import readers, run_until
 from lookonce.sdk.messages import PreparedPrompt, abort_request, detokenize_request, equal_error, token_texts_of
+from lookonce.sdk.routing.affinity import with_affinity
 from lookonce.sdk.uploads import Turn
 
 __all__ = ["AsyncClient", "AsyncTextStream", "Encoding", "Generation", "ImageRef", "Message", "Usage"]
@@ -126,15 +127,15 @@ class AsyncClient:
         deadline = self._options.deadline(options.get("timeout_s"))
         with tracing.calling("client.generate"):
             prepared = await _prepared(prompt, images, options, deadline)
-            metadata = self._options.metadata(options.get("request_id"))
+            affinity = prepared.affinity
+            metadata = with_affinity(self._options.metadata(options.get("request_id")), affinity)
+            await self._connection.open_replicas(deadline)
             with self._connection.uploads.turn(self._options.caller) as turn:
                 while True:
                     request = decoder_pb2.GenerateRequest(params=prepared.params())
                     try:
-                        response = await self._calls.unary(
-                            self._connection.decoder.Generate, request, deadline, metadata
-                        )
-                        return generation_of(response)
+                        attempt = self._connection.generate(affinity)
+                        return generation_of(await self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         await self._supply(prepared, error, deadline, turn)
 
@@ -150,18 +151,25 @@ class AsyncClient:
         """
         check_request_id(options.get("request_id"))
         deadline = self._options.deadline(options.get("timeout_s"))
+        attempts = self._calls.attempts(deadline)
         span = tracing.start_call("client.stream")
         with tracing.current(span):
             metadata = self._options.metadata(options.get("request_id"))
 
         async def prepare() -> PreparedPrompt:
-            return await _prepared(prompt, images, options, deadline)
+            prepared = await _prepared(prompt, images, options, deadline)
+            await self._connection.open_replicas(deadline)
+            return prepared
 
         def start(prepared: PreparedPrompt, wait_for_ready: bool) -> Any:
             self._calls.check_open()
-            request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
-            return self._connection.decoder.GenerateStream(
-                request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
+            affinity = prepared.affinity
+            return self._connection.generate_stream(
+                affinity if attempts.is_first else None,
+                decoder_pb2.GenerateStreamRequest(params=prepared.params()),
+                deadline,
+                metadata=with_affinity(metadata, affinity),
+                wait_for_ready=wait_for_ready,
             )
 
         turn = self._connection.uploads.turn(self._options.caller)
@@ -170,7 +178,6 @@ class AsyncClient:
             with tracing.current(span):
                 await self._supply(prepared, error, deadline, turn)
 
-        attempts = self._calls.attempts(deadline)
         stream = AsyncTextStream(self._calls, attempts, metadata, prepare, start, supply, turn, span)
         self._connection.add(stream)
         return stream

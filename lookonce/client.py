@@ -31,6 +31,7 @@ from lookonce.sdk.connections import SyncConnection
 from lookonce.sdk.decoder_facts import load_of, model_info_of, tokenized_prompt_of
 from lookonce.sdk.encode_plan import EncodePlan, cached_images, lookup_requests
 from lookonce.sdk.messages import PreparedPrompt, abort_request, detokenize_request, equal_error, token_texts_of
+from lookonce.sdk.routing.affinity import with_affinity
 from lookonce.sdk.text_stream import TextStream
 from lookonce.sdk.uploads import Turn
 
@@ -142,13 +143,14 @@ class Client:
         deadline = self._options.deadline(options.get("timeout_s"))
         with tracing.calling("client.generate"):
             prepared = PreparedPrompt(prompt, images, options)
-            metadata = self._options.metadata(options.get("request_id"))
+            affinity = prepared.affinity
+            metadata = with_affinity(self._options.metadata(options.get("request_id")), affinity)
             with self._connection.uploads.turn(self._options.caller) as turn:
                 while True:
                     request = decoder_pb2.GenerateRequest(params=prepared.params())
                     try:
-                        response = self._calls.unary(self._connection.decoder.Generate, request, deadline, metadata)
-                        return generation_of(response)
+                        attempt = self._connection.generate(affinity, deadline)
+                        return generation_of(self._calls.unary(attempt, request, deadline, metadata))
                     except EmbeddingNotCachedError as error:
                         self._supply(prepared, error, deadline, turn)
 
@@ -164,13 +166,19 @@ class Client:
         prepared = PreparedPrompt(prompt, images, options)
         span = tracing.start_call("client.stream")
         with tracing.current(span):
-            metadata = self._options.metadata(options.get("request_id"))
+            affinity = prepared.affinity
+            metadata = with_affinity(self._options.metadata(options.get("request_id")), affinity)
+        attempts = self._calls.attempts(deadline)
 
         def start(wait_for_ready: bool) -> Any:
             request = decoder_pb2.GenerateStreamRequest(params=prepared.params())
             return self._calls.started(
-                lambda: self._connection.decoder.GenerateStream(
-                    request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
+                lambda: self._connection.generate_stream(
+                    affinity if attempts.is_first else None,
+                    request,
+                    deadline,
+                    metadata=metadata,
+                    wait_for_ready=wait_for_ready,
                 )
             )
 
@@ -180,7 +188,7 @@ class Client:
             with tracing.current(span):
                 self._supply(prepared, error, deadline, turn)
 
-        stream = TextStream(self._calls, self._calls.attempts(deadline), metadata, start, supply, turn, span)
+        stream = TextStream(self._calls, attempts, metadata, start, supply, turn, span)
         self._connection.add(stream)
         return stream
 

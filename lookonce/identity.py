@@ -20,6 +20,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_RULE = "must be 1 to 128 characters of [A-Za-z0-9._:-]"
 """The same for people, to follow the field's name in an error."""
 REQUEST_ID_KEY = "x-request-id"
+AFFINITY_KEY = "x-lookonce-affinity"
+"""Name of the metadata by which proxies send equal contents to one decoder; see sdk/routing/affinity.py."""
 """Key of the id in the metadata of a call, and in those behind its answer."""
 
 

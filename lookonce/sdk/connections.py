@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
+from lookonce import tracing
+from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.decoder_info import ModelInfo
 from lookonce.encoder.v1 import encoder_service_pb2_grpc as encoder_grpc
 from lookonce.errors import LookonceError, UnsupportedError
 from lookonce.sdk.calls import AsyncCalls, SyncCalls, closed_error
-from lookonce.sdk.connection.channel import DECODER, ENCODER, ConnectionOptions, channel_options
+from lookonce.sdk.connection.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options
 from lookonce.sdk.connection.lazy_channel import LazyChannel
+from lookonce.sdk.routing.replicas import AsyncReplicas, SyncReplicas
 from lookonce.sdk.uploads import Uploads
 
 
@@ -41,6 +45,7 @@ class SyncConnection:
         self._streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
         self.decoder_channel = open_channel(decoder_target, DECODER, options)
         self.decoder: decoder_grpc.DecoderServiceStub = decoder_grpc.DecoderServiceStub(self.decoder_channel)
+        self._replicas = SyncReplicas(decoder_target, options)
         self._encoder_channel: grpc.Channel | None = None
         # The decoder's first answer.
         self.info: ModelInfo | None = None
@@ -56,6 +61,57 @@ class SyncConnection:
         for target in (self._decoder_target, self._encoder_target):
             if target is not None:
                 options.check_token_is_safe(target)
+
+    def generate(self, affinity: bytes, deadline: Deadline) -> Callable[..., decoder_pb2.GenerateResponse]:
+        """Returns a function that makes the attempts of one call.
+
+        The first attempt goes to the replica for this content, later ones to any. Waits a moment if the client has just
+        begun to connect.
+        """
+        self._replicas.open(deadline)
+        is_first = True
+
+        def attempt(
+            request: decoder_pb2.GenerateRequest, *, metadata: tracing.Metadata, **options: Any
+        ) -> decoder_pb2.GenerateResponse:
+            nonlocal is_first
+            place = self._replicas.place(affinity, metadata) if is_first else None
+            is_first = False
+            if place is None:
+                return self.decoder.Generate(request, metadata=metadata, **options)
+            try:
+                response: decoder_pb2.GenerateResponse = place.stub.Generate(request, metadata=metadata, **options)
+                return response
+            finally:
+                place.leave()
+
+        return attempt
+
+    def generate_stream(
+        self,
+        affinity: bytes | None,
+        request: decoder_pb2.GenerateStreamRequest,
+        deadline: Deadline,
+        *,
+        metadata: tracing.Metadata,
+        wait_for_ready: bool,
+    ) -> Any:
+        """Begins a call at the replica for this content, at any one for None. Waits as `generate`."""
+        if affinity is not None:
+            self._replicas.open(deadline)
+        place = None if affinity is None else self._replicas.place(affinity, metadata)
+        stub = self.decoder if place is None else place.stub
+        try:
+            call = stub.GenerateStream(
+                request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
+            )
+        except BaseException:
+            if place is not None:
+                place.leave()
+            raise
+        if place is not None and not call.add_callback(place.leave):
+            place.leave()
+        return call
 
     def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceStub:
         """Returns the encoder's stub. `announced_target` is the decoder's, for clients that were given none.
@@ -85,6 +141,7 @@ class SyncConnection:
         for channel in channels:
             if channel is not None:
                 channel.close()
+        self._replicas.close()
         for stream in streams:
             stream._end(closed_error())
 
@@ -103,6 +160,7 @@ class AsyncConnection:
         self._streams: weakref.WeakSet[OpenStream] = weakref.WeakSet()
         self._decoder_channel = LazyChannel(decoder_target, DECODER, options)
         self._decoder_stub: decoder_grpc.DecoderServiceAsyncStub | None = None
+        self._replicas = AsyncReplicas(decoder_target, options)
         self._encoder_channel: LazyChannel | None = None
         # The decoder's first answer.
         self.info: ModelInfo | None = None
@@ -133,6 +191,56 @@ class AsyncConnection:
             self._decoder_stub = decoder_grpc.DecoderServiceStub(channel)
         return self._decoder_stub
 
+    async def open_replicas(self, deadline: Deadline) -> None:
+        """Connects to single replicas; waits a moment if the client has just begun. Raises AbortedError if closed."""
+        # In another event loop than before this raises.
+        _ = self.decoder_channel
+        await self._replicas.open(deadline)
+
+    def generate(self, affinity: bytes) -> Callable[..., Awaitable[decoder_pb2.GenerateResponse]]:
+        """Returns a function that makes the attempts of one call.
+
+        The first attempt goes to the replica for this content, later ones to any.
+        """
+        is_first = True
+
+        async def attempt(
+            request: decoder_pb2.GenerateRequest, *, metadata: tracing.Metadata, **options: Any
+        ) -> decoder_pb2.GenerateResponse:
+            nonlocal is_first
+            place = self._replicas.place(affinity, metadata) if is_first else None
+            is_first = False
+            if place is None:
+                return await self.decoder.Generate(request, metadata=metadata, **options)
+            try:
+                response: decoder_pb2.GenerateResponse = await place.stub.Generate(
+                    request, metadata=metadata, **options
+                )
+                return response
+            finally:
+                place.leave()
+
+        return attempt
+
+    def generate_stream(
+        self,
+        affinity: bytes | None,
+        request: decoder_pb2.GenerateStreamRequest,
+        deadline: Deadline,
+        *,
+        metadata: tracing.Metadata,
+        wait_for_ready: bool,
+    ) -> Any:
+        """Begins a call at the replica for this content, at any one for None."""
+        place = None if affinity is None else self._replicas.place(affinity, metadata)
+        stub = self.decoder if place is None else place.stub
+        call = stub.GenerateStream(
+            request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
+        )
+        if place is not None:
+            call.add_done_callback(lambda _: place.leave())
+        return call
+
     def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceAsyncStub:
         """Returns the encoder's stub. Arguments and errors are those of `SyncConnection.encoder`."""
         target = self._encoder_target = _target_of_encoder(self._encoder_target, announced_target)
@@ -154,6 +262,7 @@ class AsyncConnection:
         for stream in list(self._streams):
             stream._end(closed_error())
         await self._decoder_channel.close()
+        await self._replicas.close()
         if self._encoder_channel is not None:
             await self._encoder_channel.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from lookonce.errors import EmbeddingNotCachedError, InternalError, InvalidParam
 from lookonce.generation import GenerateOptions, Message, Prompt, Role, TextPrompt
 from lookonce.identity import REQUEST_ID, REQUEST_ID_RULE
 from lookonce.images import ImageLike, ImageRef, as_image, as_images
+from lookonce.sdk.routing.affinity import affinity_of
 from lookonce.videos import Video
 
 # Up to this size, sending the image costs less than a round trip to learn that the server lacks it.
@@ -60,6 +61,12 @@ class PreparedPrompt:
             for _ in range(visual.num_pairs if isinstance(visual, Video) else 1)
         ]
         self._inline = {index for index, visual in enumerate(self._visuals) if _travels_at_once(visual)}
+
+    @property
+    def affinity(self) -> bytes:
+        """Equal for prompts that begin alike; see routing/affinity.py."""
+        digest = _images_of(self._visuals[0])[0].digest if self._visuals else None
+        return affinity_of(digest, _first_texts(self._content))
 
     def params(self) -> decoder_pb2.GenerateParams:
         """Returns the request with the bytes of the images that are to be sent."""
@@ -202,6 +209,17 @@ def _video_source(video: Video, *, as_bytes: bool) -> decoder_pb2.VideoSource:
 def _has_text(content: str | list[_Turn]) -> bool:
     texts = [content] if isinstance(content, str) else [part for _, parts in content for part in parts]
     return any(isinstance(text, str) and text.strip() for text in texts)
+
+
+def _first_texts(content: str | list[_Turn]) -> Iterator[str]:
+    """Yields the texts up to the first message of the user."""
+    if isinstance(content, str):
+        yield content
+        return
+    for role, parts in content:
+        yield from (part for part in parts if isinstance(part, str))
+        if role == "user":
+            return
 
 
 def _as_text(prompt: TextPrompt, images: Sequence[ImageLike]) -> str:

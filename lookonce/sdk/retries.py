@@ -82,6 +82,11 @@ class Attempts:
         self._failure = ""
 
     @property
+    def is_first(self) -> bool:
+        """Whether no attempt has been repeated."""
+        return self._num_retries == 0
+
+    @property
     def wait_for_ready(self) -> bool:
         """Whether the next attempt waits, until the deadline, for a server that can be reached."""
         return self._num_retries > 0 and self._retries.has_answered

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping
 
 from lookonce.errors import ConfigurationError
-from lookonce.identity import REQUEST_ID_KEY
+from lookonce.identity import AFFINITY_KEY, REQUEST_ID_KEY
 
 _NAME = re.compile(r"[a-z0-9_.-]+")
 # Set by the client, by arguments of their own, or by OpenTelemetry.
-_TAKEN = frozenset({"authorization", REQUEST_ID_KEY, "traceparent", "tracestate", "te", "content-type", "user-agent"})
+_TAKEN = frozenset(
+    {"authorization", REQUEST_ID_KEY, AFFINITY_KEY, "traceparent", "tracestate", "te", "content-type", "user-agent"}
+)
 # Far below the 16 KiB that servers accept for all headers together.
 _MAX_BYTES = 8192
 
