@@ -8,7 +8,13 @@ import pytest
 
 from tests.k8s.variants import BASE, PROD, Variant, run_tool, skip_without_tool, write_overlay
 
-_PAIRS = (("mtls", "affinity"), ("mtls", "grpc-route"), ("hpa", "keda"), ("model-image-volume", "model-init-container"))
+_PAIRS = (
+    ("mtls", "affinity"),
+    ("mtls", "decoder-affinity"),
+    ("mtls", "grpc-route"),
+    ("hpa", "keda"),
+    ("model-image-volume", "model-init-container"),
+)
 
 
 @pytest.mark.parametrize("pair", [*_PAIRS, *(pair[::-1] for pair in _PAIRS)], ids="+".join)

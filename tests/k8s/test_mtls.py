@@ -85,4 +85,4 @@ def test_the_proposed_certificate_has_the_name_that_decoders_call() -> None:
 
 def test_envoy_without_certificates_is_not_put_between() -> None:
     for variant in VARIANTS:
-        assert not {"mtls", "affinity"} <= set(variant.components)
+        assert not ("mtls" in variant.components and {"affinity", "decoder-affinity"} & set(variant.components))

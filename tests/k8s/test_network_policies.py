@@ -14,7 +14,7 @@ import pytest
 
 from tests.k8s.manifests import CASES, container_ports, environment, names, of_kind, pod_labels, selects
 from tests.k8s.render import Manifest
-from tests.k8s.variants import GATEWAY, GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
+from tests.k8s.variants import DECODER_AFFINITY, GATEWAY, GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
 
 _HERE = {"kubernetes.io/metadata.name": "lookonce"}
 _CLIENTS = {"kubernetes.io/metadata.name": "shop", "lookonce-client": "true"}
@@ -23,6 +23,7 @@ _MONITORING = {"kubernetes.io/metadata.name": "monitoring"}
 _SYSTEM = {"kubernetes.io/metadata.name": "kube-system"}
 _OBSERVABILITY = {"kubernetes.io/metadata.name": "observability"}
 _ENVOY = "lookonce-encoder-affinity"
+_DECODER_ENVOY = "lookonce-decoder-affinity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
     found = {("lookonce-decoder", "lookonce-encoder", "grpc")}
     if _ENVOY in names(manifests, "Deployment"):
         found |= {("lookonce-decoder", _ENVOY, "grpc"), (_ENVOY, "lookonce-encoder", "grpc")}
+    if _DECODER_ENVOY in names(manifests, "Deployment"):
+        found.add((_DECODER_ENVOY, "lookonce-decoder", "grpc"))
     if "lookonce-gateway" in names(manifests, "Deployment"):
         found |= {("lookonce-gateway", called, "grpc") for called in ("lookonce-decoder", "lookonce-encoder")}
     if "lookonce-redis" in names(manifests, "Deployment"):
@@ -95,7 +98,7 @@ def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
     return found
 
 
-@pytest.fixture(params=[NETWORK_POLICY, GATEWAY, PROD_ALL, GPU_ALL], ids=str)
+@pytest.fixture(params=[NETWORK_POLICY, GATEWAY, DECODER_AFFINITY, PROD_ALL, GPU_ALL], ids=str)
 def variant(request: pytest.FixtureRequest) -> Variant:
     one: Variant = request.param
     return one

@@ -53,6 +53,7 @@ SERVICE_MONITOR = Variant("base", ("servicemonitor",))
 NETWORK_POLICY = Variant("base", ("networkpolicy",))
 MTLS = Variant("base", ("mtls",))
 AFFINITY = Variant("base", ("affinity",))
+DECODER_AFFINITY = Variant("base", ("decoder-affinity", "networkpolicy", "networkpolicy/decoder-affinity"))
 TOKENS = Variant("base", ("tokens",))
 TRACING = Variant("base", ("tracing",))
 ADMIN = Variant("base", ("tokens", "admin"))
@@ -76,7 +77,10 @@ PROD_ALL = Variant(
         "networkpolicy/gateway",
     ),
 )
-GPU_ALL = Variant(GPU.start, ("keda", "servicemonitor", "networkpolicy", "affinity"))
+GPU_ALL = Variant(
+    GPU.start,
+    ("keda", "servicemonitor", "networkpolicy", "affinity", "decoder-affinity", "networkpolicy/decoder-affinity"),
+)
 VARIANTS = (
     BASE,
     DEV_CPU,
@@ -88,6 +92,7 @@ VARIANTS = (
     NETWORK_POLICY,
     MTLS,
     AFFINITY,
+    DECODER_AFFINITY,
     TOKENS,
     TRACING,
     ADMIN,
