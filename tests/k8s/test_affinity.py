@@ -34,9 +34,9 @@ class Proxy:
     """One of the two components."""
 
     variant: Variant
-    # Of its deployment.
+    # Name of its deployment, too.
     name: str
-    # Of its listener and its cluster.
+    # Name of its listener and of its cluster.
     cluster: str
     service: ServiceCase
     # Header of calls about one image, with its digest.

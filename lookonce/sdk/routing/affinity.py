@@ -1,4 +1,4 @@
-"""What a request is routed by: its first image, or the beginning of its text.
+"""The property by which requests are routed: their first image, or the beginning of their text.
 
 Requests that begin alike have the same affinity, so they meet at the replica that has their rows, keys and values.
 """

@@ -86,7 +86,7 @@ class _Replicas(Generic[ReplicaT]):
         self._known: dict[str, ReplicaT] = {}
         # Replicas that are not behind the target any more, with calls in progress.
         self._retired: list[tuple[str, ReplicaT]] = []
-        # When the addresses were last asked for, and first. None before that.
+        # Times at which the addresses were asked for last, and first.
         self._resolved_s: float | None = None
         self._opened_s: float | None = None
         self._has_addresses = False

@@ -18,7 +18,7 @@ ADDRESSES = [f"10.0.0.{number}:50051" for number in range(1, 9)]
 
 
 def alone(affinity: bytes, addresses: list[str]) -> str:
-    """Where a content goes while nothing else runs."""
+    """Returns the place of a content while nothing else runs."""
     return Placement().take(affinity, addresses)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import pathlib
 import socket
 import threading
 import time
@@ -14,12 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import trustme
 
 from lookonce import AsyncClient, Client
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.errors import AbortedError
+from lookonce.sdk.connection.channel import ConnectionOptions, Deadline
 from lookonce.sdk.routing import replicas
+from lookonce.sdk.routing.replicas import AsyncReplicas
 from lookonce.testing import FakeRequest, FakeServer, fake_decoder
+from tests.lookonce.sdk.sdk_servers import running_system
 
 PICTURES = [f"picture {number}".encode() for number in range(12)]
 NAME = "decoders.example"
@@ -285,6 +290,37 @@ def test_a_client_that_nobody_refers_to_leaves_no_threads(servers: list[FakeServ
 
 def client_threads() -> set[threading.Thread]:
     return {one for one in threading.enumerate() if not one.name.startswith(("fake-server", "lookonce-images"))}
+
+
+async def test_replicas_behind_a_name_must_have_its_certificate(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate has the name only, no address."""
+    authority = trustme.CA()
+    issued = authority.issue_cert(NAME)
+    paths = [tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem")]
+    authority.cert_pem.write_to_path(paths[0])
+    issued.cert_chain_pems[0].write_to_path(paths[1])
+    issued.private_key_pem.write_to_path(paths[2])
+    async with contextlib.AsyncExitStack() as exits:
+        systems = [
+            await exits.enter_async_context(running_system(tls_cert=paths[1], tls_key=paths[2])) for _ in range(2)
+        ]
+        addresses = tuple(sorted(system.decoder_target for system in systems))
+        monkeypatch.setattr("lookonce.sdk.routing.resolution.Resolution.addresses", lambda _: addresses)
+        for name, may_connect in ((NAME, True), ("others.example", False)):
+            found = AsyncReplicas(f"{name}:50051", ConnectionOptions(tls_ca=paths[0]))
+            monkeypatch.setattr(replicas, "_OPENING_S", 30.0 if may_connect else 1.0)
+            await found.open(Deadline.after(60))
+            place = found.place(b"anything", (("x-request-id", "one"),))
+            assert (place is not None) is may_connect
+            if place is not None:
+                request = decoder_pb2.GenerateRequest(
+                    params=decoder_pb2.GenerateParams(text=decoder_pb2.TextPrompt(text="word"))
+                )
+                answer = await place.stub.Generate(request, metadata=(("x-request-id", "one"),), timeout=60)
+                assert answer.choices[0].text == "word +0"
+            await found.close()
 
 
 @pytest.fixture
