@@ -234,9 +234,14 @@ class AsyncConnection:
         """Begins a call at the replica for this content, at any one for None."""
         place = None if affinity is None else self._replicas.place(affinity, metadata)
         stub = self.decoder if place is None else place.stub
-        call = stub.GenerateStream(
-            request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
-        )
+        try:
+            call = stub.GenerateStream(
+                request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
+            )
+        except BaseException:
+            if place is not None:
+                place.leave()
+            raise
         if place is not None:
             call.add_done_callback(lambda _: place.leave())
         return call

@@ -79,8 +79,10 @@ class _Replicas(Generic[ReplicaT]):
     """Knows the replicas, and when to look for others."""
 
     def __init__(self, target: str, options: ConnectionOptions) -> None:
+        """Opens nothing yet. Raises ConfigurationError for unusable TLS files."""
         self._resolution = resolution_of(target)
-        self._options = options
+        self._interceptors = list(options.interceptors)
+        self._credentials = None if self._resolution is None else options.credentials()
         self._placement = Placement()
         # By address.
         self._known: dict[str, ReplicaT] = {}
@@ -90,6 +92,8 @@ class _Replicas(Generic[ReplicaT]):
         self._resolved_s: float | None = None
         self._opened_s: float | None = None
         self._has_addresses = False
+        # Whether a thread waits for the name server.
+        self._is_resolving = False
         self._looked_s = 0.0
         self._num_calls = 0
 
@@ -105,7 +109,7 @@ class _Replicas(Generic[ReplicaT]):
 
     def _is_resolution_due(self) -> bool:
         """Whether addresses are to be looked up now. Notes that they are."""
-        if self._resolution is None:
+        if self._resolution is None or self._is_resolving:
             return False
         is_old = self._resolved_s is None or (
             bool(self._resolution.host) and time.monotonic() - self._resolved_s >= _RESOLUTION_AGE_S
@@ -128,17 +132,18 @@ class _Replicas(Generic[ReplicaT]):
     def _are_ready(self) -> bool:
         return self._has_addresses and all(one.is_ready for one in self._known.values())
 
-    def _look_up(self, use: Callable[[tuple[str, ...]], None]) -> None:
-        """Looks addresses up in a thread, which calls `use` with them unless the name server fails."""
+    def _resolve(self, use: Callable[[tuple[str, ...] | None], None]) -> None:
+        """Asks the name server in a thread, which calls `use` with the addresses; with None if there is no answer."""
         resolution = self._resolution
         assert resolution is not None
-        if not resolution.host:
-            use(resolution.addresses())
-            return
+        self._is_resolving = True
 
         def work() -> None:
-            with contextlib.suppress(OSError):
-                use(resolution.addresses())
+            addresses = None
+            # A name that cannot be one is a ValueError.
+            with contextlib.suppress(OSError, ValueError):
+                addresses = resolution.addresses()
+            use(addresses)
 
         # The end of the program does not wait for a name server.
         threading.Thread(target=work, name="lookonce-names", daemon=True).start()
@@ -224,13 +229,18 @@ class SyncReplicas(_Replicas[_SyncReplica]):
 
     def _refresh(self) -> None:
         with self._condition:
-            is_due = not self._is_closed and self._is_resolution_due()
-        if is_due:
-            self._look_up(self._use)
+            if self._is_closed or not self._is_resolution_due():
+                return
+            assert self._resolution is not None
+            if self._resolution.host:
+                self._resolve(self._use)
+            else:
+                self._use(self._resolution.addresses())
 
-    def _use(self, addresses: tuple[str, ...]) -> None:
+    def _use(self, addresses: tuple[str, ...] | None) -> None:
         with self._condition:
-            if self._is_closed:
+            self._is_resolving = False
+            if self._is_closed or addresses is None:
                 return
             idle = self._changed(addresses)
             self._condition.notify_all()
@@ -238,12 +248,12 @@ class SyncReplicas(_Replicas[_SyncReplica]):
             replica.channel.close()
 
     def _connect(self, address: str) -> _SyncReplica:
-        options, credentials = self._replica_options(address), self._options.credentials()
-        if credentials is None:
+        options = self._replica_options(address)
+        if self._credentials is None:
             channel = grpc.insecure_channel(address, options=options)
         else:
-            channel = grpc.secure_channel(address, credentials, options=options)
-        channel = grpc.intercept_channel(channel, *self._options.interceptors)
+            channel = grpc.secure_channel(address, self._credentials, options=options)
+        channel = grpc.intercept_channel(channel, *self._interceptors)
         replica = _SyncReplica(channel, decoder_grpc.DecoderServiceStub(channel))
 
         channel.subscribe(_Watch(replica, self._condition), try_to_connect=True)
@@ -251,11 +261,11 @@ class SyncReplicas(_Replicas[_SyncReplica]):
 
     def _look_at(self, address: str, replica: _SyncReplica, metadata: tracing.Metadata) -> None:
         def note(asked: Any) -> None:
-            with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
+            with contextlib.suppress(Exception):
                 self._report(address, asked.result())
 
-        with contextlib.suppress(ValueError):
-            # gRPC's error for a channel that another thread has just closed.
+        # Nobody asked for it, so no error of it concerns the caller, such as one that an interceptor raises.
+        with contextlib.suppress(Exception):
             replica.stub.GetLoad.future(
                 decoder_pb2.GetLoadRequest(), timeout=_LOAD_TIMEOUT_S, metadata=_of_look(metadata)
             ).add_done_callback(note)
@@ -331,20 +341,22 @@ class AsyncReplicas(_Replicas[_AsyncReplica]):
     def _refresh(self) -> None:
         if self._is_closed or not self._is_resolution_due():
             return
-        loop, opening = asyncio.get_running_loop(), threading.get_ident()
+        assert self._resolution is not None
+        if not self._resolution.host:
+            self._use(self._resolution.addresses())
+            return
+        loop = asyncio.get_running_loop()
 
-        def use(addresses: tuple[str, ...]) -> None:
-            if threading.get_ident() == opening:
-                self._use(addresses)
-                return
+        def use(addresses: tuple[str, ...] | None) -> None:
             # The event loop may have ended meanwhile.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._use, addresses)
 
-        self._look_up(use)
+        self._resolve(use)
 
-    def _use(self, addresses: tuple[str, ...]) -> None:
-        if self._is_closed:
+    def _use(self, addresses: tuple[str, ...] | None) -> None:
+        self._is_resolving = False
+        if self._is_closed or addresses is None:
             return
         for replica in self._changed(addresses):
             closing = asyncio.create_task(replica.channel.close())
@@ -353,21 +365,20 @@ class AsyncReplicas(_Replicas[_AsyncReplica]):
         self._addressed.set()
 
     def _connect(self, address: str) -> _AsyncReplica:
-        options, credentials = self._replica_options(address), self._options.credentials()
-        interceptors = list(self._options.interceptors)
-        if credentials is None:
+        options, interceptors = self._replica_options(address), self._interceptors
+        if self._credentials is None:
             channel = grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
         else:
-            channel = grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+            channel = grpc.aio.secure_channel(address, self._credentials, options=options, interceptors=interceptors)
         return _AsyncReplica(channel, decoder_grpc.DecoderServiceStub(channel))
 
     async def _look_at(self, address: str, replica: _AsyncReplica, metadata: tracing.Metadata) -> None:
-        with contextlib.suppress(grpc.RpcError):
+        # Nobody asked for it, so no error of it concerns the caller, such as one that an interceptor raises.
+        with contextlib.suppress(Exception):
             response = await replica.stub.GetLoad(
                 decoder_pb2.GetLoadRequest(), timeout=_LOAD_TIMEOUT_S, metadata=_of_look(metadata)
             )
-            if response is not None:
-                self._report(address, response)
+            self._report(address, response)
 
 
 def _of_look(metadata: tracing.Metadata) -> tracing.Metadata:

@@ -207,6 +207,56 @@ async def test_replicas_behind_a_name_come_and_go(servers: list[FakeServer], mon
         await until_asked(client, lambda: not known)
 
 
+@pytest.mark.parametrize("error", [socket.gaierror(-3, "try again"), UnicodeError("label too long")])
+async def test_a_name_server_without_an_answer_fails_no_call(
+    error: Exception, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client keeps the addresses that it knows."""
+    current, num_asked = targets(servers), 0
+
+    def addresses(_: Any) -> tuple[str, ...]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            raise error
+        return tuple(sorted(current))
+
+    monkeypatch.setattr(replicas, "_RESOLUTION_AGE_S", 0.0)
+    monkeypatch.setattr("lookonce.sdk.routing.resolution.Resolution.addresses", addresses)
+    async with AsyncClient.connect(f"{NAME}:50051", timeout_s=60) as client:
+        for _ in range(3):
+            for picture in PICTURES:
+                await client.generate("What is it?", images=[picture])
+    assert num_asked > 1
+    assert all(len(counts) == 1 for counts in places(servers).values())
+
+
+async def test_a_slow_name_server_is_asked_once_and_nobody_waits_for_it(
+    one_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_answer, num_asked = threading.Event(), 0
+
+    def addresses(_: Any) -> tuple[str, ...]:
+        nonlocal num_asked
+        num_asked += 1
+        assert may_answer.wait(60)
+        return ()
+
+    monkeypatch.setattr(replicas, "_OPENING_S", 0.01)
+    monkeypatch.setattr(replicas, "_RESOLUTION_AGE_S", 0.0)
+    monkeypatch.setattr("lookonce.sdk.routing.resolution.Resolution.addresses", addresses)
+    found = AsyncReplicas(f"{NAME}:50051", ConnectionOptions())
+    for _ in range(5):
+        await found.open(Deadline.after(60))
+        assert found.place(b"anything", ()) is None
+    assert num_asked == 1
+    may_answer.set()
+    await until(lambda: not found._is_resolving)
+    assert found.place(b"anything", ()) is None
+    await until(lambda: num_asked == 2)
+    await found.close()
+
+
 async def until_asked(client: AsyncClient, condition: Callable[[], bool]) -> None:
     """Asks the replica that stays until something is so: each question looks the name up."""
     async with asyncio.timeout(60):
