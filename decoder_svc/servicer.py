@@ -113,6 +113,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                     choice.finish_reason = wire_response.finish_reason(increment.finish_reason)
             choice.text = "".join(texts)
             response.usage.CopyFrom(wire_response.usage(submitted.usage))
+            response.replica_load.CopyFrom(wire_response.replica_load(self._engine.load()))
             return response
 
     async def GenerateStream(
@@ -136,6 +137,7 @@ class DecoderServicer(decoder_service_pb2_grpc.DecoderServiceServicer):
                         finished=decoder_service_pb2.StreamFinished(
                             finish_reason=wire_response.finish_reason(increment.finish_reason),
                             usage=wire_response.usage(submitted.usage),
+                            replica_load=wire_response.replica_load(self._engine.load()),
                         )
                     )
 

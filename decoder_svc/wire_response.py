@@ -82,6 +82,13 @@ def load(figures: EngineLoad) -> decoder_service_pb2.GetLoadResponse:
     )
 
 
+def replica_load(figures: EngineLoad) -> decoder_service_pb2.ReplicaLoad:
+    """Converts the engine's load for clients that choose between replicas."""
+    return decoder_service_pb2.ReplicaLoad(
+        running_requests=figures.running_requests, waiting_requests=figures.waiting_requests
+    )
+
+
 def _duration(seconds: float) -> duration_pb2.Duration:
     duration = duration_pb2.Duration()
     duration.FromNanoseconds(round(seconds * 1e9))

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from lookonce import tracing
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
 from lookonce.decoder_info import ModelInfo
@@ -19,6 +18,7 @@ from lookonce.errors import LookonceError, UnsupportedError
 from lookonce.sdk.calls import AsyncCalls, SyncCalls, closed_error
 from lookonce.sdk.connection.channel import DECODER, ENCODER, ConnectionOptions, Deadline, channel_options
 from lookonce.sdk.connection.lazy_channel import LazyChannel
+from lookonce.sdk.routing.place import AsyncPlacedStream, PlacedStream, is_unsent, load_of
 from lookonce.sdk.routing.replicas import AsyncReplicas, SyncReplicas
 from lookonce.sdk.uploads import Uploads
 
@@ -71,19 +71,22 @@ class SyncConnection:
         self._replicas.open(deadline)
         is_first = True
 
-        def attempt(
-            request: decoder_pb2.GenerateRequest, *, metadata: tracing.Metadata, **options: Any
-        ) -> decoder_pb2.GenerateResponse:
+        def attempt(request: decoder_pb2.GenerateRequest, **options: Any) -> decoder_pb2.GenerateResponse:
             nonlocal is_first
-            place = self._replicas.place(affinity, metadata) if is_first else None
+            place = self._replicas.place(affinity) if is_first else None
             is_first = False
             if place is None:
-                return self.decoder.Generate(request, metadata=metadata, **options)
+                return self.decoder.Generate(request, **options)
             try:
-                response: decoder_pb2.GenerateResponse = place.stub.Generate(request, metadata=metadata, **options)
+                response: decoder_pb2.GenerateResponse = place.stub.Generate(request, **options)
+            except BaseException as error:
+                place.failed(error)
+                if not is_unsent(error):
+                    raise
+            else:
+                place.answered(load_of(response))
                 return response
-            finally:
-                place.leave()
+            return self.decoder.Generate(request, **options)
 
         return attempt
 
@@ -92,26 +95,17 @@ class SyncConnection:
         affinity: bytes | None,
         request: decoder_pb2.GenerateStreamRequest,
         deadline: Deadline,
-        *,
-        metadata: tracing.Metadata,
-        wait_for_ready: bool,
+        **options: Any,
     ) -> Any:
         """Begins a call at the replica for this content, at any one for None. Waits as `generate`."""
+
+        def start(stub: Any) -> Any:
+            return stub.GenerateStream(request, timeout=deadline.remaining_s(), **options)
+
         if affinity is not None:
             self._replicas.open(deadline)
-        place = None if affinity is None else self._replicas.place(affinity, metadata)
-        stub = self.decoder if place is None else place.stub
-        try:
-            call = stub.GenerateStream(
-                request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
-            )
-        except BaseException:
-            if place is not None:
-                place.leave()
-            raise
-        if place is not None and not call.add_callback(place.leave):
-            place.leave()
-        return call
+        place = None if affinity is None else self._replicas.place(affinity)
+        return start(self.decoder) if place is None else PlacedStream(place, start, self.decoder)
 
     def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceStub:
         """Returns the encoder's stub. `announced_target` is the decoder's, for clients that were given none.
@@ -204,21 +198,22 @@ class AsyncConnection:
         """
         is_first = True
 
-        async def attempt(
-            request: decoder_pb2.GenerateRequest, *, metadata: tracing.Metadata, **options: Any
-        ) -> decoder_pb2.GenerateResponse:
+        async def attempt(request: decoder_pb2.GenerateRequest, **options: Any) -> decoder_pb2.GenerateResponse:
             nonlocal is_first
-            place = self._replicas.place(affinity, metadata) if is_first else None
+            place = self._replicas.place(affinity) if is_first else None
             is_first = False
             if place is None:
-                return await self.decoder.Generate(request, metadata=metadata, **options)
+                return await self.decoder.Generate(request, **options)
             try:
-                response: decoder_pb2.GenerateResponse = await place.stub.Generate(
-                    request, metadata=metadata, **options
-                )
+                response: decoder_pb2.GenerateResponse = await place.stub.Generate(request, **options)
+            except BaseException as error:
+                place.failed(error)
+                if not is_unsent(error):
+                    raise
+            else:
+                place.answered(load_of(response))
                 return response
-            finally:
-                place.leave()
+            return await self.decoder.Generate(request, **options)
 
         return attempt
 
@@ -227,24 +222,15 @@ class AsyncConnection:
         affinity: bytes | None,
         request: decoder_pb2.GenerateStreamRequest,
         deadline: Deadline,
-        *,
-        metadata: tracing.Metadata,
-        wait_for_ready: bool,
+        **options: Any,
     ) -> Any:
         """Begins a call at the replica for this content, at any one for None."""
-        place = None if affinity is None else self._replicas.place(affinity, metadata)
-        stub = self.decoder if place is None else place.stub
-        try:
-            call = stub.GenerateStream(
-                request, timeout=deadline.remaining_s(), metadata=metadata, wait_for_ready=wait_for_ready
-            )
-        except BaseException:
-            if place is not None:
-                place.leave()
-            raise
-        if place is not None:
-            call.add_done_callback(lambda _: place.leave())
-        return call
+
+        def start(stub: Any) -> Any:
+            return stub.GenerateStream(request, timeout=deadline.remaining_s(), **options)
+
+        place = None if affinity is None else self._replicas.place(affinity)
+        return start(self.decoder) if place is None else AsyncPlacedStream(place, start, self.decoder)
 
     def encoder(self, announced_target: str, options: ConnectionOptions) -> encoder_grpc.EncoderServiceAsyncStub:
         """Returns the encoder's stub. Arguments and errors are those of `SyncConnection.encoder`."""

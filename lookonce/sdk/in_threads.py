@@ -31,8 +31,9 @@ async def run_until(
     deadline: Deadline, threads: Executor, function: Callable[..., ResultT], *arguments: object
 ) -> ResultT:
     """Returns the result of `function`, or raises its error. Raises DeadlineError while it still waits or runs."""
+    remaining_s = deadline.remaining_s()
     try:
-        return await asyncio.wait_for(run_in_thread(threads, function, *arguments), deadline.remaining_s())
+        return await asyncio.wait_for(run_in_thread(threads, function, *arguments), remaining_s)
     except TimeoutError:
         # It may also be the function's own.
         if not deadline.has_passed():

@@ -42,6 +42,11 @@ def test_later_questions_skip_the_picture_at_the_decoder_that_has_it(
         later = [asked(client, file, question) for file in files for question in ("Where is it?", "Which colour?")]
         assert all(one.usage.encoded_image_tokens > 0 for one in first)
         assert all(one.usage.skipped_image_tokens > 0 and one.usage.encoded_image_tokens == 0 for one in later)
+        reports = client._connection._replicas._placement._reports
+        # An answer tells the load. Its own request may still be in it.
+        assert set(reports) <= set(stack.decoder_targets)
+        assert {report.num_others for report in reports.values()} <= {0, 1}
+        assert reports
         alone = [exits.enter_context(Client.connect(target, timeout_s=60)) for target in stack.decoder_targets]
         for file in files:
             skipped = [asked(one, file, "How many?").usage.skipped_image_tokens > 0 for one in alone]

@@ -20,7 +20,18 @@ from hashlib import blake2b
 _MAX_SHARE = 1.25
 # Reports are used for so long, seconds.
 _REPORT_AGE_S = 5.0
+# A replica at which a call failed is passed over for so long, seconds; twice as long after each further failure.
+_FIRST_REST_S = 2.0
+_MAX_REST_S = 30.0
 _MAX_KEY_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """The time for which a replica is passed over."""
+
+    length_s: float
+    ends_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,7 @@ class Placement:
         self._lock = threading.Lock()
         self._num_own: Counter[str] = Counter()
         self._reports: dict[str, _Report] = {}
+        self._rests: dict[str, _Rest] = {}
 
     def take(self, affinity: bytes, addresses: Collection[str]) -> str:
         """Returns the address for a request with this content, and counts it there until `give_back`.
@@ -46,7 +58,8 @@ class Placement:
         """
         with self._lock:
             now_s = time.monotonic()
-            loads = {address: self._load(address, now_s) for address in addresses}
+            trusted = [one for one in addresses if one not in self._rests or self._rests[one].ends_s <= now_s]
+            loads = {address: self._load(address, now_s) for address in trusted or addresses}
             limit = math.ceil(_MAX_SHARE * (sum(loads.values()) + 1) / len(loads))
             within = [address for address, load in loads.items() if load < limit]
             chosen = max(within, key=lambda address: rank(affinity, address))
@@ -69,11 +82,24 @@ class Placement:
             num_others = max(0, num_requests - self._num_own[address])
             self._reports[address] = _Report(num_others, time.monotonic())
 
+    def succeeded(self, address: str) -> None:
+        """Notes that a replica has answered."""
+        with self._lock:
+            self._rests.pop(address, None)
+
+    def failed(self, address: str) -> None:
+        """Notes that a replica did not answer in time or could not be reached, so that others get the next requests."""
+        with self._lock:
+            before = self._rests.get(address)
+            length_s = _FIRST_REST_S if before is None else min(2 * before.length_s, _MAX_REST_S)
+            self._rests[address] = _Rest(length_s, time.monotonic() + length_s)
+
     def forget(self, address: str) -> None:
         """Forgets a replica that has gone and has no request of this client any more."""
         with self._lock:
             self._num_own.pop(address, None)
             self._reports.pop(address, None)
+            self._rests.pop(address, None)
 
     def _load(self, address: str, now_s: float) -> int:
         report = self._reports.get(address)

@@ -10,42 +10,52 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 import grpc.aio
 
-from lookonce import tracing
-from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
 from lookonce.decoder.v1 import decoder_service_pb2_grpc as decoder_grpc
-from lookonce.identity import AFFINITY_KEY, REQUEST_ID_KEY
 from lookonce.sdk.connection.channel import DECODER, ConnectionOptions, Deadline, channel_options
+from lookonce.sdk.routing.place import Place
 from lookonce.sdk.routing.placement import Placement
 from lookonce.sdk.routing.resolution import resolution_of
 
-# The first calls of a client wait so long for connections to all replicas, seconds.
+# The first calls of a client wait so long for connections to all replicas, seconds, and so much of their deadlines.
 _OPENING_S = 0.25
+_OPENING_SHARE = 0.25
+_POLL_S = 0.005
 # While a client makes calls, names are looked up so often, seconds.
 _RESOLUTION_AGE_S = 5.0
-# Replicas are asked for their load at most so often, seconds, and once per so many calls to each.
-_LOOK_S = 1.0
-_CALLS_PER_LOOK = 10
-_LOAD_TIMEOUT_S = 1.0
+_READY: int = grpc.ChannelConnectivity.READY.value[0]
 
 ReplicaT = TypeVar("ReplicaT", bound="_SyncReplica | _AsyncReplica")
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _SyncReplica:
+    # Without interceptors.
     channel: grpc.Channel
     stub: decoder_grpc.DecoderServiceStub
-    is_ready: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the replica says that it serves. Begins to connect if it does not.
+
+        The public way to ask a synchronous channel needs a thread for each, which polls, delays `close` and lets gRPC
+        abort programs that fork. This is what grpc.aio does for `get_state`. Without it no call is routed.
+        """
+        state = getattr(getattr(self.channel, "_channel", None), "check_connectivity_state", None)
+        try:
+            return state is not None and state(True) == _READY
+        except ValueError:
+            # Another thread has closed the channel.
+            return False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _AsyncReplica:
     channel: grpc.aio.Channel
     stub: decoder_grpc.DecoderServiceAsyncStub
@@ -54,25 +64,6 @@ class _AsyncReplica:
     def is_ready(self) -> bool:
         """Whether the replica says that it serves. Begins to connect if it does not."""
         return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
-
-
-class Place(Generic[ReplicaT]):
-    """One request's place at a replica."""
-
-    def __init__(self, replica: ReplicaT, leave: Callable[[], None]) -> None:
-        self._replica = replica
-        self._leave: Callable[[], None] | None = leave
-
-    @property
-    def stub(self) -> Any:
-        """The replica's stub, synchronous or for asyncio as the client is."""
-        return self._replica.stub
-
-    def leave(self) -> None:
-        """Notes the end of the request. Later calls have no effect."""
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
 
 
 class _Replicas(Generic[ReplicaT]):
@@ -94,8 +85,6 @@ class _Replicas(Generic[ReplicaT]):
         self._has_addresses = False
         # Whether a thread waits for the name server.
         self._is_resolving = False
-        self._looked_s = 0.0
-        self._num_calls = 0
 
     def _connect(self, address: str) -> ReplicaT:
         raise NotImplementedError
@@ -119,15 +108,13 @@ class _Replicas(Generic[ReplicaT]):
             self._opened_s = self._resolved_s if self._opened_s is None else self._opened_s
         return is_old
 
-    def _opening_ends_s(self, deadline: Deadline) -> float | None:
-        """Returns until when a call waits for connections, on the monotonic clock; None if it does not wait."""
+    def _opening_s(self, deadline: Deadline) -> float:
+        """Returns how long a call waits for connections, seconds; 0 unless the client has just begun to connect."""
         if self._opened_s is None or self._are_ready():
-            return None
-        now_s, ends_s = time.monotonic(), self._opened_s + _OPENING_S
+            return 0.0
+        left_s = self._opened_s + _OPENING_S - time.monotonic()
         remaining_s = deadline.remaining_s()
-        if remaining_s is not None:
-            ends_s = min(ends_s, now_s + remaining_s)
-        return ends_s if now_s < ends_s else None
+        return max(0.0, left_s if remaining_s is None else min(left_s, remaining_s * _OPENING_SHARE))
 
     def _are_ready(self) -> bool:
         return self._has_addresses and all(one.is_ready for one in self._known.values())
@@ -165,24 +152,12 @@ class _Replicas(Generic[ReplicaT]):
                 self._placement.forget(address)
         return [replica for _, replica in idle]
 
-    def _chosen(self, affinity: bytes) -> Place[ReplicaT] | None:
+    def _chosen(self, affinity: bytes) -> Place | None:
         serving = [address for address, replica in self._known.items() if replica.is_ready]
         if len(serving) < 2:
             return None
-        self._num_calls += 1
         address = self._placement.take(affinity, serving)
-        return Place(self._known[address], lambda: self._placement.give_back(address))
-
-    def _to_look_at(self) -> list[tuple[str, ReplicaT]]:
-        """Returns the replicas to ask for their load now, if it is time."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOK_S or self._num_calls < _CALLS_PER_LOOK * len(self._known):
-            return []
-        self._looked_s, self._num_calls = now_s, 0
-        return [(address, replica) for address, replica in self._known.items() if replica.is_ready]
-
-    def _report(self, address: str, response: decoder_pb2.GetLoadResponse) -> None:
-        self._placement.report(address, response.running_requests + response.waiting_requests)
+        return Place(self._known[address].stub, address, self._placement)
 
 
 class SyncReplicas(_Replicas[_SyncReplica]):
@@ -190,37 +165,32 @@ class SyncReplicas(_Replicas[_SyncReplica]):
 
     def __init__(self, target: str, options: ConnectionOptions) -> None:
         super().__init__(target, options)
-        # Guards all but the placement. Notified when a replica becomes ready.
-        self._condition = threading.Condition()
-        self._is_closed = False
+        # Guards all but the placement.
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
 
     def open(self, deadline: Deadline) -> None:
         """Connects to the replicas. The first calls of a client wait for it, for a quarter of a second at most."""
         self._refresh()
-        with self._condition:
-            ends_s = self._opening_ends_s(deadline)
-            if ends_s is not None:
-                self._condition.wait_for(lambda: self._is_closed or self._are_ready(), ends_s - time.monotonic())
+        with self._lock:
+            ends_s = time.monotonic() + self._opening_s(deadline)
+        while time.monotonic() < ends_s and not self._closed.wait(_POLL_S):
+            with self._lock:
+                if self._are_ready():
+                    return
 
-    def place(self, affinity: bytes, metadata: tracing.Metadata) -> Place[_SyncReplica] | None:
-        """Returns the place of a request with this content; None: it goes to any replica.
-
-        `metadata` is that of the request.
-        """
+    def place(self, affinity: bytes) -> Place | None:
+        """Returns the place of a request with this content; None: it goes to any replica."""
         if self._resolution is None:
             return None
         self._refresh()
-        with self._condition:
-            place = self._chosen(affinity)
-            to_look_at = self._to_look_at()
-        for address, replica in to_look_at:
-            self._look_at(address, replica, metadata)
-        return place
+        with self._lock:
+            return self._chosen(affinity)
 
     def close(self) -> None:
         """Closes all channels and ends the calls there."""
-        with self._condition:
-            self._is_closed = True
+        with self._lock:
+            self._closed.set()
             replicas = [*self._known.values(), *(replica for _, replica in self._retired)]
             self._known.clear()
             self._retired.clear()
@@ -228,22 +198,21 @@ class SyncReplicas(_Replicas[_SyncReplica]):
             replica.channel.close()
 
     def _refresh(self) -> None:
-        with self._condition:
-            if self._is_closed or not self._is_resolution_due():
+        with self._lock:
+            if self._closed.is_set() or not self._is_resolution_due():
                 return
             assert self._resolution is not None
             if self._resolution.host:
                 self._resolve(self._use)
             else:
-                self._use(self._resolution.addresses())
+                self._changed(self._resolution.addresses())
 
     def _use(self, addresses: tuple[str, ...] | None) -> None:
-        with self._condition:
+        with self._lock:
             self._is_resolving = False
-            if self._is_closed or addresses is None:
+            if self._closed.is_set() or addresses is None:
                 return
             idle = self._changed(addresses)
-            self._condition.notify_all()
         for replica in idle:
             replica.channel.close()
 
@@ -253,40 +222,8 @@ class SyncReplicas(_Replicas[_SyncReplica]):
             channel = grpc.insecure_channel(address, options=options)
         else:
             channel = grpc.secure_channel(address, self._credentials, options=options)
-        channel = grpc.intercept_channel(channel, *self._interceptors)
-        replica = _SyncReplica(channel, decoder_grpc.DecoderServiceStub(channel))
-
-        channel.subscribe(_Watch(replica, self._condition), try_to_connect=True)
-        return replica
-
-    def _look_at(self, address: str, replica: _SyncReplica, metadata: tracing.Metadata) -> None:
-        def note(asked: Any) -> None:
-            with contextlib.suppress(Exception):
-                self._report(address, asked.result())
-
-        # Nobody asked for it, so no error of it concerns the caller, such as one that an interceptor raises.
-        with contextlib.suppress(Exception):
-            replica.stub.GetLoad.future(
-                decoder_pb2.GetLoadRequest(), timeout=_LOAD_TIMEOUT_S, metadata=_of_look(metadata)
-            ).add_done_callback(note)
-
-
-class _Watch:
-    """Notes the state of a replica's connection.
-
-    gRPC's thread holds it, so it does not hold the replica: a client that nobody refers to closes its channels.
-    """
-
-    def __init__(self, replica: _SyncReplica, condition: threading.Condition) -> None:
-        self._replica = weakref.ref(replica)
-        self._condition = condition
-
-    def __call__(self, state: grpc.ChannelConnectivity) -> None:
-        replica = self._replica()
-        if replica is not None:
-            with self._condition:
-                replica.is_ready = state is grpc.ChannelConnectivity.READY
-                self._condition.notify_all()
+        intercepted = grpc.intercept_channel(channel, *self._interceptors)
+        return _SyncReplica(channel, decoder_grpc.DecoderServiceStub(intercepted))
 
 
 class AsyncReplicas(_Replicas[_AsyncReplica]):
@@ -294,7 +231,6 @@ class AsyncReplicas(_Replicas[_AsyncReplica]):
 
     def __init__(self, target: str, options: ConnectionOptions) -> None:
         super().__init__(target, options)
-        self._looks: set[asyncio.Task[None]] = set()
         self._closings: set[asyncio.Task[None]] = set()
         self._addressed = asyncio.Event()
         self._is_closed = False
@@ -302,41 +238,29 @@ class AsyncReplicas(_Replicas[_AsyncReplica]):
     async def open(self, deadline: Deadline) -> None:
         """Connects to the replicas. The first calls of a client wait for it, for a quarter of a second at most."""
         self._refresh()
-        ends_s = self._opening_ends_s(deadline)
-        if ends_s is None:
+        opening_s = self._opening_s(deadline)
+        if not opening_s:
             return
         # gRPC raises UsageError if the channel is closed meanwhile.
         with contextlib.suppress(TimeoutError, grpc.aio.UsageError):
-            async with asyncio.timeout(ends_s - time.monotonic()):
+            async with asyncio.timeout(opening_s):
                 await self._addressed.wait()
                 await asyncio.gather(*(replica.channel.channel_ready() for replica in self._known.values()))
 
-    def place(self, affinity: bytes, metadata: tracing.Metadata) -> Place[_AsyncReplica] | None:
-        """Returns the place of a request with this content; None: it goes to any replica.
-
-        `metadata` is that of the request.
-        """
+    def place(self, affinity: bytes) -> Place | None:
+        """Returns the place of a request with this content; None: it goes to any replica."""
         if self._resolution is None:
             return None
         self._refresh()
-        place = self._chosen(affinity)
-        for address, replica in self._to_look_at():
-            look = asyncio.create_task(self._look_at(address, replica, metadata))
-            self._looks.add(look)
-            look.add_done_callback(self._looks.discard)
-        return place
+        return self._chosen(affinity)
 
     async def close(self) -> None:
         """Closes all channels and ends the calls there."""
         self._is_closed = True
-        for look in self._looks:
-            look.cancel()
         replicas = [*self._known.values(), *(replica for _, replica in self._retired)]
         self._known.clear()
         self._retired.clear()
-        await asyncio.gather(*self._looks, *self._closings, return_exceptions=True)
-        for replica in replicas:
-            await replica.channel.close()
+        await asyncio.gather(*self._closings, *(replica.channel.close() for replica in replicas))
 
     def _refresh(self) -> None:
         if self._is_closed or not self._is_resolution_due():
@@ -371,16 +295,3 @@ class AsyncReplicas(_Replicas[_AsyncReplica]):
         else:
             channel = grpc.aio.secure_channel(address, self._credentials, options=options, interceptors=interceptors)
         return _AsyncReplica(channel, decoder_grpc.DecoderServiceStub(channel))
-
-    async def _look_at(self, address: str, replica: _AsyncReplica, metadata: tracing.Metadata) -> None:
-        # Nobody asked for it, so no error of it concerns the caller, such as one that an interceptor raises.
-        with contextlib.suppress(Exception):
-            response = await replica.stub.GetLoad(
-                decoder_pb2.GetLoadRequest(), timeout=_LOAD_TIMEOUT_S, metadata=_of_look(metadata)
-            )
-            self._report(address, response)
-
-
-def _of_look(metadata: tracing.Metadata) -> tracing.Metadata:
-    """Returns the metadata of a question about the load: the request's without what concerns this request."""
-    return tuple((name, value) for name, value in metadata if name not in (REQUEST_ID_KEY, AFFINITY_KEY))

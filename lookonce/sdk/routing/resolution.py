@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from dataclasses import dataclass, field
 
 from lookonce.sdk.connection.target import is_on_this_machine
 
 # With more replicas than these, a connection of each client to each of them would be too many.
-_MAX_REPLICAS = 128
+_MAX_REPLICAS = 64
+# Variables that name a proxy for gRPC.
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _DNS = "dns:///"
 
 
@@ -43,8 +46,11 @@ class Resolution:
 def resolution_of(target: str) -> Resolution | None:
     """Returns how to find the replicas behind a checked target; None if it stands for one server, or only gRPC knows.
 
-    The addresses of "localhost" are those of one server.
+    The addresses of "localhost" are those of one server. Where the environment names a proxy, gRPC alone knows which
+    names and addresses are reached without it.
     """
+    if any(os.environ.get(name) for name in _PROXIES) and not is_on_this_machine(target):
+        return None
     scheme, _, rest = target.partition(":")
     if scheme in ("ipv4", "ipv6"):
         listed = tuple(address.replace("%5B", "[").replace("%5D", "]") for address in rest.split(","))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from hashlib import blake2b
 
@@ -91,6 +92,36 @@ def test_requests_of_other_clients_count(monkeypatch: pytest.MonkeyPatch) -> Non
     placed.report(first, 500)
     monkeypatch.setattr(placement, "_REPORT_AGE_S", -1.0)
     assert placed.take(b"content", ADDRESSES[:2]) == first, "old reports do not count"
+
+
+def test_a_replica_that_failed_rests_longer_each_time_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    placed = Placement()
+    first = alone(b"content", ADDRESSES[:2])
+    (second,) = set(ADDRESSES[:2]) - {first}
+
+    def taken() -> str:
+        address = placed.take(b"content", ADDRESSES[:2])
+        placed.give_back(address)
+        return address
+
+    rests = []
+    for _ in range(6):
+        placed.failed(first)
+        began_s = now_s
+        while taken() == second:
+            now_s += 0.5
+        rests.append(now_s - began_s)
+    assert rests == [2, 4, 8, 16, 30, 30]
+    placed.succeeded(first)
+    placed.failed(first)
+    assert taken() == second
+    now_s += 2
+    assert taken() == first
+    placed.failed(first)
+    placed.failed(second)
+    assert taken() == first, "when all have failed, none rests"
 
 
 def test_a_replica_that_went_begins_anew() -> None:

@@ -5,28 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
+import os
 import pathlib
 import socket
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 import trustme
 
 from lookonce import AsyncClient, Client
+from lookonce.content_key import image_digest
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
-from lookonce.errors import AbortedError
+from lookonce.errors import AbortedError, DeadlineError
+from lookonce.local.reserved_port import reserved_port
+from lookonce.sdk.connection import channel
 from lookonce.sdk.connection.channel import ConnectionOptions, Deadline
 from lookonce.sdk.routing import replicas
 from lookonce.sdk.routing.replicas import AsyncReplicas
 from lookonce.testing import FakeRequest, FakeServer, fake_decoder
 from tests.lookonce.sdk.sdk_servers import running_system
 
-PICTURES = [f"picture {number}".encode() for number in range(12)]
+PICTURES = [f"picture {number}".encode() for number in range(30)]
 NAME = "decoders.example"
 
 
@@ -109,11 +118,14 @@ def test_conversations_without_pictures_stay(servers: list[FakeServer]) -> None:
     assert all(set(counts.values()) == {3} for counts in asked.values())
 
 
-async def test_no_call_fails_when_a_replica_goes_and_its_pictures_move(servers: list[FakeServer]) -> None:
+async def test_no_call_fails_when_a_replica_goes_and_its_pictures_move(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with AsyncClient.connect(targets(servers)) as client:
         for picture in PICTURES:
             await client.generate("What is it?", images=[picture])
         before = places(servers)
+        monkeypatch.setattr(replicas, "_OPENING_S", 0.0)
         servers[0].close()
         starts = [len(server.requests) for server in servers]
         for _ in range(3):
@@ -248,11 +260,11 @@ async def test_a_slow_name_server_is_asked_once_and_nobody_waits_for_it(
     found = AsyncReplicas(f"{NAME}:50051", ConnectionOptions())
     for _ in range(5):
         await found.open(Deadline.after(60))
-        assert found.place(b"anything", ()) is None
+        assert found.place(b"anything") is None
     assert num_asked == 1
     may_answer.set()
     await until(lambda: not found._is_resolving)
-    assert found.place(b"anything", ()) is None
+    assert found.place(b"anything") is None
     await until(lambda: num_asked == 2)
     await found.close()
 
@@ -261,40 +273,210 @@ async def until_asked(client: AsyncClient, condition: Callable[[], bool]) -> Non
     """Asks the replica that stays until something is so: each question looks the name up."""
     async with asyncio.timeout(60):
         while not condition():
-            place = client._connection._replicas.place(b"anything", ())
+            place = client._connection._replicas.place(b"anything")
             if place is not None:
                 place.leave()
             await asyncio.sleep(0.01)
 
 
-async def test_replicas_are_asked_for_their_load(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+async def test_answers_tell_the_load_of_other_clients(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another client has 1,000 requests at the replica of this picture."""
-    asked = Counter[str]()
+    loads = Counter[str]()
+    generate, generate_stream = fake_decoder.FakeDecoder.Generate, fake_decoder.FakeDecoder.GenerateStream
 
-    def load_of(self: Any, request: decoder_pb2.GetLoadRequest, context: Any) -> decoder_pb2.GetLoadResponse:
-        metadata = dict(context.invocation_metadata())
-        assert "x-lookonce-affinity" not in metadata
-        assert metadata["x-of-caller"] == "yes"
-        asked[self.target] += 1
-        return decoder_pb2.GetLoadResponse(waiting_requests=1000 if self.target == popular else 0)
+    def answer(self: Any, request: Any, context: Any) -> Any:
+        response = generate(self, request, context)
+        response.replica_load.waiting_requests = loads[self.target]
+        return response
 
-    monkeypatch.setattr(fake_decoder.FakeDecoder, "GetLoad", load_of)
-    monkeypatch.setattr(replicas, "_LOOK_S", 0.0)
-    monkeypatch.setattr(replicas, "_CALLS_PER_LOOK", 2)
-    popular = ""
+    def answer_in_pieces(self: Any, request: Any, context: Any) -> Any:
+        for response in generate_stream(self, request, context):
+            if response.HasField("finished"):
+                response.finished.replica_load.running_requests = loads[self.target]
+            yield response
+
+    monkeypatch.setattr(fake_decoder.FakeDecoder, "Generate", answer)
+    monkeypatch.setattr(fake_decoder.FakeDecoder, "GenerateStream", answer_in_pieces)
+
+    async def ask(client: AsyncClient, question: str) -> None:
+        if streams:
+            assert [text async for text in client.stream(question, images=[PICTURES[0]])]
+        else:
+            await client.generate(question, images=[PICTURES[0]])
+
     async with contextlib.AsyncExitStack() as exits:
         servers = [exits.enter_context(FakeServer("seen")) for _ in range(3)]
-        client = AsyncClient.connect(targets(servers), headers={"x-of-caller": "yes"})
-        await exits.enter_async_context(client)
-        await client.generate("What is it?", images=[PICTURES[0]])
-        (popular,) = (server.target for server in servers if server.requests)
-        for _ in range(6):
-            await client.generate("What is it?", images=[PICTURES[0]])
-        await until(lambda: len(asked) == 3)
-        await until(lambda: popular in client._connection._replicas._placement._reports)
-        await client.generate("Where is it?", images=[PICTURES[0]])
-        (busy,) = (server for server in servers if server.target == popular)
-        assert not any(request.text.startswith("Where") for request in busy.requests)
+        client = await exits.enter_async_context(AsyncClient.connect(targets(servers)))
+        await ask(client, "first")
+        (popular,) = (server for server in servers if server.requests)
+        loads[popular.target] = 1000
+        await ask(client, "second")
+        await ask(client, "third")
+        assert [request.text for request in popular.requests] == ["first", "second"]
+
+
+def test_a_server_that_does_not_answer_in_time_is_passed_over(servers: list[FakeServer]) -> None:
+    may_end = threading.Event()
+    with FakeServer(lambda _: "late" if may_end.wait(60) else "") as frozen:
+        client = Client.connect([frozen.target, *targets(servers)], max_retries=0)
+        with client:
+            client._connection._replicas.open(Deadline.after(60))
+            candidates = (f"candidate {number}".encode() for number in itertools.count())
+            picture = next(one for one in candidates if asks_first(client, one) == frozen.target)
+            with pytest.raises(DeadlineError):
+                client.generate("What is it?", images=[picture], timeout_s=0.5)
+            assert client.generate("What is it?", images=[picture]).text == "seen"
+            may_end.set()
+
+
+def asks_first(client: Client, picture: bytes) -> str:
+    """Returns the address to which a question about a picture would go."""
+    place = client._connection._replicas.place(bytes(image_digest(picture))[:16])
+    assert place is not None
+    place.leave()
+    return place._address
+
+
+def stale_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every replica seem ready, as one does whose connection ends at this moment."""
+    for kind in (replicas._SyncReplica, replicas._AsyncReplica):
+        monkeypatch.setattr(kind, "is_ready", property(lambda _: True))
+
+
+async def test_a_call_that_was_not_sent_goes_elsewhere_also_without_retries(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeServer("gone") as gone, Client.connect([gone.target, *targets(servers)], max_retries=0) as client:
+        async with AsyncClient.connect([gone.target, *targets(servers)], max_retries=0) as other:
+            await other.generate("are you there")
+            client.generate("are you there")
+            gone.close()
+            await asyncio.sleep(0.5)
+            stale_ready(monkeypatch)
+            for picture in PICTURES:
+                assert client.generate("What is it?", images=[picture]).text == "seen"
+                assert "".join(client.stream("What is it?", images=[picture])) == "seen"
+                client._connection._replicas._placement._rests.clear()
+                assert (await other.generate("What is it?", images=[picture])).text == "seen"
+                assert [text async for text in other.stream("What is it?", images=[picture])]
+                other._connection._replicas._placement._rests.clear()
+            for one in (client, other):
+                placement = one._connection._replicas._placement
+                assert not sum(placement._num_own.values())
+
+
+def test_a_process_that_forks_goes_on(servers: list[FakeServer]) -> None:
+    """In a process of its own: a fork copies the servers' threads as well."""
+    program = """
+import os, sys, lookonce
+client = lookonce.Client.connect(sys.argv[1:])
+client.generate("one", images=[b"picture"])
+child = os.fork()
+if not child:
+    # Exits without cleaning up, as multiprocessing's children do.
+    with lookonce.Client.connect(sys.argv[1:]) as other:
+        os._exit(0 if other.generate("two", images=[b"picture"]).text == "seen" else 1)
+_, status = os.waitpid(child, 0)
+client.generate("three", images=[b"picture"])
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    for _ in range(3):
+        finished = subprocess.run(
+            [sys.executable, "-c", program, *targets(servers)],
+            check=False,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert finished.returncode == 0
+
+
+def test_replicas_connect_anew_after_an_idle_time(servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = channel.channel_options
+
+    def impatient(*arguments: Any, **keywords: Any) -> list[tuple[str, int | str]]:
+        return [*options(*arguments, **keywords), ("grpc.client_idle_timeout_ms", 1000)]
+
+    monkeypatch.setattr(replicas, "channel_options", impatient)
+    with Client.connect(targets(servers)) as client:
+        client.generate("What is it?", images=[PICTURES[0]])
+        known = client._connection._replicas._known
+        deadline_s = time.monotonic() + 60
+        while all(vars(one.channel)["_channel"].check_connectivity_state(False) == 2 for one in known.values()):
+            assert time.monotonic() < deadline_s, "some become idle"
+            time.sleep(0.1)
+        while sum(one.is_ready for one in known.values()) < len(known):
+            assert time.monotonic() < deadline_s, "asking connects them"
+            time.sleep(0.02)
+
+
+def test_replicas_are_connected_to_without_threads(servers: list[FakeServer]) -> None:
+    before = {one for one in threading.enumerate() if not one.name.startswith(("fake-server", "lookonce-images"))}
+    with Client.connect(targets(servers)) as client:
+        for picture in PICTURES[:3]:
+            client.generate("What is it?", images=[picture])
+        after = {one for one in threading.enumerate() if not one.name.startswith(("fake-server", "lookonce-images"))}
+        # gRPC's own threads for calls end with them.
+        assert not {one for one in after - before if "poll" not in one.name}
+
+
+def test_a_short_deadline_is_not_spent_on_connections(
+    servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the addresses never existed."""
+    with (
+        reserved_port() as port,
+        Client.connect([*targets(servers), f"127.0.0.1:{port}"], timeout_s=20.0) as client,
+    ):
+        began_s = time.monotonic()
+        client.generate("What is it?", images=[PICTURES[0]])
+        assert time.monotonic() - began_s < 15.0, "at most a quarter of the deadline"
+
+
+class Breaking(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Raises in one call, and passes on a generator instead of the call's stream."""
+
+    def __init__(self) -> None:
+        self.raises = False
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        assert hasattr(request, "params"), "it sees no calls that the program has not made"
+        if self.raises:
+            raise RuntimeError("an interceptor's fault")
+        return continuation(details, request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        if self.raises:
+            raise RuntimeError("an interceptor's fault")
+        call = continuation(details, request)
+        return (response for response in call)
+
+
+def test_odd_interceptors_leave_no_place_behind(servers: list[FakeServer]) -> None:
+    breaking = Breaking()
+    with Client.connect(targets(servers), interceptors=[breaking]) as client:
+        for picture in PICTURES:
+            client.generate("What is it?", images=[picture])
+            assert "".join(client.stream("What is it?", images=[picture])) == "seen"
+        breaking.raises = True
+        with pytest.raises(RuntimeError):
+            client.generate("What is it?", images=[PICTURES[0]])
+        with pytest.raises(RuntimeError):
+            "".join(client.stream("What is it?", images=[PICTURES[0]]))
+        assert not sum(client._connection._replicas._placement._num_own.values())
+
+
+async def test_streams_whose_deadline_passes_before_they_begin_leave_no_place_behind(
+    servers: list[FakeServer],
+) -> None:
+    async with AsyncClient.connect(targets(servers)) as client:
+        await client.generate("are you there")
+        for _ in range(3):
+            stream = client.stream("What is it?", images=[PICTURES[0]], timeout_s=0.05)
+            await asyncio.sleep(0.1)
+            with pytest.raises(DeadlineError):
+                await anext(stream)
+        assert not sum(client._connection._replicas._placement._num_own.values())
 
 
 def test_proxies_are_told_what_to_route_by(servers: list[FakeServer]) -> None:
@@ -325,21 +507,13 @@ def test_calls_after_and_during_the_end_say_so(servers: list[FakeServer]) -> Non
             client.generate("What is it?", images=[PICTURES[0]])
 
 
-def test_a_client_that_nobody_refers_to_leaves_no_threads(servers: list[FakeServer]) -> None:
-    before = client_threads()
+def test_a_client_that_nobody_refers_to_closes_its_channels(servers: list[FakeServer]) -> None:
     client = Client.connect(targets(servers))
     client.generate("What is it?", images=[PICTURES[0]])
-    assert client_threads() - before
+    ended = weakref.ref(client._connection._replicas)
     del client
-    deadline_s = time.monotonic() + 60
-    while client_threads() - before:
-        gc.collect()
-        assert time.monotonic() < deadline_s, threading.enumerate()
-        time.sleep(0.05)
-
-
-def client_threads() -> set[threading.Thread]:
-    return {one for one in threading.enumerate() if not one.name.startswith(("fake-server", "lookonce-images"))}
+    gc.collect()
+    assert ended() is None
 
 
 async def test_replicas_behind_a_name_must_have_its_certificate(
@@ -362,7 +536,7 @@ async def test_replicas_behind_a_name_must_have_its_certificate(
             found = AsyncReplicas(f"{name}:50051", ConnectionOptions(tls_ca=paths[0]))
             monkeypatch.setattr(replicas, "_OPENING_S", 30.0 if may_connect else 1.0)
             await found.open(Deadline.after(60))
-            place = found.place(b"anything", (("x-request-id", "one"),))
+            place = found.place(b"anything")
             assert (place is not None) is may_connect
             if place is not None:
                 request = decoder_pb2.GenerateRequest(

@@ -35,6 +35,15 @@ def test_targets(target: str, expected: Resolution | None) -> None:
     assert resolution_of(target) == expected
 
 
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_with_a_proxy_grpc_alone_knows_how_to_reach_a_name(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that `no_proxy` excludes would else be reached by its addresses, which it does not exclude."""
+    monkeypatch.setenv(variable, "http://10.0.0.9:3128")
+    assert resolution_of("decoders:50051") is None
+    assert resolution_of("ipv4:10.0.0.1:50051,10.0.0.2:50051") is None
+    assert resolution_of("ipv4:127.0.0.1:50051,127.0.0.1:50052") is not None, "no proxy is asked for this machine"
+
+
 def answer(*hosts: str) -> Any:
     return lambda host, port, type: [(2, type, 6, "", (one, port)) for one in hosts]
 
