@@ -261,9 +261,11 @@ class AsyncConnection:
 def open_channel(target: str, service: str | None, options: ConnectionOptions) -> grpc.Channel:
     """Returns a channel for synchronous calls; `service` as in `channel_options`.
 
-    Raises ConfigurationError for unusable TLS files, and for a token that would go to another machine without TLS.
+    Raises ConfigurationError for unusable TLS files, for a token that would go to another machine without TLS, and for
+    a list of addresses with TLS.
     """
     options.check_token_is_safe(target)
+    options.check_has_name(target)
     credentials = options.credentials()
     if credentials is None:
         channel = grpc.insecure_channel(target, options=channel_options(service, target=target))

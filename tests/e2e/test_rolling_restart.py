@@ -44,8 +44,8 @@ FLAGS = (*ONE_THREAD, *DRAIN)
 NUM_STREAMS = 4
 # Nearly all that the model's context takes: 1,200 tokens were over before the drain's delay on a quiet machine.
 STREAM_TOKENS = 1900
-# The SDK's, and those of the two stubs.
-NUM_DECODER_CHANNELS = 3
+# The SDK's two, and those of the two stubs.
+NUM_DECODER_CHANNELS = 4
 CALL_TIMEOUT_S = 60.0
 STEP_TIMEOUT_S = 100.0
 _seeds = itertools.count(88_000_000)
@@ -148,6 +148,8 @@ async def clients_of(stack: LocalStack) -> AsyncIterator[Clients]:
     ):
         pictures = await asyncio.to_thread(fresh, 6)
         await client.model_info()
+        # Opens the channels to single decoders.
+        await client.generate("hello", max_tokens=1)
         channel.get_state(try_to_connect=True)
         streaming.get_state(try_to_connect=True)
         await until(lambda: all(is_used(decoder) for decoder in stack.decoders))

@@ -141,6 +141,14 @@ class ConnectionOptions:
                 "is safe, for example a mesh with mutual TLS"
             )
 
+    def check_has_name(self, target: str) -> None:
+        """Raises ConfigurationError for a list with TLS: gRPC would look for the whole list in the certificate."""
+        if self.tls_ca is not None and target.startswith(("ipv4:", "ipv6:")) and "," in target:
+            raise ConfigurationError(
+                "with TLS, a list of addresses has no name that a server's certificate could have; give a name that "
+                f"stands for all of them in DNS; got {target}"
+            )
+
     def deadline(self, timeout_s: float | None) -> Deadline:
         """Returns the deadline of one call; None: the client's default. Raises InvalidParameterError as Deadline."""
         chosen = self.timeout_s if timeout_s is None else timeout_s

@@ -16,9 +16,11 @@ class LazyChannel:
     def __init__(self, target: str, service: str | None, options: ConnectionOptions) -> None:
         """`service` is the full name that health checks use; None: no health checks.
 
-        Raises ConfigurationError for unusable TLS files, and for a token that would go to another machine without TLS.
+        Raises ConfigurationError for unusable TLS files, for a token that would go to another machine without TLS, and
+        for a list of addresses with TLS.
         """
         options.check_token_is_safe(target)
+        options.check_has_name(target)
         self._target = target
         self._options = channel_options(service, target=target)
         self._credentials = options.credentials()

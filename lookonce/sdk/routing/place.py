@@ -79,6 +79,8 @@ class PlacedStream(Iterator[decoder_pb2.GenerateStreamResponse]):
         except BaseException as error:
             self._place.failed(error)
             if self._begin_elsewhere is None or not is_unsent(error):
+                # It refers to the request, and so to the images.
+                self._begin_elsewhere = None
                 raise
         else:
             self._begin_elsewhere = None
@@ -91,8 +93,8 @@ class PlacedStream(Iterator[decoder_pb2.GenerateStreamResponse]):
 
     def cancel(self) -> None:
         """Cancels the call, and gives its place back."""
-        self._call.cancel()
         self._place.leave()
+        self._call.cancel()
 
 
 class AsyncPlacedStream(AsyncIterator[decoder_pb2.GenerateStreamResponse]):
@@ -120,6 +122,8 @@ class AsyncPlacedStream(AsyncIterator[decoder_pb2.GenerateStreamResponse]):
         except BaseException as error:
             self._place.failed(error)
             if self._begin_elsewhere is None or not is_unsent(error):
+                # It refers to the request, and so to the images.
+                self._begin_elsewhere = None
                 raise
         else:
             self._begin_elsewhere = None
@@ -132,8 +136,8 @@ class AsyncPlacedStream(AsyncIterator[decoder_pb2.GenerateStreamResponse]):
 
     def cancel(self) -> None:
         """Cancels the call, and gives its place back."""
-        self._call.cancel()
         self._place.leave()
+        self._call.cancel()
 
 
 def _note(place: Place, response: decoder_pb2.GenerateStreamResponse | None) -> None:

@@ -46,7 +46,8 @@ class Placement:
     """Chooses replicas, and counts the requests in progress at each. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A garbage collection in the midst of a choice may end streams that nobody refers to, in the same thread.
+        self._lock = threading.RLock()
         self._num_own: Counter[str] = Counter()
         self._reports: dict[str, _Report] = {}
         self._rests: dict[str, _Rest] = {}

@@ -14,7 +14,7 @@ from lookonce.images import ImageRef
 from tests.lookonce.sdk.sdk_servers import EchoDecoder, Knowledge, System, running_system
 
 CONNECT = [lookonce.Client.connect, lookonce.AsyncClient.connect]
-# Round robin between two replicas would send half of them to each.
+# Two replicas that serve get about half of them each.
 NUM_CALLS = 10
 TIMEOUT_S = 60
 
@@ -37,8 +37,9 @@ async def close(client: Any) -> None:
 async def calls_of(client: Any, system: System) -> tuple[int, int]:
     """Counts the calls that this system's decoder and encoder received."""
     before = system.knowledge.count("Generate"), system.knowledge.count("LookupEmbeddings")
-    for _ in range(NUM_CALLS):
-        await ask(client, "generate", "hello")
+    for number in range(NUM_CALLS):
+        # Equal questions go to one of them.
+        await ask(client, "generate", f"hello {number}")
         await ask(client, "lookup", [ImageRef.from_bytes(b"picture")])
     after = system.knowledge.count("Generate"), system.knowledge.count("LookupEmbeddings")
     return after[0] - before[0], after[1] - before[1]

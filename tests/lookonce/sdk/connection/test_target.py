@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import pathlib
 from typing import Any
 
 import pytest
+import trustme
 
 import lookonce
 from lookonce.errors import ConfigurationError
@@ -105,6 +107,15 @@ def test_other_lists_are_refused(targets: Any, words: str) -> None:
     for connect in (lookonce.Client.connect, lookonce.AsyncClient.connect):
         with pytest.raises(ConfigurationError, match=words):
             connect(targets)
+
+
+def test_a_list_with_tls_is_refused_because_no_certificate_has_its_name(tmp_path: pathlib.Path) -> None:
+    """Every call failed, with gRPC's words about the name."""
+    authority = tmp_path / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(authority)
+    for connect in (lookonce.Client.connect, lookonce.AsyncClient.connect):
+        with pytest.raises(ConfigurationError, match="has no name"):
+            connect(["10.0.0.1:1", "10.0.0.2:1"], tls_ca=authority)
 
 
 async def test_calls_go_to_all_addresses_of_a_list() -> None:

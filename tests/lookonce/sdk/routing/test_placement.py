@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from hashlib import blake2b
 
 import pytest
@@ -122,6 +123,20 @@ def test_a_replica_that_failed_rests_longer_each_time_until_it_answers(monkeypat
     placed.failed(first)
     placed.failed(second)
     assert taken() == first, "when all have failed, none rests"
+
+
+def test_a_garbage_collection_in_the_midst_of_a_choice_may_end_other_requests() -> None:
+    """A stream that nobody refers to gives its place back in whichever thread collects it."""
+    placed = Placement()
+    held = placed.take(b"content", ADDRESSES[:2])
+
+    class Collecting(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            placed.give_back(held)
+            return super().__iter__()
+
+    assert placed.take(b"content", Collecting(ADDRESSES[:2])) == held
+    assert placed.num_own(held) == 1
 
 
 def test_a_replica_that_went_begins_anew() -> None:

@@ -26,11 +26,12 @@ import trustme
 from lookonce import AsyncClient, Client
 from lookonce.content_key import image_digest
 from lookonce.decoder.v1 import decoder_service_pb2 as decoder_pb2
-from lookonce.errors import AbortedError, DeadlineError
+from lookonce.errors import AbortedError, DeadlineError, InvalidInputError
 from lookonce.local.reserved_port import reserved_port
 from lookonce.sdk.connection import channel
 from lookonce.sdk.connection.channel import ConnectionOptions, Deadline
 from lookonce.sdk.routing import replicas
+from lookonce.sdk.routing.place import PlacedStream
 from lookonce.sdk.routing.replicas import AsyncReplicas
 from lookonce.testing import FakeRequest, FakeServer, fake_decoder
 from tests.lookonce.sdk.sdk_servers import running_system
@@ -364,6 +365,18 @@ async def test_a_call_that_was_not_sent_goes_elsewhere_also_without_retries(
             for one in (client, other):
                 placement = one._connection._replicas._placement
                 assert not sum(placement._num_own.values())
+
+
+def test_a_failed_stream_keeps_no_image(servers: list[FakeServer]) -> None:
+    for server in servers:
+        server.fail(*[InvalidInputError("no")] * 3)
+    with Client.connect(targets(servers), max_retries=0) as client:
+        client._connection._replicas.open(Deadline.after(60))
+        stream = client.stream("What is it?", images=[PICTURES[0]])
+        with pytest.raises(InvalidInputError):
+            next(stream)
+        assert isinstance(stream._call, PlacedStream)
+        assert stream._call._begin_elsewhere is None
 
 
 def test_a_process_that_forks_goes_on(servers: list[FakeServer]) -> None:
