@@ -18,6 +18,9 @@ from hashlib import blake2b
 
 # Most requests in progress at one replica, relative to the mean of all.
 _MAX_SHARE = 1.25
+# A replica with fewer requests than these is not passed over: decoders compute several at once, and a share of few
+# requests on many replicas would be less than one.
+_FREE_REQUESTS = 4
 # Reports are used for so long, seconds.
 _REPORT_AGE_S = 5.0
 # A replica at which a call failed is passed over for so long, seconds; twice as long after each further failure.
@@ -61,7 +64,7 @@ class Placement:
             now_s = time.monotonic()
             trusted = [one for one in addresses if one not in self._rests or self._rests[one].ends_s <= now_s]
             loads = {address: self._load(address, now_s) for address in trusted or addresses}
-            limit = math.ceil(_MAX_SHARE * (sum(loads.values()) + 1) / len(loads))
+            limit = max(_FREE_REQUESTS, math.ceil(_MAX_SHARE * (sum(loads.values()) + 1) / len(loads)))
             within = [address for address, load in loads.items() if load < limit]
             chosen = max(within, key=lambda address: rank(affinity, address))
             self._num_own[chosen] += 1

@@ -66,7 +66,7 @@ def test_random_requests_are_placed_as_an_independent_model_says(
         order = sorted(
             addresses, key=lambda one: -int.from_bytes(blake2b(one.encode(), key=key, digest_size=8).digest())
         )
-        most = math.ceil((len(running) + 1) * 5 / 4 / num_replicas)
+        most = max(4, math.ceil((len(running) + 1) * 5 / 4 / num_replicas))
         expected = next(one for one in order if running.count(one) + 1 <= most)
         assert placed.take(key, addresses) == expected
         running.append(expected)
@@ -78,6 +78,13 @@ def test_a_popular_content_uses_all_replicas() -> None:
     taken = Counter(placed.take(b"popular", ADDRESSES[:4]) for _ in range(100))
     assert max(taken.values()) <= math.ceil(1.25 * 100 / 4)
     assert min(taken.values()) >= 1
+
+
+def test_a_few_questions_at_once_about_one_picture_stay_together() -> None:
+    """An eighth of four requests would be less than one for each."""
+    placed = Placement()
+    assert len({placed.take(b"picture", ADDRESSES) for _ in range(4)}) == 1
+    assert placed.take(b"picture", ADDRESSES) != alone(b"picture", ADDRESSES)
 
 
 def test_requests_of_other_clients_count(monkeypatch: pytest.MonkeyPatch) -> None:
