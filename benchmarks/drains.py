@@ -178,7 +178,8 @@ def section(bursts: Sequence[Burst]) -> str:
     return f"""## {_NAME}
 
 Bursts of mixed calls, in the middle of which a decoder of the demo model gets SIGTERM. gRPC itself says UNAVAILABLE to
-a call that finds no connection any more. Goal: no other end without a reason.
+a call that waits in its client for one of the 256 places of a connection that ends, or that finds no connection any
+more: the decoder never had it. Goal: no other end without a reason.
 
 {report.table(head, rows)}"""
 
