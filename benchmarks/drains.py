@@ -89,6 +89,8 @@ def measure(drain_delay_s: float, connections: Sequence[int], num_calls: int) ->
             print(asdict(burst), flush=True)
             while decoder.returncode is None:
                 time.sleep(_LOOK_S)
+            if number + 1 == len(connections):
+                break
             new = stack.restart(decoder)
             while not new.is_ready():
                 time.sleep(_LOOK_S)

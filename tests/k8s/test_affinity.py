@@ -26,7 +26,7 @@ from tests.k8s.manifests import (
     variables,
 )
 from tests.k8s.render import Manifest
-from tests.k8s.variants import AFFINITY, DECODER_AFFINITY, K8S, Variant, rendered
+from tests.k8s.variants import AFFINITY, GPU_ALL, K8S, Variant, rendered
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Proxy:
 
 
 ENCODERS = Proxy(AFFINITY, "lookonce-encoder-affinity", "encoders", ENCODER, "x-lookonce-digest")
-DECODERS = Proxy(DECODER_AFFINITY, "lookonce-decoder-affinity", "decoders", DECODER, AFFINITY_KEY)
+DECODERS = Proxy(GPU_ALL, "lookonce-decoder-affinity", "decoders", DECODER, AFFINITY_KEY)
 _DEFINITIONS = (
     "envoy.config.bootstrap.v3.bootstrap_pb2",
     "envoy.extensions.filters.network.http_connection_manager.v3.http_connection_manager_pb2",

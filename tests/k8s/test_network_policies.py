@@ -14,7 +14,7 @@ import pytest
 
 from tests.k8s.manifests import CASES, container_ports, environment, names, of_kind, pod_labels, selects
 from tests.k8s.render import Manifest
-from tests.k8s.variants import DECODER_AFFINITY, GATEWAY, GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
+from tests.k8s.variants import GATEWAY, GPU_ALL, NETWORK_POLICY, PROD_ALL, Variant, rendered
 
 _HERE = {"kubernetes.io/metadata.name": "lookonce"}
 _CLIENTS = {"kubernetes.io/metadata.name": "shop", "lookonce-client": "true"}
@@ -98,7 +98,7 @@ def _wanted(manifests: list[Manifest]) -> set[tuple[str, str, str]]:
     return found
 
 
-@pytest.fixture(params=[NETWORK_POLICY, GATEWAY, DECODER_AFFINITY, PROD_ALL, GPU_ALL], ids=str)
+@pytest.fixture(params=[NETWORK_POLICY, GATEWAY, PROD_ALL, GPU_ALL], ids=str)
 def variant(request: pytest.FixtureRequest) -> Variant:
     one: Variant = request.param
     return one

@@ -53,7 +53,6 @@ SERVICE_MONITOR = Variant("base", ("servicemonitor",))
 NETWORK_POLICY = Variant("base", ("networkpolicy",))
 MTLS = Variant("base", ("mtls",))
 AFFINITY = Variant("base", ("affinity",))
-DECODER_AFFINITY = Variant("base", ("decoder-affinity", "networkpolicy", "networkpolicy/decoder-affinity"))
 TOKENS = Variant("base", ("tokens",))
 TRACING = Variant("base", ("tracing",))
 ADMIN = Variant("base", ("tokens", "admin"))
@@ -92,7 +91,6 @@ VARIANTS = (
     NETWORK_POLICY,
     MTLS,
     AFFINITY,
-    DECODER_AFFINITY,
     TOKENS,
     TRACING,
     ADMIN,
