@@ -117,7 +117,7 @@ def test_conversations_without_pictures_stay(servers: list[FakeServer]) -> None:
             for _ in range(3):
                 client.generate(f"question {number}")
     asked = {server.target: Counter(request.text for request in server.requests) for server in servers}
-    assert all(set(counts.values()) == {3} for counts in asked.values())
+    assert all(set(counts.values()) <= {3} for counts in asked.values()), "a server may have none of them"
 
 
 async def test_no_call_fails_when_a_replica_goes_and_its_pictures_move(
