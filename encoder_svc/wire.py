@@ -106,7 +106,7 @@ def embedding_info(key: ContentKey, meta: EmbeddingMeta) -> common_pb2.Embedding
 
 
 def lookup_result(key: ContentKey, meta: EmbeddingMeta | None) -> pb.LookupResult:
-    """The answer for one key that was looked up; `meta` None: no cache has its rows."""
+    """Returns the answer for one key that was looked up; `meta` None: no cache has its rows."""
     return pb.LookupResult() if meta is None else pb.LookupResult(cached=True, embedding=embedding_info(key, meta))
 
 

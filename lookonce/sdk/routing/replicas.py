@@ -135,7 +135,7 @@ class _Replicas(Generic[ReplicaT]):
         # The end of the program does not wait for a name server.
         threading.Thread(target=work, name="lookonce-names", daemon=True).start()
 
-    def _changed(self, addresses: tuple[str, ...]) -> list[ReplicaT]:
+    def _update(self, addresses: tuple[str, ...]) -> list[ReplicaT]:
         """Connects to new replicas, retires those that have gone, and returns the ones to close."""
         self._has_addresses = True
         if len(addresses) < 2:
@@ -205,14 +205,14 @@ class SyncReplicas(_Replicas[_SyncReplica]):
             if self._resolution.host:
                 self._resolve(self._use)
             else:
-                self._changed(self._resolution.addresses())
+                self._update(self._resolution.addresses())
 
     def _use(self, addresses: tuple[str, ...] | None) -> None:
         with self._lock:
             self._is_resolving = False
             if self._closed.is_set() or addresses is None:
                 return
-            idle = self._changed(addresses)
+            idle = self._update(addresses)
         for replica in idle:
             replica.channel.close()
 
@@ -282,7 +282,7 @@ class AsyncReplicas(_Replicas[_AsyncReplica]):
         self._is_resolving = False
         if self._is_closed or addresses is None:
             return
-        for replica in self._changed(addresses):
+        for replica in self._update(addresses):
             closing = asyncio.create_task(replica.channel.close())
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
