@@ -504,8 +504,17 @@ async def test_requests_without_id_get_their_own(decoder: RunningDecoder) -> Non
 LogLines: TypeAlias = Callable[[], list[dict[str, Any]]]
 
 
-def access_lines(log_lines: LogLines, method: str) -> list[dict[str, Any]]:
-    return [line for line in log_lines() if line["event"] == "rpc" and line["method"].endswith("/" + method)]
+async def access_lines(log_lines: LogLines, method: str, request_id: str | None = None) -> list[dict[str, Any]]:
+    """Waits for access lines of a method, and of a request if one is named: a caller may have its answer before."""
+
+    def found() -> list[dict[str, Any]]:
+        lines = [line for line in log_lines() if line["event"] == "rpc" and line["method"].endswith("/" + method)]
+        return [line for line in lines if request_id in (None, line["request_id"])]
+
+    async with asyncio.timeout(60):
+        while not found():
+            await asyncio.sleep(0.01)
+    return found()
 
 
 async def answered_id(call: Any, log_lines: LogLines) -> str:
@@ -515,7 +524,7 @@ async def answered_id(call: Any, log_lines: LogLines) -> str:
     else:
         method, request_id = "GenerateStream", (await rest(call))[0].started.request_id
     assert dict(await call.trailing_metadata())["x-request-id"] == request_id
-    assert [line["code"] for line in access_lines(log_lines, method) if line["request_id"] == request_id] == ["OK"]
+    assert [line["code"] for line in await access_lines(log_lines, method, request_id)] == ["OK"]
     return str(request_id)
 
 
@@ -548,8 +557,7 @@ async def test_a_request_has_one_id_in_answer_and_logs_of_both_services(
     )
     request_id = await answered_id(call, log_lines)
     assert expected in (None, request_id)
-    encodes = access_lines(log_lines, "Encode")
-    assert encodes
+    encodes = await access_lines(log_lines, "Encode")
     assert {line["request_id"] for line in encodes} == {request_id}
 
 
@@ -560,7 +568,7 @@ async def test_a_call_whose_id_another_request_has_gets_a_new_one(decoder: Runni
     beside = pb.GenerateRequest(params=params("what", max_tokens=2))
     second = await answered_id(decoder.stub.Generate(beside, timeout=60, metadata=session), log_lines)
     assert second != "session"
-    (line,) = access_lines(log_lines, "Generate")
+    (line,) = await access_lines(log_lines, "Generate")
     assert (line["request_id"], line["call_id"]) == (second, "session")
     await decoder.stub.AbortRequest(pb.AbortRequestRequest(request_id="session"))
     assert (await rest(first))[-1].finished.finish_reason == pb.FINISH_REASON_ABORT
@@ -576,7 +584,7 @@ async def test_a_refused_request_has_its_chosen_id_in_log_and_trailers(
     call = decoder.stub.Generate(pb.GenerateRequest(params=request), timeout=60)
     assert isinstance(await failure(call), errors.InvalidParameterError)
     assert dict(await call.trailing_metadata())["x-request-id"] == "mine"
-    (line,) = access_lines(log_lines, "Generate")
+    (line,) = await access_lines(log_lines, "Generate")
     assert (line["request_id"], line["code"]) == ("mine", "INVALID_ARGUMENT")
 
 

@@ -284,6 +284,15 @@ async def _call(channel: grpc.aio.Channel, kind: str, *more_metadata: tuple[str,
     return bytes(answer)
 
 
+async def _access_line(log_lines: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
+    """Waits for the only access line, since a caller may have its answer before, and returns it."""
+    async with asyncio.timeout(60):
+        while not (found := [line for line in log_lines() if line["event"] == "rpc"]):
+            await asyncio.sleep(0.01)
+    (line,) = found
+    return line
+
+
 @pytest.mark.parametrize("kind", HANDLERS)
 async def test_a_call_of_each_kind_joins_its_callers_trace(
     kind: str, traces: Traces, channel: grpc.aio.Channel, log_lines: Callable[[], list[dict[str, Any]]]
@@ -297,7 +306,7 @@ async def test_a_call_of_each_kind_joins_its_callers_trace(
         "rpc.response.status_code": "OK",
         "lookonce.request_id": "turn-1",
     }
-    (line,) = [line for line in log_lines() if line["event"] == "rpc"]
+    line = await _access_line(log_lines)
     assert (line["trace_id"], line["request_id"]) == (TRACE_ID, "turn-1")
 
 
@@ -307,7 +316,7 @@ async def test_the_span_has_the_id_that_the_handler_gave_to_the_call(
 ) -> None:
     await _call(channel, kind, (OWN_ID_KEY, "own"))
     span = (await asyncio.to_thread(traces.collected)).one(f"{KINDS}/{kind}")
-    (line,) = [line for line in log_lines() if line["event"] == "rpc"]
+    line = await _access_line(log_lines)
     assert span.attributes["lookonce.request_id"] == line["request_id"] == "own"
 
 
@@ -316,7 +325,7 @@ async def test_without_tracing_log_lines_have_no_trace_id(
     kind: str, channel: grpc.aio.Channel, log_lines: Callable[[], list[dict[str, Any]]]
 ) -> None:
     assert await _call(channel, kind) == b""
-    (line,) = [line for line in log_lines() if line["event"] == "rpc"]
+    line = await _access_line(log_lines)
     assert line["request_id"] == "turn-1"
     assert "trace_id" not in line
 
