@@ -203,17 +203,17 @@ def encode_speed(figures: Mapping[str, Any]) -> Chart:
 
 
 def edge_cost(figures: Mapping[str, Any]) -> Chart:
-    """Tokens per second of the service over the engine's in process, by model and streams."""
+    """Tokens per second of the service over those of the engine alone, by model, threads and streams."""
+    groups: dict[str, list[list[float]]] = {}
+    for cell in figures["cells"]:
+        name = f"{cell['model']}, {cell['num_threads']} of 2 CPUs, {cell['num_streams']} streams"
+        ratios = [pair["bare"]["duration_s"] / pair["service"]["duration_s"] for pair in cell["pairs"]]
+        groups.setdefault(name, []).append(ratios)
     return Chart(
-        "edge_cost: tokens per second of the service over those of the engine in process",
+        "edge_cost: tokens per second of the service over those of the engine alone",
         "",
-        ("service ÷ engine in process",),
-        {
-            f"{cell['model']}, {cell['num_streams']} streams": [
-                [pair["bare"]["duration_s"] / pair["service"]["duration_s"] for pair in cell["pairs"]]
-            ]
-            for cell in figures["cells"]
-        },
+        ("engine in a thread", "engine in a process"),
+        groups,
     )
 
 

@@ -33,9 +33,10 @@ class TextService(LocalStack):
 
     @property
     def cpu_s(self) -> float:
-        """User and system time of the decoder so far, seconds."""
-        times = psutil.Process(self.decoders[0].pid).cpu_times()
-        return float(times.user + times.system)
+        """User and system time of the decoder so far, and of its engine process if it has one, seconds."""
+        decoder = psutil.Process(self.decoders[0].pid)
+        times = [process.cpu_times() for process in (decoder, *decoder.children())]
+        return float(sum(each.user + each.system for each in times))
 
     def token_ids(self, prompts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The prompts as the service tokenizes them, template included."""

@@ -49,8 +49,7 @@ async def serve(arguments: list[str]) -> None:
     set_openmp_spin_count()
     # Imported here, because torch and transformers take seconds.
     with long_lived_objects():
-        import_lean_transformers()
-        _quieten_loading(settings)
+        import_lean_transformers(shows_progress=settings.log_format != "json")
         from decoder_svc.service import open_service
 
     async with open_service(settings, telemetry.registry, quotas) as service, watched_cache(service.store) as parts:
@@ -75,14 +74,6 @@ def main() -> None:
     from lookonce.server import serving
 
     serving.run(serve(sys.argv[1:]))
-
-
-def _quieten_loading(settings: DecoderSettings) -> None:
-    """Switches progress bars off, which would break a log of JSON lines."""
-    if settings.log_format == "json":
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from decoder_svc.engine.core import EngineCore
 from decoder_svc.engine.engine import Engine
+from decoder_svc.engine.engine_thread import EngineThread
 from decoder_svc.engine.figures import EngineLimits
+from decoder_svc.engine.heartbeat import Heartbeat
+from decoder_svc.engine.process.engine_process import EngineProcess
 from decoder_svc.prompt.family import DecoderFamily
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
 from decoder_svc.rows.encoder_client import EncoderClient
@@ -59,6 +63,8 @@ class DeviceChoice:
     block_size: int
     # Share of the memory left by the heaviest step that the KV pool takes.
     kv_cache_memory_share: float
+    # Whether the engine has a process of its own.
+    engine_process: bool
 
 
 def choose_device(settings: DecoderSettings) -> DeviceChoice:
@@ -69,6 +75,7 @@ def choose_device(settings: DecoderSettings) -> DeviceChoice:
         platform.dtype_for(settings.dtype),
         settings.block_size or platform.block_size,
         settings.kv_cache_memory_share or platform.kv_cache_memory_share,
+        platform.engine_process if settings.engine == "auto" else settings.engine == "process",
     )
     if choice.block_size % platform.block_size_multiple:
         raise ConfigurationError(
@@ -91,11 +98,31 @@ def build_engine(
     encoder: EncoderClient | None,
     fetch_metrics: FetchMetrics,
 ) -> Engine:
-    """Loads the language model and sizes its memory pools. Blocks while it loads.
+    """Loads the language model and sizes its memory pools, here or in a process of its own. Blocks while it loads.
 
     Raises ModelFolderError for weights that do not match the model, and ConfigurationError for a KV pool that cannot
     hold a request and for settings that do not fit the model.
     """
+    core: EngineCore
+    if device.engine_process:
+        core = EngineProcess(settings.given_values(), settings.max_step_s)
+    else:
+        core = load_core(settings, device, family, Heartbeat(settings.max_step_s))
+    fetcher = EmbeddingFetcher(
+        store,
+        encoder,
+        num_workers=_NUM_FETCH_THREADS,
+        timeout_s=_ROW_TIMEOUT_S,
+        ttl_s=settings.ttl_s,
+        metrics=fetch_metrics,
+    )
+    return Engine(core, fetcher, _MAX_STREAM_DELAY_S)
+
+
+def load_core(
+    settings: DecoderSettings, device: DeviceChoice, family: DecoderFamily, heartbeat: Heartbeat
+) -> EngineThread:
+    """Loads the language model into this process and sizes its memory pools. Raises what `build_engine` raises."""
     _check_mask(settings, family)
     runner, limits = run_in_short_lived_thread(lambda: _loaded(settings, device, family))
     logger.info("engine limits: %s", limits)
@@ -121,15 +148,7 @@ def build_engine(
         ),
         EncoderCacheManager(limits.encoder_cache_size_rows),
     )
-    fetcher = EmbeddingFetcher(
-        store,
-        encoder,
-        num_workers=_NUM_FETCH_THREADS,
-        timeout_s=_ROW_TIMEOUT_S,
-        ttl_s=settings.ttl_s,
-        metrics=fetch_metrics,
-    )
-    return Engine(runner, scheduler, fetcher, limits, _MAX_STREAM_DELAY_S, settings.max_step_s)
+    return EngineThread(runner, scheduler, limits, heartbeat)
 
 
 def _loaded(

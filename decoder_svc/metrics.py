@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from decoder_svc.engine.core import EngineFacts
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.scheduling.request_output import RequestUsage
 
@@ -55,8 +56,7 @@ class DecoderMetrics:
         self,
         load: Callable[[], EngineLoad],
         counters: Callable[[], EngineCounters],
-        attention_backend: str,
-        weight_bytes: int,
+        facts: EngineFacts,
     ) -> None:
         """Adds the engine's metrics. `load` and `counters` are called at every scrape, on the scraping thread."""
         self._registry.register(_EngineCollector(counters))
@@ -84,13 +84,16 @@ class DecoderMetrics:
             labelnames=("backend",),
             registry=self._registry,
         )
-        backend.labels(attention_backend).set(1)
+        backend.labels(facts.attention_backend).set(1)
         weights = Gauge(
             "lookonce_decoder_weight_bytes",
             "Bytes that the language model's weights take on the device.",
             registry=self._registry,
         )
-        weights.set(weight_bytes)
+        weights.set(facts.weight_bytes)
+        if (engine_id := facts.process_id) is not None:
+            # Processor time, memory and open files, as the service's own process has them.
+            ProcessCollector("lookonce_decoder_engine", pid=lambda: engine_id, registry=self._registry)
 
     def observe(self, usage: RequestUsage) -> None:
         """Counts one request that ended, with an answer or without."""

@@ -205,8 +205,8 @@ async def open_service(
         stack.push_async_callback(engine.stop)
         heard_removal = _listen_for_forgotten(settings, engine, stack)
         metrics = DecoderMetrics(registry)
-        report_kernels(registry)
-        metrics.watch(engine.load, engine.counters, engine.attention_backend, engine.weight_bytes)
+        report_kernels(registry, engine.facts.kernel_choices)
+        metrics.watch(engine.load, engine.counters, engine.facts)
         threads = PreparationThreads()
         stack.callback(threads.close)
         servicer = DecoderServicer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -80,6 +80,12 @@ class DecoderSettings(ServiceSettings):
         True,
         description="Record steps of up to 512 tokens as graphs at start-up, on devices with graphs (CUDA). Off: "
         "slower steps, less memory, a faster start.",
+    )
+    engine: Literal["auto", "thread", "process"] = Field(
+        "auto",
+        description="Where steps run: in a thread of the service, or in a process of their own, so that gRPC and text "
+        "never take the interpreter of the steps. A process costs the memory of a second interpreter with its "
+        "libraries. auto: the device's choice, a thread on CPUs and a process with CUDA.",
     )
     prefix_cache: bool = Field(True, description="Share the KV blocks of equal prompt prefixes between requests.")
 

@@ -5,6 +5,7 @@ It registers metrics as the services do, with a stand-in engine that reports zer
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Literal
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from decoder_svc.engine.figures import EngineCounters, EngineLoad
+from decoder_svc.engine.core import EngineFacts
+from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from docs.marked_page import replace_between
@@ -79,11 +81,12 @@ def service_metrics(service: Service) -> list[MetricRow]:
         EncoderMetrics(registry)
     else:
         FetchMetrics(registry)
-        DecoderMetrics(registry).watch(lambda: EngineLoad(0, 0, 0, 0.0, 0), lambda: EngineCounters(0, 0, 0), "none", 0)
+        facts = EngineFacts(EngineLimits(1, 1, 1, 1, 1, 1, 1, 1), "none", 0, process_id=os.getpid())
+        DecoderMetrics(registry).watch(lambda: EngineLoad(0, 0, 0, 0.0, 0), lambda: EngineCounters(0, 0, 0), facts)
     store = EmbeddingStore("unix:///nowhere", budget_s=0.1, ttl_s=1, max_entry_bytes=4096)
     try:
         registry.register(StoreCollector(store, service))
-        registry.register(KernelCollector())
+        registry.register(KernelCollector([]))
         return [row for collector in registry.collectors for row in _rows(collector)]
     finally:
         store.close()

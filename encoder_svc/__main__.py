@@ -46,17 +46,14 @@ async def serve(arguments: list[str]) -> None:
     set_openmp_spin_count()
     # Imported here, because these take seconds.
     with long_lived_objects():
-        import_lean_transformers()
+        import_lean_transformers(shows_progress=settings.log_format != "json")
         import torch
-        import transformers
 
         from encoder_svc.service import admin_entry, open_control, open_pipeline, service_entry
         from encoder_svc.vision.vision_model import VisionModel
 
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    if settings.log_format == "json":
-        transformers.utils.logging.disable_progress_bar()
     model = VisionModel.load_warm(settings.vision)
     async with (
         open_pipeline(settings, model, telemetry.registry) as pipeline,

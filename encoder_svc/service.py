@@ -36,6 +36,7 @@ from lookonce.encoder.v1.encoder_service_pb2_grpc import (
 )
 from lookonce.media.image_header import ImageLimits
 from lookonce.model.kernels.kernel_report import report_kernels
+from lookonce.model.kernels.kernel_trial import kernel_choices
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.encoder_health import health_name
 from lookonce.server.service_entry import ServiceEntry
@@ -61,7 +62,7 @@ async def open_pipeline(
     """
     metrics = EncoderMetrics(registry)
     metrics.weight_bytes.set(model.weight_bytes)
-    report_kernels(registry)
+    report_kernels(registry, kernel_choices())
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels, settings.max_image_aspect)
     async with AsyncExitStack() as stack:
         store = _open_store(settings)

@@ -1,30 +1,27 @@
-"""The engine as the event loop sees it: submit and abort requests, read their outputs, start and stop the thread.
+"""The engine as the event loop sees it: submit and abort requests, read their outputs, start and stop the steps.
 
-Messages go to the engine thread (step_loop.py) through the inbox, and come back with `call_soon_threadsafe`, one per
-step. Every submitted request gets exactly one terminal answer.
+Messages go to the core, which runs the steps (core.py), and come back with `call_soon_threadsafe`, one per step. Every
+submitted request gets exactly one terminal answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from dataclasses import replace
 
+from decoder_svc.engine.core import EngineCore, EngineFacts
 from decoder_svc.engine.delivery import Delivery
 from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
-from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEventLoop
+from decoder_svc.engine.messages import STOPPING, Abort, Answers, Ended, FailedRows, Stop, ToEventLoop
 from decoder_svc.engine.output_stream import OutputStream
-from decoder_svc.engine.step_loop import STOPPING, StepLoop
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
-from decoder_svc.runner.base import ModelRunnerBase
 from decoder_svc.scheduling.prompt import Prompt
 from decoder_svc.scheduling.request import DEFAULT_SCOPE, CacheScope, Request, RequestId
 from decoder_svc.scheduling.request_output import FinishReason
 from decoder_svc.scheduling.sampling_params import SamplingParams
-from decoder_svc.scheduling.scheduler import Scheduler
 from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.errors import ContextTooLongError, InvalidParameterError, LookonceError, UnavailableError
 from lookonce.families.base import Mask
@@ -40,60 +37,47 @@ _STOP_TIMEOUT_S = 10.0
 class Engine:
     """Continuous batching over one model runner. All methods belong to the event loop, except where one says more."""
 
-    def __init__(
-        self,
-        runner: ModelRunnerBase,
-        scheduler: Scheduler,
-        fetcher: EmbeddingFetcher,
-        limits: EngineLimits,
-        longest_hold_s: float = 0.0,
-        max_step_s: float = math.inf,
-    ) -> None:
-        """No token is held back longer than `longest_hold_s` seconds to share a wake-up with others.
-
-        A step that takes longer than `max_step_s` seconds makes the engine unhealthy until the step ends.
-        """
-        self.limits = limits
-        self._runner = runner
+    def __init__(self, core: EngineCore, fetcher: EmbeddingFetcher, longest_hold_s: float = 0.0) -> None:
+        """No token is held back longer than `longest_hold_s` seconds to share a wake-up with others."""
+        self._core = core
         self._fetcher = fetcher
-        self._inbox = Inbox()
         self._delivery = Delivery(longest_hold_s)
-        self._step_loop = StepLoop(runner, scheduler, self._inbox, self._post, max_step_s)
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def facts(self) -> EngineFacts:
+        """The constants of the engine with its model."""
+        return self._core.facts
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Capacity limits, fixed at start-up."""
+        return self._core.facts.limits
+
     def start(self) -> None:
-        """Starts the engine thread; call it on the event loop that will submit."""
+        """Begins to run steps; call it on the event loop that will submit."""
         self._loop = asyncio.get_running_loop()
-        self._step_loop.start()
+        self._core.start(self._post)
 
     async def stop(self) -> None:
-        """Ends the thread after its current step; requests still alive get UnavailableError."""
-        self._inbox.put(Stop())
-        if not await asyncio.to_thread(self._step_loop.join, max(0.0, _STOP_TIMEOUT_S - self._step_loop.round_s)):
+        """Ends the engine after its current step; requests still alive get UnavailableError."""
+        self._core.put(Stop())
+        if not await asyncio.to_thread(self._core.join, max(0.0, _STOP_TIMEOUT_S - self._core.round_s)):
             logger.warning("an engine step is left to the end of the process")
         await asyncio.sleep(0)
         self._delivery.close(UnavailableError(STOPPING))
         await self._fetcher.close()
+        await asyncio.to_thread(self._core.close)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine thread is alive and no step hangs. Any thread may ask."""
-        return self._step_loop.is_healthy
+        """Whether the engine runs and no step hangs. Any thread may ask."""
+        return self._core.is_healthy
 
     @property
     def has_died(self) -> bool:
-        """Whether the engine thread ended on an error: only a new process helps. Any thread may ask."""
-        return self._step_loop.has_died
-
-    @property
-    def attention_backend(self) -> str:
-        """Name of the attention implementation, chosen when the model was loaded."""
-        return self._runner.backend.name
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that the language model's weights take on the device."""
-        return self._runner.weight_bytes
+        """Whether the engine ended on an error: only a new process helps. Any thread may ask."""
+        return self._core.has_died
 
     def submit(
         self,
@@ -127,7 +111,7 @@ class Engine:
             cache_scope=cache_scope,
         )
         stream = self._delivery.open(request_id)
-        self._inbox.put(request)
+        self._core.put(request)
         return stream
 
     def abort(self, request_id: RequestId, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -135,22 +119,22 @@ class Engine:
 
         Unknown and ended ids are ignored.
         """
-        self._inbox.put(Abort(request_id, reason))
+        self._core.put(Abort(request_id, reason))
 
     def forget(self, forgotten: Forgotten) -> None:
         """Drops the rows, keys and values of these images. Any thread may call it.
 
         Requests that use the images continue, and leave nothing of them in the caches.
         """
-        self._inbox.put_forgotten(forgotten)
+        self._core.put_forgotten(forgotten)
 
     def load(self) -> EngineLoad:
         """The current load; it may change between two calls."""
-        return self._step_loop.load(len(self._delivery))
+        return self._core.load(len(self._delivery))
 
     def counters(self) -> EngineCounters:
         """Sums since the start, for monitoring."""
-        return self._step_loop.counters()
+        return self._core.counters()
 
     def _check_fits(self, prompt: Prompt, params: SamplingParams) -> None:
         num_tokens = len(prompt.token_ids) + params.max_tokens
@@ -180,7 +164,7 @@ class Engine:
             )
 
     def _post(self, message: ToEventLoop) -> None:
-        """Hands a message of the engine thread to the event loop; the only method that runs on that thread."""
+        """Hands a message of the core to the event loop; the only method that runs on another thread."""
         assert self._loop is not None, "start() comes first"
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._take, message)
@@ -196,7 +180,7 @@ class Engine:
     def _start_fetch(self, fetch: RowFetch) -> None:
         """Runs in the context of the call that needs the rows first, so that logs and spans carry its id."""
         context = self._delivery.context(fetch.request_id)
-        context.run(self._fetcher.start, fetch, self._inbox.put, self._put_failed_rows)
+        context.run(self._fetcher.start, fetch, self._core.put, self._put_failed_rows)
 
     def _put_failed_rows(self, fetch: RowFetch, error: LookonceError) -> None:
-        self._inbox.put(FailedRows(fetch, error))
+        self._core.put(FailedRows(fetch, error))

@@ -13,12 +13,17 @@ class Heartbeat:
         """A round that takes longer than `longest_round_s` seconds counts as hanging."""
         self._longest_round_s = longest_round_s
         self._clock = clock
-        self._round_began_s: float | None = None
+        self._began_s: float | None = None
+
+    @property
+    def began_s(self) -> float | None:
+        """Time at which the current round began, seconds; None while the thread waits for work."""
+        return self._began_s
 
     @property
     def round_s(self) -> float:
         """Age of the current round, seconds; 0 while the thread waits for work."""
-        began_s = self._round_began_s
+        began_s = self._began_s
         return 0.0 if began_s is None else self._clock() - began_s
 
     @property
@@ -28,8 +33,8 @@ class Heartbeat:
 
     def begin_round(self) -> None:
         """Ends the current round, if there is one, and begins the next."""
-        self._round_began_s = self._clock()
+        self._began_s = self._clock()
 
     def rest(self) -> None:
         """Notes that the thread waits for work, which may take any time."""
-        self._round_began_s = None
+        self._began_s = None

@@ -18,6 +18,8 @@ from decoder_svc.scheduling.scheduler_output import RowFetch
 from lookonce.errors import LookonceError
 from lookonce.forgotten import Forgotten
 
+STOPPING = "the server is shutting down"
+
 # An output of a request, or the error that ends it.
 Answer: TypeAlias = RequestOutput | LookonceError
 
@@ -52,9 +54,11 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last message of the engine thread. Requests that are still alive get `error`."""
+    """The last message of the engine. Requests that are still alive get `error`."""
 
     error: LookonceError
+    # Whether the engine failed; otherwise it was told to stop.
+    has_died: bool = False
 
 
 ToEngineThread: TypeAlias = Request | FetchedRows | FailedRows | Abort | Forgotten | Stop

@@ -25,6 +25,7 @@ from itertools import groupby
 from decoder_svc.engine.figures import EngineCounters, EngineLoad
 from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import (
+    STOPPING,
     Abort,
     Answer,
     Answers,
@@ -54,7 +55,6 @@ from lookonce.model.lack_of_memory import is_lack_of_memory
 
 logger = logging.getLogger(__name__)
 
-STOPPING = "the server is shutting down"
 # Weight of a new step in the mean duration of steps: about the last ten count.
 _STEP_WEIGHT = 0.1
 # A failing step ends its own requests only. After this many failures in a row the engine is taken to be broken.
@@ -88,18 +88,18 @@ class StepLoop:
         scheduler: Scheduler,
         inbox: Inbox,
         post: Callable[[ToEventLoop], None],
-        max_step_s: float = math.inf,
+        heartbeat: Heartbeat,
     ) -> None:
         """`post` is called on the engine thread and must not block.
 
-        A step that takes longer than `max_step_s` seconds makes the engine unhealthy until the step ends.
+        A step that takes longer than `heartbeat` allows makes the engine unhealthy until the step ends.
         """
         self._runner = runner
         self._scheduler = scheduler
         self._inbox = inbox
         self._post = post
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._heartbeat = Heartbeat(max_step_s)
+        self._heartbeat = heartbeat
         self._is_running = False
         self._has_died = False
         # Answers of the current step, until they are posted.
@@ -188,7 +188,7 @@ class StepLoop:
             # `submit` refuses requests from now on, so `Ended` reaches every request that was submitted.
             self._is_running = False
             self._flush()
-            self._post(Ended(UnavailableError(reason)))
+            self._post(Ended(UnavailableError(reason), self._has_died))
 
     def _take_messages(self) -> bool:
         """Handles every message in the inbox, and waits for one while there is no work. Returns False on `Stop`."""

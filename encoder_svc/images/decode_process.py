@@ -16,33 +16,15 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from encoder_svc.images.image_decoder import decode_image
 from lookonce.errors import ImageDecodeLimitError, LookonceError
 from lookonce.media.image_header import ImageLimits
+from lookonce.process.exact_receive import receive
 
 LENGTH = struct.Struct("<Q")
 READY = b"r"
-
-
-def receive(connection: socket.socket, num_bytes: int, wait_s: Callable[[], float | None] = lambda: None) -> bytearray:
-    """Receives exactly `num_bytes`. `wait_s` is asked each time how long to wait; None: without a limit.
-
-    Raises EOFError when the other side closes, and the TimeoutError of `wait_s`.
-    """
-    data = bytearray(num_bytes)
-    view = memoryview(data)
-    while view:
-        connection.settimeout(wait_s())
-        with suppress(TimeoutError):
-            received = connection.recv_into(view)
-            if not received:
-                raise EOFError
-            view = view[received:]
-    return data
 
 
 def serve(connection: socket.socket, limits: ImageLimits) -> None:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 import PIL.Image
 
 from encoder_svc.images.decode_clock import DecodeClock, DecodeTimeLimits
-from encoder_svc.images.decode_process import LENGTH, READY, receive
+from encoder_svc.images.decode_process import LENGTH, READY
 from lookonce.errors import (
     ImageDecodeLimitError,
     ImagePoisonousError,
@@ -30,6 +30,7 @@ from lookonce.errors import (
     UnsupportedError,
 )
 from lookonce.media.image_header import ImageFormat, ImageHeader, ImageLimits
+from lookonce.process.exact_receive import receive
 
 _START_TIMEOUT_S = 30.0
 _NOT_STARTED = "a decoding process did not start"

@@ -19,7 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lookonce.logs import get_logger
-from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
+from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
+from lookonce.model.kernels.kernel_trial import Candidate, choose_kernel
 from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_library import load_library
 

@@ -55,6 +55,9 @@ class DevicePlatform:
     block_size: int = 16
     # Share of the memory left by the heaviest step that the KV pool takes.
     kv_cache_memory_share: float = 0.5
+    # Whether a decoder's engine has a process of its own, which pays where a step is short for the interpreter that
+    # would also serve gRPC.
+    engine_process: bool = False
     # Pixel bytes of one forward pass of the vision half. The default holds a pass of eight images, which is the default
     # of max_forward_images, of 576 patches of 16 × 16 pixels in float32 (1.7 MiB each).
     max_forward_bytes: int = 16 * MIB

@@ -26,6 +26,7 @@ SERVE_MODULES: Mapping[str, str] = {
     "structlog": "structlog",
     "prometheus-client": "prometheus_client",
     "psutil": "psutil",
+    "msgspec": "msgspec",
 }
 
 

@@ -20,14 +20,22 @@ from unittest import mock
 _COMPILER = "torch._dynamo"
 
 
-def import_lean_transformers() -> None:
+def import_lean_transformers(*, shows_progress: bool = True) -> None:
     """Imports transformers' model code. Call it once, before anything else imports transformers.
 
     The compiler itself is not changed: whatever asks for it later imports it. A process that has already imported
-    transformers is left as it is.
+    transformers is left as it is. With `shows_progress` False, loading a model shows no progress bars, which would
+    break a log of JSON lines.
     """
-    if "transformers" in sys.modules:
-        return
+    if "transformers" not in sys.modules:
+        _import_lean()
+    if not shows_progress:
+        import transformers.utils
+
+        transformers.utils.logging.disable_progress_bar()
+
+
+def _import_lean() -> None:
     import torch
 
     stand_in = sys.modules.setdefault(_COMPILER, _CompilerStandIn())

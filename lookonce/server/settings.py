@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import pathlib
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
@@ -42,6 +42,18 @@ class EnvironmentSettings(BaseSettings):
     def are_given(self, *names: str) -> bool:
         """Whether somebody set all of these. A default that another setting makes pointless is no contradiction."""
         return self.model_fields_set.issuperset(names)
+
+    def given_values(self) -> dict[str, Any]:
+        """Returns all values that somebody set, as JSON has them, with the secrets among them.
+
+        For a process of the same service only: its settings made of these values are equal to these settings.
+        """
+        values: dict[str, Any] = self.model_dump(mode="json", include=self.model_fields_set)
+        for name in self.model_fields_set:
+            value = getattr(self, name)
+            if isinstance(value, SecretStr):
+                values[name] = value.get_secret_value()
+        return values
 
     @classmethod
     def settings_customise_sources(

@@ -17,8 +17,9 @@ SERVICE = RequestTimes(first_token_s=(0.013, 0.015, 0.018), duration_s=1.0, engi
 
 def test_every_round_has_both_and_every_stream_its_first_token(tmp_path: pathlib.Path) -> None:
     pairs = asyncio.run(measure(build_llava_clip(tmp_path), 1, [1, 3], num_tokens=5, num_rounds=2))
-    assert {number: len(found) for number, found in pairs.items()} == {1: 2, 3: 2}
-    for num_streams, found in pairs.items():
+    cells = [(engine, number) for engine in ("thread", "process") for number in (1, 3)]
+    assert {cell: len(found) for cell, found in pairs.items()} == dict.fromkeys(cells, 2)
+    for (_, num_streams), found in pairs.items():
         for times in (times for pair in found for times in (pair.service, pair.bare)):
             assert len(times.first_token_s) == num_streams
             assert 0 < min(times.first_token_s) <= max(times.first_token_s) <= times.duration_s
@@ -26,7 +27,7 @@ def test_every_round_has_both_and_every_stream_its_first_token(tmp_path: pathlib
 
 
 def test_the_row_tells_ratio_delay_and_cpu_time_per_token() -> None:
-    cell = Cell("m", 2, 3, 10, [Pair(SERVICE, BARE)])
+    cell = Cell("m", "process", 2, 3, 10, [Pair(SERVICE, BARE)])
     assert cell.edge_cpu_us(cell.pairs[0]) == pytest.approx((10_000, 5_000))
-    row = "| m | 2 | 3 | 0.900 | 0.900 … 0.900 | 3.0 ms | 3.0 … 3.0 ms | 12.0 ms, 33/s | 10000 µs, 5000 µs |"
+    row = "| m | process | 2 | 3 | 0.900 | 0.900 … 0.900 | 3.0 ms | 3.0 … 3.0 ms | 12.0 ms, 33/s | 10000 µs, 5000 µs |"
     assert row in section([cell])

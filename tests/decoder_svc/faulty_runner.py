@@ -1,12 +1,13 @@
-"""A runner whose steps obey a fault file, which is the first argument of the program (faulty_program.py)."""
+"""A runner whose steps obey a fault file, which an environment variable names (faulty_program.py)."""
 
 from __future__ import annotations
 
+import os
 import pathlib
-import sys
 
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.scheduling.scheduler_output import SampledToken, SchedulerOutput
+from tests.decoder_svc.faulty_engine_worker import FAULT_FILE
 from tests.fault_file import FaultFile
 
 
@@ -15,5 +16,5 @@ class FaultyRunner(CPUModelRunner):
 
     def execute_model(self, output: SchedulerOutput) -> list[SampledToken]:
         if output.chunks:
-            FaultFile(pathlib.Path(sys.argv[1])).obey()
+            FaultFile(pathlib.Path(os.environ[FAULT_FILE])).obey()
         return super().execute_model(output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import threading
 
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc import assembly
 from decoder_svc.assembly import DeviceChoice, choose_device
+from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.rows.fetch_metrics import FetchMetrics
 from decoder_svc.runner.cpu.runner import CPUModelRunner
 from decoder_svc.service import load_text
@@ -31,6 +33,7 @@ PLATFORM = DevicePlatform(
     block_size=32,
     block_size_multiple=32,
     kv_cache_memory_share=0.75,
+    engine_process=True,
 )
 
 
@@ -47,11 +50,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("card")
 def test_settings_that_nobody_gave_are_the_devices() -> None:
-    assert choose_device(parsed()) == DeviceChoice(PLATFORM, "bfloat16", 32, 0.75)
-    given = parsed("--dtype", "float32", "--block-size", "64", "--kv-cache-memory-share", "0.25")
-    assert choose_device(given) == DeviceChoice(PLATFORM, "float32", 64, 0.25)
+    assert choose_device(parsed()) == DeviceChoice(PLATFORM, "bfloat16", 32, 0.75, True)
+    given = parsed("--dtype", "float32", "--block-size", "64", "--kv-cache-memory-share", "0.25", "--engine", "thread")
+    assert choose_device(given) == DeviceChoice(PLATFORM, "float32", 64, 0.25, False)
     on_cpus = choose_device(parsed("--device", "cpu"))
     assert (on_cpus.dtype, on_cpus.block_size, on_cpus.kv_cache_memory_share) == (None, 16, 0.5)
+    assert not on_cpus.engine_process
 
 
 @pytest.mark.usefixtures("card")
@@ -74,9 +78,10 @@ def test_the_engine_is_built_with_the_devices_settings(tmp_path: pathlib.Path) -
     settings = parsed("--model", str(folder), "--num-kv-blocks", "8", "--num-threads", "1")
     family = load_text(settings).family
     device = choose_device(settings)
-    engine = assembly.build_engine(settings, device, family, None, None, FetchMetrics(CollectorRegistry()))
-    assert engine.limits.block_size == 32
-    assert engine._runner.config.dtype is engine._runner.model.dtype is torch.bfloat16
+    core = assembly.load_core(settings, device, family, Heartbeat(math.inf))
+    assert core.facts.limits.block_size == 32
+    runner = core._step_loop._runner
+    assert runner.config.dtype is runner.model.dtype is torch.bfloat16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -119,8 +124,8 @@ async def test_a_metric_names_the_attention_backend(tmp_path: pathlib.Path) -> N
         (metric,) = [
             metric for metric in decoder.registry.collect() if metric.name == "lookonce_decoder_attention_backend_info"
         ]
-        backend = decoder.service.engine.attention_backend
+        backend = decoder.service.engine.facts.attention_backend
         weights = decoder.registry.get_sample_value("lookonce_decoder_weight_bytes")
     assert [(sample.labels, sample.value) for sample in metric.samples] == [({"backend": backend}, 1.0)]
     assert backend in {"native", "sdpa", "triton", "flash-attn"}
-    assert weights == decoder.service.engine.weight_bytes > 10_000
+    assert weights == decoder.service.engine.facts.weight_bytes > 10_000

@@ -63,9 +63,9 @@ async def test_a_decoder_on_the_plug_ins_device_answers_as_one_on_the_cpu(
     async with running_encoder(folder, device="fixed") as target:
         async with running_decoder(folder, target, device="cpu", dtype="float32") as decoder:
             expected = await answers(decoder)
-            assert decoder.service.engine.attention_backend != "fixed-steps"
+            assert decoder.service.engine.facts.attention_backend != "fixed-steps"
         async with running_decoder(folder, target, device="fixed", dtype="float32", block_size=None) as decoder:
-            assert decoder.service.engine.attention_backend == "fixed-steps"
+            assert decoder.service.engine.facts.attention_backend == "fixed-steps"
             assert (await decoder.stub.GetModelInfo(pb.GetModelInfoRequest())).block_size == 8
             found = await answers(decoder)
     assert [list(one.token_ids) for one in found] == [list(one.token_ids) for one in expected]

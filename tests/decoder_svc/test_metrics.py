@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from decoder_svc.engine.figures import EngineCounters, EngineLoad
+from decoder_svc.engine.core import EngineFacts
+from decoder_svc.engine.figures import EngineCounters, EngineLimits, EngineLoad
 from decoder_svc.metrics import DecoderMetrics
 from decoder_svc.scheduling.request_output import RequestUsage
 
@@ -51,7 +52,8 @@ def test_the_engine_is_asked_at_every_scrape() -> None:
     registry = CollectorRegistry()
     loads = [EngineLoad(2, 1, 1, 0.25, 32)]
     counters = EngineCounters(3, 40, 30, 20, 10, 1, 4)
-    DecoderMetrics(registry).watch(lambda: loads[-1], lambda: counters, "native", 5000)
+    facts = EngineFacts(EngineLimits(100, 16, 8, 32, 8, 64, 64, 16), "native", 5000)
+    DecoderMetrics(registry).watch(lambda: loads[-1], lambda: counters, facts)
     expected = {
         "lookonce_decoder_running_requests": 2,
         "lookonce_decoder_waiting_requests": 1,

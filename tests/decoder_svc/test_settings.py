@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+
 import pytest
 
 from decoder_svc.settings import DecoderSettings
@@ -78,3 +81,19 @@ def test_an_encoder_target_without_a_server_is_refused(
 )
 def test_values_at_the_border_of_a_contradiction_are_accepted(arguments: list[str]) -> None:
     assert parsed(*arguments)
+
+
+def test_settings_made_of_the_given_values_are_equal_secrets_among_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    config = tmp_path / "decoder.toml"
+    config.write_text("max_num_seqs = 7\nlog_format = 'console'\n")
+    monkeypatch.setenv("LOOKONCE_MAX_STEP_S", "12.5")
+    flags = ("--redis-url", "redis://:secret@localhost", "--max-context-tokens", "99", "--no-overlap-encode")
+    settings = parsed("--config", str(config), *flags, *TARGET, "--engine", "process")
+    monkeypatch.delenv("LOOKONCE_MAX_STEP_S")
+    again = DecoderSettings(**json.loads(json.dumps(settings.given_values())))
+    assert dict(again) == dict(settings)
+    assert again.model_fields_set == settings.model_fields_set
+    assert again.redis_url is not None
+    assert again.redis_url.get_secret_value() == "redis://:secret@localhost"

@@ -18,7 +18,8 @@ from decoder_svc.runner.attention_trial import AttentionTrial
 from decoder_svc.runner.cpu.native_step import NativeStep, PoolSizes, native_step
 from decoder_svc.runner.cpu.native_structures import Heads, Options, Pools
 from decoder_svc.runner.cpu.pool_memory import pool_zeros
-from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
+from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
+from lookonce.model.kernels.kernel_trial import Candidate, choose_kernel
 from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_level import native_level
 from lookonce.model.kernels.native_library import NativeLibrary, load_library

@@ -17,7 +17,7 @@ from decoder_svc.runner.cpu.native_stack import NativeStack
 from decoder_svc.runner.free_memory import free_bytes, measured_peak
 from decoder_svc.runner.worst_case import WorstCase
 from lookonce.model.half_model import load_text_half, text_child
-from lookonce.model.kernels.kernel_trial import NATIVE
+from lookonce.model.kernels.kernel_choice import NATIVE
 from lookonce.model.kernels.linear_trial import choose_step_linear
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,15 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from lookonce.logs import get_logger
+from lookonce.model.kernels.kernel_choice import PYTORCH, KernelChoice
 from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_level import native_level
 from lookonce.model.kernels.native_library import library_identity, trusted_cache_folder
 
-NATIVE = "native"
-PYTORCH = "pytorch"
 # Another implementation must be faster by this factor. Below it the difference may be noise, and ours has its other
 # properties: a row has the same bits in every batch.
 _MARGIN = 1.1
@@ -38,22 +36,6 @@ _log = get_logger(__name__)
 
 # One implementation of an operation, ready to run on fixed inputs in one thread.
 Candidate = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class KernelChoice:
-    """The implementation of one operation that this process uses."""
-
-    # For instance "linear bfloat16".
-    operation: str
-    implementation: str
-    # Processor time of one trial, for each implementation that can run here.
-    seconds: Mapping[str, float]
-
-    @property
-    def speed_ratio(self) -> float:
-        """PyTorch's time divided by the time of the implementation in use."""
-        return self.seconds[PYTORCH] / self.seconds[self.implementation]
 
 
 # The choices of this process by operation.

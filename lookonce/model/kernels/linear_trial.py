@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from lookonce.model.kernels.activation import Activation
-from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel
+from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
+from lookonce.model.kernels.kernel_trial import Candidate, choose_kernel
 from lookonce.model.kernels.linear_layers import LayerMaker
 from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_linear import SOURCES, native_linear

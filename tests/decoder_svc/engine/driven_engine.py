@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
+from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import Abort, Answer, Answers, Inbox, ToEngineThread, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
@@ -112,7 +114,7 @@ class DrivenEngine:
             EncoderCacheManager(cache_rows),
         )
         self._inbox = DrivenInbox()
-        self._loop = StepLoop(runner, self.scheduler, self._inbox, self._take)
+        self._loop = StepLoop(runner, self.scheduler, self._inbox, self._take, Heartbeat(math.inf))
         self._served: dict[RequestId, Served] = {}
         self._travelling: list[tuple[int, RowFetch]] = []
         self.round = 0

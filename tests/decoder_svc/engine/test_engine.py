@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import pathlib
 import threading
 import time
@@ -15,7 +16,9 @@ from prometheus_client import CollectorRegistry
 
 from decoder_svc.engine import engine as engine_module
 from decoder_svc.engine.engine import Engine
+from decoder_svc.engine.engine_thread import EngineThread
 from decoder_svc.engine.figures import EngineLimits
+from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.output_stream import OutputStream
 from decoder_svc.prompt.family import DecoderFamily, load_family
 from decoder_svc.rows.embedding_fetcher import EmbeddingFetcher
@@ -70,6 +73,13 @@ def no_fetcher() -> EmbeddingFetcher:
     return EmbeddingFetcher(None, None, num_workers=1, timeout_s=5, ttl_s=60, metrics=FetchMetrics(CollectorRegistry()))
 
 
+def engine_of(
+    runner: CPUModelRunner, scheduler: Scheduler, limits: EngineLimits, max_step_s: float = math.inf
+) -> Engine:
+    """Returns an engine in a thread of this process, without an encoder."""
+    return Engine(EngineThread(runner, scheduler, limits, Heartbeat(max_step_s)), no_fetcher())
+
+
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> PoisonableRunner:
     folder: pathlib.Path = tiny_models.build_llava_clip(tmp_path_factory.mktemp("models") / "llava")
@@ -84,8 +94,7 @@ async def engine(runner: PoisonableRunner) -> AsyncIterator[Engine]:
     scheduler = Scheduler(
         SchedulerLimits(32, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
-    fetcher = no_fetcher()
-    engine = Engine(runner, scheduler, fetcher, limits)
+    engine = engine_of(runner, scheduler, limits)
     engine.start()
     yield engine
     await engine.stop()
@@ -154,13 +163,13 @@ async def test_repeated_failures_end_the_engine_and_every_request_gets_an_answer
         SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16)
-    engine = Engine(runner, scheduler, no_fetcher(), limits)
+    engine = engine_of(runner, scheduler, limits)
     engine.start()
     streams = [submit(engine, f"bad{i}", (POISON, 1)) for i in range(6)]
     results = await asyncio.gather(*(read(stream) for stream in streams), return_exceptions=True)
     # Each of the first three was alone in a step that failed. The others were never computed.
     assert [type(result) for result in results] == [InternalError] * 3 + [UnavailableError] * 3
-    await asyncio.to_thread(engine._step_loop.join)
+    await asyncio.to_thread(engine._core.join)
     assert not engine.is_healthy
     assert engine.has_died
     with pytest.raises(UnavailableError):
@@ -177,7 +186,7 @@ def small_engine(runner: PoisonableRunner) -> Callable[..., Engine]:
             SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
         )
         limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16)
-        return Engine(runner, scheduler, no_fetcher(), limits, **options)
+        return engine_of(runner, scheduler, limits, **options)
 
     return make
 
@@ -246,7 +255,7 @@ async def test_stop_does_not_wait_for_a_step_that_hangs(
         with pytest.raises(UnavailableError):
             await read(hanging)
     runner.may_fail.set()
-    await asyncio.to_thread(engine._step_loop.join)
+    await asyncio.to_thread(engine._core.join)
 
 
 async def test_stop_waits_no_longer_for_a_step_that_has_taken_long_before(
@@ -258,11 +267,13 @@ async def test_stop_waits_no_longer_for_a_step_that_has_taken_long_before(
     runner.may_fail.clear()
     submit(engine, "bad", (POISON, 1))
     await until(lambda: engine.load().running_requests == 1)
-    monkeypatch.setattr(engine._step_loop._heartbeat, "_clock", lambda: time.monotonic() + 3600)
+    core = engine._core
+    assert isinstance(core, EngineThread)
+    monkeypatch.setattr(core._step_loop._heartbeat, "_clock", lambda: time.monotonic() + 3600)
     async with asyncio.timeout(30):
         await engine.stop()
     runner.may_fail.set()
-    await asyncio.to_thread(engine._step_loop.join)
+    await asyncio.to_thread(engine._core.join)
 
 
 async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_in_a_row(
@@ -272,7 +283,7 @@ async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_i
     scheduler = Scheduler(
         SchedulerLimits(2, 8, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
-    engine = Engine(runner, scheduler, no_fetcher(), EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16))
+    engine = engine_of(runner, scheduler, EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 2, 8, 64, 64, 16))
     engine.start()
     for index in range(3):
         assert engine.is_healthy
@@ -281,7 +292,7 @@ async def test_failures_with_nothing_between_them_but_empty_steps_are_failures_i
         # Time for the empty step after the failure.
         await asyncio.sleep(0.05)
     async with asyncio.timeout(10):
-        await asyncio.to_thread(engine._step_loop.join, 10)
+        await asyncio.to_thread(engine._core.join, 10)
     assert not engine.is_healthy
     await engine.stop()
 
@@ -324,7 +335,7 @@ async def test_stop_gives_every_live_request_an_answer(runner: PoisonableRunner)
         SchedulerLimits(32, 2, 100, 64), KVCacheManager(NUM_BLOCKS, BLOCK_SIZE), EncoderCacheManager(64)
     )
     limits = EngineLimits(100, BLOCK_SIZE, NUM_BLOCKS, 32, 2, 64, 64, 16)
-    engine = Engine(runner, scheduler, no_fetcher(), limits)
+    engine = engine_of(runner, scheduler, limits)
     engine.start()
     streams = [submit(engine, f"r{i}", max_tokens=90) for i in range(6)]
     await engine.stop()

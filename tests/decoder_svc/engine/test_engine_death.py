@@ -1,4 +1,4 @@
-"""An engine thread that dies or hangs, in a process as operators run it: health and the answers of the calls."""
+"""An engine that dies or hangs, in a service as operators run it: health and the answers of the calls."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -98,14 +99,18 @@ def _code(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"),
+    ("engine", "fault", "expected"),
     # Requests whose own step fails get INTERNAL. After three such steps the engine dies.
-    [(DIE, {"UNAVAILABLE": NUM_CALLS}), (FAIL, {"INTERNAL": 3, "UNAVAILABLE": NUM_CALLS - 3})],
+    [
+        ("thread", DIE, {"UNAVAILABLE": NUM_CALLS}),
+        ("thread", FAIL, {"INTERNAL": 3, "UNAVAILABLE": NUM_CALLS - 3}),
+        ("process", FAIL, {"INTERNAL": 3, "UNAVAILABLE": NUM_CALLS - 3}),
+    ],
 )
 def test_a_dead_engine_answers_all_calls_is_not_serving_and_ends_the_process_with_1(
-    fault: str, expected: dict[str, int], started: Started
+    engine: str, fault: str, expected: dict[str, int], started: Started
 ) -> None:
-    with started() as decoder, ThreadPoolExecutor(NUM_CALLS) as threads:
+    with started("--engine", engine) as decoder, ThreadPoolExecutor(NUM_CALLS) as threads:
         decoder.fault.order(HANG)
         calls = [threads.submit(_code, decoder.generate) for _ in range(NUM_CALLS)]
         decoder.until_live(NUM_CALLS)
@@ -118,8 +123,9 @@ def test_a_dead_engine_answers_all_calls_is_not_serving_and_ends_the_process_wit
         assert events[-1] == "the service failed"
 
 
-def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(started: Started) -> None:
-    with started("--max-step-s", "0.5") as decoder, ThreadPoolExecutor(1) as threads:
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(engine: str, started: Started) -> None:
+    with started("--max-step-s", "0.5", "--engine", engine) as decoder, ThreadPoolExecutor(1) as threads:
         decoder.fault.order(HANG)
         call = threads.submit(decoder.generate)
         assert decoder.next_health() == Health.NOT_SERVING
@@ -131,3 +137,15 @@ def test_a_step_that_hangs_makes_health_say_not_serving_until_it_ends(started: S
         assert _code(decoder.generate) == "OK"
         decoder.process.send_signal(signal.SIGTERM)
         assert decoder.process.wait(TIMEOUT_S) == 0
+
+
+def test_the_engine_s_process_ends_with_a_decoder_that_is_killed_also_in_a_step_that_hangs(started: Started) -> None:
+    with started("--engine", "process") as decoder, ThreadPoolExecutor(1) as threads:
+        decoder.fault.order(HANG)
+        call = threads.submit(_code, decoder.generate)
+        decoder.until_live(1)
+        (engine,) = psutil.Process(decoder.process.pid).children()
+        decoder.process.kill()
+        assert call.result() == "UNAVAILABLE"
+        engine.wait(TIMEOUT_S)
+        assert not psutil.pid_exists(engine.pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from decoder_svc.engine import step_loop
+from decoder_svc.engine.heartbeat import Heartbeat
 from decoder_svc.engine.messages import Abort, Answers, Ended, FailedRows, Inbox, Stop, ToEventLoop
 from decoder_svc.engine.step_loop import StepLoop
 from decoder_svc.rows.fetched_rows import FetchedRows
@@ -127,7 +129,7 @@ class Running:
         self.posted: queue.SimpleQueue[ToEventLoop] = queue.SimpleQueue()
         self.inbox = Inbox()
         scheduler = Scheduler(SchedulerLimits(32, 8, 100, 64), KVCacheManager(40, 8), EncoderCacheManager(64))
-        self.loop = StepLoop(runner, scheduler, self.inbox, self.posted.put)
+        self.loop = StepLoop(runner, scheduler, self.inbox, self.posted.put, Heartbeat(math.inf))
 
     def submit(
         self,

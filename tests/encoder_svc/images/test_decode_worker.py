@@ -19,7 +19,7 @@ import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from encoder_svc.images import decode_process, decode_worker
+from encoder_svc.images import decode_worker
 from encoder_svc.images.decode_clock import DecodeTimeLimits
 from encoder_svc.images.decode_worker import DecodeWorker
 from encoder_svc.images.image_decoder import decode_image
@@ -39,6 +39,7 @@ from lookonce.errors import (
     UnavailableError,
 )
 from lookonce.media.image_header import ImageHeader, ImageLimits
+from lookonce.process import exact_receive
 from tests import image_files
 
 LIMITS = ImageLimits(max_bytes=20 << 20, max_pixels=50_000_000, max_aspect=200.0)
@@ -211,12 +212,10 @@ def test_a_process_that_cannot_start_is_not_the_image_s_fault(monkeypatch: pytes
 def test_an_answer_that_was_not_read_to_its_end_is_never_taken_for_the_next_one(
     worker: DecodeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive = decode_process.receive
-
     def receive_without_memory(connection: socket.socket, num_bytes: int, *others: Any) -> bytearray:
         if num_bytes == 3 * 90 * 40:
             raise MemoryError
-        return receive(connection, num_bytes, *others)
+        return exact_receive.receive(connection, num_bytes, *others)
 
     with monkeypatch.context() as poor:
         poor.setattr(decode_worker, "receive", receive_without_memory)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
 from lookonce.local.local_stack import LocalStack
-from lookonce.model.kernels import kernel_trial
+from lookonce.model.kernels.kernel_choice import KernelChoice
 from lookonce.model.kernels.kernel_report import report_kernels
-from lookonce.model.kernels.kernel_trial import KernelChoice
 
 
-def test_the_choices_of_a_process_are_logged_and_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choices_of_a_process_are_logged_and_exported() -> None:
     choice = KernelChoice("linear layers float32", "native", {"native": 0.002, "pytorch": 0.005})
-    monkeypatch.setattr(kernel_trial, "_choices", {choice.operation: choice})
     registry = CollectorRegistry()
     with capture_logs() as logs:
-        report_kernels(registry)
+        report_kernels(registry, [choice])
     (line,) = logs
     assert (line["event"], line["implementation"]) == ("kernel chosen", "native")
     assert line["milliseconds"] == {"native": 2.0, "pytorch": 5.0}

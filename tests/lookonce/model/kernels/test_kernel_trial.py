@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lookonce.model.kernels import kernel_trial
-from lookonce.model.kernels.kernel_trial import NATIVE, PYTORCH, Candidate, KernelChoice, choose_kernel, kernel_choices
+from lookonce.model.kernels.kernel_choice import NATIVE, PYTORCH, KernelChoice
+from lookonce.model.kernels.kernel_trial import Candidate, choose_kernel, kernel_choices
 from lookonce.model.kernels.native_compiler import NativeLibraryError
 from lookonce.model.kernels.native_library import cache_folder, trusted_cache_folder
 from lookonce.model.kernels.native_linear import SOURCES
