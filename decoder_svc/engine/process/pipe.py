@@ -14,8 +14,8 @@ from contextlib import suppress
 from lookonce.process.exact_receive import receive
 
 _LENGTHS = struct.Struct("<QQ")
-# Size of the socket's buffer, bytes. It holds the answers of some hundred steps of 64 requests, so that a service that is
-# busy for a moment does not stop the engine. The kernel may grant less.
+# Size of the socket's buffer, bytes. It holds the answers of some hundred steps of 64 requests, so that a service
+# that is busy for a moment does not stop the engine. The kernel may grant less.
 _BUFFER_BYTES = 4 << 20
 
 
