@@ -40,8 +40,8 @@ async function answered(body, column) {
 }
 
 function verdict(cold, warm) {
-  const times = `First token after ${milliseconds(cold.firstToken)} cold, ${milliseconds(warm.firstToken)} warm`;
-  const ratio = warm.firstToken > 0 ? cold.firstToken / warm.firstToken : 0;
+  const times = `First text after ${milliseconds(cold.firstText)} cold, ${milliseconds(warm.firstText)} warm`;
+  const ratio = cold.firstText / warm.firstText;
   if (ratio >= CLEAR_RATIO) {
     return `${times}: ${ratio.toFixed(1)} times sooner.`;
   }

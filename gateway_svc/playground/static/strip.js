@@ -74,20 +74,23 @@ function showFailure(error) {
 
 async function look() {
   clearTimeout(timer);
-  timer = null;
-  if (!document.hidden) {
-    try {
-      const name = await modelName();
-      const now = await load();
-      set("model", name);
-      set("running", String(now.running_requests));
-      set("waiting", String(now.waiting_requests));
-      set("kv", percent(now.kv_cache_usage));
-      show("serving", "Serving");
-    } catch (error) {
-      showFailure(error);
-    }
-    clearTimeout(timer);
+  if (document.hidden) {
+    return;
+  }
+  try {
+    const name = await modelName();
+    const now = await load();
+    set("model", name);
+    set("running", String(now.running_requests));
+    set("waiting", String(now.waiting_requests));
+    set("kv", percent(now.kv_cache_usage));
+    show("serving", "Serving");
+  } catch (error) {
+    showFailure(error);
+  }
+  clearTimeout(timer);
+  // Asking again would be refused again, until there is another key.
+  if (state !== "locked") {
     timer = setTimeout(look, LOOK_MS);
   }
 }

@@ -17,9 +17,9 @@ export function account(usage, times) {
     reusedText: Math.min(reusedText, textTokens),
     prefilled: usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens,
     prompt: usage.prompt_tokens,
-    completion: usage.completion_tokens,
     firstToken: images.time_to_first_token_s,
-    queue: waited,
+    firstText: first,
+    waiting: waited,
     prompting: images.time_to_first_token_s - waited,
     travel: Math.max(0, first - images.time_to_first_token_s),
     answering: Math.max(0, times.end - first),
@@ -27,10 +27,14 @@ export function account(usage, times) {
   };
 }
 
-// One figure with its name. `kind` is the colour of its part of the bar.
+// A mark in the colour of one kind of parts of a bar.
+function swatch(kind) {
+  return make("i", { className: `swatch ${kind}`, "aria-hidden": "true" });
+}
+
+// One figure with its name, and the colour of its part of a bar if it has one.
 function figure(kind, name, value) {
-  const swatch = kind ? make("i", { className: `swatch ${kind}`, "aria-hidden": "true" }) : null;
-  return make("div", {}, make("dt", {}, swatch ?? "", name), make("dd", {}, value));
+  return make("div", {}, make("dt", {}, kind && swatch(kind), name), make("dd", {}, value));
 }
 
 // A bar whose parts have the widths of their values; the whole bar is `total`. Its content is also in the figures.
@@ -57,11 +61,11 @@ export function timeline(found, longest = found.end) {
   ];
   const times = [
     ["travel", found.travel],
-    ["queue", found.queue],
+    ["waiting", found.waiting],
     ["prompting", found.prompting],
     ["answering", found.answering],
   ];
-  const element = make(
+  return make(
     "div",
     { className: "timeline", role: "group", "aria-label": "How this answer was computed" },
     make(
@@ -70,21 +74,28 @@ export function timeline(found, longest = found.end) {
       figure("encoded", "Encoded", String(found.encoded)),
       figure("fetched", "Fetched", String(found.fetched)),
       figure("skipped", "Skipped", String(found.skipped)),
-      figure("computed", "Prefilled", `${found.prefilled} of ${found.prompt}`),
+      figure(null, "Prefilled", `${found.prefilled} of ${found.prompt}`),
       figure(null, "First token", milliseconds(found.firstToken)),
     ),
+    make(
+      "p",
+      { className: "caption" },
+      `Prompt of ${found.prompt} tokens, with `,
+      swatch("computed"),
+      `${found.computedText} of text prefilled`,
+    ),
     bar(tokens, Math.max(1, found.prompt)),
+    make("p", { className: "caption" }, `${milliseconds(found.end)} in all`),
     bar(times, Math.max(longest, Number.EPSILON)),
     make(
       "dl",
       { className: "times" },
       figure("travel", "Transfer", milliseconds(found.travel)),
-      figure("queue", "Queue", milliseconds(found.queue)),
+      figure("waiting", "Wait", milliseconds(found.waiting)),
       figure("prompting", "Prompt", milliseconds(found.prompting)),
-      figure("answering", `Answer, ${found.completion} tokens`, milliseconds(found.answering)),
+      figure("answering", "Answer", milliseconds(found.answering)),
     ),
   );
-  return element;
 }
 
 // The same figures as one sentence, for screen readers.
