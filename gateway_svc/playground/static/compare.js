@@ -43,7 +43,7 @@ function verdict(cold, warm) {
   const times = `First text after ${milliseconds(cold.firstText)} cold, ${milliseconds(warm.firstText)} warm`;
   const ratio = cold.firstText / warm.firstText;
   if (ratio >= CLEAR_RATIO) {
-    return `${times}: ${ratio.toFixed(1)} times sooner.`;
+    return `${times}: ${ratio.toFixed(1)} times as fast.`;
   }
   return `${times}. This time, the caches saved no time; they still saved the work.`;
 }

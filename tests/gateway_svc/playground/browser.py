@@ -48,6 +48,11 @@ const paste = {{ clipboardData: transfer, bubbles: true, cancelable: true }};
 document.activeElement.dispatchEvent(new ClipboardEvent("paste", paste));
 """
 
+_RUN_AXE = """
+const done = arguments[0];
+axe.run().then((found) => done(found.violations), (error) => done([String(error)]));
+"""
+
 
 def missing_programs() -> list[str]:
     """Returns the programs that are not on PATH; Debian's packages chromium and chromium-driver bring them."""
@@ -82,7 +87,7 @@ class Playground:
         self.driver.get(self.url)
         self.driver.execute_script("sessionStorage.clear(); sessionStorage.setItem('lookonce-key', arguments[0])", key)
         self.driver.get(self.url)
-        self.until(lambda: self.state() == ("Serving"))
+        self.until(lambda: self.state() == "Serving")
 
     def resize(self, size: tuple[int, int], scheme: str = "light", scale: int = 1) -> None:
         """Gives the page a size in pixels, a colour scheme and a number of device pixels for each pixel."""
@@ -100,8 +105,10 @@ class Playground:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def texts(self, selector: str) -> list[str]:
-        """Returns the texts of all elements of a CSS selector."""
-        return [element.text for element in self.driver.find_elements(By.CSS_SELECTOR, selector)]
+        """Returns the texts of all elements of a CSS selector, which the page may replace at any time."""
+        script = "return Array.from(document.querySelectorAll(arguments[0]), (element) => element.innerText)"
+        found: list[str] = self.driver.execute_script(script, selector)
+        return found
 
     def focused(self) -> str:
         """Returns the id of the element that has the focus."""
@@ -116,12 +123,17 @@ class Playground:
         for key in keys:
             self.driver.switch_to.active_element.send_keys(key)
 
+    def console(self) -> list[str]:
+        """Returns the messages in the browser's console since the last call."""
+        entries: list[dict[str, Any]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [str(entry["message"]) for entry in entries]
+
     def drop(self, data: bytes, name: str = "picture.png", kind: str = "image/png") -> None:
         """Drops a file on the page."""
         self.driver.execute_script(_DROP, base64.b64encode(data).decode(), name, kind)
 
     def paste(self, data: bytes, name: str = "pasted.png", kind: str = "image/png") -> None:
-        """Pastes a file."""
+        """Pastes a file into the element that has the focus."""
         self.driver.execute_script(_PASTE, base64.b64encode(data).decode(), name, kind)
 
     def choose(self, path: pathlib.Path) -> None:
@@ -135,7 +147,7 @@ class Playground:
         self.until(lambda: len(self.texts("article.answer:not([aria-busy])")) > number)
 
     def begin(self, question: str) -> None:
-        """Asks in the chat."""
+        """Asks in the chat, and returns while the answer comes."""
         self.find("#question").send_keys(question, Keys.ENTER)
 
     def compare(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -153,6 +165,5 @@ class Playground:
     def violations(self, axe: str) -> Sequence[Any]:
         """Returns what axe-core, given as a script, finds wrong on the page."""
         self.driver.execute_script(axe)
-        run = "const done = arguments[0]; axe.run().then((found) => done(found.violations), (error) => done([String(error)]))"
-        found: Sequence[Any] = self.driver.execute_async_script(run)
+        found: Sequence[Any] = self.driver.execute_async_script(_RUN_AXE)
         return found

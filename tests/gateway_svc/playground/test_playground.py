@@ -29,7 +29,9 @@ from tests.gateway_svc.playground.browser import DESKTOP, PHONE, Playground, mis
 from tests.in_process_stack import InProcessStack
 
 pytestmark = [
-    pytest.mark.skipif(bool(missing_programs()), reason="Debian's packages chromium and chromium-driver are not installed"),
+    pytest.mark.skipif(
+        bool(missing_programs()), reason="Debian's packages chromium and chromium-driver are not installed"
+    ),
     pytest.mark.timeout(600),
 ]
 
@@ -184,21 +186,26 @@ def test_the_gateway_goes_and_comes_back_and_the_conversation_stays(page: Playgr
     assert page.texts(".question p") == [QUESTION, "How many shapes are there?"]
 
 
+def type_key(page: Playground, key: str) -> None:
+    page.find("#key-button").click()
+    page.find("#key-field").clear()
+    page.find("#key-field").send_keys(key, Keys.ENTER)
+
+
 def test_a_wrong_key_is_named_and_the_right_one_works(real: Real, page: Playground) -> None:
     page.driver.execute_script("sessionStorage.clear()")
     page.driver.refresh()
-    for key, state in (("", "API key needed"), ("wrong", "API key needed"), (real.key, "Serving")):
-        if key:
-            page.find("#key-button").click()
-            page.find("#key-field").clear()
-            page.find("#key-field").send_keys(key, Keys.ENTER)
-        page.until(lambda state=state: page.state() == state)
-        page.ask("What is it?")
-        failed = page.texts(".note.error")
-        if state == "Serving":
-            assert len(failed) == 2
-        else:
-            assert failed[-1].startswith("The gateway needs a key, or does not know this one.")
+    page.until(lambda: page.state() == "API key needed")
+    page.ask("What is it?")
+    type_key(page, "wrong")
+    page.ask("What is it?")
+    refusals = page.texts(".note.error")
+    assert len(refusals) == 2
+    assert all(text.startswith("The gateway needs a key, or does not know this one.") for text in refusals)
+    type_key(page, real.key)
+    page.until(lambda: page.state() == "Serving")
+    page.ask("What is it?")
+    assert len(page.texts(".note.error")) == 2
     assert real.key not in page.driver.page_source
     assert page.driver.execute_script("return [Object.keys(localStorage), document.cookie]") == [[], ""]
 
@@ -247,12 +254,12 @@ def test_axe_finds_no_violation(page: Playground) -> None:
 
 
 def test_the_page_breaks_no_rule_of_its_own_policy(page: Playground, real: Real) -> None:
-    page.driver.get_log("browser")
+    page.console()
     page.open(real.key)
     page.drop(picture())
     page.find("#draw").click()
     page.ask(QUESTION)
-    assert [entry for entry in page.driver.get_log("browser") if "Content Security Policy" in entry["message"]] == []
+    assert [message for message in page.console() if "Content Security Policy" in message] == []
 
 
 HTML = "<b>bold</b> <img src=x onerror=\"document.title='broken'\"> <script>document.title='broken'</script>"
