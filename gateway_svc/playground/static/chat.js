@@ -1,10 +1,10 @@
 // The tab for conversations: questions with pictures, answers as they come, and a timeline under each answer.
 
-import { announce, byId, make, notify } from "./dom.js";
+import { announce, byId, make, notify, swap } from "./dom.js";
 import { ask } from "./gateway.js";
 import { connectPicker, dataUrl, sentBytes, thumbnail, Tray } from "./pictures.js";
 import { sample } from "./sample.js";
-import { limits, modelName, noteReuse } from "./strip.js";
+import { limits, modelName, noteFailure, noteReuse } from "./strip.js";
 import { account, spoken, timeline } from "./timeline.js";
 
 // Distance from the end of the page within which it follows an answer, pixels.
@@ -54,8 +54,8 @@ function follow(change) {
 }
 
 function setBusy(isBusy) {
-  byId("ask").hidden = isBusy;
-  byId("stop").hidden = !isBusy;
+  const buttons = [byId("ask"), byId("stop")];
+  swap(...(isBusy ? buttons.reverse() : buttons));
   byId("new").disabled = isBusy || turns.length === 0;
   for (const retry of document.querySelectorAll(".retry")) {
     retry.disabled = isBusy;
@@ -106,6 +106,7 @@ async function run(turn) {
     notify(turn.note, NOTES[answer.finish] ?? "");
     announce(`Answer: ${turn.answer} ${spoken(found)}`);
   } catch (error) {
+    noteFailure(error);
     turn.state = running.signal.aborted ? "stopped" : "failed";
     const text = running.signal.aborted ? NOTES.stopped : error.message;
     notify(turn.note, turn.answer || turn.state === "failed" ? text : `${text} The model does not hear of this question.`);

@@ -1,10 +1,10 @@
 // The tab that asks one question twice: cold, about a file that no cache knows, and warm, once more.
 
-import { announce, byId, milliseconds, notify } from "./dom.js";
+import { announce, byId, milliseconds, notify, swap } from "./dom.js";
 import { ask } from "./gateway.js";
 import { connectPicker, dataUrl, Tray } from "./pictures.js";
 import { sample } from "./sample.js";
-import { limits, modelName, noteReuse } from "./strip.js";
+import { limits, modelName, noteFailure, noteReuse } from "./strip.js";
 import { account, timeline } from "./timeline.js";
 import { randomText, uncachedCopy } from "./uncached.js";
 
@@ -18,8 +18,8 @@ let tray = null;
 const columns = () => ["cold", "warm"].map((name) => ({ text: byId(`${name}-text`), below: byId(`${name}-below`) }));
 
 function setBusy(isBusy) {
-  byId("compare-ask").hidden = isBusy;
-  byId("compare-stop").hidden = !isBusy;
+  const buttons = [byId("compare-ask"), byId("compare-stop")];
+  swap(...(isBusy ? buttons.reverse() : buttons));
   byId("results").setAttribute("aria-busy", String(isBusy));
 }
 
@@ -67,6 +67,7 @@ async function runBoth(question, copy) {
     column.below.replaceChildren();
   }
   byId("results").hidden = false;
+  byId("results").scrollIntoView({ block: "nearest" });
   notify(byId("verdict"), "");
   const body = await bodyOf(question, copy);
   const first = await answered(body, cold);
@@ -75,6 +76,7 @@ async function runBoth(question, copy) {
   cold.below.replaceChildren(timeline(first, longest));
   warm.below.replaceChildren(timeline(second, longest));
   notify(byId("verdict"), verdict(first, second));
+  byId("verdict").scrollIntoView({ block: "nearest" });
   announce(byId("verdict").textContent);
 }
 
@@ -99,6 +101,7 @@ async function submit() {
       notify(notice, "This tab writes a comment into a copy of the picture, which it can for PNG and JPEG only.");
     }
   } catch (error) {
+    noteFailure(error);
     notify(notice, running.signal.aborted ? "You stopped the comparison." : error.message);
     for (const column of columns().filter((one) => !one.below.hasChildNodes())) {
       column.text.textContent = "Not answered.";

@@ -28,6 +28,16 @@ export function notify(place, text) {
   place.hidden = text === "";
 }
 
+// Shows one of two buttons in the place of the other. The focus moves along, so that it is not lost.
+export function swap(shown, hidden) {
+  const hadFocus = document.activeElement === hidden;
+  shown.hidden = false;
+  hidden.hidden = true;
+  if (hadFocus) {
+    shown.focus();
+  }
+}
+
 export function milliseconds(seconds) {
   const value = seconds * 1000;
   if (value >= 10_000) {

@@ -30,15 +30,21 @@ const ADVICE = {
   429: "The service is full at the moment; try again shortly.",
 };
 
+// A message of the service as a sentence.
+function sentence(message) {
+  const text = message.charAt(0).toUpperCase() + message.slice(1);
+  return /[.!?…)]$/.test(text) ? text : `${text}.`;
+}
+
 async function failure(response) {
   let told = "";
   try {
-    told = (await response.json()).error.message;
+    told = sentence((await response.json()).error.message);
   } catch {
     told = `The gateway answered with the status ${response.status}.`;
   }
   const advice = ADVICE[response.status];
-  return new GatewayError(advice ? `${advice} (${told})` : told, response.status);
+  return new GatewayError(advice ? `${advice} ${told}` : told, response.status);
 }
 
 async function fetched(path, options = {}) {
@@ -110,7 +116,7 @@ export async function ask(body, { signal, onText }) {
   const answer = { finish: null, usage: null, times: { first: null, end: null } };
   for await (const event of events(response)) {
     if (event.error) {
-      throw new GatewayError(event.error.message, response.status);
+      throw new GatewayError(sentence(event.error.message), response.status);
     }
     const choice = event.choices[0];
     if (choice?.delta.content) {

@@ -20,7 +20,7 @@ export function dataUrl(file) {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result.replace(/^data:[^,]*,/, `data:${file.type || "image/png"};base64,`));
     reader.onerror = () =>
-      reject(new Error(`“${file.name}” cannot be read any more. Remove it and add it again; then ask once more.`));
+      reject(new Error(`“${file.name}” cannot be read any more: it has changed or is gone. Begin a new chat with it.`));
     reader.readAsDataURL(file);
   });
 }

@@ -31,6 +31,13 @@ export function noteReuse(found) {
   }
 }
 
+// Takes note of a failed question: the name of the model may have changed.
+export function noteFailure(error) {
+  if (error.status === 404) {
+    served = null;
+  }
+}
+
 // Asks for the model and the load at once, for example with a new key.
 export function lookNow() {
   served = null;

@@ -26,6 +26,7 @@ _FLAGS = (
     "--headless=new",
     "--no-sandbox",
     "--disable-gpu",
+    "--disable-dev-shm-usage",
     "--hide-scrollbars",
     "--force-color-profile=srgb",
     "--no-first-run",
