@@ -12,6 +12,7 @@ JOBS ?= 3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 TRITON := .venv/triton
+AXE := .venv/axe-core
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints/cpu.txt
 WHEEL := $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist
 ARM_CXX := aarch64-linux-gnu-g++
@@ -26,7 +27,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer wheels docs families clean
+.PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer wheels docs screenshots families clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -99,6 +100,9 @@ docs: $(INSTALLED) ## rewrite the generated parts of documentation and dashboard
 	@$(BIN)/python -m docs.generate_gateway
 	@$(BIN)/python -m observability.generate_dashboards
 
+screenshots: $(INSTALLED) ## photograph the playground for the README; needs chromium and chromium-driver
+	@$(BIN)/python -m docs.screenshots
+
 families: $(INSTALLED) ## run the conformance suite of all families and write its table into the README
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m docs.generate_families
 
@@ -108,7 +112,8 @@ clean: ## remove all installed and generated files
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed first and alone, so that no package with a version range fetches another build of it. Triton is
-# installed where only the tests of kernels look (the extra `gpu-test` says why).
+# installed where only the tests of kernels look (the extra `gpu-test` says why). axe-core, which checks that the
+# playground is accessible, is no Python package: npm has it.
 $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is no Python >= 3.11; say make PYTHON=…" >&2; exit 1; }
@@ -119,4 +124,8 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt hatch_build.py $(PROTOS)
 	@$(PIP) --editable ".[serve,gateway,heic,dev]"
 	@test "$$(uname -s)" != Linux || { rm -rf $(TRITON) \
 		&& $(PIP) --no-deps --target $(TRITON) "$$(grep '^triton==' constraints/cpu.txt)"; }
+	@rm -rf $(AXE) && mkdir $(AXE) && if command -v npm >/dev/null; then \
+		npm pack --silent --pack-destination $(AXE) axe-core@4.14.1 >/dev/null \
+			&& tar -xzf $(AXE)/axe-core-4.14.1.tgz -C $(AXE) package/axe.min.js \
+			|| echo "axe-core could not be fetched; the test with it is skipped" >&2; fi
 	@touch $@

@@ -13,8 +13,8 @@ from lookonce.identity import REQUEST_ID
 from lookonce.logs import get_logger
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-# Paths that are asked for again and again by probes.
-_QUIET = frozenset({"/health"})
+# Paths that probes and open playgrounds ask for again and again.
+_QUIET = frozenset({"/health", "/playground/load"})
 
 _log = get_logger(__name__)
 

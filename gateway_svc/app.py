@@ -24,6 +24,7 @@ from gateway_svc.backend import Backend
 from gateway_svc.connected import ClientGoneError
 from gateway_svc.endpoints import Endpoints, fault
 from gateway_svc.errors import anthropic_body_of, body_of, headers_of, status_of
+from gateway_svc.playground.pages import playground_routes
 from gateway_svc.settings import GatewaySettings
 from lookonce.errors import LookonceError
 
@@ -34,7 +35,8 @@ _GENERATING: Mapping[str, Any] = {
     "/v1/responses": ResponseRequest.parse,
     _ANTHROPIC_PATH: MessagesRequest.parse,
 }
-_PATHS = frozenset({*_GENERATING, "/v1/models", "/health"})
+_LOAD_PATH = "/playground/load"
+_PATHS = frozenset({*_GENERATING, "/v1/models", "/health", "/", _LOAD_PATH})
 
 
 @asynccontextmanager
@@ -47,14 +49,14 @@ async def open_app(settings: GatewaySettings, registry: CollectorRegistry) -> As
     try:
         endpoints = Endpoints(settings, backend)
         try:
-            yield Access(_routes(endpoints), AccessMetrics(registry), _PATHS), endpoints
+            yield Access(_routes(settings, endpoints), AccessMetrics(registry), _PATHS), endpoints
         finally:
             await endpoints.aclose()
     finally:
         await backend.aclose()
 
 
-def _routes(endpoints: Endpoints) -> Starlette:
+def _routes(settings: GatewaySettings, endpoints: Endpoints) -> Starlette:
     generating = [
         Route(path, functools.partial(endpoints.generate, parse), methods=["POST"])
         for path, parse in _GENERATING.items()
@@ -64,6 +66,8 @@ def _routes(endpoints: Endpoints) -> Starlette:
         Route("/v1/models/{model:path}", endpoints.model),
         Route("/health", endpoints.health),
     ]
+    if settings.playground:
+        others += [*playground_routes(), Route(_LOAD_PATH, endpoints.load)]
     app = Starlette(
         routes=[*generating, *others],
         exception_handlers={

@@ -23,13 +23,21 @@ from gateway_svc.errors import UnknownModelError, presentable
 from gateway_svc.interruptions import Interruptions
 from gateway_svc.settings import GatewaySettings
 from lookonce import AsyncClient
-from lookonce.errors import InternalError, InvalidInputError, LookonceError, UnauthenticatedError
+from lookonce.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidInputError,
+    LookonceError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from lookonce.images import ImageRef
 from lookonce.logs import get_logger
 from lookonce.sdk.in_threads import readers
 from lookonce.threads import run_in_thread
 
 _READY_TIMEOUT_S = 1.0
+_LOAD_TIMEOUT_S = 5.0
 # Images that are fetched at the same time for one key.
 _FETCHES_AT_ONCE = 16
 
@@ -112,6 +120,25 @@ class Endpoints:
             return JSONResponse({"status": "no decoder serves"}, 503)
         return JSONResponse({"status": "ok"})
 
+    async def load(self, request: Request) -> Response:
+        """Tells the load of one decoder. Raises UnavailableError if none serves."""
+        client = self._backend.as_caller(key_of(request))
+        try:
+            await self._backend.wait_until_ready(_READY_TIMEOUT_S)
+            load = await client.load(timeout_s=_LOAD_TIMEOUT_S)
+        except DeadlineError:
+            raise UnavailableError("no decoder serves at the moment") from None
+        return JSONResponse(
+            {
+                "running_requests": load.running_requests,
+                "waiting_requests": load.waiting_requests,
+                "waiting_for_embeddings": load.waiting_for_embeddings,
+                "kv_cache_usage": load.kv_cache_usage,
+                "encoder_cache_rows": load.encoder_cache_rows,
+            },
+            headers={"cache-control": "no-store"},
+        )
+
     def _fetcher(self, share: BufferShare, key: str | None) -> Callable[[str], Awaitable[ImageRef]]:
         """Returns the function that fetches the images of one call, whose bytes it adds to the call's share."""
         at_once = self._fetches.setdefault(key, asyncio.Semaphore(_FETCHES_AT_ONCE))
@@ -141,6 +168,7 @@ class Endpoints:
                 "model_type": info.model_type,
                 "max_context_tokens": info.max_context_tokens,
                 "max_images_per_prompt": info.max_images_per_prompt,
+                "max_body_bytes": self._settings.max_body_bytes,
             },
         }
 

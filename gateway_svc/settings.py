@@ -15,7 +15,7 @@ _MAX_DURATION_S = 2_000_000
 
 
 class GatewaySettings(EnvironmentSettings):
-    """Settings of the gateway: its address, its decoder, limits, images by URL, drain, telemetry."""
+    """Settings of the gateway: its address, its decoder, limits, images by URL, playground, drain, telemetry."""
 
     listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 takes a free one.")
     insecure: bool = Field(False, description="Allow plaintext on an address other than loopback.")
@@ -60,6 +60,10 @@ class GatewaySettings(EnvironmentSettings):
     )
     max_image_bytes: int = Field(20 * MIB, ge=1024, description="Largest image that is fetched.")
     image_timeout_s: float = Field(10.0, gt=0, le=3600, description="Longest time to fetch an image, seconds.")
+
+    playground: bool = Field(
+        False, description="Serve the playground at /: a page on which people ask questions through this gateway."
+    )
 
     drain_delay_s: float = Field(
         0.0,

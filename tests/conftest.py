@@ -71,6 +71,7 @@ _LONG = tuple(
         "benchmarks",
         "faults",
         "decoder_svc/runner",
+        "gateway_svc/playground",
         "parity",
         "k8s/test_instances.py",
         "lookonce/local/test_local_stack.py",

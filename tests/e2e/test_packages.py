@@ -33,7 +33,7 @@ _PACKAGES = ("lookonce", "encoder_svc", "decoder_svc", "gateway_svc")
 _SDIST_ROOT = {*_PACKAGES, "protos", "hatch_build.py", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
 # Added by the build backend.
 _SDIST_ROOT |= {"PKG-INFO", ".gitignore"}
-_SUFFIXES = {".py", ".pyi", ".typed", ".cpp", ".h", ".proto"}
+_SUFFIXES = {".py", ".pyi", ".typed", ".cpp", ".h", ".proto", ".html", ".css", ".js", ".svg"}
 _MAX_FILE_BYTES = 1 << 20
 _NOTHING: Mapping[str, str] = {}
 # Folders of C++ sources; each becomes a library.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import openai
 import uvicorn
@@ -58,11 +61,11 @@ class Gateway:
 
 @asynccontextmanager
 async def running_gateway(decoder_target: str, **settings: Any) -> AsyncIterator[Gateway]:
-    """Starts a gateway and ends it."""
+    """Starts a gateway, on a free port unless `listen` names one, and ends it."""
     registry = CollectorRegistry()
-    chosen = GatewaySettings(decoder_target=decoder_target, **settings)
+    chosen = GatewaySettings(decoder_target=decoder_target, **{"listen": "127.0.0.1:0", **settings})
     async with open_app(chosen, registry) as (app, endpoints):
-        listening = _listening("127.0.0.1:0")
+        listening = _listening(chosen.listen)
         config = uvicorn.Config(app, http=HttpConnection, ws="none", lifespan="off", log_config=None, access_log=False)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve([listening]))
@@ -77,6 +80,53 @@ async def running_gateway(decoder_target: str, **settings: Any) -> AsyncIterator
             server.force_exit = True
             await serving
             listening.close()
+
+
+class ThreadedGateway:
+    """A gateway in a thread of its own, for tests that wait for other programs. It can end and come back."""
+
+    def __init__(self, decoder_target: str, **settings: Any) -> None:
+        self._target = decoder_target
+        self._settings = settings
+        self._port = 0
+        self._running = contextlib.ExitStack()
+
+    @property
+    def url(self) -> str:
+        """The address of the gateway, the same after a restart."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Returns when the gateway takes calls."""
+        started: Future[tuple[int, Callable[[], object]]] = Future()
+        thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="gateway")
+        thread.start()
+        self._running.callback(thread.join)
+        self._port, end = started.result(60)
+        self._running.callback(end)
+
+    def stop(self) -> None:
+        """Ends the gateway and all its connections."""
+        self._running.close()
+
+    async def _serve(self, started: Future[tuple[int, Callable[[], object]]]) -> None:
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        try:
+            async with running_gateway(self._target, listen=f"127.0.0.1:{self._port}", **self._settings) as gateway:
+                started.set_result((gateway.port, lambda: loop.call_soon_threadsafe(ended.set)))
+                await ended.wait()
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def data_url(data: bytes = PICTURE, kind: str = "image/png") -> str:
