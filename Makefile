@@ -17,6 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progre
 WHEEL := $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist
 ARM_CXX := aarch64-linux-gnu-g++
 PROTOS := $(wildcard protos/lookonce/*/*/*.proto)
+RELEASED_CONTRACT := protos/released.binpb
 
 # No test, benchmark or demo may download a model.
 export HF_HUB_OFFLINE := 1
@@ -27,11 +28,11 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test image-test check format lint types imports contract bench bench-gpu bench-peer wheels docs screenshots families clean
+.PHONY: help venv demo test image-test check format lint types imports contract release-contract bench bench-gpu bench-peer wheels docs screenshots families clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 venv: $(INSTALLED) ## create the virtual environment .venv with everything installed
 
@@ -58,6 +59,7 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	@$(BIN)/mypy
 	@$(BIN)/mypy -p docs -p benchmarks -p observability
+	@$(BIN)/mypy examples/python/ask.py
 
 imports: $(INSTALLED)
 	@$(BIN)/lint-imports --no-logo
@@ -65,6 +67,11 @@ imports: $(INSTALLED)
 contract: $(INSTALLED)
 	@$(BIN)/buf lint
 	@$(BIN)/buf format --diff --exit-code
+	@$(BIN)/buf breaking --against $(RELEASED_CONTRACT)
+
+release-contract: $(INSTALLED) ## at a release: keep its gRPC contract, which `make check` protects from then on
+	@$(BIN)/buf breaking --against $(RELEASED_CONTRACT)
+	@$(BIN)/buf build --exclude-source-info --output $(RELEASED_CONTRACT)
 
 bench: $(INSTALLED) ## run the short benchmarks and rewrite benchmarks/RESULTS.md
 	@$(BIN)/python -m benchmarks.scheduler_cost
