@@ -53,6 +53,7 @@ _STACK_FILES = frozenset(
         "test_bad_input.py",
         "test_decoder_info.py",
         "test_encode_once.py",
+        "test_examples.py",
         "test_gateway.py",
         "test_kernel_report.py",
         "test_lean_transformers.py",

@@ -1,0 +1,110 @@
+"""The programs in `examples/`, set up in a temporary folder as their pages say and with nothing of this repository."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+BUF = pathlib.Path(sys.executable).parent / "buf"
+# All that the Python example may import: its requirements, and what they bring along.
+_PYTHON_PACKAGES = ("google", "grpc", "grpc_status", "typing_extensions.py")
+_MIN_NODE_VERSION = 20
+_INSTALL_TIMEOUT_S = 120.0
+_ASK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One example, ready to run."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+    def ask(self, target: str, picture: pathlib.Path, question: str) -> subprocess.CompletedProcess[str]:
+        """Runs the program; its answer is on the standard output, all else on the standard error."""
+        return subprocess.run(
+            [*self.command, target, str(picture), question],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=_ASK_TIMEOUT_S,
+            check=False,
+        )
+
+
+def python_program(folder: pathlib.Path) -> Program:
+    """Generates the stubs with protoc. The program can import them and the packages that it needs, and nothing else."""
+    stubs, packages = folder / "stubs", folder / "packages"
+    stubs.mkdir()
+    files = ("lookonce/common/v1/common.proto", "lookonce/decoder/v1/decoder_service.proto")
+    protoc = (sys.executable, "-m", "grpc_tools.protoc", "-I", str(REPOSITORY / "protos"))
+    _run([*protoc, "--python_out", str(stubs), "--grpc_python_out", str(stubs), *files], folder)
+    packages.mkdir()
+    installed = pathlib.Path(sysconfig.get_path("platlib"))
+    for name in _PYTHON_PACKAGES:
+        (packages / name).symlink_to(installed / name)
+    program = shutil.copy(REPOSITORY / "examples/python/ask.py", folder)
+    # With -S, Python finds no installed packages by itself, nor this repository through one of them.
+    environment = {**os.environ, "PYTHONPATH": f"{stubs}{os.pathsep}{packages}"}
+    return Program((sys.executable, "-S", program), environment)
+
+
+def typescript_program(folder: pathlib.Path) -> Program:
+    """Installs the npm packages of the lock file, generates the stubs with buf, and compiles the program.
+
+    Skips the test without Node.js, and where the packages cannot be had.
+    """
+    if not _has_node():
+        pytest.skip("Node.js 20 or newer and npm are not installed")
+    example = folder / "examples/typescript"
+    ignored = shutil.ignore_patterns("node_modules", "gen", "dist")
+    shutil.copytree(REPOSITORY / "examples/typescript", example, ignore=ignored)
+    shutil.copytree(REPOSITORY / "protos", folder / "protos")
+    shutil.copy(REPOSITORY / "buf.yaml", folder)
+    _install_packages(example)
+    _run(["npm", "run", "generate"], example)
+    _run(["npm", "run", "build"], example)
+    return Program(("node", str(example / "dist/ask.js")), os.environ)
+
+
+def _has_node() -> bool:
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        return False
+    version = subprocess.run(["node", "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    return int(version.removeprefix("v").partition(".")[0]) >= _MIN_NODE_VERSION
+
+
+def _install_packages(example: pathlib.Path) -> None:
+    """Skips the test if the registry does not answer either; any other failure is the example's own."""
+    try:
+        _run(["npm", "ci", "--prefer-offline", "--ignore-scripts", "--fetch-retries=1"], example, _INSTALL_TIMEOUT_S)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        try:
+            _run(["npm", "view", "@grpc/grpc-js", "version", "--fetch-retries=0"], example, 30.0)
+        except (AssertionError, subprocess.TimeoutExpired):
+            pytest.skip("the npm registry cannot be reached")
+        raise error
+
+
+def _run(command: Sequence[str], folder: pathlib.Path, timeout_s: float = 60.0) -> None:
+    path = f"{BUF.parent}{os.pathsep}{os.environ['PATH']}"
+    finished = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
