@@ -18,6 +18,7 @@ FOLDERS = (
     "demo",
     "docs",
     "observability",
+    "examples/python",
     "tests",
 )
 

@@ -15,6 +15,7 @@ from tests.conftest import REPOSITORY
 BUF = pathlib.Path(sys.executable).parent / "buf"
 RELEASED = REPOSITORY / "protos/released.binpb"
 DECODER = "protos/lookonce/decoder/v1/decoder_service.proto"
+ENCODER = "protos/lookonce/encoder/v1/encoder_service.proto"
 COMMON = "protos/lookonce/common/v1/common.proto"
 
 
@@ -109,6 +110,22 @@ def test_a_change_that_breaks_clients_is_refused(
     finished = breaking(tree)
     assert finished.returncode != 0
     assert message in finished.stdout
+
+
+def test_a_message_stays_in_its_file(tree: pathlib.Path) -> None:
+    """In Python and TypeScript, a client imports files."""
+    text = (tree / COMMON).read_text()
+    begin, end = text.index("// Width and height in pixels.\n"), text.index("// Shape and key of one image")
+    package = "package lookonce.common.v1;\n"
+    imported = 'import "lookonce/common/v1/pixel_size.proto";\n'
+    (tree / COMMON).with_name("pixel_size.proto").write_text(f'syntax = "proto3";\n\n{package}\n{text[begin:end]}')
+    (tree / COMMON).write_text((text[:begin] + text[end:]).replace(package, f"{package}\n{imported}"))
+    for file in (DECODER, ENCODER):
+        old = 'import "lookonce/common/v1/common.proto";\n'
+        edit(tree, file, old, old + imported)
+    finished = breaking(tree)
+    assert finished.returncode != 0
+    assert 'Previously present message "PixelSize" was deleted from file' in finished.stdout
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ PAGES = sorted(
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "benchmarks").glob("*.md"),
         *(ROOT / "models").rglob("*.md"),
+        *(ROOT / "examples").glob("*/*.md"),
     ]
 )
 _PATH = re.compile(
-    r"`((?:lookonce|encoder_svc|decoder_svc|gateway_svc|tests|benchmarks|protos|k8s|docs|observability)/[\w./-]*)`"
+    r"`((?:lookonce|encoder_svc|decoder_svc|gateway_svc|tests|benchmarks|protos|k8s|docs|observability|examples)/[\w./-]*)`"
 )
 _LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 _ANCHOR = re.compile(r"\]\(([^):#]*)#([^)]+)\)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -44,19 +45,18 @@ class Program:
 
 def python_program(folder: pathlib.Path) -> Program:
     """Generates the stubs with protoc. The program can import them and the packages that it needs, and nothing else."""
-    stubs, packages = folder / "stubs", folder / "packages"
+    example = _copied("python", folder)
+    stubs, packages = example / "gen", folder / "packages"
     stubs.mkdir()
-    files = ("lookonce/common/v1/common.proto", "lookonce/decoder/v1/decoder_service.proto")
-    protoc = (sys.executable, "-m", "grpc_tools.protoc", "-I", str(REPOSITORY / "protos"))
-    _run([*protoc, "--python_out", str(stubs), "--grpc_python_out", str(stubs), *files], folder)
+    (protoc,) = _commands(example, "python -m grpc_tools.protoc ")
+    _run([sys.executable, *protoc[1:]], example)
     packages.mkdir()
     installed = pathlib.Path(sysconfig.get_path("platlib"))
     for name in _PYTHON_PACKAGES:
         (packages / name).symlink_to(installed / name)
-    program = shutil.copy(REPOSITORY / "examples/python/ask.py", folder)
     # With -S, Python finds no installed packages by itself, nor this repository through one of them.
     environment = {**os.environ, "PYTHONPATH": f"{stubs}{os.pathsep}{packages}"}
-    return Program((sys.executable, "-S", program), environment)
+    return Program((sys.executable, "-S", str(example / "ask.py")), environment)
 
 
 def typescript_program(folder: pathlib.Path) -> Program:
@@ -66,15 +66,28 @@ def typescript_program(folder: pathlib.Path) -> Program:
     """
     if not _has_node():
         pytest.skip("Node.js 20 or newer and npm are not installed")
-    example = folder / "examples/typescript"
-    ignored = shutil.ignore_patterns("node_modules", "gen", "dist")
-    shutil.copytree(REPOSITORY / "examples/typescript", example, ignore=ignored)
+    example = _copied("typescript", folder)
+    _install_packages(example)
+    for name in ("generate", "build"):
+        (command,) = _commands(example, f"npm run {name}")
+        _run(command, example)
+    return Program(("node", str(example / "dist/ask.js")), os.environ)
+
+
+def _copied(language: str, folder: pathlib.Path) -> pathlib.Path:
+    """Copies one example and the contract, as they lie in the repository, without what was generated there."""
+    ignored = shutil.ignore_patterns("node_modules", "gen", "dist", "__pycache__")
+    example = folder / "examples" / language
+    shutil.copytree(REPOSITORY / "examples" / language, example, ignore=ignored)
     shutil.copytree(REPOSITORY / "protos", folder / "protos")
     shutil.copy(REPOSITORY / "buf.yaml", folder)
-    _install_packages(example)
-    _run(["npm", "run", "generate"], example)
-    _run(["npm", "run", "build"], example)
-    return Program(("node", str(example / "dist/ask.js")), os.environ)
+    return example
+
+
+def _commands(example: pathlib.Path, beginning: str) -> list[list[str]]:
+    """Returns the commands on an example's page that begin so."""
+    lines = (example / "README.md").read_text().splitlines()
+    return [shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith(f"$ {beginning}")]
 
 
 def _has_node() -> bool:
