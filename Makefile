@@ -115,7 +115,8 @@ families: $(INSTALLED) ## run the conformance suite of all families and write it
 
 clean: ## remove all installed and generated files
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	rm -rf lookonce/common lookonce/encoder lookonce/decoder
+	rm -rf lookonce/common lookonce/encoder lookonce/decoder gen
+	rm -rf examples/*/gen examples/*/dist examples/*/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed first and alone, so that no package with a version range fetches another build of it. Triton is

@@ -74,6 +74,7 @@ _LONG = tuple(
         "decoder_svc/runner",
         "gateway_svc/playground",
         "parity",
+        "examples",
         "k8s/test_instances.py",
         "lookonce/local/test_local_stack.py",
         "lookonce/test_cli.py",
