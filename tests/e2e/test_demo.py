@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from demo.questions import demo_session
-from lookonce import cli
+from lookonce.commands import up
 from lookonce.local.local_stack import LocalStack
 from tests.conftest import DEMO_MODEL, REPOSITORY
 
@@ -26,11 +26,11 @@ def test_the_pages_say_what_the_demo_model_does_not_know(page: str) -> None:
 
 def test_up_says_it_of_the_demo_model_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()
-    monkeypatch.setattr(cli, "_out", Console(file=shown, width=100))
-    cli._announce(LocalStack(DEMO_MODEL), DEMO_MODEL)
+    monkeypatch.setattr(up, "out", Console(file=shown, width=100))
+    up._announce(LocalStack(DEMO_MODEL), DEMO_MODEL)
     assert LIMIT in shown.getvalue()
     shown.truncate(0)
-    cli._announce(LocalStack(tmp_path), tmp_path)
+    up._announce(LocalStack(tmp_path), tmp_path)
     assert LIMIT not in shown.getvalue()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lookonce.client import Client
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
 
@@ -33,3 +34,15 @@ def admin_target(given: str | None) -> str:
 def running_stack() -> StackRecord | None:
     """Returns this user's running `lookonce up`. Raises ConfigurationError if others could have written its record."""
     return find_stack(CliSettings().record_dir)
+
+
+def client_of(target: str | None) -> Client:
+    """Returns a client of the decoder, and of its encoder as well if the decoder is the running stack's."""
+    decoder, record = decoder_target(target), running_stack()
+    is_running_stack = record is not None and record.decoder_target == decoder
+    return connect(decoder, record.encoder_target if record is not None and is_running_stack else None)
+
+
+def connect(decoder: str, encoder: str | None = None) -> Client:
+    """Returns a client with the token and the TLS files of the environment."""
+    return Client.connect(decoder, encoder, **CliSettings().connection())

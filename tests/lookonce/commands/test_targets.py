@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
+from lookonce.commands.targets import admin_target, decoder_target, running_stack
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings, StackRecord
-from lookonce.local.cli_targets import admin_target, decoder_target, running_stack
 
 TARGETS = [(decoder_target, "LOOKONCE_TARGET", "decoder:1"), (admin_target, "LOOKONCE_ADMIN_TARGET", "admin:3")]
 

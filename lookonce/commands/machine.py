@@ -1,0 +1,62 @@
+"""`lookonce models`, `token` and `doctor`: what this installation has, without any server."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from lookonce.commands.options import filled
+from lookonce.commands.output import print_report
+from lookonce.families.registry import FAMILIES
+from lookonce.local.cli_settings import CliSettings
+from lookonce.local.family_offers import offers_of
+from lookonce.local.serve_extra import require_serve_packages
+
+
+def models() -> None:
+    """List the supported model families. `lookonce doctor --model` checks one model."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("family", "model type", "architecture", "images"):
+        table.add_column(title, overflow="fold")
+    for family in FAMILIES.values():
+        table.add_row(family.title, family.model_type, family.architecture, ", ".join(offers_of(family)))
+    print_report(table)
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Name of the token's holder, shown in audit lines.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of the holder. Default: the default tenant.")] = "",
+    role: Annotated[str, typer.Option(help="client, service (decoders that call encoders) or operator.")] = "client",
+) -> None:
+    """Make a bearer token. Prints the token to stdout and its entry for auth_tokens_file to stderr."""
+    require_serve_packages("lookonce token")
+    from lookonce.local.token_entry import new_token
+
+    made, entry = new_token(name, tenant, role)
+    sys.stdout.write(made + "\n")
+    sys.stderr.write(entry)
+
+
+def doctor(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder or hub name to check as well.", callback=filled)
+    ] = None,
+) -> None:
+    """Check that this machine has all that Lookonce needs."""
+    from lookonce.local.doctor import examine
+
+    findings = examine(CliSettings(), model)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column()
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.is_fine else "[bold red]no[/]"
+        table.add_row(mark, finding.subject, escape(finding.detail))
+    print_report(table)
+    if not all(finding.is_fine for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,111 @@
+"""`lookonce up`: runs the whole system on this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from lookonce.commands.options import filled
+from lookonce.commands.output import err, out
+from lookonce.errors import ConfigurationError, UnavailableError
+from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
+from lookonce.local.serve_extra import require_serve_packages
+
+if TYPE_CHECKING:
+    from lookonce.local.local_stack import LocalStack
+
+_POLL_S = 0.5
+_DEMO_MODEL = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+def up(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder, or a name on the Hugging Face hub. Default: the demo model.", callback=filled),
+    ] = None,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(help="Redis to use. Default: LOOKONCE_REDIS_URL, else a new server.", callback=filled),
+    ] = None,
+    decoders: Annotated[int, typer.Option(min=1, help="Number of decoders.")] = 1,
+    encoders: Annotated[int, typer.Option(min=1, help="Number of encoders.")] = 1,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first decoder; 0 is a free one.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Start Redis, encoder and decoder on this machine and run them until Ctrl-C."""
+    require_serve_packages("lookonce up")
+    from lookonce.local.local_stack import LocalStack, RedisSource
+    from lookonce.local.model_source import resolve_model, served_name
+    from lookonce.model.model_folder import ModelFolder
+
+    settings = CliSettings()
+    folder = resolve_model(model or _demo_model())
+    # A folder that cannot be served is refused before anything starts.
+    ModelFolder.open(folder)
+    named = served_name(model or "", folder)
+    # SIGTERM stops everything in order, as Ctrl-C does. SIGINT is set, too: a script's background process inherits it
+    # ignored, and then Python installs no handler.
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, signal.default_int_handler)
+    with contextlib.ExitStack() as exits:
+        exits.enter_context(only_stack(settings.record_dir))
+        with err.status("starting") as status:
+            stack = LocalStack(
+                folder,
+                redis=redis_url or (RedisSource.EMBEDDED if settings.redis_url is None else RedisSource.ENVIRONMENT),
+                num_encoders=encoders,
+                num_decoders=decoders,
+                decoder_port=port,
+                dtype=dtype,
+                encoder_arguments=named,
+                decoder_arguments=named,
+                on_progress=lambda text: status.update(f"{text} …"),
+            )
+            exits.enter_context(stack)
+        admin_target = stack.encoders[0].ready.admin_target
+        record = StackRecord(stack.decoder_targets[0], stack.encoder_targets[0], os.getpid(), admin_target)
+        record.write(settings.record_dir)
+        exits.callback(record.remove, settings.record_dir)
+        _announce(stack, folder)
+        _keep(stack)
+
+
+def _demo_model() -> str:
+    if not _DEMO_MODEL.is_dir():
+        raise ConfigurationError("give --model: a model folder, or a name on the Hugging Face hub")
+    return str(_DEMO_MODEL)
+
+
+def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
+    table = Table.grid(padding=(0, 2))
+    for target in stack.decoder_targets:
+        table.add_row("decoder", target)
+    for target in stack.encoder_targets:
+        table.add_row("encoder", target)
+    if stack.redis is not None:
+        table.add_row("redis", stack.redis.url)
+    out.print(f"[bold]Lookonce is up[/] with {escape(str(folder))}")
+    if folder.resolve() == _DEMO_MODEL:
+        out.print("The demo model knows drawn shapes only, not photographs.")
+    out.print(table)
+    out.print('Ask: lookonce generate "What is in the picture?" --image picture.png', markup=False)
+    out.print("Ctrl-C stops it.")
+
+
+def _keep(stack: LocalStack) -> None:
+    """Waits for Ctrl-C. Raises UnavailableError if a process of the stack ends by itself."""
+    try:
+        while (failed := stack.failed()) is None:
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        err.print("stopping")
+        return
+    raise UnavailableError(f"{failed.name} ended with status {failed.returncode}:\n{failed.log_tail()}")
