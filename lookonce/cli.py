@@ -1,6 +1,7 @@
 """The `lookonce` command: starts the system, sends requests to it, and inspects it. Puts the commands together.
 
-Results go to stdout, everything else to stderr. Exit status: 0; 1 for a failed call; 2 for a wrong command line.
+Results go to stdout, everything else to stderr. Exit status: 0; 1 for a failed call, or if the reader of a pipe has
+left; 2 for a wrong command line or setting; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Never
 import typer
 from rich.markup import escape
 
-from lookonce.commands import cache, encode, generate, machine, serve, up
+from lookonce.commands import cache, chat, encode, generate, machine, serve, up
 from lookonce.commands.output import err
 from lookonce.errors import ConfigurationError, LookonceError, StartupError
 from lookonce.server.setting_names import unknown_variables
@@ -31,6 +32,7 @@ serve_app.command("decoder", context_settings=serve.RAW_ARGUMENTS)(serve.serve_d
 serve_app.command("gateway", context_settings=serve.RAW_ARGUMENTS)(serve.serve_gateway)
 app.add_typer(serve_app, name="serve")
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command()(encode.encode)
 app.command()(encode.lookup)
 app.command()(cache.evict)

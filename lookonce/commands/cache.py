@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from lookonce.admin.client import AdminClient
-from lookonce.commands.options import Timeout, filled, named_image, tenant_name
+from lookonce.commands.options import Timeout, filled, tenant_name
 from lookonce.commands.output import out, print_report
+from lookonce.commands.pictures import named_image
 from lookonce.commands.targets import admin_target
 from lookonce.local.cli_settings import CliSettings
 

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from lookonce.client import Client
-from lookonce.commands.options import MAX_UINT32, MAX_UINT64, Target, Timeout
-from lookonce.commands.output import err
+from lookonce.commands.answers import json_line, stream_text
+from lookonce.commands.options import ImageNames, MaxPixels, System, Target, Timeout
+from lookonce.commands.pictures import named_image, video_of
+from lookonce.commands.questions import chat_prompt, left_s, question_of, raw_prompt
+from lookonce.commands.sampling import takes_sampling
 from lookonce.commands.targets import connect, decoder_target
-from lookonce.commands.usage_line import usage_line
-from lookonce.generation import GenerateOptions, TextPrompt
+from lookonce.generation import GenerateOptions, Prompt
+from lookonce.images import ImageRef
 from lookonce.sdk.connection.channel import Deadline
+from lookonce.videos import Video
 
 
+@takes_sampling
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The question.")],
-    image: Annotated[
+    prompt: Annotated[str, typer.Argument(help="The question; - reads it from standard input.")],
+    *,
+    image: ImageNames = None,
+    video: Annotated[
         list[pathlib.Path] | None,
-        typer.Option("--image", "-i", help="Image file; repeatable.", exists=True, dir_okay=False),
+        typer.Option(
+            "--video",
+            help="Folder with the frames of a video as image files, in the order of their names; repeatable. Videos "
+            "come after the images.",
+            exists=True,
+            file_okay=False,
+        ),
     ] = None,
-    target: Target = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, max=MAX_UINT32, help="Longest answer, tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy. Default: the model's.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=MAX_UINT64, help="Makes sampling repeatable.")] = None,
+    fps: Annotated[float | None, typer.Option(min=0.001, max=1000.0, help="Frames per second of the videos.")] = None,
+    frame_size: Annotated[
+        tuple[int, int] | None,
+        typer.Option(
+            metavar="WIDTH HEIGHT", help="Size of the frames in pixels. With it, cached frames are not sent again."
+        ),
+    ] = None,
+    max_pixels: MaxPixels = None,
+    system: System = None,
     raw: Annotated[
         bool,
         typer.Option(
@@ -37,36 +55,50 @@ def generate(
             "placeholder once for each image; without any, the images come before the text.",
         ),
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with the text, the token counts and the times.")
+    ] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="With --json: report each token's log probability, and so many others.")
+    ] = None,
+    request_id: Annotated[str | None, typer.Option(help="Id of the request in the logs of the services.")] = None,
+    target: Target = None,
     timeout_s: Timeout = 120.0,
+    sampling: GenerateOptions,
 ) -> None:
     """Ask about images. The answer is streamed to stdout."""
-    deadline = Deadline.after(timeout_s)
-    options: GenerateOptions = {}
-    if max_tokens is not None:
-        options["max_tokens"] = max_tokens
-    if temperature is not None:
-        options["temperature"] = temperature
-    if seed is not None:
-        options["seed"] = seed
-    images = image or []
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("needs --json, which shows them", param_hint="--logprobs")
+    if raw and (video or system is not None):
+        raise typer.BadParameter("sends no chat, so it takes neither --video nor --system", param_hint="--raw")
+    deadline, started_s = Deadline.after(timeout_s), time.monotonic()
+    text = question_of(prompt)
+    images = [named_image(name, max_pixels) for name in image or []]
+    videos = [video_of(folder, fps, max_pixels, frame_size) for folder in video or []]
     with connect(decoder_target(target)) as client:
-        asked = _raw(client, prompt, images, _left_s(deadline)) if raw else prompt
-        options["timeout_s"] = _left_s(deadline)
-        with client.stream(asked, () if raw else images, **options) as stream:
-            for text in stream:
-                sys.stdout.write(text)
-                sys.stdout.flush()
-            sys.stdout.write("\n")
-            err.print(f"[dim]{usage_line(stream.usage)}[/]")
+        asked = _prompt(client, raw, system, images, videos, text, deadline)
+        options: GenerateOptions = {**sampling, "logprobs": logprobs, "request_id": request_id}
+        options["timeout_s"] = left_s(deadline)
+        with client.stream(asked, **options) as stream:
+            if not as_json:
+                stream_text(stream)
+                return
+            for _ in stream:
+                pass
+            num_frames = sum(len(one.frames) for one in videos)
+            line = json_line(stream.generation, len(images), num_frames, time.monotonic() - started_s)
+    sys.stdout.write(line + "\n")
 
 
-def _left_s(deadline: Deadline) -> float:
-    """Returns the rest of a deadline, seconds; math.inf without one. Raises DeadlineError if it has passed."""
-    left_s = deadline.remaining_s()
-    return math.inf if left_s is None else left_s
-
-
-def _raw(client: Client, text: str, images: Sequence[pathlib.Path], timeout_s: float) -> TextPrompt:
-    """Returns a prompt without a chat template. A text without placeholders gets one for each image at its start."""
-    placeholder = client.model_info(timeout_s=timeout_s).image_placeholder if images else ""
-    return TextPrompt(text if placeholder in text else placeholder * len(images) + text, images)
+def _prompt(
+    client: Client,
+    is_raw: bool,
+    system: str | None,
+    images: Sequence[ImageRef],
+    videos: Sequence[Video],
+    text: str,
+    deadline: Deadline,
+) -> Prompt:
+    if is_raw:
+        return raw_prompt(client, text, images, left_s(deadline))
+    return chat_prompt(system, images, videos, text)

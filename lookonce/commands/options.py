@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lookonce.errors import InvalidParameterError
 from lookonce.identity import TENANT_NAME
-from lookonce.images import ImageRef
 
 # Largest values of the contract's fields.
 MAX_UINT32, MAX_UINT64 = 2**32 - 1, 2**64 - 1
@@ -36,19 +34,17 @@ Target = Annotated[
     ),
 ]
 Timeout = Annotated[float, typer.Option("--timeout-s", min=0.1, help="Deadline of the call, seconds; inf: none.")]
+System = Annotated[str | None, typer.Option(help="System prompt: instructions that come before the chat.")]
+ImageNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--image", "-i", metavar="FILE|DIGEST", help="Image file, or the SHA-256 digest of a cached one; repeatable."
+    ),
+]
+MaxPixels = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_UINT32, help="Largest number of pixels of an image after resizing, where models offer it."
+    ),
+]
 Images = Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exists=True, dir_okay=False)]
-
-
-def named_image(text: str) -> ImageRef:
-    """Returns the image of a file or a digest. Raises BadParameter for anything else."""
-    path = pathlib.Path(text)
-    if path.is_file():
-        return ImageRef.from_file(path)
-    if text and path.is_dir():
-        raise typer.BadParameter(f"{text} is a folder; name the image files in it")
-    try:
-        return ImageRef.from_digest(text)
-    except InvalidParameterError:
-        raise typer.BadParameter(
-            f"{text or repr(text)} is neither a file nor a SHA-256 digest of 64 hex characters"
-        ) from None

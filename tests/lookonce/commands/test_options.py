@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import sys
@@ -29,6 +30,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Runs the command in this process and returns its error in one line."""
     monkeypatch.setattr(sys, "argv", ["lookonce", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit) as caught:
         cli.main()
     shown = capsys.readouterr()
@@ -50,8 +52,17 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (("generate", "x", *NOBODY, "--temperature", "-1"), "--temperature"),
         (("generate", "x", *NOBODY, "--seed", str(2**64)), "--seed"),
         (("generate", "x", *NOBODY, "--max-tokens", str(2**32)), "--max-tokens"),
-        (("generate", "x", *NOBODY, "-i", "folder"), "is a directory"),
-        (("generate", "x", *NOBODY, "-i", "none.png"), "does not exist"),
+        (("generate", "x", *NOBODY, "-i", "folder"), "folder is a folder"),
+        (("generate", "x", *NOBODY, "-i", "none.png"), "neither a file nor a SHA-256 digest"),
+        (("generate", "x", *NOBODY, "--video", "text.txt"), "is a file"),
+        (("generate", "x", *NOBODY, "--video", "folder"), "at least 2"),
+        (("generate", "x", *NOBODY, "--logprobs", "2"), "needs --json"),
+        (("generate", "x", *NOBODY, "--raw", "--system", "y"), "neither --video nor --system"),
+        (("generate", "x", *NOBODY, "--logit-bias", "7"), "is not TOKEN_ID=VALUE"),
+        (("generate", "x", *NOBODY, "--top-p", "1.5"), "--top-p"),
+        (("generate", "x", *NOBODY, "--grammar", "@none.txt"), "none.txt"),
+        (("generate", "-", *NOBODY), "standard input is empty"),
+        (("chat", *NOBODY, "-i", "none.png"), "neither a file nor a SHA-256 digest"),
         (("lookup", "none.png", *NOBODY), "does not exist"),
         (("encode", *NOBODY), "Missing argument"),
         (("evict", DIGEST, "--target", ""), "is empty"),

@@ -1,0 +1,56 @@
+"""Prints answers: as text for people, or as one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.markup import escape
+
+from lookonce.client import TextStream
+from lookonce.commands.output import err
+from lookonce.generation import Generation, Usage
+
+
+def stream_text(stream: TextStream) -> None:
+    """Prints the text of an answer to stdout as it arrives, and its cost to stderr."""
+    for text in stream:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    err.print(f"[dim]{escape(usage_line(stream.usage))}[/]")
+
+
+def json_line(answer: Generation, num_images: int, num_video_frames: int, total_time_s: float) -> str:
+    """Returns an answer as one line of JSON, with the words of `lookonce.generation`.
+
+    `num_images` and `num_video_frames` are those that the prompt shows. `total_time_s` is the time of the whole call.
+    """
+    content: dict[str, Any] = {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "request_id": answer.request_id,
+        "num_images": num_images,
+        "num_video_frames": num_video_frames,
+        "total_time_s": round(total_time_s, 6),
+        "usage": asdict(answer.usage),
+        "token_ids": answer.token_ids,
+    }
+    if answer.logprobs:
+        content["logprobs"] = answer.logprobs
+    return json.dumps(content, ensure_ascii=False)
+
+
+def usage_line(usage: Usage) -> str:
+    """Returns one line with the token counts and the latency of a generation."""
+    parts = [f"{usage.prompt_tokens} prompt tokens"]
+    if usage.image_tokens:
+        rows = f"{usage.encoded_image_tokens} encoded, {usage.cached_image_tokens} from the shared cache"
+        parts.append(f"image rows: {rows}, {usage.skipped_image_tokens} skipped")
+    if usage.accepted_draft_tokens:
+        parts.append(f"{usage.accepted_draft_tokens} of {usage.completion_tokens} tokens guessed")
+    parts.append(f"first token after {usage.time_to_first_token_s * 1000:.0f} ms")
+    return " · ".join(parts)

@@ -1,0 +1,89 @@
+"""The sampling flags of every command that generates: one flag for each option of `lookonce.generation`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, cast
+
+import typer
+
+from lookonce.commands.options import MAX_UINT32, MAX_UINT64
+from lookonce.generation import GenerateOptions
+
+_Flag = inspect.Parameter
+
+
+def _flag(option: str, kind: Any, text: str, *names: str, **limits: Any) -> _Flag:
+    info = typer.Option(*names, help=text, rich_help_panel="Sampling", show_default=False, **limits)
+    return _Flag(option, _Flag.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])
+
+
+# In the order of the help; each is named after its option. Ranges are those of the contract, which the server checks.
+_FLAGS: Sequence[_Flag] = (
+    _flag("max_tokens", int, "Longest answer, tokens.", min=1, max=MAX_UINT32),
+    _flag("min_tokens", int, "Number of tokens before an answer may end.", min=0, max=MAX_UINT32),
+    _flag("temperature", float, "0 is greedy. Default: the model's.", min=0.0, max=100.0),
+    _flag("top_p", float, "Sample from the likeliest tokens that have this share together.", min=0.0, max=1.0),
+    _flag("top_k", int, "Sample from this many likeliest tokens; 0: all.", min=0, max=MAX_UINT32),
+    _flag("min_p", float, "Drop tokens below this share of the likeliest one's probability.", min=0.0, max=1.0),
+    _flag("repetition_penalty", float, "Factor against tokens of prompt and answer; 1: none.", min=0.0, max=10.0),
+    _flag("presence_penalty", float, "Penalty for tokens that the answer has, -2 to 2.", min=-2.0, max=2.0),
+    _flag("frequency_penalty", float, "Penalty for each time that the answer has a token, -2 to 2.", min=-2.0, max=2.0),
+    _flag("logit_bias", list[str], "TOKEN_ID=VALUE: adds to the token's logit, -100 to 100; repeatable."),
+    _flag("seed", int, "Makes sampling repeatable.", min=0, max=MAX_UINT64),
+    _flag("stop", list[str], "Text before which the answer ends; repeatable."),
+    _flag("stop_token_ids", list[int], "Token with which the answer ends; repeatable.", "--stop-token-id", min=0),
+    _flag("ignore_eos", bool, "Go on after the model's end of an answer.", "--ignore-eos"),
+    _flag("json_schema", str, "JSON schema of the answer, or @FILE with it."),
+    _flag("regex", str, "Regular expression of the answer, or @FILE with it."),
+    _flag("grammar", str, "Grammar of the answer in EBNF, or @FILE with it."),
+    _flag("priority", int, "Requests with a lower number run earlier. Default: 0.", min=-(2**31), max=2**31 - 1),
+    _flag("cache_salt", str, "Share the prefix cache only with requests of the same salt."),
+    _flag("adapter", str, "Name of a LoRA adapter."),
+    _flag("bypass_prefix_cache", bool, "Neither read nor write the prefix cache.", "--bypass-prefix-cache"),
+)
+_TEXTS_OR_FILES = ("json_schema", "regex", "grammar")
+
+
+def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the sampling flags; the command gets those that are set, as its argument `sampling`."""
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        given = {flag.name: arguments.pop(flag.name) for flag in _FLAGS}
+        command(**arguments, sampling=_options(given))
+
+    parameters = [parameter for parameter in own.parameters.values() if parameter.name != "sampling"]
+    by_name = [parameter.replace(kind=_Flag.KEYWORD_ONLY) for parameter in parameters]
+    run.__signature__ = own.replace(parameters=[*by_name, *_FLAGS])  # type: ignore[attr-defined]
+    return run
+
+
+def _options(given: dict[str, Any]) -> GenerateOptions:
+    """Returns the options that are set. Raises BadParameter for a bias that is no pair of numbers."""
+    options = {name: value for name, value in given.items() if value is not None and value != []}
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(map(_bias, options["logit_bias"]))
+    for name in _TEXTS_OR_FILES:
+        if str(options.get(name, "")).startswith("@"):
+            options[name] = _content(pathlib.Path(options[name][1:]))
+    return cast(GenerateOptions, options)
+
+
+def _content(path: pathlib.Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{path} is no text in UTF-8") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not TOKEN_ID=VALUE", param_hint="--logit-bias") from None
