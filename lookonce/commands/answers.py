@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -24,8 +23,8 @@ def stream_text(stream: TextStream) -> None:
     err.print(f"[dim]{escape(usage_line(stream.usage))}[/]")
 
 
-def json_line(answer: Generation, num_images: int, num_video_frames: int, total_time_s: float) -> str:
-    """Returns an answer as one line of JSON, with the words of `lookonce.generation`.
+def json_answer(answer: Generation, num_images: int, num_video_frames: int, total_time_s: float) -> dict[str, Any]:
+    """Returns an answer as an object for JSON, with the words of `lookonce.generation`.
 
     `num_images` and `num_video_frames` are those that the prompt shows. `total_time_s` is the time of the whole call.
     """
@@ -41,7 +40,7 @@ def json_line(answer: Generation, num_images: int, num_video_frames: int, total_
     }
     if answer.logprobs:
         content["logprobs"] = answer.logprobs
-    return json.dumps(content, ensure_ascii=False)
+    return content
 
 
 def usage_line(usage: Usage) -> str:

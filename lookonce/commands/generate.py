@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,8 +10,9 @@ from typing import Annotated
 import typer
 
 from lookonce.client import Client
-from lookonce.commands.answers import json_line, stream_text
-from lookonce.commands.options import ImageNames, MaxPixels, System, Target, Timeout
+from lookonce.commands.answers import json_answer, stream_text
+from lookonce.commands.options import AsJson, ImageNames, MaxPixels, System, Target, Timeout
+from lookonce.commands.output import print_json
 from lookonce.commands.pictures import named_image, video_of
 from lookonce.commands.questions import chat_prompt, left_s, question_of, raw_prompt
 from lookonce.commands.sampling import takes_sampling
@@ -55,9 +55,7 @@ def generate(
             "placeholder once for each image; without any, the images come before the text.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with the text, the token counts and the times.")
-    ] = False,
+    as_json: AsJson = False,
     logprobs: Annotated[
         int | None, typer.Option(min=0, help="With --json: report each token's log probability, and so many others.")
     ] = None,
@@ -86,8 +84,8 @@ def generate(
             for _ in stream:
                 pass
             num_frames = sum(len(one.frames) for one in videos)
-            line = json_line(stream.generation, len(images), num_frames, time.monotonic() - started_s)
-    sys.stdout.write(line + "\n")
+            content = json_answer(stream.generation, len(images), num_frames, time.monotonic() - started_s)
+    print_json(content)
 
 
 def _prompt(

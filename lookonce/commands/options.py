@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from typing import Annotated
 
 import typer
@@ -47,4 +46,11 @@ MaxPixels = Annotated[
         min=1, max=MAX_UINT32, help="Largest number of pixels of an image after resizing, where models offer it."
     ),
 ]
-Images = Annotated[list[pathlib.Path], typer.Argument(help="Image files.", exists=True, dir_okay=False)]
+BesideOthers = Annotated[
+    bool,
+    typer.Option(
+        "--beside-others",
+        help="Take the rows for prompts that show several images, in models where they differ (LLaVA-OneVision).",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _REPORT_WIDTH = 150
+# Signs that would end a cell or a line for a program.
+_ESCAPES = str.maketrans({"\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -15,3 +22,41 @@ def print_report(table: Table) -> None:
     """Prints a table. In files and pipes, which have no width, long fingerprints and names stay on one line."""
     shown = out if out.is_terminal else Console(highlight=False, width=max(out.width, _REPORT_WIDTH))
     shown.print(table)
+
+
+def print_rows(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Prints a table. A program that reads a pipe gets the titles and each row as lines with tabs between cells."""
+    if out.is_terminal:
+        table = Table(*titles)
+        for row in rows:
+            table.add_row(*(escape(printable(cell)) for cell in row))
+        out.print(table)
+        return
+    print_line(titles)
+    for row in rows:
+        print_line(row)
+
+
+def print_line(cells: Iterable[object]) -> None:
+    """Prints one line for programs, with tabs between cells."""
+    sys.stdout.write("\t".join(printable(cell).translate(_ESCAPES) for cell in cells) + "\n")
+
+
+def print_json(content: object) -> None:
+    """Prints a value as one line of JSON."""
+    sys.stdout.write(printable(json.dumps(content, ensure_ascii=False)) + "\n")
+
+
+def printable(value: object) -> str:
+    """Returns a text that every stream takes: bytes of file names that are no UTF-8 become escapes."""
+    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def digest_cell(digest: str) -> str:
+    """Returns a digest in hex for a table: whole for programs, and its beginning for people."""
+    return digest[:16] if out.is_terminal else digest
+
+
+def say(text: str) -> None:
+    """Prints a line for people to stderr."""
+    err.print(escape(printable(text)), soft_wrap=True)

@@ -19,15 +19,15 @@ _HEAD_BYTES = 12
 _DIGITS = re.compile(r"(\d+)")
 
 
-def named_image(text: str, max_pixels: int | None = None) -> ImageRef:
+def named_image(text: str, max_pixels: int | None = None, beside_others: bool = False) -> ImageRef:
     """Returns the image of a file or a digest. Raises BadParameter for anything else."""
     path = pathlib.Path(text)
     if path.is_file():
-        return ImageRef.from_file(path, max_pixels=max_pixels)
+        return ImageRef.from_file(path, max_pixels=max_pixels, beside_others=beside_others)
     if text and path.is_dir():
         raise typer.BadParameter(f"{text} is a folder; name the image files in it")
     try:
-        return ImageRef.from_digest(text, max_pixels=max_pixels)
+        return ImageRef.from_digest(text, max_pixels=max_pixels, beside_others=beside_others)
     except InvalidParameterError:
         raise typer.BadParameter(
             f"{text or repr(text)} is neither a file nor a SHA-256 digest of 64 hex characters"

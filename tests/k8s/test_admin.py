@@ -72,13 +72,23 @@ def test_a_job_calls_the_command_with_its_images_and_its_tenant(
     port = port_of(str(parsed_settings(manifests, ENCODER).admin_listen))
     target = f"lookonce-encoder.somewhere:{port}"
     assert finished.stdout.splitlines() == [
-        *("-m", "lookonce.cli", "evict", "--target", target, "--tenant", "acme co", "a1", "b2", "*")
+        *("-m", "lookonce.cli", "cache", "evict", "--target", target, "--tenant", "acme co", "a1", "b2", "*")
     ]
     # The command refuses an empty tenant. Without one, it means the default tenant.
     without = {name: value for name, value in environment.items() if name != "TENANT"}
     for variables in (without, {**environment, "TENANT": ""}):
         finished = subprocess.run(one["command"], env=variables, capture_output=True, text=True, check=True, timeout=30)
-        assert finished.stdout.splitlines() == ["-m", "lookonce.cli", "evict", "--target", target, "a1", "b2", "*"]
+        assert finished.stdout.splitlines() == [
+            "-m",
+            "lookonce.cli",
+            "cache",
+            "evict",
+            "--target",
+            target,
+            "a1",
+            "b2",
+            "*",
+        ]
     del environment["IMAGES"]
     failed = subprocess.run(one["command"], env=environment, capture_output=True, check=False, timeout=30)
     assert failed.returncode != 0, "a job without images must not look as if it had forgotten something"

@@ -1,8 +1,9 @@
-"""Both clients of operators' calls and `lookonce evict`, against a real encoder with tokens and a real Redis."""
+"""Both clients of operators' calls and `lookonce cache evict`, against a real encoder with tokens and a real Redis."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pathlib
 import subprocess
@@ -194,13 +195,13 @@ def variables(**changes: str) -> dict[str, str]:
     return kept | {"COLUMNS": "120"} | changes
 
 
-def command(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    return run_here(variables(**changes), "evict", *arguments)
+def command(*arguments: str, operation: str = "evict", **changes: str) -> subprocess.CompletedProcess[str]:
+    return run_here(variables(**changes), "cache", operation, *arguments)
 
 
 def command_as_process(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lookonce.cli", "evict", *arguments],
+        [sys.executable, "-m", "lookonce.cli", "cache", "evict", *arguments],
         env=variables(**changes),
         capture_output=True,
         text=True,
@@ -225,11 +226,41 @@ def test_the_command_removes_files_and_digests_and_says_what_it_found(encoder: E
         finished = command(str(path), digest, **told)
         assert finished.returncode == 0, finished.stderr
         rows = [cells(line) for line in finished.stdout.splitlines()]
-        assert ["known.png", ImageRef.from_bytes(known).hex[:16], found, num_entries, "0"] in rows
-        assert any(row[1:] == [digest[:16], found, num_entries, "0"] for row in rows)
+        assert ["known.png", ImageRef.from_bytes(known).hex, found, num_entries, "0"] in rows
+        assert any(row[1:] == [digest, found, num_entries, "0"] for row in rows)
     encoder.encode(known)
     finished = command("--all-of-tenant", "--target", encoder.target, LOOKONCE_TOKEN=encoder.tokens["operator"])
     assert (finished.returncode, finished.stdout) == (0, "1 entries removed\n")
+
+
+def test_the_command_pins_what_is_cached_and_says_what_is_not(encoder: Encoder, tmp_path: pathlib.Path) -> None:
+    known, unknown = (picture.data for picture in fresh(2))
+    encoder.encode(known)
+    digests = [ImageRef.from_bytes(data).hex for data in (known, unknown)]
+    told = {"LOOKONCE_ADMIN_TARGET": encoder.target, "LOOKONCE_TOKEN": encoder.tokens["operator"]}
+    with lookonce.AdminClient.connect(encoder.target, token=encoder.tokens["operator"]) as admin:
+        pinned = command(*digests, operation="pin", **told)
+        assert pinned.returncode == 1, "one of them is not pinned"
+        assert "1 of 2 images are not in the shared cache" in pinned.stderr
+        shown = [line.split("\t")[1:] for line in pinned.stdout.splitlines()]
+        assert shown == [["digest", "pinned"], [digests[0], "yes"], [digests[1], "not cached"]]
+        assert admin.describe([known])[0].pinned
+        assert command(digests[0], operation="pin", **told).returncode == 0
+        assert command(*digests, operation="unpin", **told).returncode == 0
+        assert not admin.describe([known])[0].pinned
+
+
+def test_the_command_shows_the_counters_of_both_caches(encoder: Encoder) -> None:
+    encoder.encode(*(picture.data for picture in fresh(1)))
+    told = {"LOOKONCE_ADMIN_TARGET": encoder.target, "LOOKONCE_TOKEN": encoder.tokens["operator"]}
+    found = json.loads(command("--json", operation="stats", **told).stdout)
+    assert found["local"]["entries"] > 0
+    assert found["shared"]["entries"] > 0
+    titles, *rows = [line.split("\t") for line in command(operation="stats", **told).stdout.splitlines()]
+    assert [dict(zip(titles, row, strict=True))["entries"] for row in rows] == [
+        str(found[name]["entries"]) for name in ("local", "shared")
+    ]
+    assert [row[0] for row in rows] == ["local", "shared"]
 
 
 def test_the_command_fails_unless_all_is_forgotten(encoder: Encoder) -> None:

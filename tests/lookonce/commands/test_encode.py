@@ -1,0 +1,115 @@
+"""`lookonce encode` walks folders, uploads what is not cached, and goes on after an interruption."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+
+import pytest
+
+from lookonce.commands.prewarming import EncodeOptions, prewarm
+from lookonce.errors import ImageUndecodableError, UnavailableError
+from lookonce.images import ImageRef
+from lookonce.testing import FakeServer
+from tests.lookonce.command import clean_environment, run_here
+from tests.lookonce.commands.conftest import Command
+from tests.lookonce.sdk.sdk_servers import System, running_system
+
+
+def rows_of(shown: str) -> list[list[str]]:
+    titles, *rows = [line.split("\t") for line in shown.splitlines()]
+    assert titles == ["image", "digest", "rows", "source", "model time"]
+    return sorted(rows)
+
+
+def test_a_folder_is_encoded_once_and_the_second_run_uploads_nothing(
+    command: Command, server: FakeServer, pictures: pathlib.Path
+) -> None:
+    # A file that is named beside its folder is one file.
+    first = command("encode", str(pictures), str(pictures / "2.png"))
+    assert first.returncode == 0, first.stderr
+    paths = sorted(str(pictures / name) for name in ("2.png", "10.png", "more/a.png"))
+    assert [row[0] for row in rows_of(first.stdout)] == paths
+    assert [row[1:4] for row in rows_of(first.stdout)] == [
+        [ImageRef.from_file(path).hex, "16", "computed"] for path in paths
+    ]
+    assert f"skipped {pictures}/notes.txt: no image" in first.stderr
+    assert "3 images: 3 encoded in" in first.stderr
+    assert len(server.images.uploads) == 3
+    second = command("encode", str(pictures))
+    assert [row[3] for row in rows_of(second.stdout)] == ["cache"] * 3
+    assert "3 images: 3 cached already in" in second.stderr
+    assert len(server.images.uploads) == 3
+
+
+def test_a_folder_without_images_is_no_error(command: Command, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "empty").mkdir()
+    finished = command("encode", str(tmp_path / "empty"))
+    assert finished.returncode == 0
+    assert "0 images in" in finished.stderr
+
+
+def test_an_unreachable_server_ends_the_run_at_once(
+    environment: dict[str, str], pictures: pathlib.Path, server: FakeServer
+) -> None:
+    server.close()
+    finished = run_here(environment, "encode", str(pictures), "--timeout-s", "5")
+    assert finished.returncode == 1
+    assert finished.stderr.splitlines()[-1].startswith("error: ")
+    assert "failed" not in finished.stderr
+
+
+async def encoded(system: System, *arguments: str, folder: pathlib.Path) -> tuple[int, str, str]:
+    environment = clean_environment(folder) | {"LOOKONCE_TARGET": system.decoder_target}
+    finished = await asyncio.to_thread(run_here, environment, "encode", *arguments)
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+async def test_an_image_that_is_refused_does_not_keep_the_others_out(pictures: pathlib.Path) -> None:
+    refused = ImageRef.from_file(pictures / "10.png").digest
+    async with running_system() as system:
+        resolve = system.knowledge.resolve
+
+        def refusing(images: list[object], **options: bool) -> list[bytes]:
+            if any(image.expected_digest == refused for image in images):  # type: ignore[attr-defined]
+                raise ImageUndecodableError("this one is broken")
+            return resolve(images, **options)  # type: ignore[arg-type]
+
+        system.knowledge.resolve = refusing  # type: ignore[method-assign, assignment]
+        status, shown, said = await encoded(system, str(pictures), "--parallel", "2", folder=pictures)
+    assert status == 1
+    assert [row[0] for row in rows_of(shown)] == sorted([str(pictures / "2.png"), str(pictures / "more/a.png")])
+    assert f"failed {pictures}/10.png: this one is broken" in said
+    assert "1 failed" in said
+
+
+async def test_options_of_images_reach_the_encoder(pictures: pathlib.Path) -> None:
+    async with running_system() as system:
+        assert (await encoded(system, str(pictures), "--max-pixels", "77", folder=pictures))[0] == 0
+        assert {max_pixels for _, max_pixels, _ in system.knowledge.cached} == {77}
+
+
+def test_files_are_read_while_calls_run_and_never_all_at_once(tmp_path: pathlib.Path) -> None:
+    """A stand-in for the client counts the images of the calls that run at the same time."""
+    paths = [tmp_path / f"{number}" for number in range(200)]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+
+    class Counting:
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+
+        def lookup(self, images: list[ImageRef], *, timeout_s: float) -> list[bool]:
+            return []
+
+        def encode(self, images: list[ImageRef], *, timeout_s: float) -> list[ImageRef]:
+            self.sizes.append(len(images))
+            if self.sizes[2:]:
+                raise UnavailableError("away")
+            return images
+
+    client = Counting()
+    with pytest.raises(UnavailableError):
+        list(prewarm(client, paths, EncodeOptions(None, False, 5.0), 1))  # type: ignore[arg-type]
+    assert client.sizes[:2] == [32, 32]
+    assert len(client.sizes) < 6, "after such an error no further calls begin"
