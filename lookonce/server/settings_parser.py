@@ -9,17 +9,27 @@ import pathlib
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from pydantic import ValidationError
-from pydantic_settings import SettingsConfigDict, SettingsError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from lookonce.errors import ConfigurationError
 from lookonce.server.setting_names import unknown_flags
 from lookonce.server.settings import EnvironmentSettings
 
 SettingsT = TypeVar("SettingsT", bound=EnvironmentSettings)
+Origin: TypeAlias = Literal["flag", "environment", "file", "default"]
+"""The place that a value comes from."""
+
+# Names of pydantic's sources, first those that go before others.
+_ORIGINS: Mapping[str, Origin] = {
+    "CliSettingsSource": "flag",
+    "EnvSettingsSource": "environment",
+    "TomlConfigSettingsSource": "file",
+}
 
 
 def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], program: str) -> SettingsT:
@@ -28,11 +38,28 @@ def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], pr
     Raises ConfigurationError that names each wrong field and its allowed values. `--help` prints and exits as argparse
     does.
     """
+    return settings_with_origins(settings_class, arguments, program)[0]
+
+
+def settings_with_origins(
+    settings_class: type[SettingsT], arguments: Sequence[str], program: str
+) -> tuple[SettingsT, dict[str, Origin]]:
+    """Reads settings as `parse_settings` does. Returns them, and the origin of each by its name."""
     arguments, config = _split_config(list(arguments))
     if config is not None:
         _check_toml(config)
     overrides = SettingsConfigDict(toml_file=config, cli_prog_name=program, cli_exit_on_error=False)
-    attributes = {"model_config": overrides, "__doc__": settings_class.__doc__, "__module__": settings_class.__module__}
+    seen: dict[str, dict[str, Any]] = {}
+
+    def sources(cls: type[BaseSettings], **given: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (*settings_class.settings_customise_sources(cls, **given), _SourceReader(cls, seen))
+
+    attributes: dict[str, Any] = {
+        "model_config": overrides,
+        "__doc__": settings_class.__doc__,
+        "__module__": settings_class.__module__,
+        "settings_customise_sources": staticmethod(sources),
+    }
     configured: Any = type(settings_class.__name__, (settings_class,), attributes)
     try:
         settings: SettingsT = configured(_cli_parse_args=arguments)
@@ -41,7 +68,27 @@ def parse_settings(settings_class: type[SettingsT], arguments: Sequence[str], pr
         raise ConfigurationError("; ".join(lines)) from None
     except SettingsError as error:
         raise ConfigurationError(f"{_command_line_fault(arguments, settings_class, error)}; see --help") from None
-    return settings
+    return settings, {name: _origin(name, seen) for name in settings_class.model_fields}
+
+
+class _SourceReader(PydanticBaseSettingsSource):
+    """The last source of settings: it has no value, and notes those that the sources before it have."""
+
+    def __init__(self, settings_class: type[BaseSettings], seen: dict[str, dict[str, Any]]) -> None:
+        super().__init__(settings_class)
+        self._seen = seen
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        self._seen.update(self.settings_sources_data)
+        return {}
+
+
+def _origin(name: str, seen: Mapping[str, Mapping[str, Any]]) -> Origin:
+    found = (origin for source, origin in _ORIGINS.items() if name in seen.get(source, {}))
+    return next(found, "default")
 
 
 def exit_with(error: Exception) -> None:

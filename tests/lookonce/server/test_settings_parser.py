@@ -8,7 +8,7 @@ import pytest
 
 from lookonce import errors
 from lookonce.server.settings import ServiceSettings
-from lookonce.server.settings_parser import parse_settings
+from lookonce.server.settings_parser import parse_settings, settings_with_origins
 
 
 def parsed(*arguments: str) -> ServiceSettings:
@@ -25,6 +25,11 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     for flag in (["--config", str(config)], [f"--config={config}"]):
         settings = parsed("--ttl-s", "3", *flag)
         assert (settings.ttl_s, settings.keepalive_time_s, settings.log_level) == (3, 2.0, "debug")
+        same, origins = settings_with_origins(ServiceSettings, ["--model", ".", "--ttl-s", "3", *flag], "test")
+        assert same.model_dump() == settings.model_dump()
+        shown = {name: origins[name] for name in ("ttl_s", "keepalive_time_s", "log_level", "dtype")}
+        assert list(shown.values()) == ["flag", "environment", "file", "default"]
+        assert origins.keys() == ServiceSettings.model_fields.keys()
     assert parsed().log_level == "info", "the file is read where it is named only"
 
 
