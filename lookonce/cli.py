@@ -25,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(up.up)
+app.command(context_settings=up.EXTRA_ARGUMENTS)(up.up)
 serve_app = typer.Typer(help="Run one service in the foreground, with its own flags.", no_args_is_help=True)
 serve_app.command("encoder", context_settings=serve.RAW_ARGUMENTS)(serve.serve_encoder)
 serve_app.command("decoder", context_settings=serve.RAW_ARGUMENTS)(serve.serve_decoder)

@@ -4,43 +4,45 @@ from __future__ import annotations
 
 from lookonce.client import Client
 from lookonce.errors import ConfigurationError
-from lookonce.local.cli_settings import CliSettings, StackRecord, find_stack
+from lookonce.local.cli_settings import CliSettings
+from lookonce.local.stack_record import StackRecord, only_stack, running_stacks
 
 
 def decoder_target(given: str | None) -> str:
-    """Returns host:port of the decoder. Raises ConfigurationError if none is given and none runs."""
+    """Returns host:port of the decoder. Raises ConfigurationError if none is given and not exactly one stack runs."""
     chosen = given or CliSettings().target
     if chosen is not None:
         return chosen
-    record = running_stack()
+    record = only_stack(stacks())
     if record is None:
         raise ConfigurationError("no running server found; start one with `lookonce up`, or give --target host:port")
-    return record.decoder_target
+    return record.decoders[0]
 
 
 def admin_target(given: str | None) -> str:
-    """Returns host:port of an encoder's operators' calls. Raises ConfigurationError if none is given and none runs."""
+    """Returns host:port of an encoder's operators' calls. Raises ConfigurationError as `decoder_target`."""
     chosen = given or CliSettings().admin_target
-    if chosen is None and (record := running_stack()) is not None:
-        chosen = record.admin_target
-    if chosen is None:
+    if chosen is not None:
+        return chosen
+    record = only_stack(stacks())
+    if record is None:
         raise ConfigurationError(
             "no operators' calls found; start a server with `lookonce up`, or give --target host:port of an encoder's "
             "admin_listen"
         )
-    return chosen
+    return record.admin
 
 
-def running_stack() -> StackRecord | None:
-    """Returns this user's running `lookonce up`. Raises ConfigurationError if others could have written its record."""
-    return find_stack(CliSettings().record_dir)
+def stacks() -> list[StackRecord]:
+    """Returns this user's running stacks. Raises ConfigurationError if others could have written a record."""
+    return running_stacks(CliSettings().record_dir)
 
 
 def client_of(target: str | None) -> Client:
-    """Returns a client of the decoder, and of its encoder as well if the decoder is the running stack's."""
-    decoder, record = decoder_target(target), running_stack()
-    is_running_stack = record is not None and record.decoder_target == decoder
-    return connect(decoder, record.encoder_target if record is not None and is_running_stack else None)
+    """Returns a client of the decoder, and of its encoder as well if the decoder is one of a running stack."""
+    decoder = decoder_target(target)
+    encoders = (record.encoders[0] for record in stacks() if decoder in record.decoders)
+    return connect(decoder, next(encoders, None))
 
 
 def connect(decoder: str, encoder: str | None = None) -> Client:

@@ -14,19 +14,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from lookonce.commands.options import filled
-from lookonce.commands.output import err, out
-from lookonce.errors import ConfigurationError, UnavailableError
-from lookonce.local.cli_settings import CliSettings, StackRecord, only_stack
+from lookonce.commands.output import err, out, say
+from lookonce.commands.service_flags import service_flags
+from lookonce.commands.services import Service
+from lookonce.errors import ConfigurationError
+from lookonce.local.cli_settings import CliSettings
 from lookonce.local.serve_extra import require_serve_packages
+from lookonce.local.stack_record import StackRecord
 
 if TYPE_CHECKING:
     from lookonce.local.local_stack import LocalStack
 
+# Context settings of `up`, which hands the flags behind -- on.
+EXTRA_ARGUMENTS = {"allow_extra_args": True}
 _POLL_S = 0.5
 _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
 
 
 def up(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(help="Model folder, or a name on the Hugging Face hub. Default: the demo model.", callback=filled),
@@ -39,8 +45,15 @@ def up(
     encoders: Annotated[int, typer.Option(min=1, help="Number of encoders.")] = 1,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first decoder; 0 is a free one.")] = 0,
     dtype: Annotated[str, typer.Option(help="Element type of the model: auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Device of the model: auto, cpu, cuda, or one of a plug-in.", callback=filled)
+    ] = "auto",
 ) -> None:
-    """Start Redis, encoder and decoder on this machine and run them until Ctrl-C."""
+    """Start Redis, encoder and decoder on this machine and run them until Ctrl-C.
+
+    A process that ends by itself is started again at its old address. Flags of the services follow after --, such as
+    `lookonce up -- --max-num-seqs 8`; each goes to every service that has it.
+    """
     require_serve_packages("lookonce up")
     from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
@@ -51,12 +64,12 @@ def up(
     # A folder that cannot be served is refused before anything starts.
     ModelFolder.open(folder)
     named = served_name(model or "", folder)
+    flags = service_flags(context.args, str(folder))
     # SIGTERM stops everything in order, as Ctrl-C does. SIGINT is set, too: a script's background process inherits it
     # ignored, and then Python installs no handler.
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, signal.default_int_handler)
     with contextlib.ExitStack() as exits:
-        exits.enter_context(only_stack(settings.record_dir))
         with err.status("starting") as status:
             stack = LocalStack(
                 folder,
@@ -65,17 +78,27 @@ def up(
                 num_decoders=decoders,
                 decoder_port=port,
                 dtype=dtype,
-                encoder_arguments=named,
-                decoder_arguments=named,
+                device=device,
+                encoder_arguments=[*named, *flags[Service.ENCODER]],
+                decoder_arguments=[*named, *flags[Service.DECODER]],
                 on_progress=lambda text: status.update(f"{text} …"),
             )
             exits.enter_context(stack)
-        admin_target = stack.encoders[0].ready.admin_target
-        record = StackRecord(stack.decoder_targets[0], stack.encoder_targets[0], os.getpid(), admin_target)
+        record = _record_of(stack)
         record.write(settings.record_dir)
         exits.callback(record.remove, settings.record_dir)
         _announce(stack, folder)
         _keep(stack)
+
+
+def _record_of(stack: LocalStack) -> StackRecord:
+    admin = stack.encoders[0].ready.admin_target
+    assert admin is not None, "the stack gives encoders an address for operators' calls"
+    metrics = {
+        name: tuple(f"127.0.0.1:{process.ready.metrics_port}" for process in processes)
+        for name, processes in (("decoder_metrics", stack.decoders), ("encoder_metrics", stack.encoders))
+    }
+    return StackRecord(os.getpid(), tuple(stack.decoder_targets), tuple(stack.encoder_targets), admin, **metrics)
 
 
 def _demo_model() -> str:
@@ -101,11 +124,13 @@ def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
 
 
 def _keep(stack: LocalStack) -> None:
-    """Waits for Ctrl-C. Raises UnavailableError if a process of the stack ends by itself."""
+    """Keeps the processes running until Ctrl-C. Raises UnavailableError if one ends too often."""
+    from lookonce.local.supervisor import Supervisor
+
+    supervisor = Supervisor(stack, say)
     try:
-        while (failed := stack.failed()) is None:
+        while True:
+            supervisor.look()
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         err.print("stopping")
-        return
-    raise UnavailableError(f"{failed.name} ended with status {failed.returncode}:\n{failed.log_tail()}")

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from lookonce import __version__
 from lookonce.errors import LookonceError
-from lookonce.local.cli_settings import CliSettings, find_stack
+from lookonce.local.cli_settings import CliSettings
 from lookonce.local.finding import Finding
 from lookonce.local.model_source import resolve_model
 from lookonce.local.serve_extra import INSTALL_HINT, missing_packages
+from lookonce.local.stack_record import running_stacks
 from lookonce.model.model_folder import ModelFolder
 
 _PACKAGES = ("grpcio", "protobuf")
@@ -173,11 +174,11 @@ def _configured_redis(url: str) -> Finding:
 
 def _stack(settings: CliSettings) -> Finding:
     try:
-        record = find_stack(settings.record_dir)
+        records = running_stacks(settings.record_dir)
     except LookonceError as error:
         return Finding("running stack", False, str(error))
-    detail = "none; `lookonce up` starts one" if record is None else f"decoder at {record.decoder_target}"
-    return Finding("running stack", True, detail)
+    detail = ", ".join(f"decoder at {record.decoders[0]}" for record in records)
+    return Finding("running stack", True, detail or "none; `lookonce up` starts one")
 
 
 def _model(name: str) -> list[Finding]:

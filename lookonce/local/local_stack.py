@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import pathlib
 import tempfile
 import time
@@ -57,6 +58,7 @@ class LocalStack:
         num_decoders: int = 1,
         decoder_port: int = 0,
         dtype: str = "auto",
+        device: str = "auto",
         encoder_arguments: Sequence[str] = (),
         decoder_arguments: Sequence[str] = (),
         on_progress: Callable[[str], None] = _ignore,
@@ -72,9 +74,11 @@ class LocalStack:
         self._num_encoders = num_encoders
         self._decoder_ports = [decoder_port, *[0] * num_decoders][:num_decoders]
         self._dtype = dtype
+        self._device = device
         self._encoder_arguments = tuple(encoder_arguments)
         self._decoder_arguments = tuple(decoder_arguments)
         self._on_progress = on_progress
+        # Closed when the stack stops.
         self._exits = contextlib.ExitStack()
         self._directory = pathlib.Path()
         # Module and flags of each process, by the process' name.
@@ -104,25 +108,24 @@ class LocalStack:
         """Returns the sum of one Prometheus metric over its labels and over `processes`."""
         return sum(_sample(process.ready.metrics_port, name) for process in processes)
 
-    def failed(self) -> ChildProcess | None:
-        """Returns a process that has ended by itself, or None."""
-        ended = (process for process in [*self.encoders, *self.decoders] if process.returncode is not None)
-        return next(ended, None)
-
     def __enter__(self) -> Self:
-        """Starts everything. Raises StartupError with the end of the log of a process that did not start."""
+        """Starts everything. Raises StartupError with the end of the log of a process that did not start.
+
+        Before anything starts, raises ConfigurationError if another program listens on `decoder_port`.
+        """
         with contextlib.ExitStack() as exits:
+            # Reserved until the stack stops, so that a restarted process gets its old addresses.
+            reserve = functools.partial(_reserved_address, exits)
+            decoder_addresses = [reserve(port) for port in self._decoder_ports]
+            encoder_addresses = [reserve() for _ in range(self._num_encoders)]
             self._directory = pathlib.Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-stack-")))
             deadline_s = time.monotonic() + _START_TIMEOUT_S
             if self._redis is RedisSource.EMBEDDED:
                 self._on_progress("starting Redis")
                 self.redis = exits.enter_context(EmbeddedRedis())
-            # Reserved until the stack stops, so that a restarted process gets its old address.
-            encoder_ports = [exits.enter_context(reserved_port()) for _ in range(self._num_encoders)]
-            decoder_ports = [port or exits.enter_context(reserved_port()) for port in self._decoder_ports]
             exits.callback(self._stop_processes)
             self._on_progress("loading the model in encoder and decoder")
-            self._launch(encoder_ports, decoder_ports)
+            self._launch(encoder_addresses, decoder_addresses, reserve)
             for process in [*self.encoders, *self.decoders]:
                 process.wait_until_ready(deadline_s)
             self._exits = exits.pop_all()
@@ -132,7 +135,7 @@ class LocalStack:
         self._exits.close()
 
     def restart(self, process: ChildProcess) -> ChildProcess:
-        """Starts an ended process again with the same flags and address; returns the new process.
+        """Starts an ended process again with the same flags and addresses; returns the new process.
 
         The new process replaces the old one in its list. The caller waits for its readiness. Call it from a long-lived
         thread.
@@ -144,28 +147,25 @@ class LocalStack:
             processes[:] = [restarted if one is process else one for one in processes]
         return restarted
 
-    def _launch(self, encoder_ports: Sequence[int], decoder_ports: Sequence[int]) -> None:
+    def _launch(self, encoders: Sequence[str], decoders: Sequence[str], reserve: Callable[[], str]) -> None:
         """Starts all processes at once, since each spends most of its start on loading libraries and the model."""
-        addresses = [f"127.0.0.1:{port}" for port in encoder_ports]
-        for index, address in enumerate(addresses):
-            arguments = [*self._shared_arguments(), "--listen", address, "--admin-listen", "127.0.0.1:0"]
+        for index, address in enumerate(encoders):
+            arguments = [*self._shared_arguments(address, reserve()), "--admin-listen", reserve()]
             arguments += self._encoder_arguments
             self.encoders.append(self._launched(f"encoder-{index}", "encoder_svc", arguments))
-        arguments = self._shared_arguments()
-        if addresses:
-            arguments += ["--encoder-target", f"ipv4:{','.join(addresses)}"]
-        arguments += ["--kv-cache-memory-share", f"{_KV_CACHE_MEMORY_SHARE / max(1, len(decoder_ports)):g}"]
-        for index, port in enumerate(decoder_ports):
-            arguments = [*arguments, "--listen", f"127.0.0.1:{port}", *self._decoder_arguments]
+        targets = ["--encoder-target", f"ipv4:{','.join(encoders)}"] if encoders else []
+        share = ["--kv-cache-memory-share", f"{_KV_CACHE_MEMORY_SHARE / max(1, len(decoders)):g}"]
+        for index, address in enumerate(decoders):
+            arguments = [*self._shared_arguments(address, reserve()), *targets, *share, *self._decoder_arguments]
             self.decoders.append(self._launched(f"decoder-{index}", "decoder_svc", arguments))
 
     def _launched(self, name: str, module: str, arguments: Sequence[str]) -> ChildProcess:
         self._commands[name] = module, arguments
         return ChildProcess(name, module, arguments, self._directory)
 
-    def _shared_arguments(self) -> list[str]:
-        arguments = ["--model", str(self._model), "--dtype", self._dtype]
-        arguments += ["--metrics-listen", "127.0.0.1:0"]
+    def _shared_arguments(self, address: str, metrics_address: str) -> list[str]:
+        arguments = ["--model", str(self._model), "--dtype", self._dtype, "--device", self._device]
+        arguments += ["--listen", address, "--metrics-listen", metrics_address]
         arguments += ["--drain-timeout-s", str(_DRAIN_TIMEOUT_S)]
         if self.redis_url is not None:
             arguments += ["--redis-url", self.redis_url]
@@ -178,6 +178,11 @@ class LocalStack:
                 process.terminate()
             for process in processes:
                 process.stop(_DRAIN_TIMEOUT_S + _STOP_MARGIN_S)
+
+
+def _reserved_address(exits: contextlib.ExitStack, port: int = 0) -> str:
+    """Reserves a port of this machine until `exits` ends. Returns host:port."""
+    return f"127.0.0.1:{exits.enter_context(reserved_port(port))}"
 
 
 def _sample(port: int | None, name: str) -> float:

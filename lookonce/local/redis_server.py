@@ -102,12 +102,17 @@ class EmbeddedRedis:
             raise RuntimeError("the embedded server has not been started")
         return self._directory / "server.log"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the server's process runs. False before the first start."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Starts the server and returns once it answers. Has no effect while it runs.
 
         Raises StartupError with the last line of the log when the server ends or does not answer within 15 s.
         """
-        if self._process is not None and self._process.poll() is None:
+        if self.is_running:
             return
         if self._directory is not None:
             self._launch(self._directory)

@@ -13,9 +13,12 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import psutil
 import pytest
 
+from lookonce.client import Client
 from lookonce.identity import CallerRole
+from lookonce.local.stack_record import StackRecord
 from lookonce.server.admission.authentication import parse_tokens
 from tests.lookonce.command import run_here
 from tests.lookonce.sdk.sdk_servers import System, running_system
@@ -194,6 +197,7 @@ def running_up(environment: dict[str, str], tmp_path: pathlib.Path) -> Iterator[
     """`lookonce up` with two decoders on a tiny model, started as a script's background is: SIGINT ignored."""
     model = build_llava_clip(tmp_path / "tiny")
     command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *COMMAND, "up", "--model", str(model), "--decoders", "2"]
+    command += ["--device", "cpu", "--", "--max-num-seqs", "7"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) as process:
         yield process
@@ -210,10 +214,21 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
         assert lines[-1], running_up.stderr.read() if running_up.stderr else ""
     targets = [line.split()[1] for line in lines if line.startswith("decoder")]
     assert len(targets) == 2
-    again = run_here(environment, "up", "--model", str(picture.parent / "tiny"))
-    assert (again.returncode, again.stdout) == (2, "")
-    assert f"running already: decoder at {targets[0]}, process {running_up.pid}" in again.stderr
-    assert len(again.stderr.splitlines()) == 1
+    taken = run_here(
+        environment, "up", "--model", str(picture.parent / "tiny"), "--port", targets[0].rpartition(":")[2]
+    )
+    assert (taken.returncode, taken.stdout) == (2, "")
+    assert "Address already in use" in taken.stderr
+    with Client.connect(targets[0]) as client:
+        assert client.model_info().max_running_requests == 7, "a flag behind -- reaches the service"
+    # A second stack beside it: a command must not choose one of them by chance.
+    other = StackRecord(os.getpid(), ("127.0.0.1:1",), ("127.0.0.1:2",), "127.0.0.1:3", (), ())
+    directory = pathlib.Path(environment["XDG_RUNTIME_DIR"]) / "lookonce"
+    other.write(directory)
+    unclear = run_here(environment, "generate", "which one?")
+    assert unclear.returncode == 2
+    assert targets[0] in unclear.stderr
+    other.remove(directory)
     asked = ["generate", "What is it?", "--image", str(picture), "--max-tokens", "4", "--temperature", "0"]
     first, second = run(environment, *asked), run_here(environment, *asked)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
@@ -221,9 +236,21 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
     assert "16 encoded" in first.stderr
     assert "0 encoded" in second.stderr
     assert "yes" in run_here(environment, "lookup", str(picture)).stdout.split()
+    _kill_first_decoder(running_up)
+    assert running_up.stderr is not None
+    while "decoder-0 is ready again" not in (line := running_up.stderr.readline()):
+        assert line, "`up` ended"
+    third = run_here(environment, *asked)
+    assert (third.returncode, third.stdout) == (0, first.stdout), third.stderr
     running_up.send_signal(signal.SIGINT)
     assert running_up.wait(60) == 0
     assert run_here(environment, "generate", "anyone there?").returncode == 2
+
+
+def _kill_first_decoder(up: subprocess.Popen[str]) -> None:
+    """Kills the decoder that was started first, which commands ask."""
+    decoders = [one for one in psutil.Process(up.pid).children() if "decoder_svc" in one.cmdline()]
+    min(decoders, key=lambda one: one.pid).kill()
 
 
 def test_a_token_and_its_entry_belong_together(environment: dict[str, str]) -> None:

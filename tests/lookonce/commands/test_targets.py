@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lookonce.commands.targets import admin_target, decoder_target, running_stack
+from lookonce.commands.targets import admin_target, decoder_target, stacks
 from lookonce.errors import ConfigurationError
-from lookonce.local.cli_settings import CliSettings, StackRecord
+from lookonce.local.cli_settings import CliSettings
+from lookonce.local.stack_record import StackRecord
 
 TARGETS = [(decoder_target, "LOOKONCE_TARGET", "decoder:1"), (admin_target, "LOOKONCE_ADMIN_TARGET", "admin:3")]
 
@@ -28,17 +29,19 @@ def test_the_nearest_target_counts(
 ) -> None:
     with pytest.raises(ConfigurationError, match="lookonce up"):
         target(None)
-    record = StackRecord("decoder:1", "encoder:2", os.getpid(), "admin:3")
+    record = StackRecord(os.getpid(), ("decoder:1", "decoder:9"), ("encoder:2",), "admin:3", (), ())
     record.write(CliSettings().record_dir)
-    assert running_stack() == record
+    assert stacks() == [record]
     assert target(None) == running
     monkeypatch.setenv(variable, "environment:4")
     assert target(None) == "environment:4"
     assert target("argument:5") == "argument:5"
 
 
-def test_a_stack_without_operators_calls_is_no_target_of_them() -> None:
-    StackRecord("decoder:1", "encoder:2", os.getpid()).write(CliSettings().record_dir)
-    assert decoder_target(None) == "decoder:1"
-    with pytest.raises(ConfigurationError, match="operators' calls"):
-        admin_target(None)
+def test_with_several_stacks_a_target_must_be_given() -> None:
+    for pid in (os.getpid(), os.getppid()):
+        StackRecord(pid, ("decoder:1",), ("encoder:2",), "admin:3", (), ()).write(CliSettings().record_dir)
+    for target in (decoder_target, admin_target):
+        with pytest.raises(ConfigurationError, match=r"2 `lookonce up` are running"):
+            target(None)
+        assert target("argument:5") == "argument:5"

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lookonce.local import doctor
-from lookonce.local.cli_settings import CliSettings, StackRecord
+from lookonce.local.cli_settings import CliSettings
 from lookonce.local.doctor import examine
 from lookonce.local.finding import Finding
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.serve_extra import SERVE_MODULES
+from lookonce.local.stack_record import StackRecord
 from lookonce.model.kernels.native_level import processor_levels
 from tests.device_plugins import plant_plugin
 
@@ -40,12 +41,12 @@ def test_a_machine_that_runs_these_tests_is_fine(settings: CliSettings) -> None:
 
 
 def test_a_running_stack_is_reported_with_its_address(settings: CliSettings) -> None:
-    StackRecord("127.0.0.1:1234", "127.0.0.1:2", os.getpid()).write(settings.record_dir)
+    StackRecord(os.getpid(), ("127.0.0.1:1234",), ("127.0.0.1:2",), "127.0.0.1:3", (), ()).write(settings.record_dir)
     assert _examined(settings)["running stack"].detail == "decoder at 127.0.0.1:1234"
 
 
 def test_a_record_that_others_may_write_is_a_fault(settings: CliSettings) -> None:
-    StackRecord("127.0.0.1:1234", "127.0.0.1:2", os.getpid()).write(settings.record_dir)
+    StackRecord(os.getpid(), ("127.0.0.1:1234",), ("127.0.0.1:2",), "127.0.0.1:3", (), ()).write(settings.record_dir)
     settings.record_dir.chmod(0o777)
     finding = _examined(settings)["running stack"]
     assert not finding.is_fine

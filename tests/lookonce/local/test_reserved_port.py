@@ -6,6 +6,9 @@ import contextlib
 import pathlib
 import socket
 
+import pytest
+
+from lookonce.errors import ConfigurationError
 from lookonce.local.reserved_port import reserved_port
 from lookonce.server.serving import GrpcService
 from lookonce.server.settings import ServiceSettings
@@ -29,3 +32,12 @@ def test_reserved_ports_differ_and_no_other_socket_gets_them() -> None:
         assert len(reserved) == 50
         others = [exits.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(200)]
         assert reserved.isdisjoint(other.getsockname()[1] for other in others)
+
+
+def test_a_port_that_another_program_listens_on_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {port} cannot be used"), reserved_port(port):
+            pass
+    with reserved_port(port) as reserved:
+        assert reserved == port
