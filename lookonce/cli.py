@@ -13,7 +13,7 @@ from typing import Never
 import typer
 from rich.markup import escape
 
-from lookonce.commands import cache, chat, config, encode, generate, machine, serve, up
+from lookonce.commands import cache, chat, config, encode, generate, machine, serve, top, up
 from lookonce.commands.output import err
 from lookonce.errors import ConfigurationError, LookonceError, StartupError
 from lookonce.server.setting_names import unknown_variables
@@ -42,6 +42,7 @@ app.add_typer(cache_app, name="cache")
 config_app = typer.Typer(help="See the settings of a service.", no_args_is_help=True)
 config_app.command("show", context_settings=config.RAW_ARGUMENTS)(config.show)
 app.add_typer(config_app, name="config")
+app.command()(top.top)
 app.command()(machine.models)
 app.command()(machine.token)
 app.command()(machine.doctor)

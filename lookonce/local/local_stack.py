@@ -11,11 +11,11 @@ import functools
 import pathlib
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Self
 
 from lookonce.local.child_process import ChildProcess
+from lookonce.local.metrics_page import read_metrics
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.reserved_port import reserved_port
 
@@ -106,7 +106,8 @@ class LocalStack:
 
     def metric(self, processes: Sequence[ChildProcess], name: str) -> float:
         """Returns the sum of one Prometheus metric over its labels and over `processes`."""
-        return sum(_sample(process.ready.metrics_port, name) for process in processes)
+        ports = (process.ready.metrics_port for process in processes)
+        return sum(read_metrics(f"127.0.0.1:{port}").total(name) for port in ports if port is not None)
 
     def __enter__(self) -> Self:
         """Starts everything. Raises StartupError with the end of the log of a process that did not start.
@@ -183,11 +184,3 @@ class LocalStack:
 def _reserved_address(exits: contextlib.ExitStack, port: int = 0) -> str:
     """Reserves a port of this machine until `exits` ends. Returns host:port."""
     return f"127.0.0.1:{exits.enter_context(reserved_port(port))}"
-
-
-def _sample(port: int | None, name: str) -> float:
-    if port is None:
-        return 0.0
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-        lines = response.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == name)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
-import pty
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -19,8 +15,8 @@ from lookonce.errors import OverloadedError
 from lookonce.generation import Message
 from lookonce.images import ImageRef
 from lookonce.testing import FakeRequest, FakeServer
-from tests.conftest import REPOSITORY
 from tests.lookonce.commands.conftest import Command
+from tests.lookonce.commands.terminal import Terminal
 
 
 class HeldAnswers:
@@ -107,36 +103,9 @@ def test_a_question_without_an_answer_is_no_turn() -> None:
     assert not conversation.undo()
 
 
-class Terminal:
-    """A chat on a terminal of its own."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._end, other = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lookonce.cli", "chat"],
-            env=environment | {"TERM": "dumb"}, cwd=REPOSITORY, stdin=other, stdout=other, stderr=other,
-        )  # fmt: skip
-        os.close(other)
-        self._shown = ""
-
-    def write(self, text: str) -> None:
-        os.write(self._end, text.encode())
-
-    def until(self, text: str) -> None:
-        """Reads until the terminal has shown a text, and takes what came before it as read."""
-        while text not in self._shown:
-            self._shown += os.read(self._end, 1024).decode()
-        self._shown = self._shown.partition(text)[2]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._end)
-
-
 @pytest.fixture
 def on_terminal(environment: dict[str, str]) -> Iterator[Terminal]:
-    with contextlib.closing(Terminal(environment)) as terminal:
+    with contextlib.closing(Terminal(environment, "chat")) as terminal:
         yield terminal
 
 
