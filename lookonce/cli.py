@@ -13,8 +13,11 @@ from typing import Never
 import typer
 from rich.markup import escape
 
-from lookonce.commands import cache, chat, config, encode, generate, machine, serve, top, up
+from lookonce.commands import cache, encode, machine, top
+from lookonce.commands.asking import chat, generate
+from lookonce.commands.bench import command
 from lookonce.commands.output import err
+from lookonce.commands.running import config, serve, up
 from lookonce.errors import ConfigurationError, LookonceError, StartupError
 from lookonce.server.setting_names import unknown_variables
 from lookonce.server.settings import ServiceSettings
@@ -43,6 +46,7 @@ config_app = typer.Typer(help="See the settings of a service.", no_args_is_help=
 config_app.command("show", context_settings=config.RAW_ARGUMENTS)(config.show)
 app.add_typer(config_app, name="config")
 app.command()(top.top)
+app.command()(command.bench)
 app.command()(machine.models)
 app.command()(machine.token)
 app.command()(machine.doctor)

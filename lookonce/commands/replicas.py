@@ -36,9 +36,9 @@ class Reading:
 
 @dataclass(slots=True)
 class Replica:
-    """One replica, and how to ask for its state."""
+    """One replica, and how to ask for its state. Its name is an address."""
 
-    address: str
+    name: str
     _read: Callable[[], Reading]
     # The kind that it had in the last reading, or that the first one is expected to show.
     kind: Kind = "decoder"
@@ -51,9 +51,9 @@ class Replica:
         return cls(address, lambda: _load_of(client))
 
     @classmethod
-    def of_metrics(cls, address: str, kind: Kind = "decoder") -> Replica:
+    def of_metrics(cls, address: str, name: str = "", kind: Kind = "decoder") -> Replica:
         """Returns a replica whose metrics are read at this address; `kind` counts until it has answered."""
-        return cls(address, lambda: _metrics_of(address), kind)
+        return cls(name or address, lambda: _metrics_of(address), kind)
 
     def look(self) -> None:
         """Takes a reading. A replica that does not answer has a fault instead of a state."""

@@ -111,8 +111,12 @@ def _replicas(targets: Sequence[str], metrics: Sequence[str], exits: contextlib.
         named = CliSettings().target
         record = None if named is not None else only_stack(stacks())
         if record is not None:
-            decoders = [Replica.of_metrics(address) for address in record.decoder_metrics]
-            return [*decoders, *(Replica.of_metrics(address, "encoder") for address in record.encoder_metrics)]
+            decoders = zip(record.decoder_metrics, record.decoders, strict=True)
+            encoders = zip(record.encoder_metrics, record.encoders, strict=True)
+            return [
+                *(Replica.of_metrics(address, name, "decoder") for address, name in decoders),
+                *(Replica.of_metrics(address, name, "encoder") for address, name in encoders),
+            ]
         targets = [decoder_target(named)]
     loads = [Replica.of_load(address, exits.enter_context(connect(address))) for address in targets]
     return [*loads, *(Replica.of_metrics(address) for address in metrics)]
@@ -156,9 +160,9 @@ def _titles(kind: Kind) -> list[str]:
 def _cells(replica: Replica) -> list[str]:
     values = [(column, column.value(replica)) for column in _COLUMNS[replica.kind]]
     texts = ["-" if value is None else column.text(value) for column, value in values]
-    return [replica.address, replica.fault or "up", *texts]
+    return [replica.name, replica.fault or "up", *texts]
 
 
 def _object(replica: Replica) -> dict[str, object]:
     values = {column.name: column.value(replica) for column in _COLUMNS[replica.kind]}
-    return {"kind": replica.kind, "replica": replica.address, "state": replica.fault or "up", **values}
+    return {"kind": replica.kind, "replica": replica.name, "state": replica.fault or "up", **values}

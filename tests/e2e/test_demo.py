@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from demo.questions import demo_session
-from lookonce.commands import up
+from lookonce.commands.running import up
 from lookonce.local.local_stack import LocalStack
 from tests.conftest import DEMO_MODEL, REPOSITORY
 

@@ -75,13 +75,12 @@ def test_a_decoder_is_asked_for_its_load(environment: dict[str, str], server: Fa
 def test_without_a_target_it_shows_the_running_stack(pages: dict[str, str], tmp_path: pathlib.Path) -> None:
     environment = clean_environment(tmp_path)
     assert run_here(environment, "top", "--once").returncode == 2
-    record = StackRecord(os.getpid(), ("a:1",), ("a:2",), "a:3", (pages["decoder"], AWAY), (pages["encoder"],))
+    record = StackRecord(os.getpid(), ("a:1", "a:9"), ("a:2",), "a:3", (pages["decoder"], AWAY), (pages["encoder"],))
     record.write(tmp_path / "lookonce")
     finished = run_here(environment, "top", "--once", "--interval-s", "0.1")
     lines = [line.split("\t") for line in finished.stdout.splitlines()]
     assert [line[:2] for line in lines] == [
-        ["kind", "replica"], ["decoder", pages["decoder"]], ["decoder", AWAY], ["kind", "replica"],
-        ["encoder", pages["encoder"]],
+        ["kind", "replica"], ["decoder", "a:1"], ["decoder", "a:9"], ["kind", "replica"], ["encoder", "a:2"],
     ]  # fmt: skip
     decoder = dict(zip(lines[0], lines[1], strict=True))
     assert (decoder["state"], decoder["running"], decoder["KV"], decoder["rows reused"]) == ("up", "3", "50%", "75%")

@@ -1,4 +1,4 @@
-"""What the `lookonce` command takes from its environment."""
+"""The `lookonce` command reads its settings from the environment, and shows no secrets."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def stream_text(stream: TextStream) -> None:
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    err.print(f"[dim]{escape(usage_line(stream.usage))}[/]")
+    err.print(f"[dim]{escape(usage_line(stream.usage))}[/]", soft_wrap=True)
 
 
 def json_answer(answer: Generation, num_images: int, num_video_frames: int, total_time_s: float) -> dict[str, Any]:

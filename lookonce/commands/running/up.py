@@ -15,8 +15,8 @@ from rich.table import Table
 
 from lookonce.commands.options import filled
 from lookonce.commands.output import err, out, say
-from lookonce.commands.service_flags import service_flags
-from lookonce.commands.services import Service
+from lookonce.commands.running.service_flags import service_flags
+from lookonce.commands.running.services import Service
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings
 from lookonce.local.serve_extra import require_serve_packages
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Context settings of `up`, which hands the flags behind -- on.
 EXTRA_ARGUMENTS = {"allow_extra_args": True}
 _POLL_S = 0.5
-_DEMO_MODEL = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
+_DEMO_MODEL = pathlib.Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
 def up(

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from lookonce.commands.options import AsJson
 from lookonce.commands.output import print_json, print_rows
-from lookonce.commands.services import Service, settings_class
+from lookonce.commands.running.services import Service, settings_class
 from lookonce.server.settings import EnvironmentSettings
 from lookonce.server.settings_parser import Origin, settings_with_origins
 

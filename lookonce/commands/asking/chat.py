@@ -10,12 +10,12 @@ import typer
 from rich.markup import escape
 
 from lookonce.client import Client
-from lookonce.commands.answers import stream_text
-from lookonce.commands.conversation import Conversation
+from lookonce.commands.asking.answers import stream_text
+from lookonce.commands.asking.conversation import Conversation
+from lookonce.commands.asking.sampling import takes_sampling
 from lookonce.commands.options import ImageNames, MaxPixels, System, Target, Timeout
 from lookonce.commands.output import err, out
 from lookonce.commands.pictures import is_image, named_image
-from lookonce.commands.sampling import takes_sampling
 from lookonce.commands.targets import connect, decoder_target
 from lookonce.errors import LookonceError
 from lookonce.generation import GenerateOptions

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from lookonce.commands.services import Service, settings_class
+from lookonce.commands.running.services import Service, settings_class
 from lookonce.server.setting_names import unknown_flags
 from lookonce.server.settings_parser import parse_settings
 

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from lookonce.client import Client
-from lookonce.commands.answers import json_answer, stream_text
+from lookonce.commands.asking.answers import json_answer, stream_text
+from lookonce.commands.asking.questions import chat_prompt, left_s, question_of, raw_prompt
+from lookonce.commands.asking.sampling import takes_sampling
 from lookonce.commands.options import AsJson, ImageNames, MaxPixels, System, Target, Timeout
 from lookonce.commands.output import print_json
 from lookonce.commands.pictures import named_image, video_of
-from lookonce.commands.questions import chat_prompt, left_s, question_of, raw_prompt
-from lookonce.commands.sampling import takes_sampling
 from lookonce.commands.targets import connect, decoder_target
 from lookonce.generation import GenerateOptions, Prompt
 from lookonce.images import ImageRef

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lookonce.commands.conversation import Conversation
+from lookonce.commands.asking.conversation import Conversation
 from lookonce.errors import OverloadedError
 from lookonce.generation import Message
 from lookonce.images import ImageRef

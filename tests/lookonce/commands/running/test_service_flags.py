@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import typer
 
-from lookonce.commands.service_flags import service_flags
-from lookonce.commands.services import Service
+from lookonce.commands.running.service_flags import service_flags
+from lookonce.commands.running.services import Service
 from lookonce.errors import ConfigurationError
 
 

@@ -1,0 +1,1 @@
+"""`lookonce up`, `serve` and `config`: start services with their flags, and show their settings."""
