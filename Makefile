@@ -105,6 +105,7 @@ docs: $(INSTALLED) ## rewrite the generated parts of documentation and dashboard
 	@$(BIN)/python docs/generate_settings.py
 	@$(BIN)/python -m docs.generate_metrics
 	@$(BIN)/python -m docs.generate_gateway
+	@$(BIN)/python -m docs.generate_commands
 	@$(BIN)/python -m observability.generate_dashboards
 
 screenshots: $(INSTALLED) ## photograph the playground for the README; needs chromium and chromium-driver
