@@ -69,7 +69,18 @@ def main() -> Never:
         _fail(ConfigurationError(f"{named}{error.strerror or error}"), 2)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    finally:
+        _flush()
     sys.exit(0)
+
+
+def _flush() -> None:
+    """Writes what is left of the output. If its reader has left, ends the process quietly: Python would complain."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def _fail(error: LookonceError, status: int) -> Never:

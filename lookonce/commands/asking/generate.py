@@ -69,8 +69,8 @@ def generate(
         raise typer.BadParameter("needs --json, which shows them", param_hint="--logprobs")
     if raw and (video or system is not None):
         raise typer.BadParameter("sends no chat, so it takes neither --video nor --system", param_hint="--raw")
-    deadline, started_s = Deadline.after(timeout_s), time.monotonic()
     text = question_of(prompt)
+    deadline, started_s = Deadline.after(timeout_s), time.monotonic()
     images = [named_image(name, max_pixels) for name in image or []]
     videos = [video_of(folder, fps, max_pixels, frame_size) for folder in video or []]
     with connect(decoder_target(target)) as client:

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import TypeAlias
 
 import pytest
 
-from lookonce.testing import FakeServer
+from lookonce.testing import FakeRequest, FakeServer
 from tests.lookonce.command import clean_environment, run_here
 from tests.tiny_models import random_image
 
 Command: TypeAlias = Callable[..., CompletedProcess[str]]
 
 
+class HeldAnswers:
+    """Answers, of which the one to "slow" is held back until the end of the test."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.is_over = threading.Event()
+
+    def answer(self, request: FakeRequest) -> str:
+        if request.text.endswith("slow"):
+            self.asked.set()
+            self.is_over.wait()
+        return "a red square"
+
+
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer("a red square") as running:
+def held() -> Iterator[HeldAnswers]:
+    answers = HeldAnswers()
+    yield answers
+    answers.is_over.set()
+
+
+@pytest.fixture
+def server(held: HeldAnswers) -> Iterator[FakeServer]:
+    with FakeServer(held.answer) as running:
         yield running
+        # The server waits for its answers when it ends.
+        held.is_over.set()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -14,38 +13,9 @@ from lookonce.commands.asking.conversation import Conversation
 from lookonce.errors import OverloadedError
 from lookonce.generation import Message
 from lookonce.images import ImageRef
-from lookonce.testing import FakeRequest, FakeServer
-from tests.lookonce.commands.conftest import Command
+from lookonce.testing import FakeServer
+from tests.lookonce.commands.conftest import Command, HeldAnswers
 from tests.lookonce.commands.terminal import Terminal
-
-
-class HeldAnswers:
-    """Answers, of which the one to "slow" is held back until the end of the test."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.is_over = threading.Event()
-
-    def answer(self, request: FakeRequest) -> str:
-        if request.text.endswith("slow"):
-            self.asked.set()
-            self.is_over.wait()
-        return "a red square"
-
-
-@pytest.fixture
-def held() -> Iterator[HeldAnswers]:
-    answers = HeldAnswers()
-    yield answers
-    answers.is_over.set()
-
-
-@pytest.fixture
-def server(held: HeldAnswers) -> Iterator[FakeServer]:
-    with FakeServer(held.answer) as running:
-        yield running
-        # The server waits for its answers when it ends.
-        held.is_over.set()
 
 
 def test_each_line_is_a_turn_with_all_earlier_ones(

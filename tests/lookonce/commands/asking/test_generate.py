@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pathlib
-import subprocess
-import sys
-
-import pytest
 
 from lookonce.generation import GenerateOptions
 from lookonce.images import ImageRef
 from lookonce.testing import FakeServer
-from tests.conftest import REPOSITORY
 from tests.lookonce.command import clean_environment, run_here
 from tests.lookonce.commands.conftest import Command
 from tests.lookonce.sdk.sdk_servers import running_system
@@ -116,18 +110,3 @@ def test_a_cached_image_is_named_by_its_digest(command: Command, server: FakeSer
     known = command("generate", "what?", "--image", digest)
     assert (known.returncode, known.stdout) == (0, "a red square\n")
     assert len(server.images.uploads) == 1
-
-
-@pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_a_reader_that_has_left_is_no_traceback(
-    environment: dict[str, str], flags: tuple[str, ...], tmp_path: pathlib.Path
-) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "wb") as closed:
-        finished = subprocess.run(
-            [sys.executable, "-m", "lookonce.cli", "generate", "what?", *flags],
-            env=environment, cwd=REPOSITORY, stdout=closed, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
-        )  # fmt: skip
-    assert finished.returncode == 1
-    assert finished.stderr == ""

@@ -41,5 +41,5 @@ def test_a_run_without_answers_has_no_times() -> None:
 )
 def test_a_percentile_is_the_smallest_value_that_is_large_enough(number: int, expected: tuple[int, ...]) -> None:
     found = spread([float(value) for value in range(number, 0, -1)])
-    assert (found["p50"], found["p90"], found["p99"]) == expected
+    assert [found["p50"], found["p90"], found["p99"]] == list(expected)
     assert found["max"] == number
