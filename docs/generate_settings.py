@@ -33,6 +33,8 @@ line to stderr that names the setting and the allowed values.
 A misspelt flag ends it, too. A variable that begins with `LOOKONCE_` and that no program of Lookonce reads is ignored,
 with a warning in the log. Both messages name the nearest right name.
 
+`lookonce config show decoder` prints each setting of a service with its value and the place that it comes from.
+
 Put a Redis URL that contains a password into the environment, not into a flag: everybody on the machine can read the
 flags of a process.
 

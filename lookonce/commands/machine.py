@@ -6,11 +6,10 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from lookonce.commands.options import filled
-from lookonce.commands.output import print_report
+from lookonce.commands.output import print_rows
 from lookonce.families.registry import FAMILIES
 from lookonce.local.cli_settings import CliSettings
 from lookonce.local.family_offers import offers_of
@@ -19,12 +18,8 @@ from lookonce.local.serve_extra import require_serve_packages
 
 def models() -> None:
     """List the supported model families. `lookonce doctor --model` checks one model."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("family", "model type", "architecture", "images"):
-        table.add_column(title, overflow="fold")
-    for family in FAMILIES.values():
-        table.add_row(family.title, family.model_type, family.architecture, ", ".join(offers_of(family)))
-    print_report(table)
+    rows = [(one.title, one.model_type, one.architecture, ", ".join(offers_of(one))) for one in FAMILIES.values()]
+    print_rows(("family", "model type", "architecture", "images"), rows, is_boxed=False)
 
 
 def token(
@@ -50,13 +45,7 @@ def doctor(
     from lookonce.local.doctor import examine
 
     findings = examine(CliSettings(), model)
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column()
-    table.add_column(overflow="fold")
-    for finding in findings:
-        mark = "[green]ok[/]" if finding.is_fine else "[bold red]no[/]"
-        table.add_row(mark, finding.subject, escape(finding.detail))
-    print_report(table)
+    marks = {True: Text("ok", "green"), False: Text("no", "bold red")}
+    print_rows((), [(marks[one.is_fine], one.subject, one.detail) for one in findings], is_boxed=False)
     if not all(finding.is_fine for finding in findings):
         raise typer.Exit(1)

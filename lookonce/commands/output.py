@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-_REPORT_WIDTH = 150
 # Signs that would end a cell or a line for a program.
 _ESCAPES = str.maketrans({"\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
@@ -18,23 +19,25 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
-def print_report(table: Table) -> None:
-    """Prints a table. In files and pipes, which have no width, long fingerprints and names stay on one line."""
-    shown = out if out.is_terminal else Console(highlight=False, width=max(out.width, _REPORT_WIDTH))
-    shown.print(table)
+def print_rows(titles: Sequence[str], rows: Iterable[Sequence[object]], *, is_boxed: bool = True) -> None:
+    """Prints a table, without a line of titles if there are none. A cell may be a Text with a style.
 
-
-def print_rows(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Prints a table. A program that reads a pipe gets the titles and each row as lines with tabs between cells."""
+    A program that reads a pipe gets the titles and each row as lines with tabs between cells.
+    """
     if out.is_terminal:
-        table = Table(*titles)
-        for row in rows:
-            table.add_row(*(escape(printable(cell)) for cell in row))
-        out.print(table)
+        out.print(_table(titles, rows, is_boxed))
         return
-    print_line(titles)
+    for cells in [titles, *rows] if titles else rows:
+        print_line(cells)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[object]], is_boxed: bool) -> Table:
+    table = Table(box=HEAVY_HEAD if is_boxed else None, pad_edge=is_boxed, show_header=bool(titles))
+    for title in titles:
+        table.add_column(title, overflow="fold")
     for row in rows:
-        print_line(row)
+        table.add_row(*(cell if isinstance(cell, Text) else escape(printable(cell)) for cell in row))
+    return table
 
 
 def print_line(cells: Iterable[object]) -> None:

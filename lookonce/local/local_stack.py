@@ -19,8 +19,8 @@ from lookonce.local.metrics_page import read_metrics
 from lookonce.local.redis_server import EmbeddedRedis
 from lookonce.local.reserved_port import reserved_port
 
-# Longest time until all processes are ready. A model of several gigabytes on a slow disk takes minutes.
-_START_TIMEOUT_S = 300.0
+# Longest time until all processes are ready, seconds. A model of several gigabytes on a slow disk takes minutes.
+START_TIMEOUT_S = 300.0
 _DRAIN_TIMEOUT_S = 5.0
 # Share of the free memory for the KV caches of all decoders together.
 _KV_CACHE_MEMORY_SHARE = 0.5
@@ -120,7 +120,7 @@ class LocalStack:
             decoder_addresses = [reserve(port) for port in self._decoder_ports]
             encoder_addresses = [reserve() for _ in range(self._num_encoders)]
             self._directory = pathlib.Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="lookonce-stack-")))
-            deadline_s = time.monotonic() + _START_TIMEOUT_S
+            deadline_s = time.monotonic() + START_TIMEOUT_S
             if self._redis is RedisSource.EMBEDDED:
                 self._on_progress("starting Redis")
                 self.redis = exits.enter_context(EmbeddedRedis())

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 
 from lookonce.errors import StartupError, UnavailableError
 from lookonce.local.child_process import ChildProcess
-from lookonce.local.local_stack import LocalStack
+from lookonce.local.local_stack import START_TIMEOUT_S, LocalStack
 
 # Largest number of restarts of one process in this time, seconds. More often, it would not help.
 MAX_RESTARTS = 5
 _WINDOW_S = 600.0
 # Pause before the first restart in that time, seconds. Each further one is twice as long.
 _FIRST_PAUSE_S = 0.5
+# Time for a process that did not become ready to end by itself, seconds.
+_STOP_TIMEOUT_S = 5.0
 _CACHE = "the cache server"
 
 
@@ -41,8 +43,8 @@ class Supervisor:
         self._tell = tell
         self._now_s = now_s
         self._restarts: dict[str, _Restarts] = {}
-        # Names of processes that were started again and are not ready yet.
-        self._starting: set[str] = set()
+        # The times at which processes were started again that are not ready yet.
+        self._starting: dict[str, float] = {}
 
     def look(self) -> None:
         """Looks at all processes once and starts those again whose pause is over.
@@ -53,15 +55,23 @@ class Supervisor:
         for process in [*self._stack.encoders, *self._stack.decoders]:
             if process.returncode is not None:
                 self._look_at_ended(process)
-            elif process.name in self._starting and _is_ready(process):
-                self._starting.remove(process.name)
-                self._tell(f"{process.name} is ready again")
+            elif process.name in self._starting:
+                self._look_at_starting(process)
 
     def _look_at_ended(self, process: ChildProcess) -> None:
         reason = f"ended with status {process.returncode}"
         if self._is_due(process.name, reason, process.log_tail):
             self._stack.restart(process)
-            self._starting.add(process.name)
+            self._starting[process.name] = self._now_s()
+
+    def _look_at_starting(self, process: ChildProcess) -> None:
+        """Notes that a process is ready again, or ends one that does not get ready."""
+        if _is_ready(process):
+            del self._starting[process.name]
+            self._tell(f"{process.name} is ready again")
+        elif self._now_s() - self._starting[process.name] > START_TIMEOUT_S:
+            self._tell(f"{process.name} did not become ready in {START_TIMEOUT_S:.0f} s")
+            process.stop(_STOP_TIMEOUT_S)
 
     def _look_at_cache(self) -> None:
         redis = self._stack.redis

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import pathlib
 import random
 import re
@@ -28,6 +30,7 @@ from lookonce.sdk.connection.channel import Deadline
 from lookonce.videos import Video
 from tests.conftest import REPOSITORY, SERVICE_FLAGS
 from tests.in_process_stack import InProcessStack
+from tests.lookonce.command import run_here
 from tests.parity import offline, videos
 from tests.tiny_families import FAMILIES
 
@@ -137,6 +140,25 @@ def test_bytes_travel_when_the_server_lacks_a_pair(served: Served) -> None:
         with pytest.raises(EmbeddingNotCachedError) as missing:
             client.generate([known], max_tokens=1)
         assert missing.value.indexes == (2,), "the odd frame's pair with itself was never encoded"
+
+
+def test_the_command_shows_a_folder_of_frames(served: Served, tmp_path: pathlib.Path) -> None:
+    frames = videos.frames(51, 12, 80, 60)
+    for number, frame in enumerate(frames):
+        # By their names as texts, 10 and 11 would come before 2.
+        frame.save(tmp_path / f"{number}.png")
+    (target,) = served.stack.decoder_targets
+    asked = ["generate", "what", "--video", str(tmp_path), "--json", "--temperature", "0", "--max-tokens", "4"]
+    first = run_here(os.environ, *asked, "--target", target)
+    assert first.returncode == 0, first.stderr
+    with Client.connect(target) as client:
+        video = Video.from_frames([videos.png(frame) for frame in frames])
+        expected = client.generate([Message("user", [video, "what"])], temperature=0.0, max_tokens=4)
+    found = json.loads(first.stdout)
+    assert found["token_ids"] == list(expected.token_ids)
+    assert found["num_video_frames"] == 12
+    assert found["usage"]["image_tokens"] == expected.usage.image_tokens == found["usage"]["encoded_image_tokens"]
+    assert expected.usage.encoded_image_tokens == 0
 
 
 def test_the_example_of_the_first_page_runs(served: Served, tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from lookonce.commands.options import filled
 from lookonce.commands.output import err, out, say
@@ -108,17 +107,15 @@ def _demo_model() -> str:
 
 
 def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
-    table = Table.grid(padding=(0, 2))
-    for target in stack.decoder_targets:
-        table.add_row("decoder", target)
-    for target in stack.encoder_targets:
-        table.add_row("encoder", target)
+    addresses = [("decoder", target) for target in stack.decoder_targets]
+    addresses += [("encoder", target) for target in stack.encoder_targets]
     if stack.redis is not None:
-        table.add_row("redis", stack.redis.url)
+        addresses.append(("redis", stack.redis.url))
     out.print(f"[bold]Lookonce is up[/] with {escape(str(folder))}")
     if folder.resolve() == _DEMO_MODEL:
         out.print("The demo model knows drawn shapes only, not photographs.")
-    out.print(table)
+    for service, address in addresses:
+        out.print(f"{service:<7}  {address}", markup=False, soft_wrap=True)
     out.print('Ask: lookonce generate "What is in the picture?" --image picture.png', markup=False)
     out.print("Ctrl-C stops it.")
 

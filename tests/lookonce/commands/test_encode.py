@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pathlib
 
 import pytest
@@ -13,6 +14,7 @@ from lookonce.images import ImageRef
 from lookonce.testing import FakeServer
 from tests.lookonce.command import clean_environment, run_here
 from tests.lookonce.commands.conftest import Command
+from tests.lookonce.commands.terminal import Terminal
 from tests.lookonce.sdk.sdk_servers import System, running_system
 
 
@@ -113,3 +115,11 @@ def test_files_are_read_while_calls_run_and_never_all_at_once(tmp_path: pathlib.
         list(prewarm(client, paths, EncodeOptions(None, False, 5.0), 1))  # type: ignore[arg-type]
     assert client.sizes[:2] == [32, 32]
     assert len(client.sizes) < 6, "after such an error no further calls begin"
+
+
+def test_on_a_terminal_a_table_follows_the_progress(environment: dict[str, str], pictures: pathlib.Path) -> None:
+    digest = ImageRef.from_file(pictures / "2.png").hex
+    with contextlib.closing(Terminal(environment, "encode", str(pictures / "2.png"), term="xterm")) as terminal:
+        for shown in ("encoding", f" {digest[:16]} ", "computed", "1 image: 1 encoded in"):
+            terminal.until(shown)
+        assert terminal.process.wait(60) == 0

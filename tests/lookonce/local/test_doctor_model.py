@@ -267,7 +267,7 @@ def test_the_command_ends_with_a_status_and_no_traceback_on_such_a_path(
     finished = run_here(os.environ, "doctor", "--model", str(_unservable("no chat template", tmp_path, copied)))
     assert finished.returncode == 1
     assert "Traceback" not in finished.stdout + finished.stderr
-    assert [line for line in finished.stdout.splitlines() if line.startswith("no ")]
+    assert [line for line in finished.stdout.splitlines() if line.startswith("no\t")]
 
 
 def test_the_command_fails_for_a_folder_that_does_not_load(copied: Callable[..., pathlib.Path]) -> None:
