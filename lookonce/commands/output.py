@@ -15,6 +15,9 @@ from rich.text import Text
 # Signs that would end a cell or a line for a program.
 _ESCAPES = str.maketrans({"\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
+# Control characters but the tab and the line end. A terminal would obey them.
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -53,6 +56,11 @@ def print_json(content: object) -> None:
 def printable(value: object) -> str:
     """Returns a text that every stream takes: bytes of file names that are no UTF-8 become escapes."""
     return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def visible(text: str) -> str:
+    """Returns the text of a model for stdout: on a terminal without control characters, which a picture could cause."""
+    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
 
 
 def digest_cell(digest: str) -> str:

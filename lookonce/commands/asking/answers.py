@@ -9,14 +9,14 @@ from typing import Any
 from rich.markup import escape
 
 from lookonce.client import TextStream
-from lookonce.commands.output import err
+from lookonce.commands.output import err, visible
 from lookonce.generation import Generation, Usage
 
 
 def stream_text(stream: TextStream) -> None:
     """Prints the text of an answer to stdout as it arrives, and its cost to stderr."""
     for text in stream:
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text))
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()

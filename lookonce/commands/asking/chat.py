@@ -14,7 +14,7 @@ from lookonce.commands.asking.answers import stream_text
 from lookonce.commands.asking.conversation import Conversation
 from lookonce.commands.asking.sampling import takes_sampling
 from lookonce.commands.options import ImageNames, MaxPixels, System, Target, Timeout
-from lookonce.commands.output import err, out
+from lookonce.commands.output import err, out, visible
 from lookonce.commands.pictures import is_image, named_image
 from lookonce.commands.targets import connect, decoder_target
 from lookonce.errors import LookonceError
@@ -101,7 +101,7 @@ def _take(
         conversation.system = rest.strip() or None
     elif command == "/history":
         for shown in conversation.lines():
-            out.print(shown, markup=False, soft_wrap=True)
+            out.print(visible(shown), markup=False, soft_wrap=True)
     elif command == "/undo":
         err.print("forgotten" if conversation.undo() else "there is nothing to forget")
     elif command == "/clear":

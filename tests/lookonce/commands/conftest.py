@@ -18,7 +18,7 @@ Command: TypeAlias = Callable[..., CompletedProcess[str]]
 
 
 class HeldAnswers:
-    """Answers, of which the one to "slow" is held back until the end of the test."""
+    """Answers. The one to "slow" is held back until the end of the test, that to "colour" has control characters."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
@@ -28,7 +28,7 @@ class HeldAnswers:
         if request.text.endswith("slow"):
             self.asked.set()
             self.is_over.wait()
-        return "a red square"
+        return "a \x1b[31mred\x07 thing" if request.text.endswith("colour") else "a red square"
 
 
 @pytest.fixture

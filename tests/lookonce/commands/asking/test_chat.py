@@ -96,6 +96,14 @@ def test_on_a_terminal_errors_and_ctrl_c_leave_the_chat_running(on_terminal: Ter
     assert on_terminal.process.wait(60) == 0
 
 
+def test_a_terminal_obeys_no_control_characters_of_an_answer(on_terminal: Terminal, command: Command) -> None:
+    on_terminal.until("> ")
+    for line in ("in colour", "/history"):
+        on_terminal.write(f"{line}\n")
+        on_terminal.until("a \ufffd[31mred\ufffd thing")
+    assert command("generate", "in colour").stdout == "a \x1b[31mred\x07 thing\n", "a pipe has what the model said"
+
+
 def test_ctrl_c_at_the_prompt_ends_the_chat_quietly(on_terminal: Terminal) -> None:
     on_terminal.until("> ")
     on_terminal.process.send_signal(signal.SIGINT)
