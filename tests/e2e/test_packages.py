@@ -384,7 +384,20 @@ for name in sys.argv[1:]:
 def test_without_extras_the_command_explains_itself(clean: pathlib.Path, tmp_path: pathlib.Path) -> None:
     shown = _command(clean, tmp_path, "--help")
     assert (shown.returncode, shown.stderr) == (0, "")
-    names = ("up", "serve", "generate", "encode", "lookup", "models", "token", "doctor")
+    names = (
+        "up",
+        "serve",
+        "generate",
+        "chat",
+        "encode",
+        "cache",
+        "config",
+        "top",
+        "bench",
+        "models",
+        "token",
+        "doctor",
+    )
     for name in names:
         assert re.search(rf"^\W*{name} ", shown.stdout, re.MULTILINE), name
     of_each = _run(clean / "python", "-P", "-c", _SHOWS_HELP, *names, cwd=tmp_path)
@@ -431,13 +444,13 @@ def test_without_the_extra_the_doctor_names_it_and_the_client_commands_work(
     report = _command(clean, tmp_path, "doctor", "--model", str(REPOSITORY / "models" / "demo"))
     assert report.returncode == 1, report.stderr
     assert "Traceback" not in report.stderr
-    faults = [line for line in report.stdout.splitlines() if line.startswith("no ")]
+    faults = [line for line in report.stdout.splitlines() if line.startswith("no\t")]
     assert faults
     assert all("pip install 'lookonce[serve]'" in line for line in faults)
     assert _command(clean, tmp_path, "models").returncode == 0
     for_clients = _command(clean, tmp_path, "doctor")
     assert (for_clients.returncode, for_clients.stderr) == (0, "")
-    assert re.search(r"^ok +services +not installed", for_clients.stdout, re.MULTILINE)
+    assert re.search(r"^ok\tservices\tnot installed", for_clients.stdout, re.MULTILINE)
     asked = _command(clean, tmp_path, "generate", "hello", "--target", "127.0.0.1:1", "--timeout-s", "2")
     assert asked.returncode == 1
     assert asked.stderr.startswith("error: ")
