@@ -130,9 +130,8 @@ def _conclude(asked: Sequence[AskedQuestion], num_encodes: int, console: Console
         console.print("For photographs, give a real model, by its name on the Hugging Face hub or as a local folder:")
         console.print(f"  lookonce up --model {_REAL_MODEL}")
         console.print('  lookonce generate "What is in the picture?" --image picture.png', markup=False)
-        console.print("To ask in a browser, run these two and open http://127.0.0.1:8000/:")
-        console.print("  lookonce up --port 50051")
-        console.print("  lookonce serve gateway --decoder-target 127.0.0.1:50051 --playground")
+        console.print("To ask in a browser:")
+        console.print("  lookonce up --playground")
         return 0
     console.print("[bold red]An answer is wrong, or a picture was encoded more than once.[/]")
     return 1

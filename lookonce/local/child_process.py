@@ -38,7 +38,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 class ReadyRecord:
     """Content of a service's ready file."""
 
-    # host:port of the gRPC server.
+    # host:port of the server.
     target: str
     # host:port of the admin service, None without one.
     admin_target: str | None
@@ -86,7 +86,7 @@ class ChildProcess:
         """Returns whether the process accepts calls. Raises StartupError with the end of its log if it has ended."""
         if self._ready is None and self._ready_path.exists():
             record = json.loads(self._ready_path.read_text())
-            self._ready = ReadyRecord(record["target"], record["admin_target"], record["metrics_port"])
+            self._ready = ReadyRecord(record["target"], record.get("admin_target"), record["metrics_port"])
         if self._ready is None and self.returncode is not None:
             raise StartupError(f"{self.name} ended with status {self.returncode}:\n{self.log_tail()}")
         return self._ready is not None

@@ -1,4 +1,4 @@
-"""Runs the whole system on this machine inside a `with` block: Redis, encoders and decoders, each in a process.
+"""Runs the system on this machine inside a `with` block: Redis, encoders, decoders and a gateway, each in a process.
 
 Used by `lookonce up`, the demo and the end-to-end tests. Not for production: see k8s/.
 """
@@ -22,6 +22,7 @@ from lookonce.local.reserved_port import reserved_port
 # Longest time until all processes are ready, seconds. A model of several gigabytes on a slow disk takes minutes.
 START_TIMEOUT_S = 300.0
 _DRAIN_TIMEOUT_S = 5.0
+_DRAIN = ["--drain-timeout-s", str(_DRAIN_TIMEOUT_S)]
 # Share of the free memory for the KV caches of all decoders together.
 _KV_CACHE_MEMORY_SHARE = 0.5
 # After draining, a process needs time to free the model and to end its threads.
@@ -61,13 +62,14 @@ class LocalStack:
         device: str = "auto",
         encoder_arguments: Sequence[str] = (),
         decoder_arguments: Sequence[str] = (),
+        has_playground: bool = False,
         on_progress: Callable[[str], None] = _ignore,
     ) -> None:
         """`redis` is a URL or the origin of the server.
 
         `decoder_port` is the port of the first decoder, 0 for a free one; other decoders always get free ports.
-        `*_arguments` are flags of the services; they override those set here. `on_progress` is called with the name
-        of each stage.
+        `*_arguments` are flags of the services; they override those set here. With `has_playground`, a gateway serves
+        the playground. `on_progress` is called with the name of each stage.
         """
         self._model = model
         self._redis = redis
@@ -77,6 +79,7 @@ class LocalStack:
         self._device = device
         self._encoder_arguments = tuple(encoder_arguments)
         self._decoder_arguments = tuple(decoder_arguments)
+        self._has_playground = has_playground
         self._on_progress = on_progress
         # Closed when the stack stops.
         self._exits = contextlib.ExitStack()
@@ -86,6 +89,8 @@ class LocalStack:
         self.redis: EmbeddedRedis | None = None
         self.encoders: list[ChildProcess] = []
         self.decoders: list[ChildProcess] = []
+        # At most one.
+        self.gateways: list[ChildProcess] = []
 
     @property
     def encoder_targets(self) -> list[str]:
@@ -96,6 +101,11 @@ class LocalStack:
     def decoder_targets(self) -> list[str]:
         """Addresses of the decoders, host:port."""
         return [process.ready.target for process in self.decoders]
+
+    @property
+    def services(self) -> list[ChildProcess]:
+        """All encoders, decoders and gateways."""
+        return [*self.encoders, *self.decoders, *self.gateways]
 
     @property
     def redis_url(self) -> str | None:
@@ -127,7 +137,7 @@ class LocalStack:
             exits.callback(self._stop_processes)
             self._on_progress("loading the model in encoder and decoder")
             self._launch(encoder_addresses, decoder_addresses, reserve)
-            for process in [*self.encoders, *self.decoders]:
+            for process in self.services:
                 process.wait_until_ready(deadline_s)
             self._exits = exits.pop_all()
         return self
@@ -144,7 +154,7 @@ class LocalStack:
         assert process.returncode is not None, "the address is in use until the process has ended"
         module, arguments = self._commands[process.name]
         restarted = ChildProcess(process.name, module, arguments, self._directory)
-        for processes in (self.encoders, self.decoders):
+        for processes in (self.encoders, self.decoders, self.gateways):
             processes[:] = [restarted if one is process else one for one in processes]
         return restarted
 
@@ -159,6 +169,10 @@ class LocalStack:
         for index, address in enumerate(decoders):
             arguments = [*self._shared_arguments(address, reserve()), *targets, *share, *self._decoder_arguments]
             self.decoders.append(self._launched(f"decoder-{index}", "decoder_svc", arguments))
+        if self._has_playground:
+            arguments = ["--listen", reserve(), "--metrics-listen", reserve(), "--playground"]
+            arguments += ["--decoder-target", f"ipv4:{','.join(decoders)}", *_DRAIN]
+            self.gateways.append(self._launched("gateway", "gateway_svc", arguments))
 
     def _launched(self, name: str, module: str, arguments: Sequence[str]) -> ChildProcess:
         self._commands[name] = module, arguments
@@ -167,14 +181,14 @@ class LocalStack:
     def _shared_arguments(self, address: str, metrics_address: str) -> list[str]:
         arguments = ["--model", str(self._model), "--dtype", self._dtype, "--device", self._device]
         arguments += ["--listen", address, "--metrics-listen", metrics_address]
-        arguments += ["--drain-timeout-s", str(_DRAIN_TIMEOUT_S)]
+        arguments += _DRAIN
         if self.redis_url is not None:
             arguments += ["--redis-url", self.redis_url]
         return arguments
 
     def _stop_processes(self) -> None:
-        """Stops the decoders first: their last answers may need an encoder."""
-        for processes in (self.decoders, self.encoders):
+        """Stops the gateway first, then the decoders: their last answers may need an encoder."""
+        for processes in (self.gateways, self.decoders, self.encoders):
             for process in processes:
                 process.terminate()
             for process in processes:

@@ -52,7 +52,7 @@ class Supervisor:
         Raises UnavailableError with the end of the log of a process that has ended too often.
         """
         self._look_at_cache()
-        for process in [*self._stack.encoders, *self._stack.decoders]:
+        for process in self._stack.services:
             if process.returncode is not None:
                 self._look_at_ended(process)
             elif process.name in self._starting:

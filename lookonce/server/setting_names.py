@@ -15,7 +15,7 @@ _ENCODER = frozenset({
 })  # fmt: skip
 _DECODER = frozenset({
     "block_size", "default_max_tokens", "default_timeout_s", "encoder_cache_rows", "encoder_target", "encoder_tls_ca",
-    "encoder_tls_cert", "encoder_tls_key", "encoder_token_file", "graphs", "kv_cache_memory_bytes",
+    "encoder_tls_cert", "encoder_tls_key", "encoder_token_file", "engine", "graphs", "kv_cache_memory_bytes",
     "kv_cache_memory_share", "max_context_tokens", "max_images_per_prompt", "max_logprobs", "max_num_batched_tokens",
     "max_num_seqs", "max_step_s", "max_stop_strings", "max_video_frames_per_prompt", "max_waiting_requests",
     "num_kv_blocks", "overlap_encode", "prefix_cache", "speculative_ngram_max", "speculative_ngram_min",
@@ -23,7 +23,7 @@ _DECODER = frozenset({
 })  # fmt: skip
 _GATEWAY = frozenset({
     "decoder_target", "decoder_tls_ca", "decoder_tls_cert", "decoder_tls_key", "image_hosts", "image_timeout_s",
-    "max_body_bytes", "max_buffered_bytes", "private_image_hosts", "request_timeout_s",
+    "max_body_bytes", "max_buffered_bytes", "playground", "private_image_hosts", "request_timeout_s",
 })  # fmt: skip
 # Read by the `lookonce` command.
 _CLIENT = frozenset({"admin_target", "target", "token", "token_over_plaintext", "tls_ca"})

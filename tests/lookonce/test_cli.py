@@ -10,6 +10,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -197,7 +198,7 @@ def running_up(environment: dict[str, str], tmp_path: pathlib.Path) -> Iterator[
     """`lookonce up` with two decoders on a tiny model, started as a script's background is: SIGINT ignored."""
     model = build_llava_clip(tmp_path / "tiny")
     command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *COMMAND, "up", "--model", str(model), "--decoders", "2"]
-    command += ["--device", "cpu", "--", "--max-num-seqs", "7"]
+    command += ["--device", "cpu", "--playground", "--", "--max-num-seqs", "7"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) as process:
         yield process
@@ -219,6 +220,11 @@ def test_up_serves_until_ctrl_c_and_the_other_commands_find_it(
     )
     assert (taken.returncode, taken.stdout) == (2, "")
     assert "Address already in use" in taken.stderr
+    (page,) = [line.split()[1] for line in lines if line.startswith("gateway")]
+    with urllib.request.urlopen(page, timeout=60) as answer:
+        assert b"Lookonce playground" in answer.read()
+    with urllib.request.urlopen(f"{page}v1/models", timeout=60) as answer:
+        assert json.load(answer)["data"][0]["id"] == "tiny", "the gateway finds the decoders"
     with Client.connect(targets[0]) as client:
         assert client.model_info().max_running_requests == 7, "a flag behind -- reaches the service"
     # A second stack beside it: a command must not choose one of them by chance.

@@ -6,7 +6,9 @@ import contextlib
 import os
 import pathlib
 import signal
+import sys
 import time
+import webbrowser
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +20,7 @@ from lookonce.commands.running.service_flags import service_flags
 from lookonce.commands.running.services import Service
 from lookonce.errors import ConfigurationError
 from lookonce.local.cli_settings import CliSettings
-from lookonce.local.serve_extra import require_serve_packages
+from lookonce.local.serve_extra import GATEWAY_MODULES, require_packages, require_serve_packages
 from lookonce.local.stack_record import StackRecord
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 # Context settings of `up`, which hands the flags behind -- on.
 EXTRA_ARGUMENTS = {"allow_extra_args": True}
 _POLL_S = 0.5
+# Variables of a session with windows, on systems where there may be none.
+_DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")
 _DEMO_MODEL = pathlib.Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
@@ -47,6 +51,9 @@ def up(
     device: Annotated[
         str, typer.Option(help="Device of the model: auto, cpu, cuda, or one of a plug-in.", callback=filled)
     ] = "auto",
+    playground: Annotated[
+        bool, typer.Option("--playground", help="Also run the gateway with its playground, and open it in a browser.")
+    ] = False,
 ) -> None:
     """Start Redis, encoder and decoder on this machine and run them until Ctrl-C.
 
@@ -54,6 +61,8 @@ def up(
     `lookonce up -- --max-num-seqs 8`; each goes to every service that has it.
     """
     require_serve_packages("lookonce up")
+    if playground:
+        require_packages(GATEWAY_MODULES, "lookonce up --playground", "gateway")
     from lookonce.local.local_stack import LocalStack, RedisSource
     from lookonce.local.model_source import resolve_model, served_name
     from lookonce.model.model_folder import ModelFolder
@@ -80,6 +89,7 @@ def up(
                 device=device,
                 encoder_arguments=[*named, *flags[Service.ENCODER]],
                 decoder_arguments=[*named, *flags[Service.DECODER]],
+                has_playground=playground,
                 on_progress=lambda text: status.update(f"{text} …"),
             )
             exits.enter_context(stack)
@@ -87,6 +97,7 @@ def up(
         record.write(settings.record_dir)
         exits.callback(record.remove, settings.record_dir)
         _announce(stack, folder)
+        _open_playground(stack)
         _keep(stack)
 
 
@@ -116,8 +127,17 @@ def _announce(stack: LocalStack, folder: pathlib.Path) -> None:
         out.print("The demo model knows drawn shapes only, not photographs.")
     for service, address in addresses:
         out.print(f"{service:<7}  {address}", markup=False, soft_wrap=True)
+    for gateway in stack.gateways:
+        out.print(f"gateway  http://{gateway.ready.target}/", markup=False, soft_wrap=True)
     out.print('Ask: lookonce generate "What is in the picture?" --image picture.png', markup=False)
     out.print("Ctrl-C stops it.")
+
+
+def _open_playground(stack: LocalStack) -> None:
+    """Opens the playground, if there is one, where somebody sits: in a browser with windows, from a terminal."""
+    has_windows = sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in _DISPLAYS)
+    if stack.gateways and has_windows and out.is_terminal:
+        webbrowser.open(f"http://{stack.gateways[0].ready.target}/")
 
 
 def _keep(stack: LocalStack) -> None:
