@@ -1,4 +1,4 @@
-"""`python -m decoder_svc.engine_worker`: the engine of a decoder in a process of its own. Only decoders start it.
+"""The engine of a decoder in a process of its own. Only decoders start it (EngineProcess).
 
 It gets the decoder's settings through its pipe, loads the model, and runs steps until the decoder tells it to stop or
 ends.
@@ -6,12 +6,13 @@ ends.
 
 from __future__ import annotations
 
-import ctypes
 import json
+import logging
 import os
-import signal
 import socket
 import sys
+import threading
+import time
 from dataclasses import replace
 
 from decoder_svc.engine.process.figure_board import FigureBoard
@@ -25,14 +26,16 @@ from lookonce.process.garbage import long_lived_objects, settle
 from lookonce.process.heap import set_up_heap
 from lookonce.server.telemetry import configure_logging
 
+logger = logging.getLogger(__name__)
+
 # Time that the current step gets to end once the decoder has told the engine to stop or has ended, seconds.
 _STOP_TIMEOUT_S = 10.0
-# prctl's option for the signal at the parent's death (linux/prctl.h).
-_SET_PARENT_DEATH_SIGNAL = 1
+# Pause between two signs of life, seconds.
+_LIFE_S = 0.5
 
 
 def serve(pipe: Pipe, board: FigureBoard) -> None:
-    """Loads the model and runs steps. Sends the reason through the pipe if the engine cannot start."""
+    """Loads the model and runs steps. Sends the reason through the pipe if the engine refuses to start."""
     settings = DecoderSettings(**json.loads(pipe.receive()[0]))
     configure_logging(settings.log_format, settings.log_level)
     set_openmp_spin_count()
@@ -43,24 +46,26 @@ def serve(pipe: Pipe, board: FigureBoard) -> None:
         from decoder_svc.engine.messages import Stop
         from decoder_svc.engine.process.codec import decode_in_process, encode_for_service, encode_start
         from decoder_svc.engine.process.published_heartbeat import PublishedHeartbeat
-        from decoder_svc.service import load_text
+        from decoder_svc.prompt.family import load_family
+        from lookonce.model.model_folder import ModelFolder
+        from lookonce.model.pretrained_tokenizer import load_pretrained
 
     heartbeat = PublishedHeartbeat(settings.max_step_s, board)
     try:
-        core = load_core(settings, choose_device(settings), load_text(settings).family, heartbeat)
+        family = load_family(ModelFolder.open(settings.model), load_pretrained(settings.model))
+        core = load_core(settings, choose_device(settings), family, heartbeat)
     except LookonceError as error:
         pipe.send(encode_start(error))
         return
     settle()
     heartbeat.watch(core)
+    board.publish_life(time.monotonic())
+    threading.Thread(target=_show_life, args=(board,), name="life", daemon=True).start()
     pipe.send(encode_start(replace(core.facts, process_id=os.getpid())))
     core.start(lambda message: pipe.send(encode_for_service(message)))
-    num_received = 0
     try:
         while True:
             message = decode_in_process(*pipe.receive())
-            num_received += 1
-            board.publish_received(num_received)
             if isinstance(message, Forgotten):
                 core.put_forgotten(message)
             else:
@@ -74,20 +79,22 @@ def serve(pipe: Pipe, board: FigureBoard) -> None:
 def main() -> None:
     """Runs the engine process. Arguments: the file descriptors of the pipe and of the board."""
     pipe_fd, board_fd = map(int, sys.argv[1:])
-    # Ctrl-C in a terminal reaches all processes of the group, but only the decoder may end this one.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    _end_with_parent()
     set_up_heap()
-    serve(Pipe(socket.socket(fileno=pipe_fd)), FigureBoard(board_fd))
+    status = 0
+    try:
+        serve(Pipe(socket.socket(fileno=pipe_fd)), FigureBoard(board_fd))
+    except Exception:
+        logger.exception("the engine process failed")
+        status = 1
     # A step that hangs must not keep the process.
-    os._exit(0)
+    os._exit(status)
 
 
-def _end_with_parent() -> None:
-    """Asks the kernel to kill this process when the decoder ends, also while the model is loaded."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+def _show_life(board: FigureBoard) -> None:
+    """Shows the decoder again and again that this process runs, also while it has no work."""
+    while True:
+        board.publish_life(time.monotonic())
+        time.sleep(_LIFE_S)
 
 
 if __name__ == "__main__":

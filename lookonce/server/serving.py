@@ -184,6 +184,8 @@ class GrpcService:
             await self._drain(0.0, _LAST_ANSWERS_S)
             await readiness
         await self.stop()
+        if self._has_died():
+            raise RuntimeError("the service died while it drained")
 
     async def stop(self) -> None:
         """Drains as described in the module, then frees the port and the metrics endpoint. Idempotent."""

@@ -10,10 +10,8 @@ import json
 import logging
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -28,9 +26,10 @@ from decoder_svc.engine.process.pipe import Pipe
 from decoder_svc.rows.fetched_rows import FetchedRows
 from decoder_svc.scheduling.request import Request, RequestId
 from decoder_svc.scheduling.scheduler_output import RowFetch
-from lookonce.errors import LookonceError, StartupError, UnavailableError
+from lookonce.errors import LookonceError, UnavailableError
 from lookonce.forgotten import Forgotten
 from lookonce.image_file import ImageFile
+from lookonce.process.bound_process import start_bound_process
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +37,8 @@ logger = logging.getLogger(__name__)
 _MODULE = "decoder_svc.engine_worker"
 # Time that a process which has said that it ends, or has closed its pipe, gets to exit, seconds.
 _EXIT_TIMEOUT_S = 10.0
+# Shorter silence may come from a busy machine, seconds. The process shows a sign of life several times per second.
+_LEAST_SILENCE_S = 5.0
 
 
 class EngineProcess(EngineCore):
@@ -46,19 +47,18 @@ class EngineProcess(EngineCore):
     def __init__(self, settings: Mapping[str, Any], max_step_s: float) -> None:
         """Starts the process with the service's settings and waits until it has loaded its model.
 
-        An engine that takes longer than `max_step_s` seconds for a step, or for receiving a message, counts as hanging.
-        Raises the StartupError of a process that cannot start.
+        An engine that takes longer than `max_step_s` seconds for a step, or shows no sign of life for as long, counts
+        as hanging. Raises the StartupError of an engine that refuses to start, and RuntimeError if its process ends.
         """
         self._max_step_s = max_step_s
         self._inbox = Inbox()
         self._has_died = False
         self._has_ended = False
-        # Whether the engine has said that it ends.
-        self._is_leaving = False
+        # Whether the engine has said that it ends, and whether this side ends it.
+        self._is_leaving = self._is_closing = False
         # The files of images of live requests, which the engine does not need.
         self._files: dict[RequestId, dict[bytes, ImageFile]] = {}
         self._post: Callable[[ToEventLoop], None] | None = None
-        self._unreceived = _Unreceived()
         self._process, self._pipe, self._board = _started()
         self._sender = threading.Thread(target=self._send_all, name="engine-send", daemon=True)
         self._receiver = threading.Thread(target=self._receive_all, name="engine-receive", daemon=True)
@@ -69,7 +69,7 @@ class EngineProcess(EngineCore):
             self._is_leaving = True
             self.close()
             status = self._process.returncode
-            raise StartupError(f"the engine process ended with status {status} before its model was loaded") from None
+            raise RuntimeError(f"the engine process ended with status {status} before its model was loaded") from None
         except BaseException:
             self.close()
             raise
@@ -104,6 +104,7 @@ class EngineProcess(EngineCore):
 
     def close(self) -> None:
         """Ends the process, by force if it does not end by itself, and the threads."""
+        self._is_closing = True
         self._pipe.shut_down()
         try:
             self._process.wait(_EXIT_TIMEOUT_S if self._is_leaving else 0)
@@ -118,7 +119,7 @@ class EngineProcess(EngineCore):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the process runs, receives messages, and no step hangs."""
+        """Whether the process runs and shows signs of life, and no step hangs."""
         return self._receiver.is_alive() and not self._has_ended and self.round_s <= self._max_step_s
 
     @property
@@ -128,10 +129,11 @@ class EngineProcess(EngineCore):
 
     @property
     def round_s(self) -> float:
-        """Age of the current step, or of the oldest message that the process has not received, seconds; 0 at rest."""
-        began_s = self._board.round_began_s
-        since_s = [s for s in (began_s, self._unreceived.since_s(self._board.num_received)) if s is not None]
-        return time.monotonic() - min(since_s) if since_s else 0.0
+        """Age of the current step or of the latest sign of life, seconds; 0 while the engine waits for work."""
+        now_s, began_s = time.monotonic(), self._board.round_began_s
+        silence_s = now_s - self._board.alive_s
+        step_s = 0.0 if began_s is None else now_s - began_s
+        return max(step_s, silence_s if silence_s > _LEAST_SILENCE_S else 0.0)
 
     def load(self, num_live_requests: int) -> EngineLoad:
         """Returns the current load, given the number of requests that have no terminal answer yet."""
@@ -151,7 +153,6 @@ class EngineProcess(EngineCore):
                 message: ToEngineThread | None = self._inbox.take(None)
                 assert message is not None, "take() waits for any time"
                 frame, payload = encode_for_process(message)
-                self._unreceived.add(self._board.num_received)
                 self._pipe.send(frame, payload)
                 if isinstance(message, Stop):
                     return
@@ -170,7 +171,8 @@ class EngineProcess(EngineCore):
                 if isinstance(message, Answers):
                     self._drop_files(message)
         except (EOFError, OSError):
-            logger.error("the engine process %d ended by itself", self.pid)
+            if not self._is_closing:
+                logger.error("the engine process %d ended by itself", self.pid)
         except Exception:
             logger.exception("a message of the engine process could not be read")
         finally:
@@ -192,33 +194,6 @@ class EngineProcess(EngineCore):
                 self._files.pop(request_id, None)
 
 
-class _Unreceived:
-    """The times at which messages were sent that the engine process may not have received. Any thread may ask."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_sent = 0
-        # (Number of the message, time), oldest first.
-        self._sent: deque[tuple[int, float]] = deque()
-
-    def add(self, num_received: int) -> None:
-        """Notes that a message is sent now, and forgets those among the first `num_received`."""
-        with self._lock:
-            self._forget(num_received)
-            self._num_sent += 1
-            self._sent.append((self._num_sent, time.monotonic()))
-
-    def since_s(self, num_received: int) -> float | None:
-        """Returns when the oldest message was sent that is not among the first `num_received`, or None."""
-        with self._lock:
-            self._forget(num_received)
-            return self._sent[0][1] if self._sent else None
-
-    def _forget(self, num_received: int) -> None:
-        while self._sent and self._sent[0][0] <= num_received:
-            self._sent.popleft()
-
-
 def _started() -> tuple[subprocess.Popen[bytes], Pipe, FigureBoard]:
     """Starts the process and returns it with its pipe and its board."""
     ours, theirs = socket.socketpair()
@@ -227,8 +202,6 @@ def _started() -> tuple[subprocess.Popen[bytes], Pipe, FigureBoard]:
         fd, board = FigureBoard.create()
         with open(fd, "rb") as board_file:
             fds = (theirs.fileno(), board_file.fileno())
-            # -P keeps the current folder off the import path: it may be a model's folder with Python files.
-            command = [sys.executable, "-P", "-m", _MODULE, *map(str, fds)]
-            process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+            process = start_bound_process(_MODULE, [str(fd) for fd in fds], fds)
         unless_started.pop_all()
     return process, Pipe(ours), board

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import tempfile
+import time
 from dataclasses import astuple, fields
 from typing import Self
 
@@ -17,8 +18,8 @@ from decoder_svc.engine.figures import EngineCounters, EngineLoad
 
 # The time at which the current step began, monotonic clock, seconds; NaN while the engine waits for work.
 _BEGAN = 0
-# Messages that the engine process has received.
-_RECEIVED = 1
+# The time of the latest sign of life, on the same clock.
+_ALIVE = 1
 _LOAD = slice(2, 2 + len(fields(EngineLoad)))
 _COUNTERS = slice(_LOAD.stop, _LOAD.stop + len(fields(EngineCounters)))
 _NUM_BYTES = 8 * _COUNTERS.stop
@@ -42,15 +43,16 @@ class FigureBoard:
         os.ftruncate(fd, _NUM_BYTES)
         board = cls(fd)
         board.publish_round(None)
+        board.publish_life(time.monotonic())
         return fd, board
 
     def publish_round(self, began_s: float | None) -> None:
         """Publishes when the current step began; None: the engine waits for work."""
         self._numbers[_BEGAN] = math.nan if began_s is None else began_s
 
-    def publish_received(self, num_messages: int) -> None:
-        """Publishes how many messages the engine process has received."""
-        self._numbers[_RECEIVED] = num_messages
+    def publish_life(self, now_s: float) -> None:
+        """Publishes that the engine process is alive, whether or not it has work."""
+        self._numbers[_ALIVE] = now_s
 
     def publish(self, load: EngineLoad, counters: EngineCounters) -> None:
         """Publishes the load and the sums."""
@@ -65,9 +67,9 @@ class FigureBoard:
         return None if math.isnan(began_s) else began_s
 
     @property
-    def num_received(self) -> int:
-        """Messages that the engine process has received."""
-        return int(self._numbers[_RECEIVED])
+    def alive_s(self) -> float:
+        """The time of the engine's latest sign of life, monotonic clock, seconds."""
+        return self._numbers[_ALIVE]
 
     def load(self) -> EngineLoad:
         """Returns the load as it was when the current step began."""

@@ -21,7 +21,7 @@ from decoder_svc.engine.process.engine_process import EngineProcess
 from decoder_svc.service import open_service
 from decoder_svc.settings import DecoderSettings
 from lookonce.decoder.v1 import decoder_service_pb2 as pb
-from lookonce.errors import ConfigurationError, StartupError
+from lookonce.errors import ConfigurationError
 from lookonce.server.admission.quotas import Quotas
 from lookonce.server.settings_parser import parse_settings
 from tests import image_files
@@ -77,7 +77,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_process_answers_as_a_thread_until_it_is_killed(folder: pathlib.Path, encoder: str) -> None:
+async def test_a_process_answers_as_a_thread_until_it_is_killed(
+    folder: pathlib.Path, encoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "_LEAST_SILENCE_S", 1.5)
     async with running_decoder(folder, encoder, dtype="float32") as decoder:
         expected = await answers(decoder)
         known = core_of(decoder).facts
@@ -97,7 +100,7 @@ async def test_a_process_answers_as_a_thread_until_it_is_killed(folder: pathlib.
         assert core._files == {}, "no picture is kept for a request that has ended"
         assert decoder.service.engine.counters().prefix_query_tokens > 100
         await _cancelled_calls_leave_nothing(decoder)
-        await _a_process_that_receives_nothing_is_unhealthy(decoder, core)
+        await _a_process_that_is_stopped_is_unhealthy(decoder, core)
         await _a_killed_process_ends_every_call(decoder, core)
     assert not psutil.pid_exists(core.pid)
 
@@ -120,14 +123,18 @@ async def _cancelled_calls_leave_nothing(decoder: RunningDecoder) -> None:
     assert core._files == {}
 
 
-async def _a_process_that_receives_nothing_is_unhealthy(decoder: RunningDecoder, core: EngineProcess) -> None:
+async def _a_process_that_is_stopped_is_unhealthy(decoder: RunningDecoder, core: EngineProcess) -> None:
+    """Also one that has no work, so that nobody is sent to it."""
+    question = params("zebra", max_tokens=3, ignore_eos=True)
     engine = psutil.Process(core.pid)
     engine.suspend()
-    await asyncio.sleep(0)
-    assert decoder.service.engine.is_healthy, "an engine without work does not hang"
-    waiting = asyncio.create_task(answer(decoder, params("zebra", max_tokens=3, ignore_eos=True)))
+    waiting = asyncio.create_task(answer(decoder, question))
     await until(lambda: not decoder.service.engine.is_healthy)
     assert not decoder.service.engine.has_died
+    assert await answer(decoder, question) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "the engine does not answer; retry on another replica",
+    )
     engine.resume()
     found = await waiting
     assert isinstance(found, tuple)
@@ -181,7 +188,7 @@ async def test_a_process_that_cannot_start_gives_the_reason(folder: pathlib.Path
     assert not [child for child in psutil.Process().children() if engine_process._MODULE in child.cmdline()]
 
 
-def test_a_process_that_ends_while_it_starts_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_while_it_starts_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "_MODULE", "antigravity_that_is_not_there")
-    with pytest.raises(StartupError, match="status 1 before its model was loaded"):
+    with pytest.raises(RuntimeError, match="status 1 before its model was loaded"):
         EngineProcess({}, 1.0)
