@@ -137,6 +137,10 @@ function submit() {
     notify(notice, "The pictures of this conversation are too large for one request. Begin a new conversation.");
     return;
   }
+  if (all.length > limits().maxPictures) {
+    notify(notice, `A conversation takes at most ${limits().maxPictures} pictures. Begin a new one.`);
+    return;
+  }
   notify(notice, "");
   const turn = { question, files: tray.take(), answer: "", state: "running" };
   field.value = "";

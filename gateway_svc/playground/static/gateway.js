@@ -20,6 +20,9 @@ export const key = {
 };
 
 function headers() {
+  if (/[^ -~]/.test(key.get())) {
+    throw new GatewayError("This key has characters that no key has. Choose “API key” above.", 401);
+  }
   return key.get() ? { authorization: `Bearer ${key.get()}` } : {};
 }
 
@@ -48,9 +51,10 @@ async function failure(response) {
 }
 
 async function fetched(path, options = {}) {
+  const all = { ...headers(), ...options.headers };
   let response;
   try {
-    response = await fetch(address(path), { ...options, headers: { ...headers(), ...options.headers } });
+    response = await fetch(address(path), { ...options, headers: all });
   } catch (error) {
     if (error.name === "AbortError") {
       throw error;
@@ -75,6 +79,15 @@ export async function load() {
 }
 
 const broken = () => new GatewayError("The connection broke in the middle of the answer.", 0);
+const unreadable = () => new GatewayError("The gateway's answer cannot be read; a proxy may have changed it.", 0);
+
+function parsed(data) {
+  try {
+    return JSON.parse(data);
+  } catch {
+    throw unreadable();
+  }
+}
 
 // Yields the data of each event of a stream, until its end.
 async function* events(response) {
@@ -97,7 +110,7 @@ async function* events(response) {
       if (data === "[DONE]") {
         return;
       }
-      yield JSON.parse(data);
+      yield parsed(data);
     }
   }
 }
@@ -115,16 +128,19 @@ export async function ask(body, { signal, onText }) {
   });
   const answer = { finish: null, usage: null, times: { first: null, end: null } };
   for await (const event of events(response)) {
-    if (event.error) {
-      throw new GatewayError(sentence(event.error.message), response.status);
+    if (event?.error) {
+      throw new GatewayError(sentence(String(event.error.message)), response.status);
     }
-    const choice = event.choices[0];
-    if (choice?.delta.content) {
+    const choice = event?.choices?.[0];
+    if (choice?.delta?.content) {
       answer.times.first ??= since();
       onText(choice.delta.content);
     }
     answer.finish = choice?.finish_reason ?? answer.finish;
-    answer.usage = event.usage ?? answer.usage;
+    answer.usage = event?.usage ?? answer.usage;
+  }
+  if (!answer.usage?.lookonce) {
+    throw unreadable();
   }
   answer.times.end = since();
   return answer;

@@ -39,7 +39,7 @@ export function thumbnail(file) {
 
 // The pictures of the next question.
 export class Tray {
-  // `limits` returns {maxBytes} of a request; `most` is the largest number of pictures.
+  // `limits` returns {maxBytes, maxPictures} of a request; of more than `most` pictures, the last ones stay.
   constructor({ list, notice, limits, most = Infinity }) {
     this.files = [];
     this.list = list;
@@ -73,6 +73,9 @@ export class Tray {
       return `${name} is empty, so it was not added.`;
     }
     const kept = this.most === 1 ? [] : this.files;
+    if (kept.length >= this.limits().maxPictures) {
+      return `A question takes at most ${this.limits().maxPictures} pictures, so ${name} was not added.`;
+    }
     if (sentBytes([...kept, file]) > this.limits().maxBytes) {
       const most = megabytes(Math.max(0, (this.limits().maxBytes - sentBytes(kept)) / GROWTH));
       return `${name} has ${megabytes(file.size)} and there is room for ${most}, so it was not added. Pictures are never shrunk here.`;
@@ -100,7 +103,8 @@ export class Tray {
       const remove = make("button", { type: "button", className: "remove", "aria-label": `Remove ${file.name}` }, "×");
       remove.addEventListener("click", () => {
         this.remove(file);
-        (this.list.querySelector("button") ?? this.list.parentElement.querySelector("textarea")).focus();
+        const form = this.list.parentElement;
+        (this.list.querySelector("button") ?? form.querySelector("textarea, input[type=text]")).focus();
       });
       return make("li", { title: `${file.name}, ${megabytes(file.size)}` }, thumbnail(file), remove);
     });

@@ -13,8 +13,11 @@ let imageTokens = 0;
 let reusedTokens = 0;
 let timer = null;
 
-// The limit of this gateway on one request.
-export const limits = () => ({ maxBytes: served?.lookonce.max_body_bytes ?? USUAL_MAX_BYTES });
+// The limits of this gateway and its model on one request.
+export const limits = () => ({
+  maxBytes: served?.lookonce.max_body_bytes ?? USUAL_MAX_BYTES,
+  maxPictures: served?.lookonce.max_images_per_prompt ?? Infinity,
+});
 
 // Resolves to the name of the model. Rejects as the gateway's interface does.
 export async function modelName() {

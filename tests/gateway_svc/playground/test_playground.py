@@ -121,6 +121,7 @@ def test_pictures_are_pasted_removed_and_other_files_refused(page: Playground) -
     assert len(page.texts("#chat-pictures li")) == 1
     page.find("#chat-pictures button").click()
     assert page.texts("#chat-pictures li") == []
+    assert page.focused() == "question"
     page.press(Keys.ENTER)
     assert page.find("#chat-notice").text == "Write a question, or add a picture."
     page.drop(b"no image", "broken.png")
@@ -166,6 +167,17 @@ def test_other_formats_are_not_compared(page: Playground) -> None:
     page.drop(file.getvalue(), "picture.gif", "image/gif")
     page.find("#compare-ask").click()
     page.until(lambda: "PNG and JPEG only" in page.find("#compare-notice").text)
+    page.find("#compare-pictures button").click()
+    assert (page.texts("#compare-pictures li"), page.focused()) == ([], "compare-question")
+
+
+def test_more_pictures_than_the_model_takes_are_refused_with_the_limit(page: Playground) -> None:
+    page.until(lambda: page.state() == "Serving")
+    for index in range(17):
+        page.drop(b"a file", f"{index}.png")
+    assert len(page.texts("#chat-pictures li")) == 16
+    expected = "A question takes at most 16 pictures, so “16.png” was not added."
+    assert page.find("#chat-notice").text == expected
 
 
 def test_the_gateway_goes_and_comes_back_and_the_conversation_stays(page: Playground, real: Real) -> None:
@@ -202,10 +214,14 @@ def test_a_wrong_key_is_named_and_the_right_one_works(real: Real, page: Playgrou
     refusals = page.texts(".note.error")
     assert len(refusals) == 2
     assert all(text.startswith("The gateway needs a key, or does not know this one.") for text in refusals)
+    type_key(page, "ключ")
+    page.ask("What is it?")
+    assert page.texts(".note.error")[-1].startswith("This key has characters that no key has.")
+    assert page.state() == "API key needed"
     type_key(page, real.key)
     page.until(lambda: page.state() == "Serving")
     page.ask("What is it?")
-    assert len(page.texts(".note.error")) == 2
+    assert len(page.texts(".note.error")) == 3
     assert real.key not in page.driver.page_source
     assert page.driver.execute_script("return [Object.keys(localStorage), document.cookie]") == [[], ""]
 
